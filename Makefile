@@ -1,0 +1,41 @@
+# Each target sets up .venv itself; python3 and make are all a machine needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A test run starts several torch processes; one thread each keeps two cores from being fought over.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: install test test-fast lint format wheel clean
+
+install: $(VENV)/.installed
+
+# uv picks the build of torch that fits the machine (CUDA's where a driver answers, else the CPU's). Where the index it takes
+# that from cannot be reached, pip takes whatever build the configured index has.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12) and "finch needs Python 3.11 or 3.12; name one: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt uv
+	$(BIN)/python -m uv pip install -q --python $(BIN)/python --torch-backend=auto $(shell grep '^torch==' constraints.txt) 2>/dev/null || true
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: install
+	$(PYTEST)
+
+test-fast: install
+	$(PYTEST) -m 'not slow'
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: install
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) dist build out .pytest_cache .mypy_cache .ruff_cache

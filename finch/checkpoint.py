@@ -1,0 +1,97 @@
+"""The resumable state of a run: RUN/checkpoints/step_N/ with sharded tensors (torch.distributed.checkpoint) and state.json.
+
+What a user takes away, the Hugging Face folders, is written by :mod:`finch.huggingface`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+
+from finch.errors import UserError
+from finch.parallel import Parallel
+
+FOLDER = "checkpoints"
+STATE_FILE = "state.json"
+_STEP = re.compile(r"^step_(\d+)$")
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint of a run that has come furthest; folders without a state.json are not whole and do not count."""
+    found = [path for path in (run / FOLDER).glob("step_*") if _STEP.match(path.name) and (path / STATE_FILE).is_file()]
+    return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+
+
+def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], parallel: Parallel) -> Path:
+    """Saves everything a run needs to go on: written beside, then renamed; the one before goes when this one is whole.
+
+    Args:
+        model: the decoder, sharded or not.
+        state: scalars as plain JSON: position, schedule, identity of the run.
+    """
+    target = run / FOLDER / f"step_{step}"
+    partial = target.with_name(target.name + ".partial")
+    if parallel.is_rank_zero:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    parallel.barrier()
+    _dcp(dcp.save, _tensors(model, optimizer), partial, parallel)
+    parallel.barrier()
+    if parallel.is_rank_zero:
+        (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        for other in target.parent.iterdir():
+            if other != target:
+                shutil.rmtree(other, ignore_errors=True)
+    parallel.barrier()
+    return target
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The scalars of a checkpoint."""
+    return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+
+
+def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer, parallel: Parallel) -> None:
+    """Loads model and optimizer in place, on any number of ranks."""
+    tensors = _tensors(model, optimizer)
+    _dcp(dcp.load, tensors, folder, parallel)
+    model.load_state_dict(tensors["model"])
+    set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
+
+
+def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path) -> None:
+    """Refuses to go on with another run's checkpoint.
+
+    Args:
+        identity: what makes the run this run: the config keys that decide weights, data and order.
+
+    Raises:
+        UserError: names the first key that differs.
+    """
+    for key, value in identity.items():
+        if state["identity"].get(key) != value:
+            raise UserError(
+                f"resume_from_checkpoint: {folder} belongs to a run with {key}={json.dumps(state['identity'].get(key))}, this config says "
+                f"{json.dumps(value)}; give that run's config, or another output_dir"
+            )
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _dcp(action: Any, tensors: dict[str, Any], folder: Path, parallel: Parallel) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+        action(tensors, checkpoint_id=str(folder), no_dist=parallel.mesh is None)

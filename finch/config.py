@@ -1,0 +1,239 @@
+"""Configs: finding them by name, reading and checking them, building their components."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from finch.errors import UserError, exit_with_a_sentence
+from finch.options import REQUIRED, Option
+
+CONFIG_FOLDERS = [
+    Path(__file__).parent / "configs",  # in an installed wheel
+    Path(__file__).parent.parent / "configs",  # in a checkout
+]
+_SECRETS = re.compile(r"^(.*_)?(token|api_key|access_key|secret|password)$", re.IGNORECASE)
+
+
+# Names and paths
+
+
+def config_names() -> dict[str, Path]:
+    """The configs that come with finch: name, such as ``stories260k/tofu_finch``, to file."""
+    folder = next((folder for folder in CONFIG_FOLDERS if folder.is_dir()), None)
+    if folder is None:
+        return {}
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
+
+
+def find_config(name: str) -> Path:
+    """The file behind ``--config``: a path, or the name of a config of finch.
+
+    Raises:
+        UserError: neither; names the nearest ones.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    known = config_names()
+    if name.removesuffix(".yaml") in known:
+        return known[name.removesuffix(".yaml")]
+    near = did_you_mean(name, known, cutoff=0.5)
+    raise UserError(f"--config {name} is neither a file nor a config of finch{near or '; finch has ' + ', '.join(known)}")
+
+
+def did_you_mean(word: str, known: Any, cutoff: float = 0.6) -> str:
+    """``", did you mean X?"`` for the nearest known word, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+# Reading
+
+
+def parse(options: Mapping[str, Option]) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
+    """Decorates a recipe's main function: ``--config NAME_OR_PATH [key=value ...] [~key]`` becomes its checked config."""
+
+    def decorate(main: Callable[[DictConfig], Any]) -> Callable[[], None]:
+        @exit_with_a_sentence
+        @functools.wraps(main)
+        def wrapper() -> None:
+            main(read(sys.argv[1:], options))
+
+        return wrapper
+
+    return decorate
+
+
+def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
+    """A checked config, defaults filled in, from a recipe's command line.
+
+    Raises:
+        UserError: see ``find_config`` and ``check``; also a broken file or override.
+    """
+    from torchtune.config._parse import TuneRecipeArgumentParser
+    from torchtune.config._utils import _merge_yaml_and_cli_args
+
+    arguments = list(arguments)
+    if "--config" not in arguments or arguments.index("--config") + 1 == len(arguments):
+        raise UserError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
+    place = arguments.index("--config") + 1
+    path = find_config(arguments[place])
+    arguments[place] = str(path)
+    try:
+        yaml_arguments, overrides = TuneRecipeArgumentParser().parse_known_args(arguments)
+        cfg = _merge_yaml_and_cli_args(yaml_arguments, overrides)
+        OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {_first_line(error)}; give the missing key on the command line or in the file") from error
+    except ValueError as error:
+        raise UserError(f"{_first_line(error)}; overrides are key=value, or ~key to remove one") from error
+    except Exception as error:  # of the YAML reader, whose classes omegaconf does not re-export
+        raise UserError(f"{path} cannot be read as YAML: {_first_line(error)}") from error
+    return check(cfg, options)
+
+
+def check(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
+    """Refuses unknown keys, wrong types and missing keys; fills in the defaults.
+
+    A top-level key that other keys refer to, as ``${data_root}``, is the user's own and is let through.
+
+    Raises:
+        UserError: names key, value and remedy.
+    """
+    referred = set(re.findall(r"\$\{([A-Za-z_]\w*)", OmegaConf.to_yaml(cfg)))
+    for key in cfg:
+        if key not in options and key not in referred:
+            raise UserError(f"unknown key {key}={_short(cfg[key])}{did_you_mean(str(key), options) or '; see finch.options for the known ones'}")
+    for key, option in options.items():
+        value = cfg.get(key)
+        if value is None:
+            if option.default is REQUIRED:
+                raise UserError(f"{key} is missing: {option.help}")
+            if key not in cfg:
+                cfg[key] = option.default
+            continue
+        _check_value(key, value, option)
+    for where, node in _components(cfg):
+        _check_component(where, node)
+    return cfg
+
+
+def redacted(cfg: DictConfig) -> DictConfig:
+    """A copy, resolved, in which tokens, keys and passwords are starred; for everything that is written or logged."""
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {
+                key: "***" if isinstance(value, str) and _SECRETS.match(str(key)) else walk(value) for key, value in node.items()
+            }
+        return [walk(value) for value in node] if isinstance(node, list) else node
+
+    return OmegaConf.create(walk(OmegaConf.to_container(cfg, resolve=True)))
+
+
+# Components
+
+
+def component_of(node: Any) -> str | None:
+    """The dotted path under ``_component_``, or None where there is none."""
+    return node.get("_component_") if isinstance(node, (dict, DictConfig)) else None
+
+
+def locate(path: str, key: str) -> Any:
+    """The object at a dotted path.
+
+    Raises:
+        UserError: there is none; names the nearest attribute.
+    """
+    from torchtune.config._errors import InstantiationError
+    from torchtune.config._utils import _get_component_from_path
+
+    try:
+        return _get_component_from_path(path)
+    except (InstantiationError, ValueError) as error:
+        parent, _, name = path.rpartition(".")
+        near = did_you_mean(name, dir(sys.modules[parent])) if parent in sys.modules else ""
+        raise UserError(f"{key}._component_={path} does not exist{near or '; check the dotted path and that its package is installed'}") from error
+
+
+def build(node: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+    """``torchtune.config.instantiate`` whose failures name the config key.
+
+    Raises:
+        UserError: the component does not exist, refuses its arguments, or misses a file.
+    """
+    from torchtune import config
+
+    node = node if isinstance(node, DictConfig) else OmegaConf.create(node)
+    try:
+        return config.instantiate(node, *args, **kwargs)
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise UserError(f"{key}: file not found: {error.filename or _first_line(error)}; check the path") from error
+    except ValueError as error:
+        raise UserError(f"{key}: {_first_line(error)}") from error
+    except Exception as error:  # whatever a user's component raises is about what the user wrote under this key
+        raise UserError(f"{key}: {component_of(node)} cannot be built: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _components(node: Any, where: str = "") -> Iterator[tuple[str, DictConfig]]:
+    if isinstance(node, DictConfig):
+        if "_component_" in node:
+            yield where, node
+        for key in node:
+            yield from _components(node._get_node(key), f"{where}.{key}" if where else str(key))
+    elif isinstance(node, ListConfig):
+        for place, item in enumerate(node):
+            yield from _components(item, f"{where}[{place}]")
+
+
+def _check_component(where: str, node: DictConfig) -> None:
+    path = node["_component_"]
+    if not isinstance(path, str):
+        raise UserError(f"{where}._component_={path} must be a dotted path such as torch.optim.AdamW")
+    if where == "profiler" and not node.get("enabled", False):
+        return
+    component = locate(path, where)
+    if not callable(component):
+        raise UserError(f"{where}._component_={path} is not a class or function")
+    try:
+        parameters = inspect.signature(component).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for key in node:
+        if key != "_component_" and key not in parameters:
+            known = ", ".join(name for name in parameters if name != "self")
+            raise UserError(f"unknown key {where}.{key}{did_you_mean(str(key), parameters) or f'; {path} takes {known}'}")
+
+
+def _check_value(key: str, value: Any, option: Option) -> None:
+    plain = {DictConfig: dict, ListConfig: list}.get(type(value), type(value))
+    if plain not in option.kinds and not (plain is int and float in option.kinds):
+        if option.kinds == (dict,):
+            raise UserError(f"{key}={_short(value)} must be a block with a _component_: {option.help}")
+        raise UserError(f"{key}={_short(value)} must be {' or '.join(kind.__name__ for kind in option.kinds)}: {option.help}")
+    if plain is dict and dict in option.kinds and "_component_" not in value:
+        raise UserError(f"{key} has no _component_: {option.help}")
+    if option.minimum is not None and value < option.minimum:
+        raise UserError(f"{key}={value} must be at least {option.minimum:g}: {option.help}")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")

@@ -1,0 +1,1 @@
+"""Datasets, their order and their collation."""

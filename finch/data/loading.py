@@ -1,0 +1,154 @@
+"""From a config's `dataset` to micro-batches with shifted labels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torchtune.data import padded_collate_packed
+from torchtune.datasets import ConcatDataset, PackedDataset
+
+from finch.config import build, component_of
+from finch.data.order import EMPTY, GlobalOrder
+from finch.errors import UserError
+from finch.objectives import IGNORE_INDEX
+
+Batch = dict[str, Any]
+
+
+class Samples(Dataset):
+    """A torchtune dataset whose broken rows have names, and which knows an empty row.
+
+    Args:
+        data: any map-style dataset of ``{"tokens": [...], "labels": [...]}``.
+        key: the config key it came from, for messages.
+        source: where its rows come from, for messages.
+    """
+
+    def __init__(self, data: Any, key: str, source: str) -> None:
+        self.data, self.key, self.source = data, key, source
+        if len(data) == 0:
+            raise UserError(f"{key} is empty: {source} has no rows; give another file or split")
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def packed(self) -> bool:
+        return is_packed(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == EMPTY:
+            sample = dict(self.data[0])
+            labels = sample["labels"]
+            sample["labels"] = torch.full_like(labels, IGNORE_INDEX) if isinstance(labels, torch.Tensor) else [IGNORE_INDEX] * len(labels)
+            return sample
+        try:
+            return self.data[index]
+        except Exception as error:  # whatever a row broke in a transform or a tokenizer of any library
+            raise UserError(f"{self.key}: row {index + 1} of {self.source} cannot be used ({_reason(error)}); mend or remove that row") from error
+
+
+def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
+    """Builds the dataset under a config key: one component, or a list of them, which is concatenated.
+
+    Raises:
+        UserError: the component does not exist, does not take these arguments, or has no rows.
+    """
+    node = cfg[key]
+    nodes = list(node) if component_of(node) is None else [node]
+    parts = [build(part, key, tokenizer) for part in nodes]
+    source = " and ".join(_source_of(part) for part in nodes)
+    for part, part_node in zip(parts, nodes, strict=True):
+        if len(part) == 0:
+            raise UserError(f"{key} is empty: {_source_of(part_node)} has no rows; give another file or split")
+        _check_columns(part, key, _source_of(part_node))
+    return Samples(parts[0] if len(parts) == 1 else ConcatDataset(datasets=parts), key, source)
+
+
+def is_packed(data: Any) -> bool:
+    return isinstance(data, PackedDataset) or bool(getattr(data, "packed", False))
+
+
+def collator(samples: Samples, tokenizer: Any, collate: Callable[..., Batch]) -> Callable[[list[dict[str, Any]]], Batch]:
+    """Collates a micro-batch with torchtune's function and shifts its labels to stand under the token that predicts them."""
+    if not samples.packed:
+        collate = functools.partial(collate, padding_idx=tokenizer.pad_id, ignore_idx=IGNORE_INDEX)
+    else:
+        collate = padded_collate_packed
+    return functools.partial(_collate_and_shift, collate)
+
+
+def loader(
+    samples: Samples,
+    order: GlobalOrder,
+    collate: Callable[[list[dict[str, Any]]], Batch],
+    *,
+    rank: int,
+    epoch: int = 0,
+    consumed: int = 0,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> Iterator[Batch]:
+    """This rank's micro-batches of an epoch, from ``consumed`` samples on."""
+    batches = list(order.micro_batches(rank, epoch, consumed))
+    return iter(
+        DataLoader(samples, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory)  # type: ignore[arg-type]
+    )
+
+
+def count_targets(samples: Samples, rank: int, ranks: int) -> tuple[int, int, int]:
+    """Reads this rank's share of the rows once, before any weight is loaded.
+
+    Returns:
+        (target tokens, rows without any, longest row in tokens).
+
+    Raises:
+        UserError: a row that cannot be read or tokenized.
+    """
+    targets, without, longest = 0, 0, 0
+    for index in range(rank, len(samples), ranks):
+        sample = samples[index]
+        labels = torch.as_tensor(sample["labels"])
+        # The first token has no predecessor: its label is never a target.
+        here = int((labels[1:] != IGNORE_INDEX).sum())
+        targets, without, longest = targets + here, without + (here == 0), max(longest, len(labels))
+    return targets, without, longest
+
+
+def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]) -> Batch:
+    batch = collate(rows)
+    labels = batch["labels"]
+    batch["labels"] = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORE_INDEX)], dim=1)
+    return batch
+
+
+def _source_of(node: Any) -> str:
+    files, source, split = node.get("data_files"), node.get("source"), node.get("split")
+    name = str(files or source or component_of(node))
+    return f"{name} (split {split})" if split not in (None, "train") else name
+
+
+def _check_columns(data: Any, key: str, source: str) -> None:
+    """Finds the first row without a field that the message transform reads, where the rows are a table."""
+    inner = data.ds if isinstance(data, PackedDataset) else data
+    table, transform = getattr(inner, "_data", None), getattr(inner, "_message_transform", None)
+    columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
+    if not isinstance(columns, dict) or not hasattr(table, "column_names"):
+        return
+    for role, column in columns.items():
+        if column not in table.column_names:
+            raise UserError(
+                f"{key}: {source} has no field {column!r}, which column_map names for {role!r}; its fields are {', '.join(table.column_names)}"
+            )
+        missing = next((row for row, value in enumerate(table[column]) if value is None), None)
+        if missing is not None:
+            raise UserError(f"{key}: row {missing + 1} of {source} has no field {column!r}; mend or remove that row")
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

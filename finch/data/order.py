@@ -1,0 +1,77 @@
+"""One global order of samples, independent of the number of ranks.
+
+Step i of an epoch takes positions [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, and deals them to
+ranks and micro-batches. So the same samples meet in the same step on any layout with the same G, and (epoch, samples consumed) is all that
+a run's position needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+EMPTY = -1
+"""Stands for a row without targets, which a rank without samples contributes so that every rank runs the same forwards."""
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """The order of a dataset's samples and how they are dealt.
+
+    Args:
+        num_samples: samples in the dataset.
+        micro_batch: samples a forward pass and rank.
+        accumulation: micro-batches an optimizer step and rank.
+        ranks: data-parallel ranks.
+        shuffle: whether an epoch is a seeded permutation, or the dataset's own order.
+        seed: of the permutation; epoch e uses seed + e, as torch's DistributedSampler does.
+        drop_last: leave out an epoch's last global batch if it is short, as torchtune does. Otherwise it is kept, whole.
+    """
+
+    num_samples: int
+    micro_batch: int
+    accumulation: int = 1
+    ranks: int = 1
+    shuffle: bool = True
+    seed: int = 0
+    drop_last: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Samples an optimizer step."""
+        return self.micro_batch * self.accumulation * self.ranks
+
+    @property
+    def steps_per_epoch(self) -> int:
+        whole, rest = divmod(self.num_samples, self.global_batch)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    def permutation(self, epoch: int) -> list[int]:
+        """Dataset indices of an epoch in the order in which they are consumed."""
+        if not self.shuffle:
+            return list(range(self.num_samples))
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+    def micro_batches(self, rank: int, epoch: int = 0, consumed: int = 0) -> Iterator[list[int]]:
+        """Dataset indices of each micro-batch of ``rank``, from ``consumed`` samples into the epoch on.
+
+        Sample k of a global batch goes to rank k mod ranks, so that the ranks' shares of a short batch differ by one at most. All ranks
+        get the same number of micro-batches; one that has run out of samples gets [EMPTY].
+        """
+        order = self.permutation(epoch)
+        end = self.steps_per_epoch * self.global_batch
+        for start in range(consumed, min(end, self.num_samples), self.global_batch):
+            batch = order[start : start + self.global_batch]
+            mine = batch[rank :: self.ranks]
+            longest = -(-len(batch) // self.ranks)
+            for offset in range(0, longest, self.micro_batch):
+                yield mine[offset : offset + self.micro_batch] or [EMPTY]
+
+    def micro_batches_in_step(self, consumed: int) -> int:
+        """How many micro-batches a rank runs in the step that starts after ``consumed`` samples; fewer in a short last batch."""
+        in_step = min(self.global_batch, self.num_samples - consumed)
+        longest = -(-in_step // self.ranks)
+        return -(-longest // self.micro_batch)

@@ -1,0 +1,57 @@
+"""A user's mistake, told in one sentence and without a traceback."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class UserError(ValueError):
+    """Something the user can mend: the message names key, value and remedy in one sentence."""
+
+
+# What gloo and NCCL say when another process of the group has gone; that process has its own, better message.
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "connection was closed", "remote process exited", "Broken pipe")
+
+
+def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
+    """Decorates a program's main function: a UserError becomes one line on stderr and exit code 1.
+
+    Under torchrun the first process to leave ends all others. Rank 0 tells at once; another rank waits a moment before it tells, since
+    most mistakes show on every rank and one sentence is enough; and a rank that merely lost a peer waits for the peer's own error.
+    """
+
+    @functools.wraps(main)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as error:
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(3)
+            print(f"finch: error: {error}", file=sys.stderr, flush=True)
+            _leave(1)
+        except KeyboardInterrupt:
+            print("finch: interrupted", file=sys.stderr, flush=True)
+            _leave(130)
+        except RuntimeError as error:
+            if "LOCAL_RANK" not in os.environ or not any(sign in str(error) for sign in _LOST_PEER):
+                raise
+            time.sleep(5)
+            print(f"finch: rank {os.environ.get('RANK')} stopped because another rank did; its error stands above", file=sys.stderr, flush=True)
+            _leave(1)
+
+    return wrapper
+
+
+def _leave(code: int) -> None:
+    """Ends the process; with a live process group at once, since tearing it down could wait for ranks that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,151 @@
+"""What a run reports at each step: metrics.jsonl, torchtune's metric logger, and the progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Takes a step's metrics as they are, tensors included, and reads them only when it reports: at every ``every`` steps.
+
+    One line a step goes into metrics.jsonl; the metric logger and the progress bar see every ``every``-th. Only rank 0 writes, but every
+    rank reads at the same steps, so that a non-finite loss stops all of them at the same one.
+
+    Args:
+        folder: the run's folder.
+        logger: a torchtune metric logger, or None.
+        is_writer: whether this rank writes.
+        every: steps between two reports.
+        world_size: ranks, for tokens a second and GPU.
+        first_step: the step a resumed run continues after; later lines of an earlier attempt are dropped.
+    """
+
+    def __init__(self, folder: Path, logger: Any, *, is_writer: bool, every: int = 1, world_size: int = 1, first_step: int = 0) -> None:
+        self.path, self._logger, self._is_writer, self._every, self._world_size = folder / FILE_NAME, logger, is_writer, every, world_size
+        self._waiting: list[dict[str, Any]] = []
+        self._since = time.perf_counter()
+        self._bar: tqdm | None = None
+        self._file = None
+        if is_writer:
+            _drop_lines_after(self.path, first_step)
+            self._file = self.path.open("a", encoding="utf-8")
+
+    def start_epoch(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
+        """Opens the progress bar of an epoch, ``done`` of its ``steps`` already taken."""
+        self._bar = progress_bar(total=steps, initial=done, desc=f"epoch {epoch + 1}/{epochs}", unit="step", disable=not self._is_writer)
+        self._since = time.perf_counter()
+
+    def end_epoch(self) -> None:
+        """Reports what waits and closes the bar, so that what is logged next begins on a line of its own."""
+        self.flush()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes a step's metrics: numbers, or 0-d tensors that stay unread until the next report."""
+        self._waiting.append({"step": step, **metrics})
+        if step % self._every == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Reads what waits and reports it."""
+        if not self._waiting:
+            return
+        lines = _read(self._waiting)
+        self._waiting = []
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        # Steps between two reads are not timed one by one: that would take a synchronisation each. They share the mean.
+        rate = sum(line["num_target_tokens"] for line in lines) / seconds / self._world_size
+        for line in lines:
+            line["tokens_per_second_per_gpu"] = rate
+        if not self._is_writer or self._file is None:
+            return
+        for line in lines:
+            self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}) + "\n")
+        self._file.flush()
+        last = lines[-1]
+        if self._logger is not None and last["step"] % self._every == 0:
+            self._logger.log_dict({key: value for key, value in last.items() if key != "step" and value is not None}, step=last["step"])
+        if self._bar is not None:
+            shown = {"loss": f"{last['loss']:.4f}"}
+            if last["ema_loss"] is not None:
+                shown["ema"] = f"{last['ema_loss']:.4f}"
+            self._bar.set_postfix({**shown, "lr": f"{last['lr']:.2e}", "tok/s": f"{rate * self._world_size:,.0f}"}, refresh=False)
+            self._bar.update(len(lines))
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Writes a line of its own, such as a validation loss, after everything before it."""
+        self.flush()
+        if self._file is not None:
+            self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}) + "\n")
+            self._file.flush()
+            if self._logger is not None:
+                self._logger.log_dict({key: value for key, value in line.items() if key not in ("step", "epoch")}, step=line["step"])
+
+    def pause(self) -> None:
+        """Leaves the time until now out of the next rate; for validation and saving."""
+        self._since = time.perf_counter()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._logger is not None:
+            self._logger.close()
+            self._logger = None
+
+
+def progress_bar(*args: Any, **kwargs: Any) -> tqdm:
+    """tqdm, quieter where the output is a file: a line every half minute in place of ten a second."""
+    return tqdm(*args, mininterval=0.1 if sys.stderr.isatty() else 30, dynamic_ncols=True, **kwargs)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that was cut off is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+def _read(waiting: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Brings all tensors of all waiting steps to the host in one transfer."""
+    places = [(line, key) for line in waiting for key, value in line.items() if isinstance(value, torch.Tensor)]
+    if places:
+        values = torch.stack([line[key].detach().double().reshape(()) for line, key in places]).tolist()
+        for (line, key), value in zip(places, values, strict=True):
+            line[key] = value
+    for line in waiting:
+        line["num_target_tokens"], line["lr_is_capped"] = int(line["num_target_tokens"]), bool(line["lr_is_capped"])
+        # Theorem 1: the per-step forgetting is at most C1 * eta * sqrt(L_B) + ...; this is that leading term up to C1.
+        line["eta_sqrt_loss"] = line["lr"] * math.sqrt(line["loss"]) if line["loss"] >= 0 else None
+    return waiting
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    if path.exists():
+        kept = [line for line in read_metrics(path) if line["step"] <= step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Strict JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

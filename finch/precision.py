@@ -1,0 +1,99 @@
+"""What `dtype` means: how weights are stored, computed with, reduced and updated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from finch.errors import UserError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One value of the key ``dtype``.
+
+    Attributes:
+        weights: dtype in which parameters and optimizer states are kept.
+        compute: dtype of forward and backward.
+        stochastic: whether the optimizer rounds its updates stochastically.
+        words: the same, for the log.
+    """
+
+    weights: torch.dtype
+    compute: torch.dtype
+    stochastic: bool
+    words: str
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.weights != self.compute
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """FSDP2's policy: gathered in the compute dtype, gradients reduced in the weights' dtype."""
+        if not self.is_mixed:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.weights)
+
+
+PRECISIONS = {
+    "fp32": Precision(torch.float32, torch.float32, False, "weights, optimizer states and computation in fp32"),
+    "fp64": Precision(torch.float64, torch.float64, False, "weights, optimizer states and computation in fp64"),
+    "bf16": Precision(
+        torch.bfloat16,
+        torch.bfloat16,
+        False,
+        "pure bf16, as torchtune and the paper's authors: weights, optimizer states and computation; small updates are lost in rounding",
+    ),
+    "bf16_mixed": Precision(
+        torch.float32, torch.bfloat16, False, "mixed: fp32 master weights and optimizer states, bf16 computation, gradients reduced in fp32"
+    ),
+    "bf16_stochastic": Precision(
+        torch.bfloat16, torch.bfloat16, True, "bf16 weights and computation; the optimizer computes in fp32 and rounds stochastically"
+    ),
+}
+
+
+def precision_of(name: str) -> Precision:
+    """The precision a config's ``dtype`` names.
+
+    Raises:
+        UserError: unknown, or fp16.
+    """
+    if name in PRECISIONS:
+        return PRECISIONS[name]
+    if str(name) in ("fp16", "float16", "half"):
+        raise UserError("dtype=fp16 is not trained in full: its range needs gradient scaling; use bf16, bf16_mixed or fp32")
+    raise UserError(f"dtype={name} is not known: use one of {', '.join(PRECISIONS)}")
+
+
+def check_hardware(name: str, device: torch.device) -> None:
+    """Raises UserError if ``device`` cannot compute in the dtype."""
+    if device.type == "cuda" and PRECISIONS[name].compute == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise UserError(f"dtype={name} needs bf16, which {torch.cuda.get_device_name(device)} lacks: use fp32")
+
+
+# torch's optimizers and their twins in torchao that can round stochastically.
+STOCHASTIC_TWINS = {
+    "torch.optim.AdamW": "torchao.optim._AdamW",
+    "torch.optim.Adam": "torchao.optim._Adam",
+}
+STOCHASTIC_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+
+
+def stochastic_optimizer(component: str, arguments: dict) -> tuple[str, dict]:
+    """The torchao optimizer, and its arguments, that takes the place of a config's under ``dtype: bf16_stochastic``.
+
+    Raises:
+        UserError: the optimizer has no form that rounds stochastically.
+    """
+    if component.startswith("torchao.optim."):
+        return component, {**arguments, "bf16_stochastic_round": True}
+    if component not in STOCHASTIC_TWINS:
+        raise UserError(
+            f"optimizer._component_={component} cannot round stochastically: with dtype=bf16_stochastic use torch.optim.AdamW or one of torchao.optim"
+        )
+    # `fused` and `foreach` choose a kernel of torch's; torchao compiles its own.
+    kept = {key: value for key, value in arguments.items() if key not in ("fused", "foreach")}
+    return STOCHASTIC_TWINS[component], {**kept, "bf16_stochastic_round": True}

@@ -1,0 +1,280 @@
+"""FINCH's learning rate: small steps while the loss is high, larger ones as the model converges.
+
+The schedule of "Fine-Tuning Without Forgetting via Loss-Adaptive Learning Rates" (Prashant et al., 2026), Section 3.3:
+
+    L_i    = token-mean cross-entropy of the whole optimizer-step batch, in nats, before the update
+    Lbar_i = ema * Lbar_{i-1} + (1 - ema) * L_i
+    eta_i  = min(eta_base / sqrt(Lbar_i + eps), eta_max)
+
+This file needs torch alone, so that any training loop can take it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+Scalar = float | torch.Tensor
+
+
+class FinchLR:
+    """Sets the learning rate of one optimizer, or of several, from the loss of the step being taken.
+
+    It is stepped like :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, with the loss, but *before* the optimizer: the
+    learning rate of an update comes from the loss of that very update (Section 3.3).
+
+        schedule = FinchLR(optimizer, eta_max=5e-5, init=3.6)
+        for batch in loader:
+            loss = model(batch); loss.backward()
+            if schedule.step(loss):
+                optimizer.step()
+            optimizer.zero_grad()
+
+    With gradient accumulation step it once per optimizer step; with several ranks pass the loss of all of them, so that every
+    rank computes the same learning rate.
+
+    **Base learning rates.** Read from the param groups once, here, and kept: loading an optimizer's state later does not
+    change them. The first group's is eta_base; the other groups keep their ratio to it, under the cap as well.
+
+    **Without host synchronisation.** Where every group's ``lr`` is a 0-d tensor and every optimizer honours ``found_inf`` (the
+    fused ones of ``torch.optim`` do), a tensor loss is never read by the host: EMA and learning rate stay on its device, ``lr``
+    is written in place, and a non-finite loss makes the optimizer skip its update by itself. In all other cases the loss is
+    read at each step.
+
+    Args:
+        optimizer: one optimizer or a list of them.
+        eta_max: cap of the learning rate; the paper uses 5e-5 over an eta_base of 2e-5. For another scale of learning rates
+            keep that ratio, 2.5.
+        init: Lbar_0 in nats. A number (the authors take the pretrained model's mean loss over the training set), or
+            ``"first_batch"``, which starts from the first loss seen. ``"dataset"`` is for finch's recipes, which replace it by
+            that mean.
+        eta_base: learning rate at a loss of 1 nat; None takes the first param group's ``lr``.
+        ema: weight of the past in the moving average, in [0, 1).
+        eps: added to the loss under the root, in nats.
+        on_nonfinite: ``"raise"``, or ``"skip"``: leave the state alone, count, and raise after ``max_nonfinite`` in a row.
+        max_nonfinite: how many non-finite losses in a row ``"skip"`` bears.
+
+    Raises:
+        ValueError: an argument outside its range, named with its value.
+        FloatingPointError: from ``step``, or from the next read where the state lives on a device.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Iterable[Optimizer],
+        *,
+        eta_max: float,
+        init: float | str,
+        eta_base: float | None = None,
+        ema: float = 0.9,
+        eps: float = 1e-8,
+        on_nonfinite: str = "raise",
+        max_nonfinite: int = 10,
+    ) -> None:
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        groups = self._groups()
+        if not groups:
+            raise ValueError("optimizer holds no param group: FinchLR has no learning rate to set")
+        if not 0 <= ema < 1:
+            raise ValueError(f"ema={ema} must lie in [0, 1): it is the weight of the past losses, 0.9 in the paper")
+        if not eta_max > 0:
+            raise ValueError(f"eta_max={eta_max} must be above 0: it is the cap of the learning rate, 2.5 times eta_base in the paper")
+        if not eps >= 0:
+            raise ValueError(f"eps={eps} must not be negative: it is added to the loss under the root")
+        if on_nonfinite not in ("raise", "skip"):
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise' or 'skip'")
+        if not max_nonfinite >= 1:
+            raise ValueError(f"max_nonfinite={max_nonfinite} must be at least 1")
+        if isinstance(init, str):
+            if init == "dataset":
+                raise ValueError("init='dataset' is resolved by finch's recipes; elsewhere pass the pretrained model's mean loss over the training set")
+            if init != "first_batch":
+                raise ValueError(f"init={init!r} must be a loss in nats above 0 or 'first_batch'")
+        elif not (init > 0 and math.isfinite(init)):
+            raise ValueError(f"init={init} must be above 0: it is a loss in nats, and at 0 the learning rate would start at the cap")
+
+        bases = [float(group["lr"]) for group in groups]
+        self.eta_base = bases[0] if eta_base is None else float(eta_base)
+        if not self.eta_base > 0:
+            raise ValueError(f"eta_base={self.eta_base} must be above 0: it is the first param group's lr unless given")
+        if eta_base is not None and not bases[0] > 0:
+            raise ValueError(f"lr={bases[0]} of the first param group must be above 0: the other groups' ratios refer to it")
+        self.eta_max, self.ema, self.eps = float(eta_max), float(ema), float(eps)
+        self.on_nonfinite, self.max_nonfinite = on_nonfinite, int(max_nonfinite)
+        self._ratios = [base / bases[0] for base in bases]
+
+        # The state. On the device path these become 0-d tensors on the loss's device at the first step.
+        self._ema_loss: Scalar = math.nan if isinstance(init, str) else float(init)  # NaN: nothing seen yet
+        self._eta: Scalar = self.eta_base
+        self._num_steps: int | torch.Tensor = 0
+        self._nonfinite: int | torch.Tensor = 0  # in all
+        self._in_a_row: int | torch.Tensor = 0
+        self._longest_row: int | torch.Tensor = 0  # remembered, since the host may look after a row has ended
+        self._reported = 0
+
+        if not isinstance(init, str):
+            if self.eta_base / math.sqrt(init + self.eps) >= self.eta_max:
+                warnings.warn(
+                    f"eta_base={self.eta_base:g} over the root of init={init:g} already reaches eta_max={self.eta_max:g}: this run would "
+                    "have a constant learning rate, which is not FINCH; raise eta_max (2.5 x eta_base in the paper) or lower eta_base",
+                    stacklevel=2,
+                )
+            self._write(self._eta_of(self._ema_loss))
+
+    def step(self, loss: Scalar, targets: Scalar | None = None) -> bool:
+        """Takes the loss of the step at hand and sets the learning rate of that same step.
+
+        Args:
+            loss: [] mean cross-entropy in nats over the target tokens of the whole optimizer-step batch, all micro-batches and
+                all ranks. With a reweighted objective still the raw cross-entropy.
+            targets: [] number of target tokens behind ``loss``. A batch without any says nothing about the model and leaves the
+                state alone; it is not an error. None: there were some.
+
+        Returns:
+            Whether to take the optimizer step. Always True on the device path, where the optimizer decides by ``found_inf``.
+
+        Raises:
+            FloatingPointError: the loss is not finite and ``on_nonfinite`` says ``raise``, or ``max_nonfinite`` came in a row.
+        """
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach()
+            if self._stays_on_device():
+                self._step_on_device(loss, targets)
+                return True
+        return self._step_on_host(float(loss), 1.0 if targets is None else float(targets))
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each param group as last set, optimizer by optimizer. Reads the device."""
+        self.check()
+        return [float(self._eta) * ratio for ratio in self._ratios]
+
+    @property
+    def ema_loss(self) -> float | None:
+        """Lbar in nats, or None before the first loss of ``init="first_batch"``. Reads the device."""
+        self.check()
+        value = float(self._ema_loss)
+        return None if math.isnan(value) else value
+
+    def metrics(self) -> dict[str, Scalar]:
+        """``ema_loss``, ``lr`` (the first group's) and ``lr_is_capped`` as they are: tensors where the state lives on a device, unread."""
+        return {"ema_loss": self._ema_loss, "lr": self._eta, "lr_is_capped": self._eta >= self.eta_max}
+
+    def check(self) -> None:
+        """Reads the counters of non-finite losses and raises where ``on_nonfinite`` asks for it.
+
+        Raises:
+            FloatingPointError: see ``step``.
+        """
+        total, longest = int(self._nonfinite), int(self._longest_row)
+        new, self._reported = total - self._reported, total
+        if self.on_nonfinite == "raise" and new > 0:
+            raise FloatingPointError(
+                f"the loss was not finite at {'a step' if new == 1 else f'{new} steps'} after step {int(self._num_steps)}; EMA and learning "
+                "rate are unchanged: lower eta_base, check the data, or set on_nonfinite: skip"
+            )
+        if longest >= self.max_nonfinite:
+            raise FloatingPointError(
+                f"the loss was not finite {longest} times in a row after step {int(self._num_steps)}: the weights or the data are broken; "
+                "go back to a checkpoint and lower eta_base"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the run has learned so far, as plain numbers. Reads the device.
+
+        Kept: the EMA and the counters, which nothing else could restore. Not kept: eta_base, eta_max, ema, eps and the groups'
+        ratios, which the config states and a resumed run may change on purpose.
+        """
+        self.check()
+        return {
+            "ema_loss": self.ema_loss,
+            "num_steps": int(self._num_steps),
+            "nonfinite": int(self._nonfinite),
+            "nonfinite_in_a_row": int(self._in_a_row),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores ``state_dict`` and writes the learning rate that belongs to it."""
+        self._ema_loss = math.nan if state["ema_loss"] is None else float(state["ema_loss"])
+        self._num_steps = int(state["num_steps"])
+        self._nonfinite = self._reported = int(state["nonfinite"])
+        self._in_a_row = self._longest_row = int(state["nonfinite_in_a_row"])
+        if not math.isnan(self._ema_loss):
+            self._write(self._eta_of(self._ema_loss))
+
+    # Private
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _stays_on_device(self) -> bool:
+        honours_found_inf = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
+        return honours_found_inf and all(isinstance(group["lr"], torch.Tensor) for group in self._groups())
+
+    def _eta_of(self, ema_loss: Scalar) -> Scalar:
+        """eta_i = min(eta_base / sqrt(Lbar_i + eps), eta_max), Section 3.3."""
+        if isinstance(ema_loss, torch.Tensor):
+            return (self.eta_base / (ema_loss + self.eps).sqrt()).clamp(max=self.eta_max)
+        return min(self.eta_base / math.sqrt(ema_loss + self.eps), self.eta_max) if ema_loss + self.eps > 0 else self.eta_max
+
+    def _step_on_host(self, loss: float, targets: float) -> bool:
+        if targets == 0:
+            return False
+        if not math.isfinite(loss):
+            self._nonfinite += 1
+            self._in_a_row += 1
+            self._longest_row = max(int(self._longest_row), int(self._in_a_row))
+            self.check()
+            return False
+        self._in_a_row = 0
+        self._num_steps += 1
+        past = float(self._ema_loss)
+        self._ema_loss = loss if math.isnan(past) else self.ema * past + (1 - self.ema) * loss
+        self._write(self._eta_of(self._ema_loss))
+        return True
+
+    def _step_on_device(self, loss: torch.Tensor, targets: Scalar | None) -> None:
+        device = loss.device
+        # float64 where the device has it: the EMA of a long run then equals the host path's to the last digits.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._to_device(device, dtype)
+        loss = loss.to(dtype)
+        finite = loss.isfinite()
+        counted = torch.ones_like(finite) if targets is None else torch.as_tensor(targets, device=device) > 0
+        used = finite & counted
+        past = self._ema_loss
+        blended = torch.where(past.isnan(), loss, self.ema * past + (1 - self.ema) * loss)
+        self._ema_loss = torch.where(used, blended, past)
+        self._num_steps = self._num_steps + used
+        broken = counted & ~finite
+        self._nonfinite = self._nonfinite + broken
+        self._in_a_row = torch.where(broken, self._in_a_row + 1, torch.where(used, 0, self._in_a_row))
+        self._longest_row = torch.maximum(self._longest_row, self._in_a_row)
+        self._write(torch.where(used, self._eta_of(self._ema_loss), self._eta))
+        found_inf = (~used).float()
+        for optimizer in self.optimizers:
+            # The protocol of torch.amp.GradScaler with fused optimizers: found_inf of 1 skips the update inside the kernel.
+            optimizer.found_inf, optimizer.grad_scale = found_inf, None
+
+    def _to_device(self, device: torch.device, dtype: torch.dtype) -> None:
+        if isinstance(self._ema_loss, torch.Tensor) and isinstance(self._eta, torch.Tensor):
+            return
+        self._ema_loss = torch.tensor(float(self._ema_loss), dtype=dtype, device=device)
+        self._eta = torch.tensor(float(self._eta), dtype=dtype, device=device)
+        for name in ("_num_steps", "_nonfinite", "_in_a_row", "_longest_row"):
+            setattr(self, name, torch.tensor(int(getattr(self, name)), device=device))
+
+    def _write(self, eta: Scalar) -> None:
+        self._eta = eta
+        for group, ratio in zip(self._groups(), self._ratios, strict=True):
+            lr = group["lr"]
+            if not isinstance(lr, torch.Tensor):
+                group["lr"] = float(eta) * ratio
+            elif isinstance(eta, torch.Tensor):
+                lr.copy_(eta * ratio)
+            else:
+                lr.fill_(eta * ratio)  # in place: compiled and captured optimizers hold this very tensor

@@ -1,0 +1,550 @@
+"""Full fine-tuning with FINCH's loss-adaptive learning rate, on one process or many.
+
+    tune run finch_full_finetune --config stories260k/tofu_finch data_root=DATA
+    tune run --nproc_per_node 2 finch_full_finetune --config stories260k/tofu_finch data_root=DATA
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+from torchtune import modules, training, utils
+from torchtune.recipe_interfaces import FTRecipeInterface
+from torchtune.training.activations import apply_selective_activation_checkpointing
+
+from finch import FinchLR, checkpoint, parallel
+from finch.config import build, component_of, locate, parse, redacted
+from finch.data.loading import Batch, Samples, collator, count_targets, load_dataset, loader
+from finch.data.order import GlobalOrder
+from finch.dataset_loss import dataset_loss
+from finch.errors import UserError
+from finch.huggingface import HuggingFaceFolder
+from finch.metrics import FILE_NAME as METRICS_FILE
+from finch.metrics import MetricsLog
+from finch.objectives import IGNORE_INDEX, CrossEntropy
+from finch.options import FULL_FINETUNE
+from finch.precision import check_hardware, precision_of, stochastic_optimizer
+from finch.token_loss import TokenLoss
+
+log = utils.get_logger("INFO")
+
+
+class FinchFullFinetune(FTRecipeInterface):
+    """Full fine-tuning of a torchtune decoder.
+
+    Features, and the keys that control them (all of them: :mod:`finch.options`):
+        - FINCH (``lr_scheduler: {_component_: finch.FinchLR, eta_max, ema, init}``): the learning rate of a step comes from the loss of
+          that step, over all micro-batches and ranks, weighted by target tokens. ``init: dataset`` starts the EMA at the pretrained
+          model's mean loss over the training rows. torchtune's schedulers and a constant learning rate work as well.
+        - FSDP2 over all ranks that torchrun starts, gloo on CPU and NCCL on CUDA. One process without need (mixed precision, CPU
+          offload) runs unsharded.
+        - Precision (``dtype``): fp32, bf16 (pure), bf16_mixed (fp32 master weights), bf16_stochastic (torchao's optimizer). fp16: not.
+        - One global order of samples on any layout; an epoch's short last batch is kept (``drop_last: True`` leaves it out).
+        - Gradient accumulation, clipping, activation checkpointing (full and selective) and offloading, compile, CPU offload, packed
+          data, profiler, metric loggers: torchtune's keys and components.
+        - Validation (``dataset_validation``) at each epoch's end and every ``validate_every_n_steps``; ``best`` names the best epoch.
+        - Each epoch ends with a Hugging Face folder and a checkpoint to resume from (``resume_from_checkpoint: True``), FINCH's state
+          included, on any number of ranks.
+
+    Args:
+        cfg: a config that :func:`finch.config.check` has passed.
+
+    Raises:
+        UserError: options that exclude each other, files that are missing, data that cannot be used; in one sentence, before weights
+            are loaded.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._cfg = cfg
+        self._precision = precision_of(cfg.dtype)
+        self._device = parallel.local_device(cfg.device)
+        check_hardware(cfg.dtype, self._device)
+        self._run = Path(cfg.output_dir)
+        self._is_finch = self._check_schedule(cfg)
+        self._check_combinations(cfg)
+        self._resume_folder = self._check_output_folder(cfg)
+        self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
+
+        # The run's position. `consumed` counts this epoch's samples: with the epoch it is all that resuming needs.
+        self.step = 0
+        self.epoch = 0
+        self.consumed = 0
+        self.best: dict[str, Any] | None = None
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Builds everything, cheap and fallible things first, weights last."""
+        self._parallel = parallel.start(
+            self._device,
+            shard=self._precision.is_mixed or cfg.fsdp_cpu_offload,
+            offload=cfg.fsdp_cpu_offload,
+            timeout_s=cfg.distributed_timeout,
+        )
+        state = checkpoint.read_state(self._resume_folder) if self._resume_folder else None
+        self.seed = training.set_seed(cfg.seed if cfg.seed is not None or state is None else state["seed"], cfg.cudnn_deterministic_mode)
+        self._say(f"{self._parallel.world_size} rank(s) on {self._device.type}; dtype {cfg.dtype}: {self._precision.words}")
+
+        self._base = build({**cfg.checkpointer, "_component_": "finch.huggingface.HuggingFaceFolder"}, "checkpointer")
+        with training.set_default_dtype(self._precision.weights), torch.device("meta"):
+            decoder = build(cfg.model, "model")
+        self._base.check_shapes(decoder)
+
+        self._tokenizer = build(cfg.tokenizer, "tokenizer")
+        self._setup_data(cfg)
+        identity = self._identity(cfg)
+        if state is not None and self._resume_folder is not None:
+            checkpoint.check_identity(state, identity, self._resume_folder)
+        self._state_identity = identity
+
+        self._start_output_folder(cfg)
+        self._objective = CrossEntropy()
+        self._model = self._setup_model(cfg, decoder, load_base=state is None)
+        self._optimizer = self._setup_optimizer(cfg)
+        if state is None:
+            self._setup_schedule(cfg, init=self._initial_loss(cfg))
+        else:
+            self.load_checkpoint(cfg, state)
+        self._log_metrics = MetricsLog(
+            self._run,
+            build(cfg.metric_logger, "metric_logger") if cfg.metric_logger is not None and self._parallel.is_rank_zero else None,
+            is_writer=self._parallel.is_rank_zero,
+            every=cfg.log_every_n_steps,
+            world_size=self._parallel.world_size,
+            first_step=self.step,
+        )
+        self._profiler = self._setup_profiler(cfg)
+
+    def train(self) -> None:
+        """The training loop: epochs, steps, and what happens between them."""
+        cfg = self._cfg
+        self._profiler.start()
+        for epoch in range(self.epoch, cfg.epochs):
+            self.epoch = epoch
+            steps = min(self._order.steps_per_epoch, cfg.max_steps_per_epoch or self._order.steps_per_epoch)
+            first = self.consumed // self._order.global_batch
+            batches = self._batches(epoch)
+            self._log_metrics.start_epoch(epoch, cfg.epochs, steps, first)
+            for _ in range(first, steps):
+                self._train_step(list(itertools.islice(batches, self._order.micro_batches_in_step(self.consumed))))
+                self.consumed = min(self.consumed + self._order.global_batch, len(self._samples))
+                self._profiler.step()
+                if cfg.validate_every_n_steps and self.step % cfg.validate_every_n_steps == 0 and self._validation is not None:
+                    self.validate()
+            self._end_epoch(cfg)
+        self._profiler.stop()
+
+    def _train_step(self, batches: list[Batch]) -> None:
+        """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here."""
+        counts = torch.tensor([[(batch["labels"] != IGNORE_INDEX).sum(), self._objective.count(batch)] for batch in batches], dtype=torch.float64)
+        targets, divisor = self._parallel.sum(counts.sum(0).to(self._device)).unbind()
+        scale = self._parallel.data_parallel_size / divisor.clamp(min=1)  # undoes FSDP2's mean over ranks
+        raw = torch.zeros((), dtype=torch.float64, device=self._device)
+        for batch in batches:
+            batch = self._to_device(batch)
+            with self._activation_offloading:
+                token_loss = self._model(**batch)  # [batch, seq] in nats
+            weight = self._objective.weights(token_loss.detach(), batch)
+            ((weight * token_loss).sum() * scale).backward()
+            raw += token_loss.detach().sum(dtype=torch.float64)
+        loss = self._parallel.sum(raw) / targets.clamp(min=1)  # raw cross-entropy of the whole step, whatever the objective
+        grad_norm = self._clip_gradients()
+        if self._set_learning_rate(loss, targets):
+            self._optimizer.step()
+        self.step += 1
+        self._report(loss, targets, grad_norm)
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _set_learning_rate(self, loss: torch.Tensor, targets: torch.Tensor) -> bool:
+        """Returns whether to take the optimizer step. torch's schedulers have set their learning rate after the step before."""
+        if self._finch is not None:
+            return self._finch.step(loss, targets)
+        if targets == 0:
+            return False
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss was not finite at step {self.step + 1}: lower optimizer.lr or check the data")
+        return True
+
+    def _clip_gradients(self) -> torch.Tensor:
+        """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
+        parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+        if self._clip_grad_norm is not None:
+            return parallel.full(nn.utils.clip_grad_norm_(parameters, self._clip_grad_norm))
+        return parallel.full(nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+
+    def _report(self, loss: torch.Tensor, targets: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        if self._finch is not None:
+            rate = self._finch.metrics()
+        else:
+            rate = {"ema_loss": None, "lr": self._optimizer.param_groups[0]["lr"], "lr_is_capped": False}
+        metrics = {"epoch": self.epoch, "loss": loss, **rate, "grad_norm": grad_norm, "num_target_tokens": targets}
+        if self._device.type == "cuda" and self._cfg.log_peak_memory_stats:
+            metrics.update(training.get_memory_stats(device=self._device))
+        if self._cfg.debug_checks:
+            self._parallel.check_equal("the learning rate", torch.as_tensor(rate["lr"], dtype=torch.float64).reshape(1).to(self._device))
+            if rate["ema_loss"] is not None:
+                self._parallel.check_equal("the EMA of the loss", torch.as_tensor(rate["ema_loss"], dtype=torch.float64).reshape(1).to(self._device))
+        self._log_metrics.add(self.step, metrics)
+        if self._finch is not None and self.step % self._cfg.log_every_n_steps == 0:
+            self._finch.check()  # the metrics have just been read: this is where a device's non-finite losses come to light
+
+    def validate(self) -> float | None:
+        """Mean loss over ``dataset_validation`` in nats, noted in the metrics; None without one."""
+        if self._validation is None:
+            return None
+        loss = self._loss_over(self._validation, "validation")
+        self._log_metrics.note({"step": self.step, "epoch": self.epoch, "validation_loss": loss})
+        self._say(f"epoch {self.epoch}, step {self.step}: validation loss {loss:.4f}")
+        self._log_metrics.pause()
+        return loss
+
+    def _end_epoch(self, cfg: DictConfig) -> None:
+        self._log_metrics.end_epoch()
+        loss = self.validate()
+        name = f"epoch_{self.epoch}"
+        if loss is not None and (self.best is None or loss < self.best["validation_loss"]):
+            self.best = {"epoch": name, "validation_loss": loss}
+        self.epoch, self.consumed = self.epoch + 1, 0
+        self.save_checkpoint(name)
+
+    def save_checkpoint(self, name: str) -> None:
+        """The Hugging Face folder of the epoch that has ended, then the state to resume from."""
+        began = time.perf_counter()
+        dtype = None if self._cfg.export_dtype is None else precision_of(self._cfg.export_dtype).weights
+        weights = self._model.decoder.state_dict().items()
+        self._base.write(weights, self._run / name, is_writer=self._parallel.is_rank_zero, dtype=dtype)
+        if self._parallel.is_rank_zero and self.best is not None:
+            _point(self._run / "best", self.best["epoch"])
+        state = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "seed": self.seed,
+            "best": self.best,
+            "schedule": self._schedule_state(),
+            "identity": self._state_identity,
+        }
+        checkpoint.save_checkpoint(self._run, self.step, self._model, self._optimizer, state, self._parallel)
+        self._say(f"saved {self._run / name} and the state of step {self.step} in {time.perf_counter() - began:.1f} s")
+        self._log_metrics.pause()
+
+    def load_checkpoint(self, cfg: DictConfig, state: dict[str, Any]) -> None:
+        """Restores weights, optimizer, schedule and position. The schedule is built first: its base learning rates are the config's."""
+        assert self._resume_folder is not None
+        self._setup_schedule(cfg, init="first_batch")
+        checkpoint.load_tensors(self._resume_folder, self._model, self._optimizer, self._parallel)
+        self.step, self.epoch, self.consumed, self.best = state["step"], state["epoch"], state["consumed"], state["best"]
+        if self._finch is not None:
+            self._finch.load_state_dict(state["schedule"])
+        elif self._scheduler is not None:
+            self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["schedule"]})
+        self._say(f"resumed from step {self.step} of {self._resume_folder}")
+
+    def cleanup(self) -> None:
+        if hasattr(self, "_log_metrics"):
+            self._log_metrics.close()
+        parallel.stop()
+
+    # Checks that need no weights
+
+    def _check_schedule(self, cfg: DictConfig) -> bool:
+        """Whether the schedule is FINCH; its arguments are tried out on a stand-in, so that a wrong one is found now."""
+        path = component_of(cfg.lr_scheduler)
+        if path is None:
+            return False
+        component = locate(path, "lr_scheduler")
+        if not (isinstance(component, type) and issubclass(component, FinchLR)):
+            return False
+        if cfg.optimizer.get("lr") is None:
+            raise UserError("optimizer.lr is missing: under FinchLR it is eta_base")
+        trial = torch.optim.SGD([torch.zeros(1)], lr=float(cfg.optimizer.lr)) if float(cfg.optimizer.lr) >= 0 else None
+        if trial is None:
+            raise UserError(f"optimizer.lr={cfg.optimizer.lr} must be above 0: under FinchLR it is eta_base")
+        node = {**cfg.lr_scheduler}
+        if node.get("init", "dataset") == "dataset":
+            node["init"] = "first_batch"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            build(node, "lr_scheduler", trial)
+        return True
+
+    def _check_combinations(self, cfg: DictConfig) -> None:
+        if cfg.optimizer_in_bwd:
+            if cfg.clip_grad_norm is not None:
+                raise UserError("optimizer_in_bwd=True excludes clip_grad_norm: the norm over all gradients is known only after the backward; set one of them to null")
+            raise UserError("optimizer_in_bwd=True is not taken by this recipe yet; set it to False")
+        if cfg.enable_activation_offloading and self._device.type != "cuda":
+            raise UserError("enable_activation_offloading=True needs device=cuda; set it to False")
+        if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
+            raise UserError("enable_activation_offloading=True needs enable_activation_checkpointing=True")
+        if cfg.ac_mode not in (None, "full", "selective"):
+            raise UserError(f"ac_mode={cfg.ac_mode} must be full, selective or null")
+        if cfg.clip_grad_norm is not None:
+            try:
+                good = float(cfg.clip_grad_norm) > 0
+            except ValueError:
+                good = False
+            if not good:
+                raise UserError(f"clip_grad_norm={cfg.clip_grad_norm} must be a number above 0, or null; the paper clips to 1.0")
+        if cfg.export_dtype is not None:
+            precision_of(cfg.export_dtype)
+        if locate(component_of(cfg.loss), "loss") not in (nn.CrossEntropyLoss, modules.loss.CEWithChunkedOutputLoss):
+            raise UserError(f"loss._component_={component_of(cfg.loss)} is not a plain cross-entropy; use torch.nn.CrossEntropyLoss or torchtune.modules.loss.CEWithChunkedOutputLoss")
+        if "left_pad_sequence" in cfg.collate_fn:
+            raise UserError(f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft")
+        locate(cfg.collate_fn, "collate_fn")
+
+    def _check_output_folder(self, cfg: DictConfig) -> Path | None:
+        """The checkpoint to resume from, if any. A run's folder is neither continued nor replaced by accident."""
+        last = checkpoint.latest_checkpoint(self._run)
+        if cfg.resume_from_checkpoint:
+            if last is None:
+                raise UserError(f"resume_from_checkpoint=True, but output_dir={self._run} holds no checkpoint; set it to False, or correct output_dir")
+            return last
+        if (self._run / METRICS_FILE).exists() and not cfg.overwrite:
+            raise UserError(f"output_dir={self._run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder")
+        base = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))).resolve()
+        if base == self._run.resolve() or base in self._run.resolve().parents:
+            raise UserError(f"output_dir={self._run} lies in checkpointer.checkpoint_dir, whose files would be mixed up with the run's; give another folder")
+        return None
+
+    # Building blocks
+
+    def _setup_data(self, cfg: DictConfig) -> None:
+        self._samples = load_dataset(cfg, "dataset", self._tokenizer)
+        self._validation = load_dataset(cfg, "dataset_validation", self._tokenizer) if cfg.dataset_validation is not None else None
+        self._order = GlobalOrder(
+            len(self._samples),
+            micro_batch=cfg.batch_size,
+            accumulation=cfg.gradient_accumulation_steps,
+            ranks=self._parallel.data_parallel_size,
+            shuffle=cfg.shuffle,
+            seed=self.seed,
+            drop_last=cfg.drop_last,
+        )
+        if self._order.global_batch > len(self._samples):
+            raise UserError(
+                f"the global batch of {self._order.global_batch} (batch_size {cfg.batch_size} x gradient_accumulation_steps "
+                f"{cfg.gradient_accumulation_steps} x {self._parallel.data_parallel_size} ranks) is larger than the dataset of {len(self._samples)} "
+                "samples; lower batch_size or gradient_accumulation_steps"
+            )
+        self._collate = {id(samples): collator(samples, self._tokenizer, locate(cfg.collate_fn, "collate_fn")) for samples in self._all_samples()}
+        if cfg.check_dataset:
+            for samples in self._all_samples():
+                self._check_samples(samples)
+        self._say(
+            f"{len(self._samples)} samples, {self._order.global_batch} an optimizer step, {self._order.steps_per_epoch} steps an epoch"
+        )
+
+    def _all_samples(self) -> list[Samples]:
+        return [samples for samples in (self._samples, self._validation) if samples is not None]
+
+    def _check_samples(self, samples: Samples) -> None:
+        counts = self._parallel.gather(count_targets(samples, self._parallel.data_parallel_rank, self._parallel.data_parallel_size))
+        targets, without, longest = sum(count[0] for count in counts), sum(count[1] for count in counts), max(count[2] for count in counts)
+        limit = getattr(self._tokenizer, "max_seq_len", None)
+        if targets == 0:
+            raise UserError(
+                f"{samples.key}: none of the {len(samples)} samples of {samples.source} has a target token; the prompts alone reach tokenizer.max_seq_len={limit}, raise it"
+            )
+        if without:
+            self._say(
+                f"{samples.key}: {without} of {len(samples)} samples have no target token, since the prompt alone reaches tokenizer.max_seq_len={limit}; they "
+                "teach nothing",
+                logging.WARNING,
+            )
+        self._say(f"{samples.key}: {targets:,} target tokens, longest sample {longest} tokens")
+
+    def _setup_model(self, cfg: DictConfig, decoder: nn.Module, *, load_base: bool) -> TokenLoss:
+        """Wraps, shards and materializes the decoder; loads the pretrained weights unless a checkpoint's will follow."""
+        began = time.perf_counter()
+        model = TokenLoss(decoder, num_chunks=getattr(build(cfg.loss, "loss"), "num_output_chunks", 1))
+        if cfg.compile:
+            training.compile_model(decoder, verbose=self._parallel.is_rank_zero)
+            model.cross_entropy = torch.compile(model.cross_entropy)
+        if cfg.ac_mode is not None:
+            apply_selective_activation_checkpointing(decoder, cfg.ac_mode, cfg.ac_option)
+        elif cfg.enable_activation_checkpointing:
+            training.set_activation_checkpointing(decoder, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+        apart = [decoder.get_submodule(name) for name in cfg.custom_sharded_layers or [] if name != "output"]
+        parallel.shard_model(
+            model,
+            [*decoder.layers, *apart],
+            self._parallel,
+            mixed_precision=self._precision.policy(),
+            offload=cfg.fsdp_cpu_offload,
+            reshard_after_forward=cfg.fsdp_reshard_after_forward,
+        )
+        model.to_empty(device="cpu" if cfg.fsdp_cpu_offload else self._device)
+        with training.set_default_dtype(self._precision.weights), self._device:
+            for module in decoder.modules():
+                if hasattr(module, "rope_init"):
+                    module.rope_init()  # not in state dicts
+        if load_base:
+            stored = decoder.state_dict(keep_vars=True)
+            for name, tensor in self._base.weights():
+                if name in stored:
+                    _fill(stored[name], tensor, self._device)
+        self._activation_offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        self._say(f"model of {size:,} parameters ready in {time.perf_counter() - began:.1f} s")
+        return model
+
+    def _setup_optimizer(self, cfg: DictConfig) -> torch.optim.Optimizer:
+        node = {**cfg.optimizer}
+        if self._precision.stochastic:
+            component, arguments = stochastic_optimizer(node.pop("_component_"), node)
+            node = {"_component_": component, **arguments}
+        optimizer = build(node, "optimizer", self._model.parameters())
+        if self._is_finch and self._device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload:
+            for group in optimizer.param_groups:  # lets FinchLR keep everything on the GPU
+                group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
+        return optimizer
+
+    def _setup_schedule(self, cfg: DictConfig, init: float | str | None) -> None:
+        self._finch: FinchLR | None = None
+        self._scheduler: Any = None
+        if cfg.lr_scheduler is None:
+            self._say(f"constant learning rate {float(self._optimizer.param_groups[0]['lr']):g}")
+        elif self._is_finch:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self._finch = build({**cfg.lr_scheduler, "init": init}, "lr_scheduler", self._optimizer)
+            for warning in caught:
+                self._say(str(warning.message), logging.WARNING)
+            begins = f", EMA begins at {init:.4f} nats" if isinstance(init, float) else ""
+            self._say(f"FINCH: eta_base {self._finch.eta_base:g}, eta_max {self._finch.eta_max:g}, ema {self._finch.ema:g}{begins}")
+        else:
+            per_epoch = min(self._order.steps_per_epoch, cfg.max_steps_per_epoch or self._order.steps_per_epoch)
+            self._scheduler = build(cfg.lr_scheduler, "lr_scheduler", self._optimizer, num_training_steps=cfg.epochs * per_epoch, last_epoch=-1)
+
+    def _schedule_state(self) -> dict[str, Any] | None:
+        if self._finch is not None:
+            return self._finch.state_dict()
+        if self._scheduler is not None:
+            return {key: self._scheduler.state_dict()[key] for key in ("last_epoch", "_step_count", "_last_lr")}
+        return None
+
+    def _initial_loss(self, cfg: DictConfig) -> float | str | None:
+        """FINCH's Lbar_0; ``dataset`` (the default, as the authors') is one pass of the pretrained model over the training rows."""
+        if not self._is_finch:
+            return None
+        init = cfg.lr_scheduler.get("init", "dataset")
+        if init != "dataset":
+            return init
+        began = time.perf_counter()
+        loss = self._loss_over(self._samples, "pretrained model's loss over the training rows")
+        self._say(f"pretrained model's mean loss over {len(self._samples)} training samples: {loss:.4f} nats ({time.perf_counter() - began:.1f} s)")
+        return loss
+
+    def _loss_over(self, samples: Samples, title: str) -> float:
+        return dataset_loss(
+            self._model,
+            samples,
+            self._collate[id(samples)],
+            self._parallel,
+            batch_size=self._cfg.batch_size,
+            to_device=self._to_device,
+            num_workers=self._cfg.num_workers,
+            title=title,
+        )
+
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        return loader(
+            self._samples,
+            self._order,
+            self._collate[id(self._samples)],
+            rank=self._parallel.data_parallel_rank,
+            epoch=epoch,
+            consumed=self.consumed,
+            num_workers=self._cfg.num_workers,
+            pin_memory=self._device.type == "cuda",
+        )
+
+    def _setup_profiler(self, cfg: DictConfig) -> Any:
+        if cfg.profiler is None or not cfg.profiler.get("enabled", False):
+            return training.DummyProfiler()
+        profiler, _ = build(cfg.profiler, "profiler")
+        return profiler
+
+    def _identity(self, cfg: DictConfig) -> dict[str, Any]:
+        """What makes this run this run: keys that may not change when it is resumed. Paths may; the number of ranks may."""
+        return {
+            "model": OmegaConf.to_container(cfg.model, resolve=True),
+            "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,
+            "optimizer._component_": component_of(cfg.optimizer),
+            "lr_scheduler._component_": component_of(cfg.lr_scheduler),
+            "number of samples": len(self._samples),
+            "seed": self.seed,
+            "shuffle": cfg.shuffle,
+            "global batch": self._order.global_batch,
+        }
+
+    def _start_output_folder(self, cfg: DictConfig) -> None:
+        if not self._parallel.is_rank_zero:
+            return
+        try:
+            self._run.mkdir(parents=True, exist_ok=True)
+            if not cfg.resume_from_checkpoint and cfg.overwrite:
+                for path in (self._run / METRICS_FILE, self._run / "best", self._run / checkpoint.FOLDER, *self._run.glob("epoch_*")):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            OmegaConf.save(redacted(cfg), self._run / "config.yaml")
+        except OSError as error:
+            raise UserError(f"output_dir={self._run} cannot be written ({error.strerror}); give another folder") from error
+
+    def _to_device(self, batch: Batch) -> Batch:
+        utils.batch_to_device(batch, self._device)
+        return batch
+
+    def _say(self, message: str, level: int = logging.INFO) -> None:
+        utils.log_rank_zero(log, message, level)
+
+
+def _fill(parameter: torch.Tensor, value: torch.Tensor, device: torch.device) -> None:
+    """Copies a whole tensor into a parameter that may be sharded; every rank cuts out its own part, without communication."""
+    with torch.no_grad():
+        if isinstance(parameter, parallel.DTensor):
+            whole = value.to(device, parameter.dtype)
+            shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(shard.to_local())
+        else:
+            parameter.copy_(value)
+
+
+def _point(link: Path, target: str) -> None:
+    """Makes ``link`` a relative symbolic link to ``target``, replacing it in one step."""
+    fresh = link.with_name(link.name + ".partial")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.replace(link)
+
+
+@parse(FULL_FINETUNE)
+def recipe_main(cfg: DictConfig) -> None:
+    """Parameters are read from the config, then overridden from the command line."""
+    log.setLevel(cfg.log_level)
+    recipe = FinchFullFinetune(cfg)
+    recipe.setup(cfg)
+    try:
+        recipe.train()
+    except FloatingPointError as error:
+        raise UserError(str(error)) from error
+    finally:
+        recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
