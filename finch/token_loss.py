@@ -48,7 +48,7 @@ class TokenLoss(nn.Module):
                 hidden.chunk(self.num_chunks, dim=1), labels.chunk(self.num_chunks, dim=1), strict=True
             )
         ]
-        return losses[0] if len(losses) == 1 else torch.cat(losses, dim=1)
+        return torch.cat(losses, dim=1)  # of one chunk too: FSDP2 hooks the output and wants a tensor that is no view
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

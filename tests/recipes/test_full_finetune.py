@@ -1,0 +1,314 @@
+"""The recipe through the real `tune run`, in one process and in two."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from conftest import llama_args, make_config, run_here, tune_run, write_rows
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
+
+METRICS = {
+    "step",
+    "epoch",
+    "loss",
+    "ema_loss",
+    "lr",
+    "lr_is_capped",
+    "eta_sqrt_loss",
+    "grad_norm",
+    "num_target_tokens",
+    "tokens_per_second_per_gpu",
+}
+
+
+def largest_difference(one, other):
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def relative_l2(one, other):
+    difference = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
+    return math.sqrt(difference / sum(float(value.double().square().sum()) for value in other.values()))
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory, base_folder, rows_file):
+    """One run that several tests look at: one process, two epochs, validation, a logger."""
+    folder = tmp_path_factory.mktemp("two_epochs")
+    config = make_config(
+        base_folder,
+        rows_file,
+        folder / "run",
+        epochs=2,
+        validate_every_n_steps=4,
+        metric_logger={"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder / "logs"), "filename": "log.txt"},
+    )
+    config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
+    run = tune_run(folder, config)
+    assert run.returncode == 0, run.output[-3000:]
+    return run, config
+
+
+def test_reports_every_step(two_epochs):
+    run, config = two_epochs
+    lines = run.metrics()
+    assert [line["step"] for line in lines] == list(range(1, 23))  # 41 samples, 4 a step, the short last batch kept: 11 steps an epoch
+    assert all(set(line) == METRICS for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    logged = (run.folder.parent / "logs" / "log.txt").read_text().splitlines()
+    assert len([line for line in logged if "ema_loss" in line]) == len(lines)
+    assert "dtype fp32: weights, optimizer states and computation in fp32" in run.output
+
+
+def test_the_learning_rate_is_the_equation_of_the_logged_losses(two_epochs):
+    run, _ = two_epochs
+    average = float(run.output.split("training samples: ")[1].split(" nats")[0])
+    lines = run.metrics()
+    # The printed initial loss has four decimals; from the first line on the recursion is checked to the last digit.
+    assert lines[0]["ema_loss"] == pytest.approx(0.9 * average + 0.1 * lines[0]["loss"], abs=1e-4)
+    for past, line in zip(lines, lines[1:], strict=False):
+        assert line["ema_loss"] == pytest.approx(0.9 * past["ema_loss"] + 0.1 * line["loss"], rel=1e-12)
+        assert line["lr"] == pytest.approx(min(2e-3 / math.sqrt(line["ema_loss"] + 1e-8), 5e-3), rel=1e-12)
+        assert line["eta_sqrt_loss"] == pytest.approx(line["lr"] * math.sqrt(line["loss"]), rel=1e-12)
+
+
+def test_every_epoch_leaves_a_folder_that_transformers_loads_with_equal_logits(two_epochs, base_folder):
+    from torchtune.models.llama2 import llama2
+
+    from finch.huggingface import HuggingFaceFolder
+
+    run, _ = two_epochs
+    for epoch in range(2):
+        folder = run.folder / f"epoch_{epoch}"
+        assert {"config.json", "model.safetensors", "tokenizer.model", "generation_config.json"} <= {path.name for path in folder.iterdir()}
+        theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+        ours = llama2(**llama_args()).eval()
+        ours.load_state_dict(dict(HuggingFaceFolder(str(folder)).weights()))
+        tokens = torch.arange(24).view(2, 12) % 64
+        with torch.no_grad():
+            torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+    assert relative_l2(weights(run.folder / "epoch_1"), weights(base_folder)) > 1e-3
+
+
+def test_best_names_the_epoch_with_the_lowest_validation_loss(two_epochs):
+    run, _ = two_epochs
+    validated = run.metrics(validation=True)
+    assert [line["step"] for line in validated] == [4, 8, 11, 12, 16, 20, 22]
+    ends = {0: validated[2]["validation_loss"], 1: validated[6]["validation_loss"]}
+    best = min(ends, key=ends.get)
+    assert (run.folder / "best").readlink().name == f"epoch_{best}"
+    assert (run.folder / "best" / "config.json").is_file()
+
+
+def test_a_run_resumed_after_its_first_epoch_ends_like_the_straight_one(two_epochs, tmp_path):
+    """Kill between epochs: resumed weights, losses and learning rates are bitwise those of the straight run."""
+    straight, config = two_epochs
+    config = {**config, "output_dir": str(tmp_path / "run"), "epochs": 1}
+    assert run_here(tmp_path, config).returncode == 0
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 12, "loss": 0.0}) + "\n")  # a step of an attempt that was not saved
+    resumed = run_here(tmp_path, {**config, "epochs": 2, "resume_from_checkpoint": True})
+    assert resumed.returncode == 0, resumed.output
+    assert "resumed from step 11" in resumed.output
+    for name in ("loss", "ema_loss", "lr", "grad_norm"):
+        assert resumed.column(name) == straight.column(name)
+    one, other = weights(resumed.folder / "epoch_1"), weights(straight.folder / "epoch_1")
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_two_ranks_equal_one_process_bit_for_bit_in_the_rate_over_ranks(tmp_path, base_folder, rows_file, two_epochs):
+    straight, config = two_epochs
+    config = {**config, "output_dir": str(tmp_path / "run"), "batch_size": 2, "debug_checks": True}
+    run = tune_run(tmp_path, config, ranks=2)
+    assert run.returncode == 0, run.output[-3000:]
+    assert "2 rank(s) on cpu" in run.output
+    for name in ("loss", "ema_loss", "lr"):
+        assert largest_difference(run.column(name), straight.column(name)) < 2e-6
+    assert run.column("num_target_tokens") == straight.column("num_target_tokens")
+    assert relative_l2(weights(run.folder / "epoch_1"), weights(straight.folder / "epoch_1")) < 1e-5
+
+    # and a run of one process goes on as two ranks would have: the state is independent of the number of ranks
+    moved = {**config, "output_dir": str(tmp_path / "moved"), "resume_from_checkpoint": True, "epochs": 3}
+    shutil.copytree(straight.folder, tmp_path / "moved", symlinks=True)
+    continued = tune_run(tmp_path / "again", moved, ranks=2)
+    assert continued.returncode == 0, continued.output[-3000:]
+    assert continued.column("loss")[:22] == straight.column("loss")
+    assert len(continued.column("loss")) == 33
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
+def test_the_same_step_on_every_layout(ranks, micro_batches, tmp_path, base_folder):
+    """Invariance of docs: loss and update equal in float64 to 1e-12, micro-batches without any target token included."""
+    import random
+
+    random.seed(5)
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, 30)
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    for place in (0, 1, 7):
+        lines[place]["question"] = "the old red fox sings near a stone " * 12  # longer than max_seq_len: no target token
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changes = {"dtype": "fp64", "batch_size": 2, "gradient_accumulation_steps": micro_batches, "shuffle": False, "epochs": 2}
+    config = make_config(base_folder, rows, tmp_path / "run", **changes)
+    run = tune_run(tmp_path, config, ranks=None if ranks == 1 else ranks)
+    assert run.returncode == 0, run.output[-3000:]
+    assert "3 of 30 samples have no target token" in run.output
+    reference = _float64_reference(base_folder, config)
+    for name, expected in reference.items():
+        if name != "weights":
+            assert run.column(name) == pytest.approx(expected, rel=1e-12), name
+    ours = weights(run.folder / "epoch_1")
+    assert relative_l2(ours, reference["weights"]) < 1e-12
+
+
+def _float64_reference(base, config):
+    """The same training in a few lines of plain torch: one batch a step, AdamW, the equation of Section 3.3."""
+    import torch.nn.functional as F
+    from omegaconf import OmegaConf
+    from torchtune.config import instantiate
+    from torchtune.models.convert_weights import tune_to_hf
+    from torchtune.models.llama2 import llama2
+    from torchtune.training import set_default_dtype
+
+    from finch.huggingface import HuggingFaceFolder
+
+    with set_default_dtype(torch.float64):
+        model = llama2(**llama_args())
+    model.load_state_dict(dict(HuggingFaceFolder(str(base)).weights()))
+    cfg = OmegaConf.create(config)
+    samples = list(instantiate(cfg.dataset, instantiate(cfg.tokenizer)))
+
+    def sums(rows):
+        total, count = 0, 0
+        for row in rows:  # one sample at a time: no padding
+            tokens, labels = torch.tensor(row["tokens"]), torch.tensor(row["labels"])
+            hidden = model.norm(_hidden(model, tokens[None]))
+            total = total + F.cross_entropy(model.output(hidden)[0, :-1], labels[1:], reduction="sum", ignore_index=-100)
+            count += int((labels[1:] != -100).sum())
+        return total, count
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    with torch.no_grad():
+        total, count = sums(samples)
+    average = float(total / count)
+    found = {"loss": [], "ema_loss": [], "lr": [], "grad_norm": []}
+    for _ in range(2):
+        for start in range(0, len(samples), 8):
+            total, count = sums(samples[start : start + 8])
+            loss = total / count
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            average = 0.9 * average + 0.1 * float(loss)
+            optimizer.param_groups[0]["lr"] = min(2e-3 / math.sqrt(average + 1e-8), 5e-3)
+            optimizer.step()
+            for name, value in (("loss", float(loss)), ("ema_loss", average), ("lr", optimizer.param_groups[0]["lr"]), ("grad_norm", float(norm))):
+                found[name].append(value)
+    size = llama_args()
+    found["weights"] = tune_to_hf(model.state_dict(), size["num_heads"], size["num_kv_heads"], size["embed_dim"])
+    return found
+
+
+def _hidden(model, tokens):
+    hidden = model.tok_embeddings(tokens)
+    for layer in model.layers:
+        hidden = layer(hidden)
+    return hidden
+
+
+def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, rows_file):
+    """Same loss curve as torchtune's own recipe, cosine schedule and accumulation included, on rows that fill every batch."""
+    schedule = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 3}
+    loss = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+    changes = {"lr_scheduler": schedule, "loss": loss, "batch_size": 4, "gradient_accumulation_steps": 2, "epochs": 2}
+    config = make_config(base_folder, rows_file, tmp_path / "run", **changes)
+    config["dataset"]["split"] = "train[:40]"
+    config.update(resume_from_checkpoint=False, shuffle=True, max_steps_per_epoch=None)
+    ours = run_here(tmp_path, config)
+    assert ours.returncode == 0, ours.output
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path), "filename": "stock.txt"}
+    stock = {**config, "output_dir": str(tmp_path / "stock"), "optimizer_in_bwd": False, "compile": False, "metric_logger": logger}
+    run = tune_run(tmp_path / "stock_run", stock, recipe="full_finetune_single_device")
+    assert run.returncode == 0, run.output[-3000:]
+    lines = [line for line in (tmp_path / "stock.txt").read_text().splitlines() if "loss:" in line]
+    theirs = [float(line.split("loss:")[1].split()[0]) for line in lines]
+    assert len(theirs) == 10
+    assert ours.column("loss") == pytest.approx(theirs, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dataset.packed": "True"},
+        {"enable_activation_checkpointing": "True"},
+        {"ac_mode": "selective", "ac_option": "2"},
+        {"loss._component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        {"dtype": "bf16"},
+        {"num_workers": "2"},
+        {"lr_scheduler": "null"},
+        {"lr_scheduler.init": "first_batch"},
+        {"clip_grad_norm": "null"},
+        {"optimizer.fused": "False", "optimizer.foreach": "True"},
+        {"drop_last": "True", "seed": "null"},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_epochs):
+    straight, _ = two_epochs
+    config = make_config(base_folder, rows_file, tmp_path / "run")
+    run = run_here(tmp_path, config, *(f"{key}={value}" for key, value in changes.items()))
+    assert run.returncode == 0, run.output
+    losses = run.column("loss")
+    if set(changes) & {"enable_activation_checkpointing", "ac_mode", "loss._component_", "num_workers", "optimizer.fused"}:
+        assert losses == pytest.approx(straight.column("loss")[: len(losses)], rel=1e-5)  # these change memory or speed, nothing else
+    elif "drop_last" in changes:
+        assert len(losses) == 10
+    else:
+        assert all(math.isfinite(loss) for loss in losses)
+        assert losses[-1] < losses[0]
+
+
+def test_the_profiler_writes_a_trace(tmp_path, base_folder, rows_file):
+    profiler = {
+        "_component_": "torchtune.training.setup_torch_profiler",
+        "enabled": True,
+        "cpu": True,
+        "cuda": False,
+        "xpu": False,
+        "output_dir": str(tmp_path / "trace"),
+        "wait_steps": 1,
+        "warmup_steps": 1,
+        "active_steps": 1,
+        "num_cycles": 1,
+    }
+    run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "run", profiler=profiler, max_steps_per_epoch=4))
+    assert run.returncode == 0, run.output
+    assert list((tmp_path / "trace").rglob("*.json*"))
+
+
+@pytest.mark.parametrize("dtype", ["bf16_mixed", "bf16_stochastic"])
+def test_two_ranks_train_in_mixed_and_stochastic_precision(dtype, tmp_path, base_folder, rows_file, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its optimizer; a test machine may lack a compiler
+    config = make_config(base_folder, rows_file, tmp_path / "run", dtype=dtype, batch_size=2)
+    run = tune_run(tmp_path, config, ranks=2)
+    assert run.returncode == 0, run.output[-3000:]
+    assert run.column("loss")[-1] < run.column("loss")[0]
+    stored = {tensor.dtype for tensor in weights(run.folder / "epoch_0").values()}
+    assert stored == {torch.float32 if dtype == "bf16_mixed" else torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(run.folder / "epoch_0").dtype == stored.pop()
+
+
+def test_offloaded_and_apart_sharded_parameters(tmp_path, base_folder, rows_file, two_epochs):
+    straight, _ = two_epochs
+    config = make_config(base_folder, rows_file, tmp_path / "run", fsdp_cpu_offload=True, custom_sharded_layers=["tok_embeddings", "output"])
+    run = run_here(tmp_path, config)
+    assert run.returncode == 0, run.output
+    assert run.column("loss") == pytest.approx(straight.column("loss")[:11], rel=1e-5)

@@ -1,0 +1,261 @@
+"""FinchLR against a few lines of float64, and what surrounds the equation: groups, tensors, states, non-finite losses."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finch import FinchLR
+
+LOSSES = [3.9, 3.1, 4.4, 0.7, 1.2, 0.05, 0.02, 2.2]
+
+
+def optimizer_with(*rates, kind=torch.optim.AdamW, **kwargs):
+    return kind([{"params": [torch.nn.Parameter(torch.ones(3))], "lr": rate} for rate in rates], **kwargs)
+
+
+def fused_with_tensor(*rates):
+    return optimizer_with(*(torch.tensor(rate, dtype=torch.float64) for rate in rates), fused=True)
+
+
+def reference(losses, eta_base, eta_max, ema, init, eps=1e-8):
+    """Section 3.3 in plain floats; yields (Lbar_i, eta_i)."""
+    average = init
+    for loss in losses:
+        average = loss if average is None else ema * average + (1 - ema) * loss
+        yield average, min(eta_base / math.sqrt(average + eps), eta_max)
+
+
+@pytest.mark.parametrize("init", [3.6, "first_batch"])
+@pytest.mark.parametrize("ema", [0.9, 0.0, 0.5])
+@pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
+def test_equals_the_equation(make, ema, init):
+    optimizer = make(2e-5)
+    schedule = FinchLR(optimizer, eta_max=5e-5, ema=ema, init=init)
+    expected = reference(LOSSES, 2e-5, 5e-5, ema, None if init == "first_batch" else init)
+    capped = []
+    for loss, (average, eta) in zip(LOSSES, expected, strict=True):
+        assert schedule.step(torch.tensor(loss, dtype=torch.float64))
+        assert schedule.ema_loss == pytest.approx(average, rel=1e-14)
+        assert schedule.get_last_lr() == [pytest.approx(eta, rel=1e-14)]
+        assert float(optimizer.param_groups[0]["lr"]) == schedule.get_last_lr()[0]
+        capped.append(bool(schedule.metrics()["lr_is_capped"]))
+        assert capped[-1] == (eta == 5e-5)
+    if ema == 0.0:
+        assert any(capped)
+        assert not all(capped)
+
+
+def test_the_first_step_already_uses_the_current_loss():
+    optimizer = optimizer_with(1e-3)
+    schedule = FinchLR(optimizer, eta_max=1.0, ema=0.9, init=4.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 2)  # before any step: the rate that belongs to init
+    schedule.step(2.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / math.sqrt(0.9 * 4 + 0.1 * 2))
+
+
+def test_groups_and_optimizers_keep_their_ratio_under_the_cap():
+    first, second = optimizer_with(1e-3, 1e-4), optimizer_with(5e-4)
+    schedule = FinchLR([first, second], eta_max=2e-3, init=1.5, ema=0.0)
+    for loss in (1.0, 0.01):
+        schedule.step(loss)
+        eta = min(1e-3 / math.sqrt(loss + 1e-8), 2e-3)
+        assert schedule.get_last_lr() == pytest.approx([eta, eta / 10, eta / 2])
+        assert [group["lr"] for group in first.param_groups] == pytest.approx([eta, eta / 10])
+
+
+def test_eta_base_may_be_given():
+    optimizer = optimizer_with(0.1, 0.2)
+    schedule = FinchLR(optimizer, eta_base=1e-3, eta_max=1.0, init=2.0, ema=0.0)
+    schedule.step(4.0)
+    assert schedule.get_last_lr() == pytest.approx([5e-4, 1e-3])
+
+
+def test_tensor_rates_are_written_in_place():
+    optimizer = fused_with_tensor(1e-3)
+    rate = optimizer.param_groups[0]["lr"]
+    schedule = FinchLR(optimizer, eta_max=1.0, init=1.0)
+    for loss in (4.0, torch.tensor(4.0)):
+        schedule.step(loss)
+        assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(schedule.get_last_lr()[0])
+
+
+def test_base_rates_survive_the_loading_of_an_optimizer_state():
+    old = optimizer_with(1e-3)
+    old_schedule = FinchLR(old, eta_max=1.0, init=4.0)
+    old_schedule.step(3.0)
+    saved = old.state_dict(), old_schedule.state_dict()
+    assert saved[0]["param_groups"][0]["lr"] != 1e-3
+
+    new = optimizer_with(1e-3)
+    schedule = FinchLR(new, eta_max=1.0, init="first_batch")
+    new.load_state_dict(saved[0])
+    schedule.load_state_dict(saved[1])
+    assert new.param_groups[0]["lr"] == old.param_groups[0]["lr"]
+    for each in (old_schedule, schedule):
+        each.step(2.0)
+    assert schedule.get_last_lr() == old_schedule.get_last_lr()
+    assert schedule.state_dict() == old_schedule.state_dict()
+
+
+@pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
+def test_a_resumed_schedule_continues_bit_for_bit(make):
+    straight = FinchLR(make(1e-3), eta_max=1.0, init="first_batch")
+    for loss in LOSSES[:4]:
+        straight.step(torch.tensor(loss))
+    resumed = FinchLR(make(1e-3), eta_max=1.0, init="first_batch")
+    resumed.load_state_dict(straight.state_dict())
+    for loss in LOSSES[4:]:
+        straight.step(torch.tensor(loss))
+        resumed.step(torch.tensor(loss))
+        assert resumed.get_last_lr() == straight.get_last_lr()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_raise_leaves_the_state_as_it_was(bad):
+    optimizer = optimizer_with(1e-3)
+    schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
+    schedule.step(1.0)
+    before = schedule.ema_loss, optimizer.param_groups[0]["lr"]
+    with pytest.raises(FloatingPointError, match="after step 1"):
+        schedule.step(bad)
+    assert (schedule.ema_loss, optimizer.param_groups[0]["lr"]) == before
+
+
+def test_skip_counts_and_gives_up_after_ten_in_a_row():
+    schedule = FinchLR(optimizer_with(1e-3), eta_max=1.0, init=2.0, on_nonfinite="skip")
+    for _ in range(9):
+        assert schedule.step(math.nan) is False
+    assert schedule.step(1.0) is True
+    assert schedule.state_dict()["nonfinite"] == 9
+    assert schedule.state_dict()["nonfinite_in_a_row"] == 0
+    for _ in range(9):
+        schedule.step(math.inf)
+    with pytest.raises(FloatingPointError, match="10 times in a row"):
+        schedule.step(math.nan)
+    assert schedule._ema_loss == pytest.approx(0.9 * 2.0 + 0.1 * 1.0)
+
+
+def test_on_the_device_path_the_fused_optimizer_skips_and_the_next_read_raises():
+    optimizer = fused_with_tensor(1e-3)
+    parameter = optimizer.param_groups[0]["params"][0]
+    schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
+
+    def update(loss):
+        parameter.grad = torch.full_like(parameter, loss)
+        assert schedule.step(torch.tensor(loss)) is True
+        optimizer.step()
+
+    update(1.0)
+    weights, moments = parameter.detach().clone(), optimizer.state[parameter]["exp_avg"].clone()
+    average, rate = float(schedule._ema_loss), float(optimizer.param_groups[0]["lr"])
+    update(math.nan)
+    assert torch.equal(parameter, weights)
+    assert torch.equal(optimizer.state[parameter]["exp_avg"], moments)
+    assert optimizer.state[parameter]["step"] == 1
+    assert (float(schedule._ema_loss), float(optimizer.param_groups[0]["lr"])) == (average, rate)
+    update(1.0)
+    assert not torch.equal(parameter, weights)
+    with pytest.raises(FloatingPointError, match="not finite at a step"):
+        schedule.get_last_lr()
+
+
+def test_skip_on_the_device_path_remembers_a_row_that_has_ended():
+    schedule = FinchLR(fused_with_tensor(1e-3), eta_max=1.0, init=2.0, on_nonfinite="skip", max_nonfinite=3)
+    for loss in (math.nan, math.nan, 1.0, math.nan):
+        schedule.step(torch.tensor(loss))
+    schedule.check()
+    for loss in (math.nan, math.nan, 1.0):
+        schedule.step(torch.tensor(loss))
+    with pytest.raises(FloatingPointError, match="3 times in a row"):
+        schedule.check()
+
+
+@pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
+def test_a_batch_without_targets_leaves_everything_alone_and_is_no_error(make):
+    optimizer = make(1e-3)
+    schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
+    schedule.step(torch.tensor(1.0), torch.tensor(5))
+    before = schedule.state_dict(), schedule.get_last_lr()
+    took = schedule.step(torch.tensor(math.nan), torch.tensor(0))
+    assert (schedule.state_dict(), schedule.get_last_lr()) == before
+    assert took is False or optimizer.found_inf == 1
+
+
+class NoReads(TorchDispatchMode):
+    """Fails where a tensor's value goes to the host: on CUDA each of these waits for the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default), "a tensor was read by the host"
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_tensor_loss_is_not_read_by_the_host():
+    optimizer = fused_with_tensor(1e-3, 1e-4)
+    schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
+    with NoReads():
+        for loss in (torch.tensor(3.0), torch.tensor(math.nan), torch.tensor(2.0)):
+            schedule.step(loss, torch.tensor(7))
+            schedule.metrics()
+    with pytest.raises(AssertionError, match="read by the host"), NoReads():  # and the probe itself works
+        FinchLR(optimizer_with(1e-3), eta_max=1.0, init=2.0).step(torch.tensor(3.0))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_nothing_synchronises():
+    parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(1e-3, device="cuda"), fused=True)
+    schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
+    losses = [torch.tensor(value, device="cuda") for value in (3.0, math.nan, 2.0)]
+    schedule.step(losses[0])  # moves the state to the device, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for loss in losses:
+            parameter.grad = torch.ones_like(parameter) * loss
+            schedule.step(loss)
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bool(parameter.isfinite().all())
+    with pytest.raises(FloatingPointError):
+        schedule.check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"ema": 1.0}, "ema=1.0"),
+        ({"ema": -0.1}, "ema=-0.1"),
+        ({"eta_max": 0.0}, "eta_max=0.0"),
+        ({"eta_max": -1.0}, "eta_max=-1.0"),
+        ({"eta_max": math.nan}, "eta_max=nan"),
+        ({"eta_base": 0.0}, "eta_base=0.0"),
+        ({"init": 0.0}, "init=0.0"),
+        ({"init": -3.0}, "init=-3.0"),
+        ({"init": math.inf}, "init=inf"),
+        ({"init": "dataset"}, "init='dataset'"),
+        ({"init": "first"}, "init='first'"),
+        ({"eps": -1e-8}, "eps=-1e-08"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
+        ({"max_nonfinite": 0}, "max_nonfinite=0"),
+    ],
+)
+def test_wrong_arguments_are_named_with_their_value(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        FinchLR(optimizer_with(1e-3), **{"eta_max": 1.0, "init": 2.0, **arguments})
+
+
+def test_a_base_rate_of_zero_is_refused():
+    with pytest.raises(ValueError, match=r"eta_base=0\.0"):
+        FinchLR(optimizer_with(0.0), eta_max=1.0, init=2.0)
+
+
+def test_warns_of_a_run_that_would_be_a_constant_rate():
+    with pytest.warns(UserWarning, match="constant learning rate"):
+        FinchLR(optimizer_with(1e-3), eta_max=5e-5, init=3.6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FinchLR(optimizer_with(2e-5), eta_max=5e-5, init=3.6)
