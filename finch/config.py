@@ -1,59 +1,22 @@
-"""Configs: finding them by name, reading and checking them, building their components."""
+"""Configs: reading and checking them, building their components."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from finch.errors import UserError, exit_with_a_sentence
-from finch.options import REQUIRED, Option
+from finch.names import did_you_mean, find_config
+from finch.options import COMPONENT, REQUIRED, Option
 
-CONFIG_FOLDERS = [
-    Path(__file__).parent / "configs",  # in an installed wheel
-    Path(__file__).parent.parent / "configs",  # in a checkout
-]
 _SECRETS = re.compile(r"^(.*_)?(token|api_key|access_key|secret|password)$", re.IGNORECASE)
-
-
-# Names and paths
-
-
-def config_names() -> dict[str, Path]:
-    """The configs that come with finch: name, such as ``stories260k/tofu_finch``, to file."""
-    folder = next((folder for folder in CONFIG_FOLDERS if folder.is_dir()), None)
-    if folder is None:
-        return {}
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
-
-
-def find_config(name: str) -> Path:
-    """The file behind ``--config``: a path, or the name of a config of finch.
-
-    Raises:
-        UserError: neither; names the nearest ones.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    known = config_names()
-    if name.removesuffix(".yaml") in known:
-        return known[name.removesuffix(".yaml")]
-    near = did_you_mean(name, known, cutoff=0.5)
-    raise UserError(f"--config {name} is neither a file nor a config of finch{near or '; finch has ' + ', '.join(known)}")
-
-
-def did_you_mean(word: str, known: Any, cutoff: float = 0.6) -> str:
-    """``", did you mean X?"`` for the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f", did you mean {near[0]}?" if near else ""
 
 
 # Reading
@@ -109,11 +72,17 @@ def check(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
     Raises:
         UserError: names key, value and remedy.
     """
+    for key in list(cfg):
+        # `lr_scheduler=null` on the command line reaches a block as `lr_scheduler._component_=null`.
+        if isinstance(cfg[key], DictConfig) and "_component_" in cfg[key] and cfg[key]["_component_"] is None:
+            cfg[key] = None
     referred = set(re.findall(r"\$\{([A-Za-z_]\w*)", OmegaConf.to_yaml(cfg)))
     for key in cfg:
         if key not in options and key not in referred:
             raise UserError(f"unknown key {key}={_short(cfg[key])}{did_you_mean(str(key), options) or '; see finch.options for the known ones'}")
     for key, option in options.items():
+        if option.kinds == COMPONENT and isinstance(cfg.get(key), str):
+            cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
         value = cfg.get(key)
         if value is None:
             if option.default is REQUIRED:

@@ -32,16 +32,16 @@ def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
         except UserError as error:
             if os.environ.get("RANK", "0") != "0":
                 time.sleep(3)
-            print(f"finch: error: {error}", file=sys.stderr, flush=True)
+            print(f"\nfinch: error: {error}", file=sys.stderr, flush=True)  # a progress bar may stand on the line
             _leave(1)
         except KeyboardInterrupt:
-            print("finch: interrupted", file=sys.stderr, flush=True)
+            print("\nfinch: interrupted", file=sys.stderr, flush=True)
             _leave(130)
         except RuntimeError as error:
             if "LOCAL_RANK" not in os.environ or not any(sign in str(error) for sign in _LOST_PEER):
                 raise
             time.sleep(5)
-            print(f"finch: rank {os.environ.get('RANK')} stopped because another rank did; its error stands above", file=sys.stderr, flush=True)
+            print(f"\nfinch: rank {os.environ.get('RANK')} stopped because another rank did; its error stands above", file=sys.stderr, flush=True)
             _leave(1)
 
     return wrapper

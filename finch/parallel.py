@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finch.errors import UserError
 
@@ -153,7 +153,7 @@ def shard_model(
         "mesh": parallel.mesh,
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=parallel.device.type == "cuda") if offload else OffloadPolicy(),
     }
     for layer in layers:
         fully_shard(layer, **options)
@@ -163,3 +163,14 @@ def shard_model(
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded; a collective where it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def copy_whole(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a whole tensor into a parameter that may be sharded; every rank cuts out its own part, without communication."""
+    with torch.no_grad():
+        if isinstance(parameter, DTensor):
+            whole = value.to(parameter.device_mesh.device_type, parameter.dtype)
+            shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(shard.to_local())
+        else:
+            parameter.copy_(value)

@@ -72,28 +72,3 @@ def check_hardware(name: str, device: torch.device) -> None:
     """Raises UserError if ``device`` cannot compute in the dtype."""
     if device.type == "cuda" and PRECISIONS[name].compute == torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise UserError(f"dtype={name} needs bf16, which {torch.cuda.get_device_name(device)} lacks: use fp32")
-
-
-# torch's optimizers and their twins in torchao that can round stochastically.
-STOCHASTIC_TWINS = {
-    "torch.optim.AdamW": "torchao.optim._AdamW",
-    "torch.optim.Adam": "torchao.optim._Adam",
-}
-STOCHASTIC_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-
-
-def stochastic_optimizer(component: str, arguments: dict) -> tuple[str, dict]:
-    """The torchao optimizer, and its arguments, that takes the place of a config's under ``dtype: bf16_stochastic``.
-
-    Raises:
-        UserError: the optimizer has no form that rounds stochastically.
-    """
-    if component.startswith("torchao.optim."):
-        return component, {**arguments, "bf16_stochastic_round": True}
-    if component not in STOCHASTIC_TWINS:
-        raise UserError(
-            f"optimizer._component_={component} cannot round stochastically: with dtype=bf16_stochastic use torch.optim.AdamW or one of torchao.optim"
-        )
-    # `fused` and `foreach` choose a kernel of torch's; torchao compiles its own.
-    kept = {key: value for key, value in arguments.items() if key not in ("fused", "foreach")}
-    return STOCHASTIC_TWINS[component], {**kept, "bf16_stochastic_round": True}

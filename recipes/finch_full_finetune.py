@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
 from torchtune import modules, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from finch import FinchLR, checkpoint, parallel
+from finch.checks import check_combinations, check_output_folder, check_schedule
 from finch.config import build, component_of, locate, parse, redacted
 from finch.data.loading import Batch, Samples, collator, count_targets, load_dataset, loader
 from finch.data.order import GlobalOrder
@@ -36,7 +36,8 @@ from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
 from finch.objectives import IGNORE_INDEX, CrossEntropy
 from finch.options import FULL_FINETUNE
-from finch.precision import check_hardware, precision_of, stochastic_optimizer
+from finch.precision import check_hardware, precision_of
+from finch.stochastic_rounding import step_on_local_shards, stochastic_optimizer
 from finch.token_loss import TokenLoss
 
 log = utils.get_logger("INFO")
@@ -72,10 +73,10 @@ class FinchFullFinetune(FTRecipeInterface):
         self._precision = precision_of(cfg.dtype)
         self._device = parallel.local_device(cfg.device)
         check_hardware(cfg.dtype, self._device)
+        check_combinations(cfg, self._device)
+        self._is_finch = check_schedule(cfg)
         self._run = Path(cfg.output_dir)
-        self._is_finch = self._check_schedule(cfg)
-        self._check_combinations(cfg)
-        self._resume_folder = self._check_output_folder(cfg)
+        self._resume_folder = check_output_folder(cfg)
         self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
 
         # The run's position. `consumed` counts this epoch's samples: with the epoch it is all that resuming needs.
@@ -258,69 +259,6 @@ class FinchFullFinetune(FTRecipeInterface):
             self._log_metrics.close()
         parallel.stop()
 
-    # Checks that need no weights
-
-    def _check_schedule(self, cfg: DictConfig) -> bool:
-        """Whether the schedule is FINCH; its arguments are tried out on a stand-in, so that a wrong one is found now."""
-        path = component_of(cfg.lr_scheduler)
-        if path is None:
-            return False
-        component = locate(path, "lr_scheduler")
-        if not (isinstance(component, type) and issubclass(component, FinchLR)):
-            return False
-        if cfg.optimizer.get("lr") is None:
-            raise UserError("optimizer.lr is missing: under FinchLR it is eta_base")
-        trial = torch.optim.SGD([torch.zeros(1)], lr=float(cfg.optimizer.lr)) if float(cfg.optimizer.lr) >= 0 else None
-        if trial is None:
-            raise UserError(f"optimizer.lr={cfg.optimizer.lr} must be above 0: under FinchLR it is eta_base")
-        node = {**cfg.lr_scheduler}
-        if node.get("init", "dataset") == "dataset":
-            node["init"] = "first_batch"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            build(node, "lr_scheduler", trial)
-        return True
-
-    def _check_combinations(self, cfg: DictConfig) -> None:
-        if cfg.optimizer_in_bwd:
-            if cfg.clip_grad_norm is not None:
-                raise UserError("optimizer_in_bwd=True excludes clip_grad_norm: the norm over all gradients is known only after the backward; set one of them to null")
-            raise UserError("optimizer_in_bwd=True is not taken by this recipe yet; set it to False")
-        if cfg.enable_activation_offloading and self._device.type != "cuda":
-            raise UserError("enable_activation_offloading=True needs device=cuda; set it to False")
-        if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
-            raise UserError("enable_activation_offloading=True needs enable_activation_checkpointing=True")
-        if cfg.ac_mode not in (None, "full", "selective"):
-            raise UserError(f"ac_mode={cfg.ac_mode} must be full, selective or null")
-        if cfg.clip_grad_norm is not None:
-            try:
-                good = float(cfg.clip_grad_norm) > 0
-            except ValueError:
-                good = False
-            if not good:
-                raise UserError(f"clip_grad_norm={cfg.clip_grad_norm} must be a number above 0, or null; the paper clips to 1.0")
-        if cfg.export_dtype is not None:
-            precision_of(cfg.export_dtype)
-        if locate(component_of(cfg.loss), "loss") not in (nn.CrossEntropyLoss, modules.loss.CEWithChunkedOutputLoss):
-            raise UserError(f"loss._component_={component_of(cfg.loss)} is not a plain cross-entropy; use torch.nn.CrossEntropyLoss or torchtune.modules.loss.CEWithChunkedOutputLoss")
-        if "left_pad_sequence" in cfg.collate_fn:
-            raise UserError(f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft")
-        locate(cfg.collate_fn, "collate_fn")
-
-    def _check_output_folder(self, cfg: DictConfig) -> Path | None:
-        """The checkpoint to resume from, if any. A run's folder is neither continued nor replaced by accident."""
-        last = checkpoint.latest_checkpoint(self._run)
-        if cfg.resume_from_checkpoint:
-            if last is None:
-                raise UserError(f"resume_from_checkpoint=True, but output_dir={self._run} holds no checkpoint; set it to False, or correct output_dir")
-            return last
-        if (self._run / METRICS_FILE).exists() and not cfg.overwrite:
-            raise UserError(f"output_dir={self._run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder")
-        base = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))).resolve()
-        if base == self._run.resolve() or base in self._run.resolve().parents:
-            raise UserError(f"output_dir={self._run} lies in checkpointer.checkpoint_dir, whose files would be mixed up with the run's; give another folder")
-        return None
-
     # Building blocks
 
     def _setup_data(self, cfg: DictConfig) -> None:
@@ -397,7 +335,7 @@ class FinchFullFinetune(FTRecipeInterface):
             stored = decoder.state_dict(keep_vars=True)
             for name, tensor in self._base.weights():
                 if name in stored:
-                    _fill(stored[name], tensor, self._device)
+                    parallel.copy_whole(stored[name], tensor)
         self._activation_offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
         size = sum(parameter.numel() for parameter in model.parameters())
         self._say(f"model of {size:,} parameters ready in {time.perf_counter() - began:.1f} s")
@@ -409,6 +347,8 @@ class FinchFullFinetune(FTRecipeInterface):
             component, arguments = stochastic_optimizer(node.pop("_component_"), node)
             node = {"_component_": component, **arguments}
         optimizer = build(node, "optimizer", self._model.parameters())
+        if self._precision.stochastic and self._parallel.mesh is not None:
+            step_on_local_shards(optimizer)
         if self._is_finch and self._device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload:
             for group in optimizer.param_groups:  # lets FinchLR keep everything on the GPU
                 group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
@@ -511,17 +451,6 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _say(self, message: str, level: int = logging.INFO) -> None:
         utils.log_rank_zero(log, message, level)
-
-
-def _fill(parameter: torch.Tensor, value: torch.Tensor, device: torch.device) -> None:
-    """Copies a whole tensor into a parameter that may be sharded; every rank cuts out its own part, without communication."""
-    with torch.no_grad():
-        if isinstance(parameter, parallel.DTensor):
-            whole = value.to(device, parameter.dtype)
-            shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(shard.to_local())
-        else:
-            parameter.copy_(value)
 
 
 def _point(link: Path, target: str) -> None:

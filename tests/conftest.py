@@ -180,6 +180,7 @@ def run_here(folder: Path, config: dict, *overrides: str) -> Run:
     """Runs the recipe in this process, as `python -m finch_full_finetune` would: quicker than a process of its own."""
     import contextlib
     import io
+    import logging
     from unittest import mock
 
     import finch_full_finetune
@@ -189,10 +190,14 @@ def run_here(folder: Path, config: dict, *overrides: str) -> Run:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     told = io.StringIO()
+    handler = logging.StreamHandler(told)
+    logging.getLogger("torchtune").addHandler(handler)
     code = 0
     with mock.patch.object(sys, "argv", ["finch_full_finetune", "--config", str(file), *overrides]), contextlib.redirect_stderr(told):
         try:
             finch_full_finetune.recipe_main()
         except SystemExit as leaving:
             code = int(leaving.code or 0)
+        finally:
+            logging.getLogger("torchtune").removeHandler(handler)
     return Run(code, told.getvalue(), Path(config["output_dir"]))

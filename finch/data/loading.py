@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import ListConfig
 from torch.utils.data import DataLoader, Dataset
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset, PackedDataset
@@ -60,13 +63,31 @@ def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
     """
     node = cfg[key]
     nodes = list(node) if component_of(node) is None else [node]
-    parts = [build(part, key, tokenizer) for part in nodes]
+    parts = [_load_part(part, key, tokenizer) for part in nodes]
     source = " and ".join(_source_of(part) for part in nodes)
-    for part, part_node in zip(parts, nodes, strict=True):
-        if len(part) == 0:
-            raise UserError(f"{key} is empty: {_source_of(part_node)} has no rows; give another file or split")
-        _check_columns(part, key, _source_of(part_node))
     return Samples(parts[0] if len(parts) == 1 else ConcatDataset(datasets=parts), key, source)
+
+
+def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
+    source = _source_of(node)
+    for file in _local_files(node):
+        if not file.is_file():
+            raise UserError(f"{key}.data_files={file} does not exist; correct the path")
+        if file.stat().st_size == 0:
+            raise UserError(f"{key} is empty: {file} has no rows; give another file")
+    try:
+        data = build(node, key, tokenizer)
+    except UserError as error:
+        if "corresponds to no data" in str(error):
+            raise UserError(f"{key} is empty: {source} has no rows; give another split") from error
+        _check_json_lines(node, key)
+        if node.get("packed"):  # packing tokenizes every row: look at the same rows unpacked, where a broken one has a number
+            _check_columns(build({**node, "packed": False}, key, tokenizer), key, source)
+        raise
+    if len(data) == 0:
+        raise UserError(f"{key} is empty: {source} has no rows; give another file or split")
+    _check_columns(data, key, source)
+    return data
 
 
 def is_packed(data: Any) -> bool:
@@ -126,6 +147,13 @@ def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]
     return batch
 
 
+def _local_files(node: Any) -> list[Path]:
+    """The data files of a component that are plain paths; patterns and addresses are left to the datasets library."""
+    files = node.get("data_files")
+    names = [files] if isinstance(files, str) else list(files) if isinstance(files, (list, ListConfig)) else []
+    return [Path(name) for name in names if not any(sign in str(name) for sign in ("*", "?", "[", "://"))]
+
+
 def _source_of(node: Any) -> str:
     files, source, split = node.get("data_files"), node.get("source"), node.get("split")
     name = str(files or source or component_of(node))
@@ -147,6 +175,18 @@ def _check_columns(data: Any, key: str, source: str) -> None:
         missing = next((row for row, value in enumerate(table[column]) if value is None), None)
         if missing is not None:
             raise UserError(f"{key}: row {missing + 1} of {source} has no field {column!r}; mend or remove that row")
+
+
+def _check_json_lines(node: Any, key: str) -> None:
+    for file in _local_files(node):
+        if file.suffix != ".jsonl":
+            continue
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    json.loads(line or "null")
+                except ValueError as error:
+                    raise UserError(f"{key}: row {number} of {file} is not JSON ({error}); mend or remove that row") from error
 
 
 def _reason(error: Exception) -> str:

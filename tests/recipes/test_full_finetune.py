@@ -247,13 +247,13 @@ def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dataset.packed": "True"},
+        {"dataset.packed": "True", "epochs": "6"},
         {"enable_activation_checkpointing": "True"},
         {"ac_mode": "selective", "ac_option": "2"},
         {"loss._component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
         {"dtype": "bf16"},
         {"num_workers": "2"},
-        {"lr_scheduler": "null"},
+        {"lr_scheduler": "null", "optimizer.lr": "5e-3"},
         {"lr_scheduler.init": "first_batch"},
         {"clip_grad_norm": "null"},
         {"optimizer.fused": "False", "optimizer.foreach": "True"},
@@ -273,7 +273,7 @@ def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_ep
         assert len(losses) == 10
     else:
         assert all(math.isfinite(loss) for loss in losses)
-        assert losses[-1] < losses[0]
+        assert sum(losses[-5:]) < sum(losses[:5])
 
 
 def test_the_profiler_writes_a_trace(tmp_path, base_folder, rows_file):
@@ -300,7 +300,7 @@ def test_two_ranks_train_in_mixed_and_stochastic_precision(dtype, tmp_path, base
     config = make_config(base_folder, rows_file, tmp_path / "run", dtype=dtype, batch_size=2)
     run = tune_run(tmp_path, config, ranks=2)
     assert run.returncode == 0, run.output[-3000:]
-    assert run.column("loss")[-1] < run.column("loss")[0]
+    assert sum(run.column("loss")[-5:]) < sum(run.column("loss")[:5])
     stored = {tensor.dtype for tensor in weights(run.folder / "epoch_0").values()}
     assert stored == {torch.float32 if dtype == "bf16_mixed" else torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(run.folder / "epoch_0").dtype == stored.pop()

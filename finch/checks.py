@@ -1,0 +1,107 @@
+"""Checks of a recipe's config that need neither weights nor other ranks: options that exclude each other, and the run's folder."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+from finch import FinchLR
+from finch.checkpoint import latest_checkpoint
+from finch.config import build, component_of, locate
+from finch.errors import UserError
+from finch.metrics import FILE_NAME as METRICS_FILE
+from finch.precision import precision_of
+from finch.stochastic_rounding import stochastic_optimizer
+
+PLAIN_CROSS_ENTROPY = (nn.CrossEntropyLoss, CEWithChunkedOutputLoss)
+
+
+def check_schedule(cfg: DictConfig) -> bool:
+    """Whether the schedule is FINCH; its arguments are tried out on a stand-in, so that a wrong one is found at once.
+
+    Raises:
+        UserError: an argument of FinchLR outside its range, or no eta_base.
+    """
+    path = component_of(cfg.lr_scheduler)
+    component = locate(path, "lr_scheduler") if path is not None else None
+    if not (isinstance(component, type) and issubclass(component, FinchLR)):
+        return False
+    eta_base = cfg.optimizer.get("lr")
+    if not isinstance(eta_base, (int, float)) or eta_base <= 0:
+        raise UserError(f"optimizer.lr={eta_base} must be a number above 0: under FinchLR it is eta_base, 2e-5 in the paper")
+    node = dict(cfg.lr_scheduler)
+    if node.get("init", "dataset") == "dataset":
+        node["init"] = "first_batch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said later, with the loss of the data
+        build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
+    return True
+
+
+def check_combinations(cfg: DictConfig, device: torch.device) -> None:
+    """Refuses options that exclude each other.
+
+    Raises:
+        UserError: names both, and what to set.
+    """
+    if cfg.optimizer_in_bwd and cfg.clip_grad_norm is not None:
+        raise UserError(
+            f"optimizer_in_bwd=True excludes clip_grad_norm={cfg.clip_grad_norm}: the norm over all gradients is known only after the backward; set "
+            "optimizer_in_bwd=False, or clip_grad_norm=null"
+        )
+    if cfg.optimizer_in_bwd:
+        raise UserError("optimizer_in_bwd=True is not taken by this recipe yet; set it to False")
+    if precision_of(cfg.dtype).stochastic:
+        stochastic_optimizer(cfg.optimizer["_component_"], {})
+    if cfg.enable_activation_offloading and device.type != "cuda":
+        raise UserError("enable_activation_offloading=True needs device=cuda; set it to False")
+    if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
+        raise UserError("enable_activation_offloading=True needs enable_activation_checkpointing=True; set both")
+    if cfg.ac_mode not in (None, "full", "selective"):
+        raise UserError(f"ac_mode={cfg.ac_mode} must be full, selective or null")
+    if cfg.clip_grad_norm is not None and not _is_positive(cfg.clip_grad_norm):
+        raise UserError(f"clip_grad_norm={cfg.clip_grad_norm} must be a number above 0, or null; the paper clips to 1.0")
+    if cfg.export_dtype is not None:
+        precision_of(cfg.export_dtype)
+    if locate(cfg.loss["_component_"], "loss") not in PLAIN_CROSS_ENTROPY:
+        raise UserError(
+            f"loss._component_={component_of(cfg.loss)} is not a plain cross-entropy; use torch.nn.CrossEntropyLoss or "
+            "torchtune.modules.loss.CEWithChunkedOutputLoss"
+        )
+    if "left_pad_sequence" in cfg.collate_fn:
+        raise UserError(f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft")
+    locate(cfg.collate_fn, "collate_fn")
+
+
+def check_output_folder(cfg: DictConfig) -> Path | None:
+    """The checkpoint to resume from, if any. A run's folder is neither continued nor replaced by accident.
+
+    Raises:
+        UserError: nothing to resume from; a run that is there already; a folder inside the pretrained model's.
+    """
+    run = Path(cfg.output_dir)
+    if cfg.resume_from_checkpoint:
+        last = latest_checkpoint(run)
+        if last is None:
+            raise UserError(f"resume_from_checkpoint=True, but output_dir={run} holds no checkpoint; set it to False, or correct output_dir")
+        return last
+    if (run / METRICS_FILE).exists() and not cfg.overwrite:
+        raise UserError(
+            f"output_dir={run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder"
+        )
+    base = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))).resolve()
+    if base == run.resolve() or base in run.resolve().parents:
+        raise UserError(f"output_dir={run} lies in checkpointer.checkpoint_dir={base}, whose files would be mixed up with the run's; give another folder")
+    return None
+
+
+def _is_positive(value: float | str) -> bool:
+    try:
+        return float(value) > 0
+    except ValueError:
+        return False

@@ -1,0 +1,65 @@
+"""The global order: the same samples in the same step on every layout, each once."""
+
+import itertools
+
+import pytest
+
+from finch.data.order import EMPTY, GlobalOrder
+
+
+def steps(order, epoch=0, consumed=0):
+    """Per step, the samples of all ranks' micro-batches together."""
+    streams = [order.micro_batches(rank, epoch, consumed) for rank in range(order.ranks)]
+    while consumed < order.num_samples and consumed < order.steps_per_epoch * order.global_batch:
+        count = order.micro_batches_in_step(consumed)
+        yield [list(itertools.islice(stream, count)) for stream in streams]
+        consumed += order.global_batch
+    assert all(next(stream, None) is None for stream in streams)
+
+
+def samples_of(step):
+    return sorted(index for rank in step for batch in rank for index in batch if index != EMPTY)
+
+
+@pytest.mark.parametrize("num_samples", [1, 7, 8, 23, 24, 25, 401])
+def test_layouts_with_one_global_batch_share_every_step(num_samples):
+    layouts = [GlobalOrder(num_samples, micro, accumulation, ranks, seed=3) for micro, accumulation, ranks in [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)]]
+    reference = [samples_of(step) for step in steps(layouts[0], epoch=1)]
+    assert sorted(itertools.chain(*reference)) == list(range(num_samples))  # each once, the short last batch included
+    assert len(reference) == layouts[0].steps_per_epoch
+    for layout in layouts[1:]:
+        assert [samples_of(step) for step in steps(layout, epoch=1)] == reference
+
+
+@pytest.mark.parametrize(("ranks", "num_samples"), [(2, 401), (3, 10), (4, 1), (4, 13)])
+def test_every_rank_runs_the_same_number_of_micro_batches(ranks, num_samples):
+    order = GlobalOrder(num_samples, micro_batch=2, accumulation=2, ranks=ranks)
+    for step in steps(order):
+        counts = [len(rank) for rank in step]
+        assert len(set(counts)) == 1
+        held = [sum(index != EMPTY for batch in rank for index in batch) for rank in step]
+        assert max(held) - min(held) <= 1
+        assert all(batch == [EMPTY] or EMPTY not in batch for rank in step for batch in rank)
+
+
+def test_a_position_is_epoch_and_samples_consumed():
+    order = GlobalOrder(50, micro_batch=2, accumulation=2, ranks=2, seed=1)
+    whole = list(steps(order, epoch=4))
+    assert list(steps(order, epoch=4, consumed=24)) == whole[3:]
+    moved = GlobalOrder(50, micro_batch=4, accumulation=2, ranks=1, seed=1)  # resumed on another number of ranks
+    assert [samples_of(step) for step in steps(moved, epoch=4, consumed=24)] == [samples_of(step) for step in whole[3:]]
+
+
+def test_epochs_are_shuffled_as_torch_shuffles_them():
+    from torch.utils.data.distributed import DistributedSampler
+
+    sampler = DistributedSampler(range(30), num_replicas=1, rank=0, seed=5)
+    sampler.set_epoch(2)
+    assert GlobalOrder(30, micro_batch=4, seed=5).permutation(2) == list(sampler)
+    assert GlobalOrder(30, micro_batch=4, shuffle=False).permutation(2) == list(range(30))
+
+
+def test_drop_last_leaves_the_short_batch_out():
+    order = GlobalOrder(25, micro_batch=8, drop_last=True)
+    assert order.steps_per_epoch == 3
+    assert [len(samples_of(step)) for step in steps(order)] == [8, 8, 8]
