@@ -1,4 +1,5 @@
-"""The resumable state of a run: RUN/checkpoints/step_N/ with sharded tensors (torch.distributed.checkpoint) and state.json.
+"""The resumable state of a run: RUN/checkpoints/step_N/ with sharded tensors (torch.distributed.checkpoint) and
+state.json.
 
 What a user takes away, the Hugging Face folders, is written by :mod:`finch.huggingface`.
 """
@@ -31,8 +32,11 @@ def latest_checkpoint(run: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
 
 
-def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], parallel: Parallel) -> Path:
-    """Saves everything a run needs to go on: written beside, then renamed; the one before goes when this one is whole.
+def save_checkpoint(
+    run: Path, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], parallel: Parallel
+) -> Path:
+    """Saves everything a run needs to go on: written beside, then renamed; the one before goes when this one is
+    whole.
 
     Args:
         model: the decoder, sharded or not.

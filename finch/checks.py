@@ -33,7 +33,9 @@ def check_schedule(cfg: DictConfig) -> bool:
         return False
     eta_base = cfg.optimizer.get("lr")
     if not isinstance(eta_base, (int, float)) or eta_base <= 0:
-        raise UserError(f"optimizer.lr={eta_base} must be a number above 0: under FinchLR it is eta_base, 2e-5 in the paper")
+        raise UserError(
+            f"optimizer.lr={eta_base} must be a number above 0: under FinchLR it is eta_base, 2e-5 in the paper"
+        )
     node = dict(cfg.lr_scheduler)
     if node.get("init", "dataset") == "dataset":
         node["init"] = "first_batch"
@@ -65,7 +67,9 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
     if cfg.ac_mode not in (None, "full", "selective"):
         raise UserError(f"ac_mode={cfg.ac_mode} must be full, selective or null")
     if cfg.clip_grad_norm is not None and not _is_positive(cfg.clip_grad_norm):
-        raise UserError(f"clip_grad_norm={cfg.clip_grad_norm} must be a number above 0, or null; the paper clips to 1.0")
+        raise UserError(
+            f"clip_grad_norm={cfg.clip_grad_norm} must be a number above 0, or null; the paper clips to 1.0"
+        )
     if cfg.export_dtype is not None:
         precision_of(cfg.export_dtype)
     if locate(cfg.loss["_component_"], "loss") not in PLAIN_CROSS_ENTROPY:
@@ -74,7 +78,9 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
             "torchtune.modules.loss.CEWithChunkedOutputLoss"
         )
     if "left_pad_sequence" in cfg.collate_fn:
-        raise UserError(f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft")
+        raise UserError(
+            f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
+        )
     locate(cfg.collate_fn, "collate_fn")
 
 
@@ -88,7 +94,9 @@ def check_output_folder(cfg: DictConfig) -> Path | None:
     if cfg.resume_from_checkpoint:
         last = latest_checkpoint(run)
         if last is None:
-            raise UserError(f"resume_from_checkpoint=True, but output_dir={run} holds no checkpoint; set it to False, or correct output_dir")
+            raise UserError(
+                f"resume_from_checkpoint=True, but output_dir={run} holds no checkpoint; set it to False, or correct output_dir"
+            )
         return last
     if (run / METRICS_FILE).exists() and not cfg.overwrite:
         raise UserError(
@@ -96,7 +104,9 @@ def check_output_folder(cfg: DictConfig) -> Path | None:
         )
     base = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))).resolve()
     if base == run.resolve() or base in run.resolve().parents:
-        raise UserError(f"output_dir={run} lies in checkpointer.checkpoint_dir={base}, whose files would be mixed up with the run's; give another folder")
+        raise UserError(
+            f"output_dir={run} lies in checkpointer.checkpoint_dir={base}, whose files would be mixed up with the run's; give another folder"
+        )
     return None
 
 

@@ -9,7 +9,9 @@ from finch import __version__
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="finch", description="Forgetting-aware fine-tuning for the PyTorch-native stack.")
+    parser = argparse.ArgumentParser(
+        prog="finch", description="Forgetting-aware fine-tuning for the PyTorch-native stack."
+    )
     parser.add_argument("--version", action="version", version=f"finch {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("configs", help="list the configs that `tune run finch_full_finetune --config NAME` finds")

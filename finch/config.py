@@ -56,7 +56,9 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
         cfg = _merge_yaml_and_cli_args(yaml_arguments, overrides)
         OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {_first_line(error)}; give the missing key on the command line or in the file") from error
+        raise UserError(
+            f"{path}: {_first_line(error)}; give the missing key on the command line or in the file"
+        ) from error
     except ValueError as error:
         raise UserError(f"{_first_line(error)}; overrides are key=value, or ~key to remove one") from error
     except Exception as error:  # of the YAML reader, whose classes omegaconf does not re-export
@@ -77,9 +79,11 @@ def check(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
         if isinstance(cfg[key], DictConfig) and "_component_" in cfg[key] and cfg[key]["_component_"] is None:
             cfg[key] = None
     referred = set(re.findall(r"\$\{([A-Za-z_]\w*)", OmegaConf.to_yaml(cfg)))
-    for key in cfg:
+    for key in map(str, cfg):
         if key not in options and key not in referred:
-            raise UserError(f"unknown key {key}={_short(cfg[key])}{did_you_mean(str(key), options) or '; see finch.options for the known ones'}")
+            raise UserError(
+                f"unknown key {key}={_short(cfg[key])}{did_you_mean(key, options) or '; see finch.options for the known ones'}"
+            )
     for key, option in options.items():
         if option.kinds == COMPONENT and isinstance(cfg.get(key), str):
             cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
@@ -99,14 +103,29 @@ def check(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
 def redacted(cfg: DictConfig) -> DictConfig:
     """A copy, resolved, in which tokens, keys and passwords are starred; for everything that is written or logged."""
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {
-                key: "***" if isinstance(value, str) and _SECRETS.match(str(key)) else walk(value) for key, value in node.items()
-            }
-        return [walk(value) for value in node] if isinstance(node, list) else node
+    secrets: set[str] = set()
 
-    return OmegaConf.create(walk(OmegaConf.to_container(cfg, resolve=True)))
+    def star(node: Any, key: str = "") -> Any:
+        if isinstance(node, dict):
+            return {name: star(value, str(name)) for name, value in node.items()}
+        if isinstance(node, list):
+            return [star(value) for value in node]
+        if isinstance(node, str) and node and _SECRETS.match(key):
+            secrets.add(node)
+            return "***"
+        return node
+
+    def sweep(node: Any) -> Any:
+        """A secret may also stand inside another value, by interpolation."""
+        if isinstance(node, dict):
+            return {name: sweep(value) for name, value in node.items()}
+        if isinstance(node, list):
+            return [sweep(value) for value in node]
+        for secret in secrets if isinstance(node, str) else ():
+            node = node.replace(secret, "***")
+        return node
+
+    return OmegaConf.create(sweep(star(OmegaConf.to_container(cfg, resolve=True))))
 
 
 # Components
@@ -131,7 +150,9 @@ def locate(path: str, key: str) -> Any:
     except (InstantiationError, ValueError) as error:
         parent, _, name = path.rpartition(".")
         near = did_you_mean(name, dir(sys.modules[parent])) if parent in sys.modules else ""
-        raise UserError(f"{key}._component_={path} does not exist{near or '; check the dotted path and that its package is installed'}") from error
+        raise UserError(
+            f"{key}._component_={path} does not exist{near or '; check the dotted path and that its package is installed'}"
+        ) from error
 
 
 def build(node: Any, key: str, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +173,9 @@ def build(node: Any, key: str, *args: Any, **kwargs: Any) -> Any:
     except ValueError as error:
         raise UserError(f"{key}: {_first_line(error)}") from error
     except Exception as error:  # whatever a user's component raises is about what the user wrote under this key
-        raise UserError(f"{key}: {component_of(node)} cannot be built: {type(error).__name__}: {_first_line(error)}") from error
+        raise UserError(
+            f"{key}: {component_of(node)} cannot be built: {type(error).__name__}: {_first_line(error)}"
+        ) from error
 
 
 def _components(node: Any, where: str = "") -> Iterator[tuple[str, DictConfig]]:
@@ -160,7 +183,7 @@ def _components(node: Any, where: str = "") -> Iterator[tuple[str, DictConfig]]:
         if "_component_" in node:
             yield where, node
         for key in node:
-            yield from _components(node._get_node(key), f"{where}.{key}" if where else str(key))
+            yield from _components(node._get_node(key), f"{where}.{key!s}" if where else str(key))
     elif isinstance(node, ListConfig):
         for place, item in enumerate(node):
             yield from _components(item, f"{where}[{place}]")
@@ -181,18 +204,20 @@ def _check_component(where: str, node: DictConfig) -> None:
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    for key in node:
+    for key in map(str, node):
         if key != "_component_" and key not in parameters:
             known = ", ".join(name for name in parameters if name != "self")
-            raise UserError(f"unknown key {where}.{key}{did_you_mean(str(key), parameters) or f'; {path} takes {known}'}")
+            raise UserError(f"unknown key {where}.{key}{did_you_mean(key, parameters) or f'; {path} takes {known}'}")
 
 
 def _check_value(key: str, value: Any, option: Option) -> None:
-    plain = {DictConfig: dict, ListConfig: list}.get(type(value), type(value))
+    plain: type = dict if isinstance(value, DictConfig) else list if isinstance(value, ListConfig) else type(value)
     if plain not in option.kinds and not (plain is int and float in option.kinds):
         if option.kinds == (dict,):
             raise UserError(f"{key}={_short(value)} must be a block with a _component_: {option.help}")
-        raise UserError(f"{key}={_short(value)} must be {' or '.join(kind.__name__ for kind in option.kinds)}: {option.help}")
+        raise UserError(
+            f"{key}={_short(value)} must be {' or '.join(kind.__name__ for kind in option.kinds)}: {option.help}"
+        )
     if plain is dict and dict in option.kinds and "_component_" not in value:
         raise UserError(f"{key} has no _component_: {option.help}")
     if option.minimum is not None and value < option.minimum:

@@ -30,8 +30,9 @@ def dataset_loss(
 ) -> float:
     """Token-weighted mean cross-entropy in nats.
 
-    A loader of its own, in the dataset's order: no sampler padding counts a sample twice, nothing is dropped, and no random number that
-    training would draw is consumed. Ranks that run out of samples go on with empty rows, since FSDP2's forward is a collective.
+    A loader of its own, in the dataset's order: no sampler padding counts a sample twice, nothing is dropped, and no
+    random number that training would draw is consumed. Ranks that run out of samples go on with empty rows, since
+    FSDP2's forward is a collective.
 
     Args:
         model: returns token losses, [batch, seq]; see :class:`finch.token_loss.TokenLoss`.
@@ -47,12 +48,16 @@ def dataset_loss(
     sums = torch.zeros(2, dtype=torch.float64, device=parallel.device)
     was_training = model.training
     model.eval()
-    for batch in progress_bar(batches, desc=title, total=order.steps_per_epoch, unit="batch", disable=not (title and parallel.is_rank_zero)):
+    for batch in progress_bar(
+        batches, desc=title, total=order.steps_per_epoch, unit="batch", disable=not (title and parallel.is_rank_zero)
+    ):
         batch = to_device(batch)
         sums[0] += model(**batch).sum(dtype=torch.float64)
         sums[1] += (batch["labels"] != IGNORE_INDEX).sum()
     model.train(was_training)
     total, targets = parallel.sum(sums).tolist()
     if targets == 0:
-        raise UserError(f"{samples.key}: no sample of {samples.source} has a target token within tokenizer.max_seq_len; raise it, or check the template")
+        raise UserError(
+            f"{samples.key}: no sample of {samples.source} has a target token within tokenizer.max_seq_len; raise it, or check the template"
+        )
     return total / targets

@@ -15,14 +15,21 @@ class UserError(ValueError):
 
 
 # What gloo and NCCL say when another process of the group has gone; that process has its own, better message.
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "connection was closed", "remote process exited", "Broken pipe")
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "connection was closed",
+    "remote process exited",
+    "Broken pipe",
+)
 
 
 def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
     """Decorates a program's main function: a UserError becomes one line on stderr and exit code 1.
 
-    Under torchrun the first process to leave ends all others. Rank 0 tells at once; another rank waits a moment before it tells, since
-    most mistakes show on every rank and one sentence is enough; and a rank that merely lost a peer waits for the peer's own error.
+    Under torchrun the first process to leave ends all others. Rank 0 tells at once; another rank waits a moment
+    before it tells, since most mistakes show on every rank and one sentence is enough; and a rank that merely lost a
+    peer waits for the peer's own error.
     """
 
     @functools.wraps(main)
@@ -41,7 +48,11 @@ def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
             if "LOCAL_RANK" not in os.environ or not any(sign in str(error) for sign in _LOST_PEER):
                 raise
             time.sleep(5)
-            print(f"\nfinch: rank {os.environ.get('RANK')} stopped because another rank did; its error stands above", file=sys.stderr, flush=True)
+            print(
+                f"\nfinch: rank {os.environ.get('RANK')} stopped because another rank did; its error stands above",
+                file=sys.stderr,
+                flush=True,
+            )
             _leave(1)
 
     return wrapper

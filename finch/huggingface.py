@@ -1,7 +1,7 @@
 """Hugging Face folders in and out: safetensors, config.json, tokenizer files.
 
-Takes torchtune's `checkpointer:` block for every model that finch can convert. Weights are read from safetensors, or by torch.load with
-weights_only; no code in a folder is ever run.
+Takes torchtune's `checkpointer:` block for every model that finch can convert. Weights are read from safetensors, or
+by torch.load with weights_only; no code in a folder is ever run.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class HuggingFaceFolder:
 
     Args:
         checkpoint_dir: folder with config.json, tokenizer files and weights.
-        checkpoint_files: names of the weight files, or torchtune's ``{filename_format, max_filename}``; None: the folder's index, or
-            its model.safetensors.
+        checkpoint_files: names of the weight files, or torchtune's ``{filename_format, max_filename}``; None: the
+            folder's index, or its model.safetensors.
 
-    The other keys of torchtune's block are taken so that it works unchanged: output_dir (the recipe's own decides), model_type
-    (config.json knows), recipe_checkpoint, adapter_checkpoint, safe_serialization, should_load_recipe_state, resume_from_checkpoint.
+    The other keys of torchtune's block are taken so that it works unchanged: output_dir (the recipe's own decides),
+    model_type (config.json knows), recipe_checkpoint, adapter_checkpoint, safe_serialization,
+    should_load_recipe_state, resume_from_checkpoint.
 
     Raises:
         UserError: a missing folder, config.json, weight file or shard.
@@ -57,10 +58,14 @@ class HuggingFaceFolder:
     ) -> None:
         self.folder = Path(checkpoint_dir)
         if not self.folder.is_dir():
-            raise UserError(f"checkpointer.checkpoint_dir={checkpoint_dir} is not a folder; download the model or correct the path")
+            raise UserError(
+                f"checkpointer.checkpoint_dir={checkpoint_dir} is not a folder; download the model or correct the path"
+            )
         config_file = self.folder / "config.json"
         if not config_file.is_file():
-            raise UserError(f"checkpointer.checkpoint_dir={checkpoint_dir} has no config.json; give a folder in Hugging Face's format")
+            raise UserError(
+                f"checkpointer.checkpoint_dir={checkpoint_dir} has no config.json; give a folder in Hugging Face's format"
+            )
         try:
             self.config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -69,7 +74,9 @@ class HuggingFaceFolder:
         self.files = [self.folder / name for name in self._file_names(checkpoint_files)]
         for file in self.files:
             if not file.is_file():
-                raise UserError(f"checkpointer.checkpoint_files names {file.name}, which is not in {checkpoint_dir}; download it or correct the name")
+                raise UserError(
+                    f"checkpointer.checkpoint_files names {file.name}, which is not in {checkpoint_dir}; download it or correct the name"
+                )
 
     def check_shapes(self, model: nn.Module) -> None:
         """Compares names and shapes of the stored weights with the model's, from file headers alone.
@@ -84,7 +91,9 @@ class HuggingFaceFolder:
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self._headers():
             # Conversions move elements about, and rename; on the meta device they cost nothing.
-            for converted, tensor in self._conversion.to_tune({name: torch.empty(shape, device="meta")}, self.config).items():
+            for converted, tensor in self._conversion.to_tune(
+                {name: torch.empty(shape, device="meta")}, self.config
+            ).items():
                 found[converted] = tuple(tensor.shape)
         if "output.weight" not in wanted:
             found.pop("output.weight", None)  # a tied head that some folders store all the same
@@ -92,7 +101,9 @@ class HuggingFaceFolder:
             if wanted.get(name) != found.get(name):
                 stored = f"has shape {list(found[name])}" if name in found else "is missing"
                 asked = f"wants {list(wanted[name])}" if name in wanted else "has no such weight"
-                raise UserError(f"model does not fit checkpointer.checkpoint_dir={self.folder}: there {name} {stored}, the model {asked}; give the builder of this checkpoint")
+                raise UserError(
+                    f"model does not fit checkpointer.checkpoint_dir={self.folder}: there {name} {stored}, the model {asked}; give the builder of this checkpoint"
+                )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The stored weights under torchtune's names, one at a time, on the CPU."""
@@ -101,11 +112,17 @@ class HuggingFaceFolder:
                 yield from self._conversion.to_tune({name: tensor}, self.config).items()
 
     def write(
-        self, weights: Iterable[tuple[str, torch.Tensor]], target: Path, *, is_writer: bool, dtype: torch.dtype | None = None
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        target: Path,
+        *,
+        is_writer: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Writes a folder that transformers loads: beside it first, then renamed, so that it is whole or absent.
 
-        Every rank must call it, since sharded weights are gathered one at a time; only the writer keeps them, up to one file's worth.
+        Every rank must call it, since sharded weights are gathered one at a time; only the writer keeps them, up to
+        one file's worth.
 
         Args:
             weights: torchtune's names and tensors, sharded or not.
@@ -125,7 +142,9 @@ class HuggingFaceFolder:
             tensor = full(tensor.detach())
             if not is_writer:
                 continue
-            for stored, value in self._conversion.to_hugging_face({name: tensor.to("cpu", dtype or tensor.dtype)}, self.config).items():
+            for stored, value in self._conversion.to_hugging_face(
+                {name: tensor.to("cpu", dtype or tensor.dtype)}, self.config
+            ).items():
                 size = value.numel() * value.element_size()
                 if parts[-1] and part_bytes + size > MAX_SHARD_BYTES:
                     save_file(parts[-1], partial / f"part-{len(parts)}", metadata={"format": "pt"})
@@ -139,12 +158,20 @@ class HuggingFaceFolder:
         if not is_writer:
             return
         save_file(parts[-1], partial / f"part-{len(parts)}", metadata={"format": "pt"})
-        names = {part: "model.safetensors" if len(parts) == 1 else f"model-{part:05}-of-{len(parts):05}.safetensors" for part in index.values()}
+        names = {
+            part: "model.safetensors" if len(parts) == 1 else f"model-{part:05}-of-{len(parts):05}.safetensors"
+            for part in index.values()
+        }
         for part, file_name in names.items():
             (partial / f"part-{part}").rename(partial / file_name)
         if len(parts) > 1:
-            content = {"metadata": {"total_size": total}, "weight_map": {name: names[part] for name, part in index.items()}}
-            (partial / SAFETENSORS_INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            content = {
+                "metadata": {"total_size": total},
+                "weight_map": {name: names[part] for name, part in index.items()},
+            }
+            (partial / SAFETENSORS_INDEX).write_text(
+                json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
         self._copy_the_rest(partial, stored_dtype)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -152,7 +179,12 @@ class HuggingFaceFolder:
     def _copy_the_rest(self, target: Path, dtype: torch.dtype | None) -> None:
         """Tokenizer files, generation_config and the like; config.json with the dtype the weights now have."""
         for path in sorted(self.folder.iterdir()):
-            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != "config.json":
+            if (
+                path.is_file()
+                and not path.name.startswith(".")
+                and not path.name.endswith(WEIGHT_SUFFIXES)
+                and path.name != "config.json"
+            ):
                 shutil.copyfile(path, target / path.name)
         config = dict(self.config)
         keys = [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]
@@ -167,14 +199,20 @@ class HuggingFaceFolder:
             return ["model.safetensors"]
         if isinstance(files, Mapping):
             if set(files) != {"filename_format", "max_filename"}:
-                raise UserError(f"checkpointer.checkpoint_files={dict(files)} must be a list of names, or have filename_format and max_filename")
+                raise UserError(
+                    f"checkpointer.checkpoint_files={dict(files)} must be a list of names, or have filename_format and max_filename"
+                )
             last = str(files["max_filename"])
-            return [files["filename_format"].format(str(number + 1).zfill(len(last)), last) for number in range(int(last))]
+            return [
+                files["filename_format"].format(str(number + 1).zfill(len(last)), last) for number in range(int(last))
+            ]
         names = sorted(str(name) for name in files)
         if index.is_file() and any(name.endswith(".safetensors") for name in names):
             left_out = sorted(set(self._indexed(index)) - set(names))
             if left_out:
-                raise UserError(f"checkpointer.checkpoint_files leaves out {left_out[0]}, which {index} needs; name every shard")
+                raise UserError(
+                    f"checkpointer.checkpoint_files leaves out {left_out[0]}, which {index} needs; name every shard"
+                )
         return names
 
     def _indexed(self, index: Path) -> list[str]:
@@ -203,7 +241,9 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
-        raise UserError(f"{file} cannot be read as weights only ({type(error).__name__}); convert it to safetensors") from error
+        raise UserError(
+            f"{file} cannot be read as weights only ({type(error).__name__}); convert it to safetensors"
+        ) from error
     yield from state.items()
 
 
@@ -211,4 +251,6 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except Exception as error:
-        raise UserError(f"{file} is not a whole safetensors file ({' '.join(str(error).split())}); download it again") from error
+        raise UserError(
+            f"{file} is not a whole safetensors file ({' '.join(str(error).split())}); download it again"
+        ) from error

@@ -17,10 +17,11 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Takes a step's metrics as they are, tensors included, and reads them only when it reports: at every ``every`` steps.
+    """Takes a step's metrics as they are, tensors included, and reads them only when it reports: at every ``every``
+    steps.
 
-    One line a step goes into metrics.jsonl; the metric logger and the progress bar see every ``every``-th. Only rank 0 writes, but every
-    rank reads at the same steps, so that a non-finite loss stops all of them at the same one.
+    One line a step goes into metrics.jsonl; the metric logger and the progress bar see every ``every``-th. Only rank
+    0 writes, but every rank reads at the same steps, so that a non-finite loss stops all of them at the same one.
 
     Args:
         folder: the run's folder.
@@ -31,8 +32,16 @@ class MetricsLog:
         first_step: the step a resumed run continues after; later lines of an earlier attempt are dropped.
     """
 
-    def __init__(self, folder: Path, logger: Any, *, is_writer: bool, every: int = 1, world_size: int = 1, first_step: int = 0) -> None:
-        self.path, self._logger, self._is_writer, self._every, self._world_size = folder / FILE_NAME, logger, is_writer, every, world_size
+    def __init__(
+        self, folder: Path, logger: Any, *, is_writer: bool, every: int = 1, world_size: int = 1, first_step: int = 0
+    ) -> None:
+        self.path, self._logger, self._is_writer, self._every, self._world_size = (
+            folder / FILE_NAME,
+            logger,
+            is_writer,
+            every,
+            world_size,
+        )
         self._waiting: list[dict[str, Any]] = []
         self._since = time.perf_counter()
         self._bar: tqdm | None = None
@@ -43,7 +52,9 @@ class MetricsLog:
 
     def start_epoch(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
         """Opens the progress bar of an epoch, ``done`` of its ``steps`` already taken."""
-        self._bar = progress_bar(total=steps, initial=done, desc=f"epoch {epoch + 1}/{epochs}", unit="step", disable=not self._is_writer)
+        self._bar = progress_bar(
+            total=steps, initial=done, desc=f"epoch {epoch + 1}/{epochs}", unit="step", disable=not self._is_writer
+        )
         self._since = time.perf_counter()
 
     def end_epoch(self) -> None:
@@ -67,7 +78,8 @@ class MetricsLog:
         self._waiting = []
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        # Steps between two reads are not timed one by one: that would take a synchronisation each. They share the mean.
+        # Steps between two reads are not timed one by one: that would take a synchronisation each. They share the
+        # mean.
         rate = sum(line["num_target_tokens"] for line in lines) / seconds / self._world_size
         for line in lines:
             line["tokens_per_second_per_gpu"] = rate
@@ -78,12 +90,16 @@ class MetricsLog:
         self._file.flush()
         last = lines[-1]
         if self._logger is not None and last["step"] % self._every == 0:
-            self._logger.log_dict({key: value for key, value in last.items() if key != "step" and value is not None}, step=last["step"])
+            self._logger.log_dict(
+                {key: value for key, value in last.items() if key != "step" and value is not None}, step=last["step"]
+            )
         if self._bar is not None:
             shown = {"loss": f"{last['loss']:.4f}"}
             if last["ema_loss"] is not None:
                 shown["ema"] = f"{last['ema_loss']:.4f}"
-            self._bar.set_postfix({**shown, "lr": f"{last['lr']:.2e}", "tok/s": f"{rate * self._world_size:,.0f}"}, refresh=False)
+            self._bar.set_postfix(
+                {**shown, "lr": f"{last['lr']:.2e}", "tok/s": f"{rate * self._world_size:,.0f}"}, refresh=False
+            )
             self._bar.update(len(lines))
 
     def note(self, line: Mapping[str, Any]) -> None:
@@ -93,7 +109,9 @@ class MetricsLog:
             self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}) + "\n")
             self._file.flush()
             if self._logger is not None:
-                self._logger.log_dict({key: value for key, value in line.items() if key not in ("step", "epoch")}, step=line["step"])
+                self._logger.log_dict(
+                    {key: value for key, value in line.items() if key not in ("step", "epoch")}, step=line["step"]
+                )
 
     def pause(self) -> None:
         """Leaves the time until now out of the next rate; for validation and saving."""
@@ -135,7 +153,8 @@ def _read(waiting: list[dict[str, Any]]) -> list[dict[str, Any]]:
             line[key] = value
     for line in waiting:
         line["num_target_tokens"], line["lr_is_capped"] = int(line["num_target_tokens"]), bool(line["lr_is_capped"])
-        # Theorem 1: the per-step forgetting is at most C1 * eta * sqrt(L_B) + ...; this is that leading term up to C1.
+        # Theorem 1: the per-step forgetting is at most C1 * eta * sqrt(L_B) + ...; this is that leading term up to
+        # C1.
         line["eta_sqrt_loss"] = line["lr"] * math.sqrt(line["loss"]) if line["loss"] >= 0 else None
     return waiting
 

@@ -34,7 +34,9 @@ def find_config(name: str) -> Path:
     if name.removesuffix(".yaml") in known:
         return known[name.removesuffix(".yaml")]
     near = did_you_mean(name, known, cutoff=0.5)
-    raise UserError(f"--config {name} is neither a file nor a config of finch{near or '; finch has ' + ', '.join(known)}")
+    raise UserError(
+        f"--config {name} is neither a file nor a config of finch{near or '; finch has ' + ', '.join(known)}"
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

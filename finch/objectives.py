@@ -5,9 +5,9 @@ An objective is two small functions on per-token losses:
     weights(token_loss, batch)  [batch, seq] -> [batch, seq]   detached factors of the token losses
     count(batch)                -> []                          this batch's share of the objective's denominator
 
-``token_loss`` is fp32 cross-entropy in nats, detached; ``batch["labels"]`` is aligned with it (already shifted), -100 where
-ignored. The training loop sums ``weights * token_loss`` over micro-batches and ranks and divides by the sum of ``count``. This file
-knows nothing of torchtune, of YAML or of ranks.
+``token_loss`` is fp32 cross-entropy in nats, detached; ``batch["labels"]`` is aligned with it (already shifted), -100
+where ignored. The training loop sums ``weights * token_loss`` over micro-batches and ranks and divides by the sum of
+``count``. This file knows nothing of torchtune, of YAML or of ranks.
 """
 
 from __future__ import annotations

@@ -25,9 +25,13 @@ FULL_FINETUNE: dict[str, Option] = {
     # What is trained on what
     "model": Option(REQUIRED, COMPONENT, "component that builds the torchtune decoder"),
     "tokenizer": Option(REQUIRED, COMPONENT, "component that builds the tokenizer"),
-    "checkpointer": Option(REQUIRED, COMPONENT, "torchtune's block: checkpoint_dir, checkpoint_files, output_dir, model_type"),
+    "checkpointer": Option(
+        REQUIRED, COMPONENT, "torchtune's block: checkpoint_dir, checkpoint_files, output_dir, model_type"
+    ),
     "dataset": Option(REQUIRED, (dict, list), "component of the training rows, or a list of them, concatenated"),
-    "dataset_validation": Option(None, (dict, list), "component of held-out rows; their mean loss is taken at each epoch's end"),
+    "dataset_validation": Option(
+        None, (dict, list), "component of held-out rows; their mean loss is taken at each epoch's end"
+    ),
     "collate_fn": Option("torchtune.data.padded_collate_sft", (str,), "function that pads a micro-batch"),
     "output_dir": Option(REQUIRED, (str,), "the run's folder: metrics, checkpoints, Hugging Face folders"),
     # The batch
@@ -37,13 +41,25 @@ FULL_FINETUNE: dict[str, Option] = {
     "seed": Option(0, (int,), "of the data order and of everything random; null draws one", 0),
     "drop_last": Option(False, (bool,), "leave out an epoch's last global batch if it is short"),
     "num_workers": Option(0, (int,), "processes a rank that read and tokenize ahead", 0),
-    "check_dataset": Option(True, (bool,), "read every row once before weights are loaded, to find broken and overlong ones"),
+    "check_dataset": Option(
+        True, (bool,), "read every row once before weights are loaded, to find broken and overlong ones"
+    ),
     # The update
     "optimizer": Option(REQUIRED, COMPONENT, "component of the optimizer; its lr is eta_base under FinchLR"),
-    "lr_scheduler": Option(None, COMPONENT, "finch.FinchLR, a torchtune scheduler, or null for a constant learning rate"),
-    "loss": Option({"_component_": "torch.nn.CrossEntropyLoss"}, COMPONENT, "torchtune's cross-entropy losses, all plain cross-entropy here"),
-    "clip_grad_norm": Option(None, (int, float, str), "largest gradient norm; null does not clip; the paper clips to 1.0"),
-    "optimizer_in_bwd": Option(False, (bool,), "torchtune's optimizer fused into the backward; not taken by this recipe yet"),
+    "lr_scheduler": Option(
+        None, COMPONENT, "finch.FinchLR, a torchtune scheduler, or null for a constant learning rate"
+    ),
+    "loss": Option(
+        {"_component_": "torch.nn.CrossEntropyLoss"},
+        COMPONENT,
+        "torchtune's cross-entropy losses, all plain cross-entropy here",
+    ),
+    "clip_grad_norm": Option(
+        None, (int, float, str), "largest gradient norm; null does not clip; the paper clips to 1.0"
+    ),
+    "optimizer_in_bwd": Option(
+        False, (bool,), "torchtune's optimizer fused into the backward; not taken by this recipe yet"
+    ),
     # How long
     "epochs": Option(1, (int,), "passes over the training rows", 1),
     "max_steps_per_epoch": Option(None, (int,), "optimizer steps after which an epoch ends; null: all of it", 1),
@@ -52,13 +68,19 @@ FULL_FINETUNE: dict[str, Option] = {
     "device": Option("auto", (str,), "cuda, cpu, or auto: CUDA where there is one"),
     "dtype": Option("fp32", (str,), "fp32, bf16 (pure), bf16_mixed (fp32 master weights), bf16_stochastic, fp64"),
     "compile": Option(False, (bool,), "torch.compile layers and loss"),
-    "enable_activation_checkpointing": Option(False, (bool,), "recompute each layer in the backward: less memory, more time"),
+    "enable_activation_checkpointing": Option(
+        False, (bool,), "recompute each layer in the backward: less memory, more time"
+    ),
     "enable_activation_offloading": Option(False, (bool,), "keep checkpointed activations in host memory (CUDA)"),
     "ac_mode": Option(None, (str,), "selective activation checkpointing: full or selective"),
     "ac_option": Option(None, (int, str), "with ac_mode selective: every n-th layer, or op"),
     "fsdp_cpu_offload": Option(False, (bool,), "keep parameters, gradients and optimizer states in host memory"),
-    "fsdp_reshard_after_forward": Option(True, (bool,), "free gathered parameters after the forward; False: faster, more memory"),
-    "custom_sharded_layers": Option(None, (list,), "modules besides the layers that FSDP2 wraps on their own, such as tok_embeddings"),
+    "fsdp_reshard_after_forward": Option(
+        True, (bool,), "free gathered parameters after the forward; False: faster, more memory"
+    ),
+    "custom_sharded_layers": Option(
+        None, (list,), "modules besides the layers that FSDP2 wraps on their own, such as tok_embeddings"
+    ),
     "cudnn_deterministic_mode": Option(None, (int, str), "torch's deterministic debug mode: default, warn or error"),
     "debug_checks": Option(False, (bool,), "compare learning rate and EMA bit for bit over the ranks at each step"),
     "distributed_timeout": Option(1800, NUMBER, "seconds after which a collective that hangs is an error", 1),
@@ -66,7 +88,9 @@ FULL_FINETUNE: dict[str, Option] = {
     "resume_from_checkpoint": Option(False, (bool,), "continue the run in output_dir from its last checkpoint"),
     "overwrite": Option(False, (bool,), "start afresh in an output_dir that holds a run; its files are removed first"),
     "metric_logger": Option(None, COMPONENT, "a torchtune metric logger beside metrics.jsonl"),
-    "log_every_n_steps": Option(1, (int,), "how often the metric logger and the progress bar are fed, and a GPU is read", 1),
+    "log_every_n_steps": Option(
+        1, (int,), "how often the metric logger and the progress bar are fed, and a GPU is read", 1
+    ),
     "log_peak_memory_stats": Option(True, (bool,), "peak memory a step, on CUDA"),
     "log_level": Option("INFO", (str,), "of torchtune's logger"),
     "profiler": Option(None, COMPONENT, "torchtune's profiler block"),

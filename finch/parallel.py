@@ -79,8 +79,8 @@ def start(device: torch.device, *, shard: bool, offload: bool = False, timeout_s
 
     Args:
         device: this rank's device.
-        shard: whether FSDP2 is needed even in one process (mixed precision, CPU offload). Without need one process runs
-            unsharded: FSDP2 at world size 1 took 22% longer a step on a 0.26 M parameter model on CPU.
+        shard: whether FSDP2 is needed even in one process (mixed precision, CPU offload). Without need one process
+            runs unsharded: FSDP2 at world size 1 took 22% longer a step on a 0.26 M parameter model on CPU.
         offload: whether parameters will live on the CPU, whose collectives then need gloo beside NCCL.
         timeout_s: seconds after which a collective that hangs is an error.
 
@@ -125,7 +125,9 @@ def local_device(name: str | None) -> torch.device:
     if not str(kind).startswith("cuda"):
         raise UserError(f"device={name} is not known: use cpu, cuda or auto")
     if not torch.cuda.is_available():
-        raise UserError(f"device={name} was asked for, but torch sees no CUDA device here: use device=cpu, or install a CUDA build of torch")
+        raise UserError(
+            f"device={name} was asked for, but torch sees no CUDA device here: use device=cpu, or install a CUDA build of torch"
+        )
     index = torch.device(kind).index
     index = int(os.environ.get("LOCAL_RANK", 0)) if index is None else index
     if index >= torch.cuda.device_count():

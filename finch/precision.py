@@ -15,7 +15,7 @@ class Precision:
     """One value of the key ``dtype``.
 
     Attributes:
-        weights: dtype in which parameters and optimizer states are kept.
+        weights: dtype in which parameters are kept, and optimizer states too unless rounding is stochastic.
         compute: dtype of forward and backward.
         stochastic: whether the optimizer rounds its updates stochastically.
         words: the same, for the log.
@@ -47,10 +47,16 @@ PRECISIONS = {
         "pure bf16, as torchtune and the paper's authors: weights, optimizer states and computation; small updates are lost in rounding",
     ),
     "bf16_mixed": Precision(
-        torch.float32, torch.bfloat16, False, "mixed: fp32 master weights and optimizer states, bf16 computation, gradients reduced in fp32"
+        torch.float32,
+        torch.bfloat16,
+        False,
+        "mixed: fp32 master weights and optimizer states, bf16 computation, gradients reduced in fp32",
     ),
     "bf16_stochastic": Precision(
-        torch.bfloat16, torch.bfloat16, True, "bf16 weights and computation; the optimizer computes in fp32 and rounds stochastically"
+        torch.bfloat16,
+        torch.bfloat16,
+        True,
+        "bf16 weights and computation; the optimizer computes and keeps its states in fp32 and rounds stochastically (torchao)",
     ),
 }
 
@@ -64,7 +70,9 @@ def precision_of(name: str) -> Precision:
     if name in PRECISIONS:
         return PRECISIONS[name]
     if str(name) in ("fp16", "float16", "half"):
-        raise UserError("dtype=fp16 is not trained in full: its range needs gradient scaling; use bf16, bf16_mixed or fp32")
+        raise UserError(
+            "dtype=fp16 is not trained in full: its range needs gradient scaling; use bf16, bf16_mixed or fp32"
+        )
     raise UserError(f"dtype={name} is not known: use one of {', '.join(PRECISIONS)}")
 
 

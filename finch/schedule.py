@@ -1,6 +1,7 @@
 """FINCH's learning rate: small steps while the loss is high, larger ones as the model converges.
 
-The schedule of "Fine-Tuning Without Forgetting via Loss-Adaptive Learning Rates" (Prashant et al., 2026), Section 3.3:
+The schedule of "Fine-Tuning Without Forgetting via Loss-Adaptive Learning Rates" (Prashant et al., 2026), Section
+3.3:
 
     L_i    = token-mean cross-entropy of the whole optimizer-step batch, in nats, before the update
     Lbar_i = ema * Lbar_{i-1} + (1 - ema) * L_i
@@ -25,8 +26,8 @@ Scalar = float | torch.Tensor
 class FinchLR:
     """Sets the learning rate of one optimizer, or of several, from the loss of the step being taken.
 
-    It is stepped like :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, with the loss, but *before* the optimizer: the
-    learning rate of an update comes from the loss of that very update (Section 3.3).
+    It is stepped like :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, with the loss, but *before* the optimizer:
+    the learning rate of an update comes from the loss of that very update (Section 3.3).
 
         schedule = FinchLR(optimizer, eta_max=5e-5, init=3.6)
         for batch in loader:
@@ -35,28 +36,29 @@ class FinchLR:
                 optimizer.step()
             optimizer.zero_grad()
 
-    With gradient accumulation step it once per optimizer step; with several ranks pass the loss of all of them, so that every
-    rank computes the same learning rate.
+    With gradient accumulation step it once per optimizer step; with several ranks pass the loss of all of them, so
+    that every rank computes the same learning rate.
 
-    **Base learning rates.** Read from the param groups once, here, and kept: loading an optimizer's state later does not
-    change them. The first group's is eta_base; the other groups keep their ratio to it, under the cap as well.
+    **Base learning rates.** Read from the param groups once, here, and kept: loading an optimizer's state later does
+    not change them. The first group's is eta_base; the other groups keep their ratio to it, under the cap as well.
 
-    **Without host synchronisation.** Where every group's ``lr`` is a 0-d tensor and every optimizer honours ``found_inf`` (the
-    fused ones of ``torch.optim`` do), a tensor loss is never read by the host: EMA and learning rate stay on its device, ``lr``
-    is written in place, and a non-finite loss makes the optimizer skip its update by itself. In all other cases the loss is
-    read at each step.
+    **Without host synchronisation.** Where every group's ``lr`` is a 0-d tensor and every optimizer honours
+    ``found_inf`` (the fused ones of ``torch.optim`` do), a tensor loss is never read by the host: EMA and learning
+    rate stay on its device, ``lr`` is written in place, and a non-finite loss makes the optimizer skip its update by
+    itself. In all other cases the loss is read at each step.
 
     Args:
         optimizer: one optimizer or a list of them.
-        eta_max: cap of the learning rate; the paper uses 5e-5 over an eta_base of 2e-5. For another scale of learning rates
-            keep that ratio, 2.5.
+        eta_max: cap of the learning rate; the paper uses 5e-5 over an eta_base of 2e-5. For another scale of learning
+            rates keep that ratio, 2.5.
         init: Lbar_0 in nats. A number (the authors take the pretrained model's mean loss over the training set), or
-            ``"first_batch"``, which starts from the first loss seen. ``"dataset"`` is for finch's recipes, which replace it by
-            that mean.
+            ``"first_batch"``, which starts from the first loss seen. ``"dataset"`` is for finch's recipes, which
+            replace it by that mean.
         eta_base: learning rate at a loss of 1 nat; None takes the first param group's ``lr``.
         ema: weight of the past in the moving average, in [0, 1).
         eps: added to the loss under the root, in nats.
-        on_nonfinite: ``"raise"``, or ``"skip"``: leave the state alone, count, and raise after ``max_nonfinite`` in a row.
+        on_nonfinite: ``"raise"``, or ``"skip"``: leave the state alone, count, and raise after ``max_nonfinite`` in a
+            row.
         max_nonfinite: how many non-finite losses in a row ``"skip"`` bears.
 
     Raises:
@@ -83,7 +85,9 @@ class FinchLR:
         if not 0 <= ema < 1:
             raise ValueError(f"ema={ema} must lie in [0, 1): it is the weight of the past losses, 0.9 in the paper")
         if not eta_max > 0:
-            raise ValueError(f"eta_max={eta_max} must be above 0: it is the cap of the learning rate, 2.5 times eta_base in the paper")
+            raise ValueError(
+                f"eta_max={eta_max} must be above 0: it is the cap of the learning rate, 2.5 times eta_base in the paper"
+            )
         if not eps >= 0:
             raise ValueError(f"eps={eps} must not be negative: it is added to the loss under the root")
         if on_nonfinite not in ("raise", "skip"):
@@ -92,18 +96,24 @@ class FinchLR:
             raise ValueError(f"max_nonfinite={max_nonfinite} must be at least 1")
         if isinstance(init, str):
             if init == "dataset":
-                raise ValueError("init='dataset' is resolved by finch's recipes; elsewhere pass the pretrained model's mean loss over the training set")
+                raise ValueError(
+                    "init='dataset' is resolved by finch's recipes; elsewhere pass the pretrained model's mean loss over the training set"
+                )
             if init != "first_batch":
                 raise ValueError(f"init={init!r} must be a loss in nats above 0 or 'first_batch'")
         elif not (init > 0 and math.isfinite(init)):
-            raise ValueError(f"init={init} must be above 0: it is a loss in nats, and at 0 the learning rate would start at the cap")
+            raise ValueError(
+                f"init={init} must be above 0: it is a loss in nats, and at 0 the learning rate would start at the cap"
+            )
 
         bases = [float(group["lr"]) for group in groups]
         self.eta_base = bases[0] if eta_base is None else float(eta_base)
         if not self.eta_base > 0:
             raise ValueError(f"eta_base={self.eta_base} must be above 0: it is the first param group's lr unless given")
         if eta_base is not None and not bases[0] > 0:
-            raise ValueError(f"lr={bases[0]} of the first param group must be above 0: the other groups' ratios refer to it")
+            raise ValueError(
+                f"lr={bases[0]} of the first param group must be above 0: the other groups' ratios refer to it"
+            )
         self.eta_max, self.ema, self.eps = float(eta_max), float(ema), float(eps)
         self.on_nonfinite, self.max_nonfinite = on_nonfinite, int(max_nonfinite)
         self._ratios = [base / bases[0] for base in bases]
@@ -130,16 +140,18 @@ class FinchLR:
         """Takes the loss of the step at hand and sets the learning rate of that same step.
 
         Args:
-            loss: [] mean cross-entropy in nats over the target tokens of the whole optimizer-step batch, all micro-batches and
-                all ranks. With a reweighted objective still the raw cross-entropy.
-            targets: [] number of target tokens behind ``loss``. A batch without any says nothing about the model and leaves the
-                state alone; it is not an error. None: there were some.
+            loss: [] mean cross-entropy in nats over the target tokens of the whole optimizer-step batch, all
+                micro-batches and all ranks. With a reweighted objective still the raw cross-entropy.
+            targets: [] number of target tokens behind ``loss``. A batch without any says nothing about the model and
+                leaves the state alone; it is not an error. None: there were some.
 
         Returns:
-            Whether to take the optimizer step. Always True on the device path, where the optimizer decides by ``found_inf``.
+            Whether to take the optimizer step. Always True on the device path, where the optimizer decides by
+            ``found_inf``.
 
         Raises:
-            FloatingPointError: the loss is not finite and ``on_nonfinite`` says ``raise``, or ``max_nonfinite`` came in a row.
+            FloatingPointError: the loss is not finite and ``on_nonfinite`` says ``raise``, or ``max_nonfinite`` came
+                in a row.
         """
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
@@ -186,8 +198,8 @@ class FinchLR:
     def state_dict(self) -> dict[str, Any]:
         """What the run has learned so far, as plain numbers. Reads the device.
 
-        Kept: the EMA and the counters, which nothing else could restore. Not kept: eta_base, eta_max, ema, eps and the groups'
-        ratios, which the config states and a resumed run may change on purpose.
+        Kept: the EMA and the counters, which nothing else could restore. Not kept: eta_base, eta_max, ema, eps and
+        the groups' ratios, which the config states and a resumed run may change on purpose.
         """
         self.check()
         return {
@@ -212,14 +224,20 @@ class FinchLR:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _stays_on_device(self) -> bool:
-        honours_found_inf = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
+        honours_found_inf = all(
+            getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
+        )
         return honours_found_inf and all(isinstance(group["lr"], torch.Tensor) for group in self._groups())
 
     def _eta_of(self, ema_loss: Scalar) -> Scalar:
         """eta_i = min(eta_base / sqrt(Lbar_i + eps), eta_max), Section 3.3."""
         if isinstance(ema_loss, torch.Tensor):
             return (self.eta_base / (ema_loss + self.eps).sqrt()).clamp(max=self.eta_max)
-        return min(self.eta_base / math.sqrt(ema_loss + self.eps), self.eta_max) if ema_loss + self.eps > 0 else self.eta_max
+        return (
+            min(self.eta_base / math.sqrt(ema_loss + self.eps), self.eta_max)
+            if ema_loss + self.eps > 0
+            else self.eta_max
+        )
 
     def _step_on_host(self, loss: float, targets: float) -> bool:
         if targets == 0:
@@ -246,19 +264,20 @@ class FinchLR:
         finite = loss.isfinite()
         counted = torch.ones_like(finite) if targets is None else torch.as_tensor(targets, device=device) > 0
         used = finite & counted
-        past = self._ema_loss
+        past = torch.as_tensor(self._ema_loss)
         blended = torch.where(past.isnan(), loss, self.ema * past + (1 - self.ema) * loss)
         self._ema_loss = torch.where(used, blended, past)
         self._num_steps = self._num_steps + used
         broken = counted & ~finite
         self._nonfinite = self._nonfinite + broken
         self._in_a_row = torch.where(broken, self._in_a_row + 1, torch.where(used, 0, self._in_a_row))
-        self._longest_row = torch.maximum(self._longest_row, self._in_a_row)
+        self._longest_row = torch.maximum(torch.as_tensor(self._longest_row), self._in_a_row)
         self._write(torch.where(used, self._eta_of(self._ema_loss), self._eta))
         found_inf = (~used).float()
         for optimizer in self.optimizers:
-            # The protocol of torch.amp.GradScaler with fused optimizers: found_inf of 1 skips the update inside the kernel.
-            optimizer.found_inf, optimizer.grad_scale = found_inf, None
+            # The protocol of torch.amp.GradScaler with fused optimizers: found_inf of 1 skips the update inside the
+            # kernel.
+            vars(optimizer).update(found_inf=found_inf, grad_scale=None)
 
     def _to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         if isinstance(self._ema_loss, torch.Tensor) and isinstance(self._eta, torch.Tensor):

@@ -1,7 +1,7 @@
 """torchao's optimizers with stochastic rounding, on FSDP2's shards as well.
 
-A bf16 weight of 0.02 has neighbours 1.2e-4 apart: an update of 1e-5 rounds back to where it came from, each time. Rounding up with the
-probability of the part that is cut off keeps the mean of many such updates right.
+A bf16 weight of 0.02 has neighbours 1.2e-4 apart: an update of 1e-5 rounds back to where it came from, each time.
+Rounding up with the probability of the part that is cut off keeps the mean of many such updates right.
 """
 
 from __future__ import annotations
@@ -36,14 +36,23 @@ def stochastic_optimizer(component: str, arguments: dict[str, Any]) -> tuple[str
     return twin, {**kept, "bf16_stochastic_round": True}
 
 
-def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Makes ``optimizer`` update each rank's shard as a plain tensor.
+def adapt(optimizer: torch.optim.Optimizer) -> None:
+    """Mends two things in a torchao optimizer that is to round stochastically, in place.
 
-    torchao 0.15 draws its random bits in the shape of the whole parameter and compares them with a shard, which fails. Its updates are
-    elementwise, so that the shards alone give the same result. Parameters and states stay DTensors to everybody else: checkpoints
-    do not notice.
+    - On FSDP2's shards torchao 0.15 fails: it draws random bits in the shape of the whole parameter and compares them
+      with a shard. Here each rank updates its shard as a plain tensor, which gives the same result, since the updates
+      are elementwise. Parameters and states stay DTensors to everybody else: checkpoints do not notice.
+    - The states of its unquantized optimizers become fp32. In bf16 and with beta2 0.999 the second moment of a
+      gradient of 1 cannot pass 0.5, since each increment is rounded away, and the steps grow by up to 41%. The 8-bit
+      and 4-bit optimizers stay as they are.
     """
-    optimizer.__class__ = type(f"Local{type(optimizer).__name__}", (_LocalStep, type(optimizer)), {})
+    fp32_states = (_Fp32States,) if type(optimizer).__name__ in ("_AdamW", "_Adam") else ()
+    optimizer.__class__ = type(f"Adapted{type(optimizer).__name__}", (_LocalStep, *fp32_states, type(optimizer)), {})
+
+
+class _Fp32States:
+    def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
+        return torch.zeros_like(parameter, dtype=torch.float32)
 
 
 class _LocalStep:
@@ -89,5 +98,10 @@ def _as_sharded_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     if not isinstance(parameter, DTensor) or value.shape != parameter.to_local().shape:
         return value
     return DTensor.from_local(
-        value, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )

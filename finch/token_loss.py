@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchtune.modules import TransformerDecoder
 
 from finch.objectives import IGNORE_INDEX
 
@@ -15,27 +16,30 @@ from finch.objectives import IGNORE_INDEX
 class TokenLoss(nn.Module):
     """A torchtune decoder that returns token losses in place of logits; the root module that FSDP2 wraps.
 
-    Output layer and cross-entropy live inside its forward, so that a head tied to the embedding is gathered while it is used,
-    and so that the way from hidden states to losses can change without any objective knowing.
+    Output layer and cross-entropy live inside its forward, so that a head tied to the embedding is gathered while it
+    is used, and so that the way from hidden states to losses can change without any objective knowing.
 
     Args:
         decoder: a :class:`torchtune.modules.TransformerDecoder`.
         num_chunks: in how many pieces along the sequence logits are made; more take less memory at a time.
     """
 
-    def __init__(self, decoder: nn.Module, num_chunks: int = 1) -> None:
+    decoder: TransformerDecoder
+
+    def __init__(self, decoder: TransformerDecoder, num_chunks: int = 1) -> None:
         super().__init__()
         self.decoder = decoder
         self.num_chunks = num_chunks
         # The decoder's forward ends in `unembed` (final norm and output layer). It moves here, next to the loss.
-        decoder.unembed = _identity
+        decoder.unembed = _identity  # type: ignore[assignment]
         self.cross_entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """
         Args:
             tokens: [batch, seq] int64.
-            labels: [batch, seq] int64, already shifted: ``labels[:, t]`` is the token after ``tokens[:, t]``; -100 where ignored.
+            labels: [batch, seq] int64, already shifted: ``labels[:, t]`` is the token after ``tokens[:, t]``; -100
+                where ignored.
             inputs: the decoder's other arguments (``mask``, ``input_pos``).
 
         Returns:
@@ -54,7 +58,9 @@ class TokenLoss(nn.Module):
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """``logits``: [batch, seq, vocab]; ``labels``: [batch, seq]. Returns [batch, seq] in nats, from fp32 or wider."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(labels)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(
+        labels
+    )
 
 
 def _identity(hidden: torch.Tensor) -> torch.Tensor:

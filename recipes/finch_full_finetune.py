@@ -1,7 +1,7 @@
 """Full fine-tuning with FINCH's loss-adaptive learning rate, on one process or many.
 
-    tune run finch_full_finetune --config stories260k/tofu_finch data_root=DATA
-    tune run --nproc_per_node 2 finch_full_finetune --config stories260k/tofu_finch data_root=DATA
+tune run finch_full_finetune --config stories260k/tofu_finch data_root=DATA
+tune run --nproc_per_node 2 finch_full_finetune --config stories260k/tofu_finch data_root=DATA
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from finch.data.loading import Batch, Samples, collator, count_targets, load_dat
 from finch.data.order import GlobalOrder
 from finch.dataset_loss import dataset_loss
 from finch.errors import UserError
-from finch.huggingface import HuggingFaceFolder
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
 from finch.objectives import IGNORE_INDEX, CrossEntropy
 from finch.options import FULL_FINETUNE
 from finch.precision import check_hardware, precision_of
-from finch.stochastic_rounding import step_on_local_shards, stochastic_optimizer
+from finch.stochastic_rounding import adapt, stochastic_optimizer
 from finch.token_loss import TokenLoss
 
 log = utils.get_logger("INFO")
@@ -47,25 +46,29 @@ class FinchFullFinetune(FTRecipeInterface):
     """Full fine-tuning of a torchtune decoder.
 
     Features, and the keys that control them (all of them: :mod:`finch.options`):
-        - FINCH (``lr_scheduler: {_component_: finch.FinchLR, eta_max, ema, init}``): the learning rate of a step comes from the loss of
-          that step, over all micro-batches and ranks, weighted by target tokens. ``init: dataset`` starts the EMA at the pretrained
-          model's mean loss over the training rows. torchtune's schedulers and a constant learning rate work as well.
-        - FSDP2 over all ranks that torchrun starts, gloo on CPU and NCCL on CUDA. One process without need (mixed precision, CPU
-          offload) runs unsharded.
-        - Precision (``dtype``): fp32, bf16 (pure), bf16_mixed (fp32 master weights), bf16_stochastic (torchao's optimizer). fp16: not.
-        - One global order of samples on any layout; an epoch's short last batch is kept (``drop_last: True`` leaves it out).
-        - Gradient accumulation, clipping, activation checkpointing (full and selective) and offloading, compile, CPU offload, packed
-          data, profiler, metric loggers: torchtune's keys and components.
-        - Validation (``dataset_validation``) at each epoch's end and every ``validate_every_n_steps``; ``best`` names the best epoch.
-        - Each epoch ends with a Hugging Face folder and a checkpoint to resume from (``resume_from_checkpoint: True``), FINCH's state
-          included, on any number of ranks.
+        - FINCH (``lr_scheduler: {_component_: finch.FinchLR, eta_max, ema, init}``): the learning rate of a step
+          comes from the loss of that step, over all micro-batches and ranks, weighted by target tokens. ``init:
+          dataset`` starts the EMA at the pretrained model's mean loss over the training rows. torchtune's schedulers
+          and a constant learning rate work as well.
+        - FSDP2 over all ranks that torchrun starts, gloo on CPU and NCCL on CUDA. One process without need (mixed
+          precision, CPU offload) runs unsharded.
+        - Precision (``dtype``): fp32, bf16 (pure), bf16_mixed (fp32 master weights), bf16_stochastic (torchao's
+          optimizer). fp16: not.
+        - One global order of samples on any layout; an epoch's short last batch is kept (``drop_last: True`` leaves
+          it out).
+        - Gradient accumulation, clipping, activation checkpointing (full and selective) and offloading, compile, CPU
+          offload, packed data, profiler, metric loggers: torchtune's keys and components.
+        - Validation (``dataset_validation``) at each epoch's end and every ``validate_every_n_steps``; ``best`` names
+          the best epoch.
+        - Each epoch ends with a Hugging Face folder and a checkpoint to resume from (``resume_from_checkpoint:
+          True``), FINCH's state included, on any number of ranks.
 
     Args:
         cfg: a config that :func:`finch.config.check` has passed.
 
     Raises:
-        UserError: options that exclude each other, files that are missing, data that cannot be used; in one sentence, before weights
-            are loaded.
+        UserError: options that exclude each other, files that are missing, data that cannot be used; in one sentence,
+            before weights are loaded.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -94,8 +97,12 @@ class FinchFullFinetune(FTRecipeInterface):
             timeout_s=cfg.distributed_timeout,
         )
         state = checkpoint.read_state(self._resume_folder) if self._resume_folder else None
-        self.seed = training.set_seed(cfg.seed if cfg.seed is not None or state is None else state["seed"], cfg.cudnn_deterministic_mode)
-        self._say(f"{self._parallel.world_size} rank(s) on {self._device.type}; dtype {cfg.dtype}: {self._precision.words}")
+        self.seed = training.set_seed(
+            cfg.seed if cfg.seed is not None or state is None else state["seed"], cfg.cudnn_deterministic_mode
+        )
+        self._say(
+            f"{self._parallel.world_size} rank(s) on {self._device.type}; dtype {cfg.dtype}: {self._precision.words}"
+        )
 
         self._base = build({**cfg.checkpointer, "_component_": "finch.huggingface.HuggingFaceFolder"}, "checkpointer")
         with training.set_default_dtype(self._precision.weights), torch.device("meta"):
@@ -119,7 +126,9 @@ class FinchFullFinetune(FTRecipeInterface):
             self.load_checkpoint(cfg, state)
         self._log_metrics = MetricsLog(
             self._run,
-            build(cfg.metric_logger, "metric_logger") if cfg.metric_logger is not None and self._parallel.is_rank_zero else None,
+            build(cfg.metric_logger, "metric_logger")
+            if cfg.metric_logger is not None and self._parallel.is_rank_zero
+            else None,
             is_writer=self._parallel.is_rank_zero,
             every=cfg.log_every_n_steps,
             world_size=self._parallel.world_size,
@@ -141,14 +150,21 @@ class FinchFullFinetune(FTRecipeInterface):
                 self._train_step(list(itertools.islice(batches, self._order.micro_batches_in_step(self.consumed))))
                 self.consumed = min(self.consumed + self._order.global_batch, len(self._samples))
                 self._profiler.step()
-                if cfg.validate_every_n_steps and self.step % cfg.validate_every_n_steps == 0 and self._validation is not None:
+                if (
+                    cfg.validate_every_n_steps
+                    and self.step % cfg.validate_every_n_steps == 0
+                    and self._validation is not None
+                ):
                     self.validate()
             self._end_epoch(cfg)
         self._profiler.stop()
 
     def _train_step(self, batches: list[Batch]) -> None:
         """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here."""
-        counts = torch.tensor([[(batch["labels"] != IGNORE_INDEX).sum(), self._objective.count(batch)] for batch in batches], dtype=torch.float64)
+        counts = torch.tensor(
+            [[(batch["labels"] != IGNORE_INDEX).sum(), self._objective.count(batch)] for batch in batches],
+            dtype=torch.float64,
+        )
         targets, divisor = self._parallel.sum(counts.sum(0).to(self._device)).unbind()
         scale = self._parallel.data_parallel_size / divisor.clamp(min=1)  # undoes FSDP2's mean over ranks
         raw = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -159,7 +175,9 @@ class FinchFullFinetune(FTRecipeInterface):
             weight = self._objective.weights(token_loss.detach(), batch)
             ((weight * token_loss).sum() * scale).backward()
             raw += token_loss.detach().sum(dtype=torch.float64)
-        loss = self._parallel.sum(raw) / targets.clamp(min=1)  # raw cross-entropy of the whole step, whatever the objective
+        loss = self._parallel.sum(raw) / targets.clamp(
+            min=1
+        )  # raw cross-entropy of the whole step, whatever the objective
         grad_norm = self._clip_gradients()
         if self._set_learning_rate(loss, targets):
             self._optimizer.step()
@@ -176,7 +194,9 @@ class FinchFullFinetune(FTRecipeInterface):
         if targets == 0:
             return False
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss was not finite at step {self.step + 1}: lower optimizer.lr or check the data")
+            raise FloatingPointError(
+                f"the loss was not finite at step {self.step + 1}: lower optimizer.lr or check the data"
+            )
         return True
 
     def _clip_gradients(self) -> torch.Tensor:
@@ -184,7 +204,9 @@ class FinchFullFinetune(FTRecipeInterface):
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         if self._clip_grad_norm is not None:
             return parallel.full(nn.utils.clip_grad_norm_(parameters, self._clip_grad_norm))
-        return parallel.full(nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        return parallel.full(
+            nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        )
 
     def _report(self, loss: torch.Tensor, targets: torch.Tensor, grad_norm: torch.Tensor) -> None:
         if self._finch is not None:
@@ -195,9 +217,14 @@ class FinchFullFinetune(FTRecipeInterface):
         if self._device.type == "cuda" and self._cfg.log_peak_memory_stats:
             metrics.update(training.get_memory_stats(device=self._device))
         if self._cfg.debug_checks:
-            self._parallel.check_equal("the learning rate", torch.as_tensor(rate["lr"], dtype=torch.float64).reshape(1).to(self._device))
+            self._parallel.check_equal(
+                "the learning rate", torch.as_tensor(rate["lr"], dtype=torch.float64).reshape(1).to(self._device)
+            )
             if rate["ema_loss"] is not None:
-                self._parallel.check_equal("the EMA of the loss", torch.as_tensor(rate["ema_loss"], dtype=torch.float64).reshape(1).to(self._device))
+                self._parallel.check_equal(
+                    "the EMA of the loss",
+                    torch.as_tensor(rate["ema_loss"], dtype=torch.float64).reshape(1).to(self._device),
+                )
         self._log_metrics.add(self.step, metrics)
         if self._finch is not None and self.step % self._cfg.log_every_n_steps == 0:
             self._finch.check()  # the metrics have just been read: this is where a device's non-finite losses come to light
@@ -247,7 +274,12 @@ class FinchFullFinetune(FTRecipeInterface):
         assert self._resume_folder is not None
         self._setup_schedule(cfg, init="first_batch")
         checkpoint.load_tensors(self._resume_folder, self._model, self._optimizer, self._parallel)
-        self.step, self.epoch, self.consumed, self.best = state["step"], state["epoch"], state["consumed"], state["best"]
+        self.step, self.epoch, self.consumed, self.best = (
+            state["step"],
+            state["epoch"],
+            state["consumed"],
+            state["best"],
+        )
         if self._finch is not None:
             self._finch.load_state_dict(state["schedule"])
         elif self._scheduler is not None:
@@ -263,7 +295,9 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _setup_data(self, cfg: DictConfig) -> None:
         self._samples = load_dataset(cfg, "dataset", self._tokenizer)
-        self._validation = load_dataset(cfg, "dataset_validation", self._tokenizer) if cfg.dataset_validation is not None else None
+        self._validation = (
+            load_dataset(cfg, "dataset_validation", self._tokenizer) if cfg.dataset_validation is not None else None
+        )
         self._order = GlobalOrder(
             len(self._samples),
             micro_batch=cfg.batch_size,
@@ -279,7 +313,10 @@ class FinchFullFinetune(FTRecipeInterface):
                 f"{cfg.gradient_accumulation_steps} x {self._parallel.data_parallel_size} ranks) is larger than the dataset of {len(self._samples)} "
                 "samples; lower batch_size or gradient_accumulation_steps"
             )
-        self._collate = {id(samples): collator(samples, self._tokenizer, locate(cfg.collate_fn, "collate_fn")) for samples in self._all_samples()}
+        self._collate = {
+            id(samples): collator(samples, self._tokenizer, locate(cfg.collate_fn, "collate_fn"))
+            for samples in self._all_samples()
+        }
         if cfg.check_dataset:
             for samples in self._all_samples():
                 self._check_samples(samples)
@@ -291,8 +328,14 @@ class FinchFullFinetune(FTRecipeInterface):
         return [samples for samples in (self._samples, self._validation) if samples is not None]
 
     def _check_samples(self, samples: Samples) -> None:
-        counts = self._parallel.gather(count_targets(samples, self._parallel.data_parallel_rank, self._parallel.data_parallel_size))
-        targets, without, longest = sum(count[0] for count in counts), sum(count[1] for count in counts), max(count[2] for count in counts)
+        counts = self._parallel.gather(
+            count_targets(samples, self._parallel.data_parallel_rank, self._parallel.data_parallel_size)
+        )
+        targets, without, longest = (
+            sum(count[0] for count in counts),
+            sum(count[1] for count in counts),
+            max(count[2] for count in counts),
+        )
         limit = getattr(self._tokenizer, "max_seq_len", None)
         if targets == 0:
             raise UserError(
@@ -306,7 +349,7 @@ class FinchFullFinetune(FTRecipeInterface):
             )
         self._say(f"{samples.key}: {targets:,} target tokens, longest sample {longest} tokens")
 
-    def _setup_model(self, cfg: DictConfig, decoder: nn.Module, *, load_base: bool) -> TokenLoss:
+    def _setup_model(self, cfg: DictConfig, decoder: modules.TransformerDecoder, *, load_base: bool) -> TokenLoss:
         """Wraps, shards and materializes the decoder; loads the pretrained weights unless a checkpoint's will follow."""
         began = time.perf_counter()
         model = TokenLoss(decoder, num_chunks=getattr(build(cfg.loss, "loss"), "num_output_chunks", 1))
@@ -317,10 +360,11 @@ class FinchFullFinetune(FTRecipeInterface):
             apply_selective_activation_checkpointing(decoder, cfg.ac_mode, cfg.ac_option)
         elif cfg.enable_activation_checkpointing:
             training.set_activation_checkpointing(decoder, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+        layers: list[nn.Module] = list(decoder.layers)
         apart = [decoder.get_submodule(name) for name in cfg.custom_sharded_layers or [] if name != "output"]
         parallel.shard_model(
             model,
-            [*decoder.layers, *apart],
+            [*layers, *apart],
             self._parallel,
             mixed_precision=self._precision.policy(),
             offload=cfg.fsdp_cpu_offload,
@@ -347,8 +391,8 @@ class FinchFullFinetune(FTRecipeInterface):
             component, arguments = stochastic_optimizer(node.pop("_component_"), node)
             node = {"_component_": component, **arguments}
         optimizer = build(node, "optimizer", self._model.parameters())
-        if self._precision.stochastic and self._parallel.mesh is not None:
-            step_on_local_shards(optimizer)
+        if self._precision.stochastic:
+            adapt(optimizer)
         if self._is_finch and self._device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload:
             for group in optimizer.param_groups:  # lets FinchLR keep everything on the GPU
                 group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
@@ -366,10 +410,18 @@ class FinchFullFinetune(FTRecipeInterface):
             for warning in caught:
                 self._say(str(warning.message), logging.WARNING)
             begins = f", EMA begins at {init:.4f} nats" if isinstance(init, float) else ""
-            self._say(f"FINCH: eta_base {self._finch.eta_base:g}, eta_max {self._finch.eta_max:g}, ema {self._finch.ema:g}{begins}")
+            self._say(
+                f"FINCH: eta_base {self._finch.eta_base:g}, eta_max {self._finch.eta_max:g}, ema {self._finch.ema:g}{begins}"
+            )
         else:
             per_epoch = min(self._order.steps_per_epoch, cfg.max_steps_per_epoch or self._order.steps_per_epoch)
-            self._scheduler = build(cfg.lr_scheduler, "lr_scheduler", self._optimizer, num_training_steps=cfg.epochs * per_epoch, last_epoch=-1)
+            self._scheduler = build(
+                cfg.lr_scheduler,
+                "lr_scheduler",
+                self._optimizer,
+                num_training_steps=cfg.epochs * per_epoch,
+                last_epoch=-1,
+            )
 
     def _schedule_state(self) -> dict[str, Any] | None:
         if self._finch is not None:
@@ -387,7 +439,9 @@ class FinchFullFinetune(FTRecipeInterface):
             return init
         began = time.perf_counter()
         loss = self._loss_over(self._samples, "pretrained model's loss over the training rows")
-        self._say(f"pretrained model's mean loss over {len(self._samples)} training samples: {loss:.4f} nats ({time.perf_counter() - began:.1f} s)")
+        self._say(
+            f"pretrained model's mean loss over {len(self._samples)} training samples: {loss:.4f} nats ({time.perf_counter() - began:.1f} s)"
+        )
         return loss
 
     def _loss_over(self, samples: Samples, title: str) -> float:
@@ -439,11 +493,18 @@ class FinchFullFinetune(FTRecipeInterface):
         try:
             self._run.mkdir(parents=True, exist_ok=True)
             if not cfg.resume_from_checkpoint and cfg.overwrite:
-                for path in (self._run / METRICS_FILE, self._run / "best", self._run / checkpoint.FOLDER, *self._run.glob("epoch_*")):
+                for path in (
+                    self._run / METRICS_FILE,
+                    self._run / "best",
+                    self._run / checkpoint.FOLDER,
+                    *self._run.glob("epoch_*"),
+                ):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
             OmegaConf.save(redacted(cfg), self._run / "config.yaml")
         except OSError as error:
-            raise UserError(f"output_dir={self._run} cannot be written ({error.strerror}); give another folder") from error
+            raise UserError(
+                f"output_dir={self._run} cannot be written ({error.strerror}); give another folder"
+            ) from error
 
     def _to_device(self, batch: Batch) -> Batch:
         utils.batch_to_device(batch, self._device)

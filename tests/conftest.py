@@ -22,7 +22,28 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import torch
 
 ROOT = Path(__file__).parent.parent
-WORDS = "the a small old red bird fox tree river stone sings runs sleeps near under over quietly often never again".split()
+WORDS = [
+    "the",
+    "a",
+    "small",
+    "old",
+    "red",
+    "bird",
+    "fox",
+    "tree",
+    "river",
+    "stone",
+    "sings",
+    "runs",
+    "sleeps",
+    "near",
+    "under",
+    "over",
+    "quietly",
+    "often",
+    "never",
+    "again",
+]
 
 
 @dataclass
@@ -105,7 +126,10 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_rows(file: Path, number: int) -> None:
     rows = [
-        {"question": " ".join(random.choices(WORDS, k=random.randint(1, 4))), "answer": " ".join(random.choices(WORDS, k=random.randint(1, 7)))}
+        {
+            "question": " ".join(random.choices(WORDS, k=random.randint(1, 4))),
+            "answer": " ".join(random.choices(WORDS, k=random.randint(1, 7))),
+        }
         for _ in range(number)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -148,7 +172,14 @@ def make_config(base: Path, rows: Path, run: Path, **changes: object) -> dict:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def tune_run(folder: Path, config: dict, *overrides: str, ranks: int | None = None, recipe: str = "finch_full_finetune", timeout: int = 240) -> Run:
+def tune_run(
+    folder: Path,
+    config: dict,
+    *overrides: str,
+    ranks: int | None = None,
+    recipe: str = "finch_full_finetune",
+    timeout: int = 240,
+) -> Run:
     """Starts the real `tune run` in a process of its own, in ``folder``; with ``ranks`` through torchrun."""
     import yaml
 
@@ -157,13 +188,19 @@ def tune_run(folder: Path, config: dict, *overrides: str, ranks: int | None = No
     file.write_text(yaml.safe_dump(config))
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
     command = [sys.executable, "-m", "torchtune._cli.tune", "run", *launcher, recipe, "--config", str(file), *overrides]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False, env=environment())
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False, env=environment()
+    )
     return Run(done.returncode, done.stdout + done.stderr, Path(config["output_dir"]))
 
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a started process: torchrun's variables of an outer run would make it join that one."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     return {**kept, "HF_HOME": kept.get("HF_HOME", "/tmp/finch-tests-hf"), **changes}
 
 
@@ -193,7 +230,10 @@ def run_here(folder: Path, config: dict, *overrides: str) -> Run:
     handler = logging.StreamHandler(told)
     logging.getLogger("torchtune").addHandler(handler)
     code = 0
-    with mock.patch.object(sys, "argv", ["finch_full_finetune", "--config", str(file), *overrides]), contextlib.redirect_stderr(told):
+    with (
+        mock.patch.object(sys, "argv", ["finch_full_finetune", "--config", str(file), *overrides]),
+        contextlib.redirect_stderr(told),
+    ):
         try:
             finch_full_finetune.recipe_main()
         except SystemExit as leaving:

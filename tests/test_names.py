@@ -10,7 +10,11 @@ from finch.names import config_names, did_you_mean, find_config
 def test_configs_resolve_by_name_and_by_path(tmp_path):
     names = config_names()
     assert {"stories260k/tofu_finch", "stories260k/tofu_sft"} <= set(names)
-    assert find_config("stories260k/tofu_finch") == names["stories260k/tofu_finch"] == find_config("stories260k/tofu_finch.yaml")
+    assert (
+        find_config("stories260k/tofu_finch")
+        == names["stories260k/tofu_finch"]
+        == find_config("stories260k/tofu_finch.yaml")
+    )
     file = tmp_path / "mine.yaml"
     file.write_text("a: 1")
     assert find_config(str(file)) == file
@@ -19,7 +23,7 @@ def test_configs_resolve_by_name_and_by_path(tmp_path):
 def test_a_wrong_name_is_answered_with_the_nearest():
     with pytest.raises(UserError, match=r"--config stories260k/tofu_finhc .*did you mean stories260k/tofu_finch\?"):
         find_config("stories260k/tofu_finhc")
-    with pytest.raises(UserError, match="finch has .*stories260k/tofu_sft"):
+    with pytest.raises(UserError, match=r"finch has .*stories260k/tofu_sft"):
         find_config("/nowhere/at/all/x.yaml")
 
 

@@ -189,7 +189,9 @@ class NoReads(TorchDispatchMode):
     """Fails where a tensor's value goes to the host: on CUDA each of these waits for the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default), "a tensor was read by the host"
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default), (
+            "a tensor was read by the host"
+        )
         return function(*args, **(kwargs or {}))
 
 

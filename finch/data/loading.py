@@ -47,12 +47,18 @@ class Samples(Dataset):
         if index == EMPTY:
             sample = dict(self.data[0])
             labels = sample["labels"]
-            sample["labels"] = torch.full_like(labels, IGNORE_INDEX) if isinstance(labels, torch.Tensor) else [IGNORE_INDEX] * len(labels)
+            sample["labels"] = (
+                torch.full_like(labels, IGNORE_INDEX)
+                if isinstance(labels, torch.Tensor)
+                else [IGNORE_INDEX] * len(labels)
+            )
             return sample
         try:
             return self.data[index]
         except Exception as error:  # whatever a row broke in a transform or a tokenizer of any library
-            raise UserError(f"{self.key}: row {index + 1} of {self.source} cannot be used ({_reason(error)}); mend or remove that row") from error
+            raise UserError(
+                f"{self.key}: row {index + 1} of {self.source} cannot be used ({_reason(error)}); mend or remove that row"
+            ) from error
 
 
 def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
@@ -81,7 +87,8 @@ def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
         if "corresponds to no data" in str(error):
             raise UserError(f"{key} is empty: {source} has no rows; give another split") from error
         _check_json_lines(node, key)
-        if node.get("packed"):  # packing tokenizes every row: look at the same rows unpacked, where a broken one has a number
+        if node.get("packed"):
+            # Packing tokenizes every row: look at the same rows unpacked, where a broken one has a number.
             _check_columns(build({**node, "packed": False}, key, tokenizer), key, source)
         raise
     if len(data) == 0:
@@ -94,12 +101,13 @@ def is_packed(data: Any) -> bool:
     return isinstance(data, PackedDataset) or bool(getattr(data, "packed", False))
 
 
-def collator(samples: Samples, tokenizer: Any, collate: Callable[..., Batch]) -> Callable[[list[dict[str, Any]]], Batch]:
+def collator(
+    samples: Samples, tokenizer: Any, collate: Callable[..., Batch]
+) -> Callable[[list[dict[str, Any]]], Batch]:
     """Collates a micro-batch with torchtune's function and shifts its labels to stand under the token that predicts them."""
-    if not samples.packed:
-        collate = functools.partial(collate, padding_idx=tokenizer.pad_id, ignore_idx=IGNORE_INDEX)
-    else:
-        collate = padded_collate_packed
+    if samples.packed:
+        return functools.partial(_collate_and_shift, padded_collate_packed)
+    collate = functools.partial(collate, padding_idx=tokenizer.pad_id, ignore_idx=IGNORE_INDEX)
     return functools.partial(_collate_and_shift, collate)
 
 
@@ -163,7 +171,8 @@ def _source_of(node: Any) -> str:
 def _check_columns(data: Any, key: str, source: str) -> None:
     """Finds the first row without a field that the message transform reads, where the rows are a table."""
     inner = data.ds if isinstance(data, PackedDataset) else data
-    table, transform = getattr(inner, "_data", None), getattr(inner, "_message_transform", None)
+    table: Any = getattr(inner, "_data", None)
+    transform = getattr(inner, "_message_transform", None)
     columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
     if not isinstance(columns, dict) or not hasattr(table, "column_names"):
         return
@@ -186,7 +195,9 @@ def _check_json_lines(node: Any, key: str) -> None:
                 try:
                     json.loads(line or "null")
                 except ValueError as error:
-                    raise UserError(f"{key}: row {number} of {file} is not JSON ({error}); mend or remove that row") from error
+                    raise UserError(
+                        f"{key}: row {number} of {file} is not JSON ({error}); mend or remove that row"
+                    ) from error
 
 
 def _reason(error: Exception) -> str:

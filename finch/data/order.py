@@ -1,8 +1,8 @@
 """One global order of samples, independent of the number of ranks.
 
-Step i of an epoch takes positions [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, and deals them to
-ranks and micro-batches. So the same samples meet in the same step on any layout with the same G, and (epoch, samples consumed) is all that
-a run's position needs.
+Step i of an epoch takes positions [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, and
+deals them to ranks and micro-batches. So the same samples meet in the same step on any layout with the same G, and
+(epoch, samples consumed) is all that a run's position needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class GlobalOrder:
         ranks: data-parallel ranks.
         shuffle: whether an epoch is a seeded permutation, or the dataset's own order.
         seed: of the permutation; epoch e uses seed + e, as torch's DistributedSampler does.
-        drop_last: leave out an epoch's last global batch if it is short, as torchtune does. Otherwise it is kept, whole.
+        drop_last: leave out an epoch's last global batch if it is short, as torchtune does. Otherwise it is kept,
+            whole.
     """
 
     num_samples: int
@@ -58,8 +59,8 @@ class GlobalOrder:
     def micro_batches(self, rank: int, epoch: int = 0, consumed: int = 0) -> Iterator[list[int]]:
         """Dataset indices of each micro-batch of ``rank``, from ``consumed`` samples into the epoch on.
 
-        Sample k of a global batch goes to rank k mod ranks, so that the ranks' shares of a short batch differ by one at most. All ranks
-        get the same number of micro-batches; one that has run out of samples gets [EMPTY].
+        Sample k of a global batch goes to rank k mod ranks, so that the ranks' shares of a short batch differ by one
+        at most. All ranks get the same number of micro-batches; one that has run out of samples gets [EMPTY].
         """
         order = self.permutation(epoch)
         end = self.steps_per_epoch * self.global_batch

@@ -23,7 +23,10 @@ def samples_of(step):
 
 @pytest.mark.parametrize("num_samples", [1, 7, 8, 23, 24, 25, 401])
 def test_layouts_with_one_global_batch_share_every_step(num_samples):
-    layouts = [GlobalOrder(num_samples, micro, accumulation, ranks, seed=3) for micro, accumulation, ranks in [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)]]
+    layouts = [
+        GlobalOrder(num_samples, micro, accumulation, ranks, seed=3)
+        for micro, accumulation, ranks in [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)]
+    ]
     reference = [samples_of(step) for step in steps(layouts[0], epoch=1)]
     assert sorted(itertools.chain(*reference)) == list(range(num_samples))  # each once, the short last batch included
     assert len(reference) == layouts[0].steps_per_epoch

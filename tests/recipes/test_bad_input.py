@@ -38,7 +38,9 @@ def test_values_of_the_wrong_kind(refused):
     assert "clip_grad_norm=-1 must be a number above 0" in refused("clip_grad_norm=-1")
     assert "model=7 must be a block with a _component_" in refused(model=7)
     assert "dataset is missing: component of the training rows" in refused(dataset=None)
-    assert "model._component_=torchtune.models.llama2.llama3 does not exist, did you mean llama2?" in refused("model=torchtune.models.llama2.llama3")
+    assert "model._component_=torchtune.models.llama2.llama3 does not exist, did you mean llama2?" in refused(
+        "model=torchtune.models.llama2.llama3"
+    )
 
 
 def test_numbers_that_finch_refuses(refused):
@@ -59,13 +61,17 @@ def test_fp16_and_devices(refused):
 def test_options_that_exclude_each_other(refused):
     assert "optimizer_in_bwd=True excludes clip_grad_norm=1.0" in refused("optimizer_in_bwd=True")
     assert "enable_activation_offloading=True needs device=cuda" in refused("enable_activation_offloading=True")
-    assert "optimizer._component_=torch.optim.SGD cannot round stochastically" in refused("dtype=bf16_stochastic", "optimizer=torch.optim.SGD", "~optimizer.fused")
+    assert "optimizer._component_=torch.optim.SGD cannot round stochastically" in refused(
+        "dtype=bf16_stochastic", "optimizer=torch.optim.SGD", "~optimizer.fused"
+    )
     assert "is not a plain cross-entropy" in refused("loss=torch.nn.MSELoss")
 
 
 def test_missing_files(refused, tmp_path):
     assert "checkpointer.checkpoint_dir=/nowhere is not a folder" in refused("checkpointer.checkpoint_dir=/nowhere")
-    assert "checkpointer.checkpoint_files names model-7.safetensors, which is not in" in refused("checkpointer.checkpoint_files=[model-7.safetensors]")
+    assert "checkpointer.checkpoint_files names model-7.safetensors, which is not in" in refused(
+        "checkpointer.checkpoint_files=[model-7.safetensors]"
+    )
     assert "tokenizer" in (told := refused("tokenizer.path=/nowhere/tokenizer.model"))
     assert "/nowhere/tokenizer.model" in told
     assert "/nowhere/rows.jsonl" in refused("dataset.data_files=/nowhere/rows.jsonl")
@@ -109,7 +115,9 @@ def test_weights_that_could_run_code_are_not_unpickled(refused, base_folder, tmp
     folder.mkdir()
     (folder / "config.json").write_bytes((base_folder / "config.json").read_bytes())
     torch.save({"model.norm.weight": torch.ones(32), "evil": Evil()}, folder / "pytorch_model.bin")
-    assert "cannot be read as weights only" in refused(f"checkpointer.checkpoint_dir={folder}", "checkpointer.checkpoint_files=[pytorch_model.bin]")
+    assert "cannot be read as weights only" in refused(
+        f"checkpointer.checkpoint_dir={folder}", "checkpointer.checkpoint_files=[pytorch_model.bin]"
+    )
     assert not (tmp_path / "ran").exists()
 
 
@@ -121,12 +129,20 @@ def test_shapes_that_do_not_fit(refused):
 
 
 def test_a_row_without_a_field_is_named_with_its_file(refused, tmp_path):
-    rows = [{"question": "a", "answer": "the bird"}, {"question": "b", "answer": "the fox"}, {"question": "no answer"}] + [{"question": "c", "answer": "x"}] * 5
+    rows = [
+        {"question": "a", "answer": "the bird"},
+        {"question": "b", "answer": "the fox"},
+        {"question": "no answer"},
+    ] + [{"question": "c", "answer": "x"}] * 5
     file = tmp_path / "broken.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for packed in (False, True):
-        assert f"dataset: row 3 of {file} has no field 'answer'" in refused(f"dataset.data_files={file}", f"dataset.packed={packed}")
-    assert "has no field 'reply', which column_map names for 'output'; its fields are question, answer" in refused("dataset.column_map.output=reply")
+        assert f"dataset: row 3 of {file} has no field 'answer'" in refused(
+            f"dataset.data_files={file}", f"dataset.packed={packed}"
+        )
+    assert "has no field 'reply', which column_map names for 'output'; its fields are question, answer" in refused(
+        "dataset.column_map.output=reply"
+    )
     file.write_text('{"question": "a", "answer": "the bird"}\n{"question": \n')
     assert f"dataset: row 2 of {file} is not JSON" in refused(f"dataset.data_files={file}")
 
@@ -136,7 +152,10 @@ def test_empty_and_small_datasets(refused, tmp_path):
     file.write_text("")
     assert f"dataset is empty: {file} has no rows" in refused(f"dataset.data_files={file}")
     assert "dataset is empty" in refused("dataset.split=train[:0]")
-    assert "global batch of 64 (batch_size 64 x gradient_accumulation_steps 1 x 1 ranks) is larger than the dataset of 41 samples" in refused("batch_size=64")
+    assert (
+        "global batch of 64 (batch_size 64 x gradient_accumulation_steps 1 x 1 ranks) is larger than the dataset of 41 samples"
+        in refused("batch_size=64")
+    )
 
 
 def test_prompts_longer_than_max_seq_len(refused, tmp_path, base_folder, rows_file):
@@ -173,11 +192,16 @@ def test_the_folders_of_other_runs(tmp_path, base_folder, rows_file):
     assert "already holds a run; set resume_from_checkpoint=True" in run_here(tmp_path, config).error()
     told = run_here(tmp_path, {**config, "batch_size": 3}, "resume_from_checkpoint=True").error()
     assert "belongs to a run with global batch=4, this config says 3" in told
-    told = run_here(tmp_path, {**config, "model": {**config["model"], "norm_eps": 1e-6}}, "resume_from_checkpoint=True").error()
+    told = run_here(
+        tmp_path, {**config, "model": {**config["model"], "norm_eps": 1e-6}}, "resume_from_checkpoint=True"
+    ).error()
     assert "belongs to a run with model=" in told
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == written
     assert run_here(tmp_path, config, "overwrite=True").returncode == 0
-    assert "lies in checkpointer.checkpoint_dir" in run_here(tmp_path, {**config, "output_dir": str(base_folder / "run")}).error()
+    assert (
+        "lies in checkpointer.checkpoint_dir"
+        in run_here(tmp_path, {**config, "output_dir": str(base_folder / "run")}).error()
+    )
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(tmp_path, base_folder, rows_file):
@@ -189,7 +213,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(tmp_path, base_f
 
 
 def test_two_ranks_tell_a_mistake_once_and_leave(tmp_path, base_folder, rows_file):
-    config = make_config(base_folder, rows_file, tmp_path / "run", model={"_component_": "torchtune.models.llama2.llama2", **llama_args(num_layers=3)})
+    config = make_config(
+        base_folder,
+        rows_file,
+        tmp_path / "run",
+        model={"_component_": "torchtune.models.llama2.llama2", **llama_args(num_layers=3)},
+    )
     began = time.monotonic()
     done = tune_run(tmp_path, config, ranks=2, timeout=120)
     assert done.returncode != 0

@@ -1,5 +1,6 @@
 """The recipe through the real `tune run`, in one process and in two."""
 
+import itertools
 import json
 import math
 import shutil
@@ -49,7 +50,11 @@ def two_epochs(tmp_path_factory, base_folder, rows_file):
         folder / "run",
         epochs=2,
         validate_every_n_steps=4,
-        metric_logger={"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder / "logs"), "filename": "log.txt"},
+        metric_logger={
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": str(folder / "logs"),
+            "filename": "log.txt",
+        },
     )
     config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
     run = tune_run(folder, config)
@@ -58,9 +63,11 @@ def two_epochs(tmp_path_factory, base_folder, rows_file):
 
 
 def test_reports_every_step(two_epochs):
-    run, config = two_epochs
+    run, _ = two_epochs
     lines = run.metrics()
-    assert [line["step"] for line in lines] == list(range(1, 23))  # 41 samples, 4 a step, the short last batch kept: 11 steps an epoch
+    assert [line["step"] for line in lines] == list(
+        range(1, 23)
+    )  # 41 samples, 4 a step, the short last batch kept: 11 steps an epoch
     assert all(set(line) == METRICS for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
     logged = (run.folder.parent / "logs" / "log.txt").read_text().splitlines()
@@ -74,7 +81,7 @@ def test_the_learning_rate_is_the_equation_of_the_logged_losses(two_epochs):
     lines = run.metrics()
     # The printed initial loss has four decimals; from the first line on the recursion is checked to the last digit.
     assert lines[0]["ema_loss"] == pytest.approx(0.9 * average + 0.1 * lines[0]["loss"], abs=1e-4)
-    for past, line in zip(lines, lines[1:], strict=False):
+    for past, line in itertools.pairwise(lines):
         assert line["ema_loss"] == pytest.approx(0.9 * past["ema_loss"] + 0.1 * line["loss"], rel=1e-12)
         assert line["lr"] == pytest.approx(min(2e-3 / math.sqrt(line["ema_loss"] + 1e-8), 5e-3), rel=1e-12)
         assert line["eta_sqrt_loss"] == pytest.approx(line["lr"] * math.sqrt(line["loss"]), rel=1e-12)
@@ -88,7 +95,9 @@ def test_every_epoch_leaves_a_folder_that_transformers_loads_with_equal_logits(t
     run, _ = two_epochs
     for epoch in range(2):
         folder = run.folder / f"epoch_{epoch}"
-        assert {"config.json", "model.safetensors", "tokenizer.model", "generation_config.json"} <= {path.name for path in folder.iterdir()}
+        assert {"config.json", "model.safetensors", "tokenizer.model", "generation_config.json"} <= {
+            path.name for path in folder.iterdir()
+        }
         theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
         ours = llama2(**llama_args()).eval()
         ours.load_state_dict(dict(HuggingFaceFolder(str(folder)).weights()))
@@ -154,9 +163,17 @@ def test_the_same_step_on_every_layout(ranks, micro_batches, tmp_path, base_fold
     write_rows(rows, 30)
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     for place in (0, 1, 7):
-        lines[place]["question"] = "the old red fox sings near a stone " * 12  # longer than max_seq_len: no target token
+        lines[place]["question"] = (
+            "the old red fox sings near a stone " * 12
+        )  # longer than max_seq_len: no target token
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    changes = {"dtype": "fp64", "batch_size": 2, "gradient_accumulation_steps": micro_batches, "shuffle": False, "epochs": 2}
+    changes = {
+        "dtype": "fp64",
+        "batch_size": 2,
+        "gradient_accumulation_steps": micro_batches,
+        "shuffle": False,
+        "epochs": 2,
+    }
     config = make_config(base_folder, rows, tmp_path / "run", **changes)
     run = tune_run(tmp_path, config, ranks=None if ranks == 1 else ranks)
     assert run.returncode == 0, run.output[-3000:]
@@ -191,7 +208,9 @@ def _float64_reference(base, config):
         for row in rows:  # one sample at a time: no padding
             tokens, labels = torch.tensor(row["tokens"]), torch.tensor(row["labels"])
             hidden = model.norm(_hidden(model, tokens[None]))
-            total = total + F.cross_entropy(model.output(hidden)[0, :-1], labels[1:], reduction="sum", ignore_index=-100)
+            total = total + F.cross_entropy(
+                model.output(hidden)[0, :-1], labels[1:], reduction="sum", ignore_index=-100
+            )
             count += int((labels[1:] != -100).sum())
         return total, count
 
@@ -210,7 +229,12 @@ def _float64_reference(base, config):
             average = 0.9 * average + 0.1 * float(loss)
             optimizer.param_groups[0]["lr"] = min(2e-3 / math.sqrt(average + 1e-8), 5e-3)
             optimizer.step()
-            for name, value in (("loss", float(loss)), ("ema_loss", average), ("lr", optimizer.param_groups[0]["lr"]), ("grad_norm", float(norm))):
+            for name, value in (
+                ("loss", float(loss)),
+                ("ema_loss", average),
+                ("lr", optimizer.param_groups[0]["lr"]),
+                ("grad_norm", float(norm)),
+            ):
                 found[name].append(value)
     size = llama_args()
     found["weights"] = tune_to_hf(model.state_dict(), size["num_heads"], size["num_kv_heads"], size["embed_dim"])
@@ -226,7 +250,10 @@ def _hidden(model, tokens):
 
 def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, rows_file):
     """Same loss curve as torchtune's own recipe, cosine schedule and accumulation included, on rows that fill every batch."""
-    schedule = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 3}
+    schedule = {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 3,
+    }
     loss = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
     changes = {"lr_scheduler": schedule, "loss": loss, "batch_size": 4, "gradient_accumulation_steps": 2, "epochs": 2}
     config = make_config(base_folder, rows_file, tmp_path / "run", **changes)
@@ -234,8 +261,18 @@ def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, 
     config.update(resume_from_checkpoint=False, shuffle=True, max_steps_per_epoch=None)
     ours = run_here(tmp_path, config)
     assert ours.returncode == 0, ours.output
-    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path), "filename": "stock.txt"}
-    stock = {**config, "output_dir": str(tmp_path / "stock"), "optimizer_in_bwd": False, "compile": False, "metric_logger": logger}
+    logger = {
+        "_component_": "torchtune.training.metric_logging.DiskLogger",
+        "log_dir": str(tmp_path),
+        "filename": "stock.txt",
+    }
+    stock = {
+        **config,
+        "output_dir": str(tmp_path / "stock"),
+        "optimizer_in_bwd": False,
+        "compile": False,
+        "metric_logger": logger,
+    }
     run = tune_run(tmp_path / "stock_run", stock, recipe="full_finetune_single_device")
     assert run.returncode == 0, run.output[-3000:]
     lines = [line for line in (tmp_path / "stock.txt").read_text().splitlines() if "loss:" in line]
@@ -267,8 +304,16 @@ def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_ep
     run = run_here(tmp_path, config, *(f"{key}={value}" for key, value in changes.items()))
     assert run.returncode == 0, run.output
     losses = run.column("loss")
-    if set(changes) & {"enable_activation_checkpointing", "ac_mode", "loss._component_", "num_workers", "optimizer.fused"}:
-        assert losses == pytest.approx(straight.column("loss")[: len(losses)], rel=1e-5)  # these change memory or speed, nothing else
+    if set(changes) & {
+        "enable_activation_checkpointing",
+        "ac_mode",
+        "loss._component_",
+        "num_workers",
+        "optimizer.fused",
+    }:
+        assert losses == pytest.approx(
+            straight.column("loss")[: len(losses)], rel=1e-5
+        )  # these change memory or speed, nothing else
     elif "drop_last" in changes:
         assert len(losses) == 10
     else:
@@ -289,7 +334,9 @@ def test_the_profiler_writes_a_trace(tmp_path, base_folder, rows_file):
         "active_steps": 1,
         "num_cycles": 1,
     }
-    run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "run", profiler=profiler, max_steps_per_epoch=4))
+    run = run_here(
+        tmp_path, make_config(base_folder, rows_file, tmp_path / "run", profiler=profiler, max_steps_per_epoch=4)
+    )
     assert run.returncode == 0, run.output
     assert list((tmp_path / "trace").rglob("*.json*"))
 
@@ -308,7 +355,13 @@ def test_two_ranks_train_in_mixed_and_stochastic_precision(dtype, tmp_path, base
 
 def test_offloaded_and_apart_sharded_parameters(tmp_path, base_folder, rows_file, two_epochs):
     straight, _ = two_epochs
-    config = make_config(base_folder, rows_file, tmp_path / "run", fsdp_cpu_offload=True, custom_sharded_layers=["tok_embeddings", "output"])
+    config = make_config(
+        base_folder,
+        rows_file,
+        tmp_path / "run",
+        fsdp_cpu_offload=True,
+        custom_sharded_layers=["tok_embeddings", "output"],
+    )
     run = run_here(tmp_path, config)
     assert run.returncode == 0, run.output
     assert run.column("loss") == pytest.approx(straight.column("loss")[:11], rel=1e-5)

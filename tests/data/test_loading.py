@@ -1,0 +1,102 @@
+"""Micro-batches: shifted labels, empty rows, packed rows, broken rows."""
+
+import json
+
+import pytest
+import torch
+from conftest import make_config
+from omegaconf import OmegaConf
+from torchtune.config import instantiate
+from torchtune.data import padded_collate_packed, padded_collate_sft
+
+from finch.data.loading import collator, count_targets, load_dataset, loader
+from finch.data.order import GlobalOrder
+from finch.errors import UserError
+
+
+@pytest.fixture
+def config(base_folder, rows_file, tmp_path):
+    return OmegaConf.create(make_config(base_folder, rows_file, tmp_path / "run"))
+
+
+@pytest.fixture
+def tokenizer(config):
+    return instantiate(config.tokenizer)
+
+
+def batches(samples, tokenizer, order, rank=0):
+    return list(loader(samples, order, collator(samples, tokenizer, padded_collate_sft), rank=rank))
+
+
+def test_labels_stand_under_the_token_that_predicts_them(config, tokenizer):
+    samples = load_dataset(config, "dataset", tokenizer)
+    batch = batches(samples, tokenizer, GlobalOrder(41, micro_batch=3, shuffle=False))[0]
+    for place in range(3):
+        tokens, labels = samples[place]["tokens"], samples[place]["labels"]
+        assert batch["tokens"][place, : len(tokens)].tolist() == tokens
+        assert batch["labels"][place, : len(labels) - 1].tolist() == list(labels[1:])
+        assert (batch["labels"][place, len(labels) - 1 :] == -100).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_without_samples_gets_a_masked_row(config, tokenizer, packed):
+    config.dataset.packed = packed
+    samples = load_dataset(config, "dataset", tokenizer)
+    assert samples.packed == packed
+    order = GlobalOrder(1, micro_batch=1, ranks=2)
+    (held,), (empty,) = (batches(samples, tokenizer, order, rank) for rank in range(2))
+    assert held.keys() == empty.keys()
+    assert empty["tokens"].shape[0] == 1
+    assert (held["labels"] != -100).any()
+    assert (empty["labels"] == -100).all()
+    assert (torch.as_tensor(samples[0]["labels"]) != -100).any()  # the sample itself is unharmed
+
+
+def test_packed_batches_are_torchtunes_with_shifted_labels(config, tokenizer):
+    config.dataset.packed = True
+    samples = load_dataset(config, "dataset", tokenizer)
+    (batch,) = batches(samples, tokenizer, GlobalOrder(2, micro_batch=2, shuffle=False))
+    reference = padded_collate_packed([samples[0], samples[1]])
+    assert set(batch) == set(reference)
+    assert torch.equal(batch["mask"], reference["mask"])
+    assert torch.equal(batch["labels"][:, :-1], reference["labels"][:, 1:])
+
+
+def test_counts_are_those_of_the_batches_on_any_number_of_ranks(config, tokenizer):
+    samples = load_dataset(config, "dataset", tokenizer)
+    expected = sum(
+        int((batch["labels"] != -100).sum()) for batch in batches(samples, tokenizer, GlobalOrder(41, micro_batch=4))
+    )
+    for ranks in (1, 2, 3):
+        counts = [count_targets(samples, rank, ranks) for rank in range(ranks)]
+        assert sum(count[0] for count in counts) == expected
+        assert sum(count[1] for count in counts) == 0
+
+
+def test_several_datasets_are_concatenated(config, tokenizer):
+    one = {**config.dataset, "split": "train[:5]"}
+    config.dataset = [one, {**config.dataset, "split": "train[5:12]"}]
+    samples = load_dataset(config, "dataset", tokenizer)
+    config.dataset = {**one, "split": "train[:12]"}
+    whole = load_dataset(config, "dataset", tokenizer)
+    assert [row["tokens"] for row in (samples[i] for i in range(12))] == [
+        row["tokens"] for row in (whole[i] for i in range(12))
+    ]
+
+
+def test_a_row_that_breaks_in_the_tokenizer_is_named(config, tokenizer, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": text, "answer": "x"}) + "\n" for text in ("a", "b")))
+    config.dataset.data_files = str(file)
+    samples = load_dataset(config, "dataset", tokenizer)
+
+    class Broken:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            raise KeyError("messages")
+
+    samples.data = Broken()
+    with pytest.raises(UserError, match=r"dataset: row 2 of .*rows\.jsonl cannot be used \(KeyError: 'messages'\)"):
+        samples[1]

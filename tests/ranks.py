@@ -1,0 +1,41 @@
+"""Starts a function on several ranks: the real torchrun with gloo, each rank a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from conftest import environment
+
+
+def on_ranks(ranks: int, code: str, folder: Path, timeout: int = 120) -> list:
+    """Runs ``code`` on every rank; it sees ``device``, ``folder`` and calls ``tell(value)`` once. Returns the values in rank order."""
+    prologue = """
+        import json, os, sys, torch
+        from pathlib import Path
+        folder = Path(sys.argv[1])
+        device = torch.device("cpu")
+        def tell(value):
+            (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(value))
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "on_ranks.py"
+    file.write_text(textwrap.dedent(prologue) + textwrap.dedent(code))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+        str(file),
+        str(folder),
+    ]
+    tests = str(Path(__file__).parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, env=environment(PYTHONPATH=tests)
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]

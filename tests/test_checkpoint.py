@@ -1,0 +1,51 @@
+"""Whole or absent, the last one kept, and only for the run it came from."""
+
+import pytest
+import torch
+from torch import nn
+
+from finch.checkpoint import check_identity, latest_checkpoint, load_tensors, read_state, save_checkpoint
+from finch.errors import UserError
+from finch.parallel import Parallel
+
+ALONE = Parallel(torch.device("cpu"))
+
+
+def trained(seed, steps):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_weights_and_moments_come_back_bit_for_bit(tmp_path):
+    model, optimizer = trained(0, 3)
+    save_checkpoint(tmp_path, 3, model, optimizer, {"step": 3}, ALONE)
+    other, other_optimizer = trained(1, 0)
+    load_tensors(latest_checkpoint(tmp_path), other, other_optimizer, ALONE)
+    assert read_state(latest_checkpoint(tmp_path)) == {"step": 3}
+    for each in ((model, optimizer), (other, other_optimizer)):
+        each[0](torch.ones(2, 3)).sum().backward()
+        each[1].step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_the_last_one_is_kept_and_a_torn_one_does_not_count(tmp_path):
+    model, optimizer = trained(0, 1)
+    for step in (1, 2, 10):
+        save_checkpoint(tmp_path, step, model, optimizer, {"step": step}, ALONE)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_10"]
+    (tmp_path / "checkpoints" / "step_11.partial").mkdir()
+    (tmp_path / "checkpoints" / "step_12").mkdir()
+    assert latest_checkpoint(tmp_path).name == "step_10"
+    assert latest_checkpoint(tmp_path / "nothing") is None
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path):
+    check_identity({"identity": {"seed": 1, "shuffle": True}}, {"seed": 1}, tmp_path)
+    with pytest.raises(UserError, match="belongs to a run with seed=1, this config says 2"):
+        check_identity({"identity": {"seed": 1}}, {"seed": 2}, tmp_path)

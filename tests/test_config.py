@@ -1,0 +1,108 @@
+"""Reading and checking configs, without a run."""
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from finch.config import build, check, read, redacted
+from finch.errors import UserError
+from finch.options import FULL_FINETUNE, REQUIRED
+
+MINIMAL = {
+    "model": {"_component_": "torchtune.models.llama2.llama2_7b"},
+    "tokenizer": {"_component_": "torchtune.models.llama2.llama2_tokenizer", "path": "x"},
+    "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "x"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
+    "output_dir": "out",
+}
+
+
+def test_defaults_are_filled_in():
+    cfg = check(OmegaConf.create(MINIMAL), FULL_FINETUNE)
+    assert set(cfg) == set(FULL_FINETUNE)
+    assert all(cfg[key] == option.default for key, option in FULL_FINETUNE.items() if option.default is not REQUIRED)
+
+
+def test_every_option_has_a_sentence():
+    assert all(len(option.help) > 20 for option in FULL_FINETUNE.values())
+
+
+def test_keys_that_others_refer_to_are_the_users_own():
+    config = {**MINIMAL, "data_root": "/data", "output_dir": "${data_root}/out"}
+    assert check(OmegaConf.create(config), FULL_FINETUNE).output_dir == "/data/out"
+    with pytest.raises(UserError, match="unknown key data_rot=/data"):
+        check(OmegaConf.create({**MINIMAL, "data_rot": "/data"}), FULL_FINETUNE)
+
+
+def test_the_command_line_overrides_the_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        yaml.safe_dump({**MINIMAL, "epochs": 3, "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 1.0}})
+    )
+    cfg = read(
+        ["--config", str(file), "epochs=5", "optimizer.lr=3e-4", "lr_scheduler=null", "loss=torch.nn.CrossEntropyLoss"],
+        FULL_FINETUNE,
+    )
+    assert (cfg.epochs, cfg.optimizer.lr, cfg.lr_scheduler, cfg.loss["_component_"]) == (
+        5,
+        3e-4,
+        None,
+        "torch.nn.CrossEntropyLoss",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["epochs=2"], "--config NAME_OR_PATH is missing"),
+        (["--config"], "--config NAME_OR_PATH is missing"),
+        (["--config", "FILE", "--epochs", "2"], "Additional flag arguments not supported"),
+        (["--config", "FILE", "output_dir=${nothing}"], "nothing"),
+    ],
+)
+def test_command_lines_that_do_not_work(tmp_path, arguments, told):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(UserError, match=told):
+        read([str(file) if argument == "FILE" else argument for argument in arguments], FULL_FINETUNE)
+
+
+def test_a_file_that_is_not_yaml(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("a: [1\nb: 2")
+    with pytest.raises(UserError, match="cannot be read as YAML"):
+        read(["--config", str(file)], FULL_FINETUNE)
+
+
+def test_a_key_left_open_is_named(tmp_path):
+    with pytest.raises(UserError, match="data_root"):
+        read(["--config", "stories260k/tofu_finch"], FULL_FINETUNE)
+
+
+@pytest.mark.parametrize("name", ["stories260k/tofu_finch", "stories260k/tofu_sft"])
+def test_the_configs_of_finch_pass(name):
+    cfg = read(["--config", name, "data_root=/data"], FULL_FINETUNE)
+    assert cfg.output_dir == f"out/{name}"
+
+
+def test_secrets_are_starred():
+    cfg = OmegaConf.create(
+        {
+            "token": "s3a",
+            "dataset": {"hf_token": "s3b", "api_key": "s3c", "path": "at:${token}@x"},
+            "rows": [{"password": "s3d"}],
+            "tokenizer": "e",
+            "max_tokens": "f",
+        }
+    )
+    shown = OmegaConf.to_yaml(redacted(cfg))
+    assert "s3" not in shown
+    assert "path: at:***@x" in shown
+    assert "tokenizer: e" in shown
+    assert "max_tokens: f" in shown
+
+
+def test_a_component_that_fails_is_named_by_its_key():
+    with pytest.raises(UserError, match=r"model: torchtune\.models\.llama2\.llama2 cannot be built: TypeError"):
+        build({"_component_": "torchtune.models.llama2.llama2"}, "model")

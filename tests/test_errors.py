@@ -1,0 +1,42 @@
+import pytest
+
+from finch.errors import UserError, exit_with_a_sentence
+
+
+def leaving(error, **environment):
+    @exit_with_a_sentence
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as left:
+        main()
+    return left.value.code
+
+
+def test_a_users_mistake_is_one_line(capsys):
+    assert leaving(UserError("epochs=0 must be at least 1")) == 1
+    assert capsys.readouterr().err.strip() == "finch: error: epochs=0 must be at least 1"
+
+
+def test_ctrl_c(capsys):
+    assert leaving(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err.strip() == "finch: interrupted"
+
+
+def test_our_own_defects_keep_their_traceback():
+    @exit_with_a_sentence
+    def main():
+        raise RuntimeError("Connection closed by peer")  # without torchrun this is no lost rank
+
+    with pytest.raises(RuntimeError):
+        main()
+
+
+def test_a_rank_that_lost_a_peer_tells_after_the_peer(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("finch.errors.time.sleep", waited.append)
+    assert leaving(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")) == 1
+    assert waited == [5]
+    assert "rank 1 stopped because another rank did" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+import json
+import math
+
+import pytest
+import torch
+
+from finch.metrics import MetricsLog, read_metrics
+
+
+class Recorder:
+    def __init__(self):
+        self.lines = []
+
+    def log_dict(self, payload, step):
+        self.lines.append((step, dict(payload)))
+
+    def close(self):
+        self.lines.append("closed")
+
+
+def step_metrics(loss, **changes):
+    return {
+        "epoch": 0,
+        "loss": loss,
+        "ema_loss": 2.0,
+        "lr": 1e-3,
+        "lr_is_capped": False,
+        "grad_norm": 1.0,
+        "num_target_tokens": 100,
+        **changes,
+    }
+
+
+def test_tensors_wait_unread_and_every_step_gets_a_line(tmp_path):
+    recorder = Recorder()
+    log = MetricsLog(tmp_path, recorder, is_writer=True, every=3, world_size=2)
+    for step in (1, 2):
+        log.add(
+            step, step_metrics(torch.tensor(4.0), num_target_tokens=torch.tensor(50.0), lr_is_capped=torch.tensor(True))
+        )
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    log.add(3, step_metrics(torch.tensor(4.0), num_target_tokens=torch.tensor(50)))
+    log.add(4, step_metrics(1.0))
+    log.close()
+    log.flush()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[0]["eta_sqrt_loss"] == pytest.approx(1e-3 * math.sqrt(4.0))
+    assert lines[0]["lr_is_capped"] is True
+    assert lines[0]["num_target_tokens"] == 50
+    assert len({line["tokens_per_second_per_gpu"] for line in lines}) == 1
+    assert [entry[0] for entry in recorder.lines[:-1]] == [3]
+    assert recorder.lines[-1] == "closed"
+
+
+def test_a_resumed_log_drops_what_came_after_its_checkpoint(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "lo')
+    log = MetricsLog(tmp_path, None, is_writer=True, first_step=2)
+    log.add(3, step_metrics(0.5))
+    log.close()
+    assert [(line["step"], line["loss"]) for line in read_metrics(file)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
+
+
+def test_lines_are_strict_json(tmp_path):
+    log = MetricsLog(tmp_path, None, is_writer=True)
+    log.add(1, step_metrics(1.0, grad_norm=torch.tensor(math.inf)))
+    log.note({"step": 1, "epoch": 0, "validation_loss": math.nan})
+    log.close()
+    lines = [
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert lines[0]["grad_norm"] is None
+    assert lines[1]["validation_loss"] is None
+
+
+def test_a_rank_that_does_not_write_leaves_no_file(tmp_path):
+    log = MetricsLog(tmp_path, None, is_writer=False)
+    log.add(1, step_metrics(1.0))
+    log.close()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,44 @@
+"""The decoder with its loss inside, against torchtune's logits and torch's cross-entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import llama_args
+from torchtune.models.llama2 import llama2
+from torchtune.models.llama3_2 import llama3_2
+
+from finch.token_loss import TokenLoss
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 8])
+@pytest.mark.parametrize("tied", [False, True])
+def test_equals_cross_entropy_of_the_logits(num_chunks, tied):
+    torch.manual_seed(0)
+    size = llama_args()
+    make = (lambda: llama3_2(**size, tie_word_embeddings=True)) if tied else (lambda: llama2(**size))
+    reference, decoder = make(), make()
+    decoder.load_state_dict(reference.state_dict())
+    tokens, labels = torch.randint(0, 64, (3, 19)), torch.randint(0, 64, (3, 19))
+    labels[0, :7], labels[2] = -100, -100
+
+    expected = F.cross_entropy(reference(tokens).flatten(0, 1), labels.flatten(), reduction="none").view(3, 19)
+    found = TokenLoss(decoder, num_chunks)(tokens, labels)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert found[2].abs().sum() == 0
+
+    expected.sum().backward()
+    found.sum().backward()
+    for (name, one), other in zip(decoder.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_losses_are_fp32_for_a_bf16_model_and_fp64_for_an_fp64_one():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        model = TokenLoss(llama2(**llama_args()).to(dtype))
+        assert model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).dtype == expected
+
+
+def test_the_decoders_names_stay_torchtunes():
+    decoder = llama2(**llama_args())
+    names = set(decoder.state_dict())
+    assert set(TokenLoss(decoder).decoder.state_dict()) == names
