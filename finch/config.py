@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -63,13 +63,14 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
         raise UserError(f"{_first_line(error)}; overrides are key=value, or ~key to remove one") from error
     except Exception as error:  # of the YAML reader, whose classes omegaconf does not re-export
         raise UserError(f"{path} cannot be read as YAML: {_first_line(error)}") from error
-    return check(cfg, options)
+    return check(cfg, options, own_keys=_referred(OmegaConf.load(path)))
 
 
-def check(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
+def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[str] = ()) -> DictConfig:
     """Refuses unknown keys, wrong types and missing keys; fills in the defaults.
 
-    A top-level key that other keys refer to, as ``${data_root}``, is the user's own and is let through.
+    A top-level key that other keys refer to, as ``${data_root}``, is the user's own and is let through; so are ``own_keys``, to
+    which the file referred before an override took the reference away.
 
     Raises:
         UserError: names key, value and remedy.
@@ -78,7 +79,7 @@ def check(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
         # `lr_scheduler=null` on the command line reaches a block as `lr_scheduler._component_=null`.
         if isinstance(cfg[key], DictConfig) and "_component_" in cfg[key] and cfg[key]["_component_"] is None:
             cfg[key] = None
-    referred = set(re.findall(r"\$\{([A-Za-z_]\w*)", OmegaConf.to_yaml(cfg)))
+    referred = _referred(cfg) | set(own_keys)
     for key in map(str, cfg):
         if key not in options and key not in referred:
             raise UserError(
@@ -176,6 +177,10 @@ def build(node: Any, key: str, *args: Any, **kwargs: Any) -> Any:
         raise UserError(
             f"{key}: {component_of(node)} cannot be built: {type(error).__name__}: {_first_line(error)}"
         ) from error
+
+
+def _referred(cfg: Any) -> set[str]:
+    return set(re.findall(r"\$\{([A-Za-z_]\w*)", OmegaConf.to_yaml(cfg)))
 
 
 def _components(node: Any, where: str = "") -> Iterator[tuple[str, DictConfig]]:

@@ -500,7 +500,7 @@ class FinchFullFinetune(FTRecipeInterface):
                     *self._run.glob("epoch_*"),
                 ):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-            OmegaConf.save(redacted(cfg), self._run / "config.yaml")
+            OmegaConf.save(OmegaConf.masked_copy(redacted(cfg), list(FULL_FINETUNE)), self._run / "config.yaml")
         except OSError as error:
             raise UserError(
                 f"output_dir={self._run} cannot be written ({error.strerror}); give another folder"

@@ -31,8 +31,14 @@ def test_every_option_has_a_sentence():
 def test_keys_that_others_refer_to_are_the_users_own():
     config = {**MINIMAL, "data_root": "/data", "output_dir": "${data_root}/out"}
     assert check(OmegaConf.create(config), FULL_FINETUNE).output_dir == "/data/out"
-    with pytest.raises(UserError, match="unknown key data_rot=/data"):
+    with pytest.raises(UserError, match=r"unknown key data_rot=/data"):
         check(OmegaConf.create({**MINIMAL, "data_rot": "/data"}), FULL_FINETUNE)
+
+
+def test_a_key_of_the_users_own_survives_the_override_of_what_refers_to_it(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**MINIMAL, "name": "x", "output_dir": "out/${name}"}))
+    assert read(["--config", str(file), "output_dir=elsewhere"], FULL_FINETUNE).output_dir == "elsewhere"
 
 
 def test_the_command_line_overrides_the_file(tmp_path):

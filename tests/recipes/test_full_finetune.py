@@ -87,6 +87,15 @@ def test_the_learning_rate_is_the_equation_of_the_logged_losses(two_epochs):
         assert line["eta_sqrt_loss"] == pytest.approx(line["lr"] * math.sqrt(line["loss"]), rel=1e-12)
 
 
+def test_the_saved_config_is_a_config(two_epochs, tmp_path):
+    from finch.config import read
+    from finch.options import FULL_FINETUNE
+
+    run, _ = two_epochs
+    cfg = read(["--config", str(run.folder / "config.yaml")], FULL_FINETUNE)
+    assert (cfg.epochs, cfg.optimizer.lr, cfg.lr_scheduler.eta_max) == (2, 2e-3, 5e-3)
+
+
 def test_every_epoch_leaves_a_folder_that_transformers_loads_with_equal_logits(two_epochs, base_folder):
     from torchtune.models.llama2 import llama2
 
