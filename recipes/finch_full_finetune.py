@@ -124,11 +124,13 @@ class FinchFullFinetune(FTRecipeInterface):
             self._setup_schedule(cfg, init=self._initial_loss(cfg))
         else:
             self.load_checkpoint(cfg, state)
+        logger = None
+        if cfg.metric_logger is not None and self._parallel.is_rank_zero:
+            logger = build(cfg.metric_logger, "metric_logger")
+            logger.log_config(redacted(cfg))
         self._log_metrics = MetricsLog(
             self._run,
-            build(cfg.metric_logger, "metric_logger")
-            if cfg.metric_logger is not None and self._parallel.is_rank_zero
-            else None,
+            logger,
             is_writer=self._parallel.is_rank_zero,
             every=cfg.log_every_n_steps,
             world_size=self._parallel.world_size,
