@@ -27,7 +27,9 @@ def test_logits_equal_those_of_transformers(shared_data):
     ours = llama2(**model).eval()
     ours.load_state_dict(dict(HuggingFaceFolder(str(folder)).weights()))
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokens = AutoTokenizer.from_pretrained(folder)("Once upon a time, there was a little", return_tensors="pt").input_ids
+    tokens = AutoTokenizer.from_pretrained(folder)(
+        "Once upon a time, there was a little", return_tensors="pt"
+    ).input_ids
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
