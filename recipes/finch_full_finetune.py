@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import shutil
 import sys
 import time
@@ -141,6 +142,8 @@ class FinchFullFinetune(FTRecipeInterface):
     def train(self) -> None:
         """The training loop: epochs, steps, and what happens between them."""
         cfg = self._cfg
+        if self.epoch >= cfg.epochs:
+            self._say(f"nothing to do: {self._run} has finished its {cfg.epochs} epochs; set epochs higher to go on")
         self._profiler.start()
         for epoch in range(self.epoch, cfg.epochs):
             self.epoch = epoch
@@ -357,13 +360,16 @@ class FinchFullFinetune(FTRecipeInterface):
         model = TokenLoss(decoder, num_chunks=getattr(build(cfg.loss, "loss"), "num_output_chunks", 1))
         if cfg.compile:
             training.compile_model(decoder, verbose=self._parallel.is_rank_zero)
-            model.cross_entropy = torch.compile(model.cross_entropy)
+            backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
+            model.cross_entropy = torch.compile(model.cross_entropy, backend=backend)
         if cfg.ac_mode is not None:
             apply_selective_activation_checkpointing(decoder, cfg.ac_mode, cfg.ac_option)
         elif cfg.enable_activation_checkpointing:
             training.set_activation_checkpointing(decoder, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
         layers: list[nn.Module] = list(decoder.layers)
-        apart = [decoder.get_submodule(name) for name in cfg.custom_sharded_layers or [] if name != "output"]
+        # The output layer is used inside the root's forward, and so is an embedding tied to it: both stay in the root's group.
+        in_root = {"output", "tok_embeddings"} if isinstance(decoder.output, modules.TiedLinear) else {"output"}
+        apart = [decoder.get_submodule(name) for name in cfg.custom_sharded_layers or [] if name not in in_root]
         parallel.shard_model(
             model,
             [*layers, *apart],
@@ -454,7 +460,7 @@ class FinchFullFinetune(FTRecipeInterface):
             self._parallel,
             batch_size=self._cfg.batch_size,
             to_device=self._to_device,
-            num_workers=self._cfg.num_workers,
+            num_workers=self._num_workers(samples),
             title=title,
         )
 
@@ -466,9 +472,13 @@ class FinchFullFinetune(FTRecipeInterface):
             rank=self._parallel.data_parallel_rank,
             epoch=epoch,
             consumed=self.consumed,
-            num_workers=self._cfg.num_workers,
+            num_workers=self._num_workers(self._samples),
             pin_memory=self._device.type == "cuda",
         )
+
+    def _num_workers(self, samples: Samples) -> int:
+        # torchtune builds the block mask of packed rows on the GPU while it collates, which a forked worker cannot.
+        return 0 if samples.packed and self._device.type == "cuda" else self._cfg.num_workers
 
     def _setup_profiler(self, cfg: DictConfig) -> Any:
         if cfg.profiler is None or not cfg.profiler.get("enabled", False):

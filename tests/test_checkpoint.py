@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from finch import FinchLR
 from finch.checkpoint import check_identity, latest_checkpoint, load_tensors, read_state, save_checkpoint
 from finch.errors import UserError
 from finch.parallel import Parallel
@@ -11,10 +12,10 @@ from finch.parallel import Parallel
 ALONE = Parallel(torch.device("cpu"))
 
 
-def trained(seed, steps):
+def trained(seed, steps, **kwargs):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **kwargs})
     for _ in range(steps):
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
@@ -31,6 +32,31 @@ def test_weights_and_moments_come_back_bit_for_bit(tmp_path):
     for each in ((model, optimizer), (other, other_optimizer)):
         each[0](torch.ones(2, 3)).sum().backward()
         each[1].step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_rate_that_is_a_tensor_stays_the_schedules(tmp_path):
+    """On CUDA the recipe makes it one; loading replaces the tensor, and FinchLR must write into the new one."""
+
+    def with_schedule(seed, steps):
+        model, optimizer = trained(seed, steps, lr=torch.tensor(1e-2), fused=True)
+        return model, optimizer, FinchLR(optimizer, eta_base=1e-2, eta_max=1.0, init=2.0)
+
+    model, optimizer, schedule = with_schedule(0, 2)
+    schedule.step(torch.tensor(1.0))
+    save_checkpoint(tmp_path, 2, model, optimizer, {"schedule": schedule.state_dict()}, ALONE)
+    other, other_optimizer, other_schedule = with_schedule(1, 0)
+    load_tensors(latest_checkpoint(tmp_path), other, other_optimizer, ALONE)
+    other_schedule.load_state_dict(read_state(latest_checkpoint(tmp_path))["schedule"])
+    for each_model, each_optimizer, each_schedule in (
+        (model, optimizer, schedule),
+        (other, other_optimizer, other_schedule),
+    ):
+        each_model(torch.ones(2, 3)).sum().backward()
+        each_schedule.step(torch.tensor(0.5))
+        each_optimizer.step()
+        assert isinstance(each_optimizer.param_groups[0]["lr"], torch.Tensor)
+    assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 

@@ -125,7 +125,14 @@ def loader(
     """This rank's micro-batches of an epoch, from ``consumed`` samples on."""
     batches = list(order.micro_batches(rank, epoch, consumed))
     return iter(
-        DataLoader(samples, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory)  # type: ignore[arg-type]
+        DataLoader(
+            samples,  # type: ignore[arg-type]
+            batch_sampler=batches,
+            collate_fn=collate,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=torch.Generator().manual_seed(0),  # for its workers; it would draw from the training's otherwise
+        )
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 
 import pytest
 import torch
@@ -219,12 +218,10 @@ def test_two_ranks_tell_a_mistake_once_and_leave(tmp_path, base_folder, rows_fil
         tmp_path / "run",
         model={"_component_": "torchtune.models.llama2.llama2", **llama_args(num_layers=3)},
     )
-    began = time.monotonic()
-    done = tune_run(tmp_path, config, ranks=2, timeout=120)
+    done = tune_run(tmp_path, config, ranks=2, timeout=100)  # far below the half hour that a collective waits
     assert done.returncode != 0
     assert "model does not fit" in done.error()
     assert done.output.index("finch: error") < done.output.index("FAILED")  # torchrun's summary comes after ours
-    assert time.monotonic() - began < 100  # not the collective's half hour
 
 
 def test_one_rank_dying_ends_the_other(tmp_path, base_folder, rows_file):
@@ -241,9 +238,7 @@ def test_one_rank_dying_ends_the_other(tmp_path, base_folder, rows_file):
     )
     config = make_config(base_folder, rows_file, tmp_path / "run", check_dataset=False, batch_size=2, lr_scheduler=None)
     config["dataset"]["_component_"] = "dying.dataset"
-    began = time.monotonic()
-    done = tune_run(tmp_path, config, ranks=2, timeout=120)
+    done = tune_run(tmp_path, config, ranks=2, timeout=100)
     assert done.returncode != 0
     assert "dataset: row 21 of" in done.error()
     assert "this rank has had enough" in done.error()
-    assert time.monotonic() - began < 100

@@ -142,6 +142,42 @@ def test_a_run_resumed_after_its_first_epoch_ends_like_the_straight_one(two_epoc
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+@pytest.mark.parametrize("schedule", ["finch", "cosine"])
+def test_a_run_stopped_within_an_epoch_goes_on_after_the_last_whole_one(
+    schedule, two_epochs, tmp_path, base_folder, rows_file, monkeypatch
+):
+    import finch_full_finetune
+
+    straight, config = two_epochs
+    if schedule == "cosine":
+        cosine = {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 3,
+        }
+        config = make_config(base_folder, rows_file, tmp_path / "straight", epochs=2, lr_scheduler=cosine)
+        straight = run_here(tmp_path, config)
+    config = {**config, "output_dir": str(tmp_path / "run")}
+    train_step = finch_full_finetune.FinchFullFinetune._train_step
+
+    def stopped(recipe, batches):
+        if recipe.step == 15:
+            raise KeyboardInterrupt
+        train_step(recipe, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finch_full_finetune.FinchFullFinetune, "_train_step", stopped)
+        assert run_here(tmp_path, config).returncode == 130
+    resumed = run_here(tmp_path, config, "resume_from_checkpoint=True")
+    assert "resumed from step 11" in resumed.output
+    for name in ("loss", "lr", "grad_norm"):
+        assert resumed.column(name) == straight.column(name)
+    assert weights(resumed.folder / "epoch_1").keys() == weights(straight.folder / "epoch_1").keys()
+    assert relative_l2(weights(resumed.folder / "epoch_1"), weights(straight.folder / "epoch_1")) == 0
+    again = run_here(tmp_path, config, "resume_from_checkpoint=True")
+    assert "nothing to do" in again.output
+    assert len(again.metrics()) == 22
+
+
 def test_two_ranks_equal_one_process_bit_for_bit_in_the_rate_over_ranks(tmp_path, base_folder, rows_file, two_epochs):
     straight, config = two_epochs
     config = {**config, "output_dir": str(tmp_path / "run"), "batch_size": 2, "debug_checks": True}
@@ -297,6 +333,7 @@ def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, 
         {"enable_activation_checkpointing": "True"},
         {"ac_mode": "selective", "ac_option": "2"},
         {"loss._component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        {"compile": "True"},
         {"dtype": "bf16"},
         {"num_workers": "2"},
         {"lr_scheduler": "null", "optimizer.lr": "5e-3"},
@@ -307,7 +344,8 @@ def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, 
     ],
     ids=lambda changes: ",".join(changes),
 )
-def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_epochs):
+def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_epochs, monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # a test machine may lack a C++ compiler
     straight, _ = two_epochs
     config = make_config(base_folder, rows_file, tmp_path / "run")
     run = run_here(tmp_path, config, *(f"{key}={value}" for key, value in changes.items()))
@@ -316,6 +354,7 @@ def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_ep
     if set(changes) & {
         "enable_activation_checkpointing",
         "ac_mode",
+        "compile",
         "loss._component_",
         "num_workers",
         "optimizer.fused",
@@ -328,6 +367,26 @@ def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_ep
     else:
         assert all(math.isfinite(loss) for loss in losses)
         assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_a_tied_head_on_two_ranks(tmp_path, base_folder, rows_file):
+    """The head that is the embedding lives in the root's group, even if the config wants the embedding apart."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tied = tmp_path / "tied"
+    torch.manual_seed(0)
+    size = json.loads((base_folder / "config.json").read_text())
+    LlamaForCausalLM(LlamaConfig(**{**size, "tie_word_embeddings": True})).save_pretrained(tied)
+    model = {"_component_": "torchtune.models.llama3_2.llama3_2", **llama_args(), "tie_word_embeddings": True}
+    changes = {"model": model, "batch_size": 2, "custom_sharded_layers": ["tok_embeddings"], "debug_checks": True}
+    config = make_config(base_folder, rows_file, tmp_path / "two", **changes)
+    config["checkpointer"]["checkpoint_dir"] = str(tied)
+    two = tune_run(tmp_path, config, ranks=2)
+    assert two.returncode == 0, two.output[-3000:]
+    one = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "one"), "batch_size": 4})
+    assert one.column("loss") == pytest.approx(two.column("loss"), rel=1e-5)
+    assert "lm_head.weight" not in weights(two.folder / "epoch_0")
+    assert AutoModelForCausalLM.from_pretrained(two.folder / "epoch_0").config.tie_word_embeddings
 
 
 def test_the_profiler_writes_a_trace(tmp_path, base_folder, rows_file):
