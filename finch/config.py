@@ -151,6 +151,8 @@ def locate(path: str, key: str) -> Any:
     except (InstantiationError, ValueError) as error:
         parent, _, name = path.rpartition(".")
         near = did_you_mean(name, dir(sys.modules[parent])) if parent in sys.modules else ""
+        if isinstance(error.__cause__, ImportError) and not isinstance(error.__cause__, ModuleNotFoundError):
+            near = f" ({_first_line(error.__cause__)}); check that its package fits the installed ones"  # it is there, and broken
         raise UserError(
             f"{key}._component_={path} does not exist{near or '; check the dotted path and that its package is installed'}"
         ) from error

@@ -16,8 +16,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torchtune.modules import TransformerDecoder
 
 from finch.errors import UserError
+from finch.models.agreement import check_agreement
 from finch.models.conversion import conversion_for
 from finch.parallel import full
 
@@ -77,6 +79,15 @@ class HuggingFaceFolder:
                 raise UserError(
                     f"checkpointer.checkpoint_files names {file.name}, which is not in {checkpoint_dir}; download it or correct the name"
                 )
+
+    def check_model(self, model: TransformerDecoder, component: str) -> None:
+        """Compares the model with config.json, then with the stored shapes.
+
+        Raises:
+            UserError: see :func:`finch.models.agreement.check_agreement` and ``check_shapes``.
+        """
+        check_agreement(model, component, self.config, str(self.folder))
+        self.check_shapes(model)
 
     def check_shapes(self, model: nn.Module) -> None:
         """Compares names and shapes of the stored weights with the model's, from file headers alone.

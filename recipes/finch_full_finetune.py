@@ -108,7 +108,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self._base = build({**cfg.checkpointer, "_component_": "finch.huggingface.HuggingFaceFolder"}, "checkpointer")
         with training.set_default_dtype(self._precision.weights), torch.device("meta"):
             decoder = build(cfg.model, "model")
-        self._base.check_shapes(decoder)
+        self._base.check_model(decoder, component_of(cfg.model) or "")
 
         self._tokenizer = build(cfg.tokenizer, "tokenizer")
         self._setup_data(cfg)

@@ -10,6 +10,7 @@ import torch
 from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
 
 from finch.errors import UserError
+from finch.models.qwen3.weights import qwen3_hf_to_tune, qwen3_tune_to_hf
 
 StateDict = dict[str, torch.Tensor]
 
@@ -41,7 +42,12 @@ _LLAMA = Conversion(
     to_hugging_face=lambda weights, config: tune_to_hf(weights, **_llama_sizes(config)),
 )
 
-CONVERSIONS: dict[str, Conversion] = {"llama": _LLAMA, "mistral": _LLAMA}
+_QWEN3 = Conversion(
+    to_tune=lambda weights, _: qwen3_hf_to_tune(weights),
+    to_hugging_face=lambda weights, _: qwen3_tune_to_hf(weights),
+)
+
+CONVERSIONS: dict[str, Conversion] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen3": _QWEN3}
 
 
 def conversion_for(config: dict[str, Any], folder: str) -> Conversion:

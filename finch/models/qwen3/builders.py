@@ -1,0 +1,136 @@
+"""Builders of Qwen3's dense models. Base and instruct models differ in their context length alone."""
+
+from __future__ import annotations
+
+from torch import nn
+from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
+from torchtune.modules import FeedForward, RMSNorm, TiedLinear, TransformerDecoder, TransformerSelfAttentionLayer
+
+from finch.models.qwen3.attention import Qwen3Attention
+
+BASE_CONTEXT = 32768
+INSTRUCT_CONTEXT = 40960
+
+
+def qwen3(
+    *,
+    vocab_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    embed_dim: int,
+    intermediate_dim: int,
+    head_dim: int,
+    max_seq_len: int,
+    rope_base: float = 1e6,
+    norm_eps: float = 1e-6,
+    tie_word_embeddings: bool = False,
+) -> TransformerDecoder:
+    """A Qwen3 decoder on torchtune's modules.
+
+    Args:
+        vocab_size: rows of the embedding.
+        num_layers: transformer blocks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; divides ``num_heads``.
+        embed_dim: width of the residual stream.
+        intermediate_dim: width of the feed-forward.
+        head_dim: width of a head; 128 in all of Qwen3, apart from embed_dim / num_heads.
+        max_seq_len: longest sequence in tokens.
+        rope_base: base period of the rotary embedding.
+        norm_eps: epsilon of the RMS norms.
+        tie_word_embeddings: whether the output layer is the embedding (0.6B, 1.7B, 4B).
+    """
+    rope = Qwen2RotaryPositionalEmbeddings(dim=head_dim, max_seq_len=max_seq_len, base=rope_base)
+    layers = [
+        TransformerSelfAttentionLayer(
+            attn=Qwen3Attention(
+                embed_dim=embed_dim,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                q_proj=nn.Linear(embed_dim, num_heads * head_dim, bias=False),
+                k_proj=nn.Linear(embed_dim, num_kv_heads * head_dim, bias=False),
+                v_proj=nn.Linear(embed_dim, num_kv_heads * head_dim, bias=False),
+                output_proj=nn.Linear(num_heads * head_dim, embed_dim, bias=False),
+                pos_embeddings=rope,
+                q_norm=RMSNorm(head_dim, eps=norm_eps),
+                k_norm=RMSNorm(head_dim, eps=norm_eps),
+                max_seq_len=max_seq_len,
+            ),
+            mlp=FeedForward(
+                gate_proj=nn.Linear(embed_dim, intermediate_dim, bias=False),
+                down_proj=nn.Linear(intermediate_dim, embed_dim, bias=False),
+                up_proj=nn.Linear(embed_dim, intermediate_dim, bias=False),
+            ),
+            sa_norm=RMSNorm(embed_dim, eps=norm_eps),
+            mlp_norm=RMSNorm(embed_dim, eps=norm_eps),
+        )
+        for _ in range(num_layers)
+    ]
+    embedding = nn.Embedding(vocab_size, embed_dim)
+    return TransformerDecoder(
+        tok_embeddings=embedding,
+        layers=nn.ModuleList(layers),
+        max_seq_len=max_seq_len,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        norm=RMSNorm(embed_dim, eps=norm_eps),
+        output=TiedLinear(embedding) if tie_word_embeddings else nn.Linear(embed_dim, vocab_size, bias=False),
+    )
+
+
+def _qwen3(
+    num_layers: int, num_heads: int, embed_dim: int, intermediate_dim: int, max_seq_len: int, tied: bool
+) -> TransformerDecoder:
+    return qwen3(
+        vocab_size=151936,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        embed_dim=embed_dim,
+        intermediate_dim=intermediate_dim,
+        head_dim=128,
+        max_seq_len=max_seq_len,
+        tie_word_embeddings=tied,
+    )
+
+
+def qwen3_0_6b_base() -> TransformerDecoder:
+    """Qwen/Qwen3-0.6B-Base."""
+    return _qwen3(28, 16, 1024, 3072, BASE_CONTEXT, tied=True)
+
+
+def qwen3_0_6b_instruct() -> TransformerDecoder:
+    """Qwen/Qwen3-0.6B."""
+    return _qwen3(28, 16, 1024, 3072, INSTRUCT_CONTEXT, tied=True)
+
+
+def qwen3_1_7b_base() -> TransformerDecoder:
+    """Qwen/Qwen3-1.7B-Base."""
+    return _qwen3(28, 16, 2048, 6144, BASE_CONTEXT, tied=True)
+
+
+def qwen3_1_7b_instruct() -> TransformerDecoder:
+    """Qwen/Qwen3-1.7B."""
+    return _qwen3(28, 16, 2048, 6144, INSTRUCT_CONTEXT, tied=True)
+
+
+def qwen3_4b_base() -> TransformerDecoder:
+    """Qwen/Qwen3-4B-Base."""
+    return _qwen3(36, 32, 2560, 9728, BASE_CONTEXT, tied=True)
+
+
+def qwen3_4b_instruct() -> TransformerDecoder:
+    """Qwen/Qwen3-4B."""
+    return _qwen3(36, 32, 2560, 9728, INSTRUCT_CONTEXT, tied=True)
+
+
+def qwen3_8b_base() -> TransformerDecoder:
+    """Qwen/Qwen3-8B-Base."""
+    return _qwen3(36, 32, 4096, 12288, BASE_CONTEXT, tied=False)
+
+
+def qwen3_8b_instruct() -> TransformerDecoder:
+    """Qwen/Qwen3-8B."""
+    return _qwen3(36, 32, 4096, 12288, INSTRUCT_CONTEXT, tied=False)

@@ -1,0 +1,60 @@
+"""Qwen3's tokenizer, from the files of its Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finch.errors import UserError
+from finch.models.chat_tokenizer import ChatTokenizer, read_chat_template
+
+IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+
+# For a folder without a template of its own: plain ChatML, with Qwen3's empty thinking block where thinking is off.
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.last and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+
+
+def qwen3_tokenizer(
+    path: str,
+    merges_file: str | None = None,
+    special_tokens_path: str | None = None,
+    max_seq_len: int | None = None,
+    prompt_template: None = None,
+    thinking: bool = False,
+) -> ChatTokenizer:
+    """The tokenizer of a Qwen3 folder, with that folder's chat template.
+
+    Args:
+        path: the folder's tokenizer.json; or its vocab.json, as torchtune's main branch has it: tokenizer.json beside
+            it holds the same and the special tokens.
+        merges_file: taken so that such a config works; tokenizer.json holds the merges.
+        special_tokens_path: a tokenizer.json elsewhere.
+        max_seq_len: tokens after which a conversation is cut off; None: never.
+        prompt_template: must be None; the folder's chat template decides.
+        thinking: whether assistant turns begin with thinking; off: with the empty thinking block a hybrid model's
+            template writes.
+
+    Raises:
+        UserError: a missing file or special token.
+    """
+    if prompt_template is not None:
+        raise UserError(
+            f"tokenizer.prompt_template={prompt_template} is not taken: Qwen3's own chat template decides; remove it"
+        )
+    file = Path(special_tokens_path or path)
+    if file.name != "tokenizer.json":
+        file = file.with_name("tokenizer.json")
+    template = read_chat_template(file.parent) or CHATML
+    tokenizer = ChatTokenizer(
+        file, template, end_of_turn=IM_END, pad_token=END_OF_TEXT, max_seq_len=max_seq_len, thinking=thinking
+    )
+    tokenizer._special(IM_START)
+    return tokenizer

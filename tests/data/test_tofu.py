@@ -1,0 +1,65 @@
+import pytest
+from conftest import make_config, write_rows
+from omegaconf import OmegaConf
+from torchtune.config import instantiate
+
+from finch.data.tofu import tofu_dataset
+from finch.errors import UserError
+
+
+@pytest.fixture
+def tokenizer(base_folder, rows_file, tmp_path):
+    return instantiate(OmegaConf.create(make_config(base_folder, rows_file, tmp_path)).tokenizer)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", 60)
+    return str(tmp_path / "rows.jsonl")
+
+
+def contents(data):
+    return [(row["question"], row["answer"]) for row in data._data]
+
+
+def test_the_parts_share_no_row_and_make_up_the_whole(tokenizer, rows):
+    train, validation = (tofu_dataset(tokenizer, data_files=rows, part=part) for part in ("train", "validation"))
+    assert (len(train), len(validation)) == (54, 6)
+    whole = [tuple(row.values()) for row in tofu_dataset(tokenizer, data_files=rows)._data] + contents(validation)
+    assert sorted(contents(train) + contents(validation)) == sorted(whole)
+
+
+def test_the_split_follows_its_seed(tokenizer, rows):
+    first, again, other = (contents(tofu_dataset(tokenizer, data_files=rows, split_seed=seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert sorted(first) != sorted(other)
+
+
+def test_rows_are_torchtunes_instruct_rows(tokenizer, rows):
+    from torchtune.datasets import instruct_dataset
+
+    train = tofu_dataset(tokenizer, data_files=rows)
+    reference = instruct_dataset(
+        tokenizer, source="json", data_files=rows, column_map={"input": "question", "output": "answer"}
+    )
+    found = {tuple(train[place]["tokens"]) for place in range(len(train))}
+    assert found <= {tuple(reference[place]["tokens"]) for place in range(60)}
+
+
+def test_packed(tokenizer, rows):
+    packed = tofu_dataset(tokenizer, data_files=rows, packed=True)
+    assert len(packed) < 54
+    assert len(packed[0]["tokens"]) == tokenizer.max_seq_len
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"part": "test"}, "part=test"),
+        ({"validation_fraction": 1.0}, "validation_fraction=1"),
+        ({"split": "train[:1]"}, "too few"),
+    ],
+)
+def test_what_cannot_be(tokenizer, rows, arguments, told):
+    with pytest.raises(UserError, match=told):
+        tofu_dataset(tokenizer, data_files=rows, **arguments)

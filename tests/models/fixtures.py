@@ -1,0 +1,51 @@
+"""Tokenizer files in the formats of Qwen3 and Llama-3, trained or written on the spot."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+QWEN3_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+
+# What a hybrid thinking model's template does, in a few words of our own: a thinking block in the last assistant turn
+# alone, an empty one in the generation prompt where thinking is off.
+HYBRID_TEMPLATE = """\
+{%- for m in messages %}
+{{- '<|im_start|>' ~ m.role ~ '\\n' }}
+{%- if m.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{{- m.content ~ '<|im_end|>' ~ '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+
+
+def write_qwen3_tokenizer(folder: Path, words: list[str], template: str | None = HYBRID_TEMPLATE, special=None) -> None:
+    """A byte-level BPE tokenizer.json with Qwen3's special tokens, and tokenizer_config.json with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=QWEN3_SPECIAL if special is None else special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(words)] * 5, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_llama3_tokenizer(folder: Path) -> None:
+    """original/tokenizer.model in tiktoken's format: the 256 bytes and a few merges."""
+    tokens = [bytes([value]) for value in range(256)] + [b"th", b"the", b" a", b"in", b"er"]
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    (folder / "original").mkdir(parents=True, exist_ok=True)
+    (folder / "original" / "tokenizer.model").write_text("\n".join(lines) + "\n")

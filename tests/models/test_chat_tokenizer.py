@@ -1,0 +1,111 @@
+"""Qwen3's tokenizer against transformers' on the same files."""
+
+import pytest
+from conftest import WORDS
+from torchtune.data import Message
+from transformers import AutoTokenizer
+
+from finch.errors import UserError
+from finch.models.qwen3 import qwen3_tokenizer
+from finch.models.qwen3.tokenizer import CHATML
+from models.fixtures import HYBRID_TEMPLATE, QWEN3_SPECIAL, write_qwen3_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_qwen3_tokenizer(tmp_path, WORDS)
+    return tmp_path
+
+
+def turns(*pairs, masked=True):
+    messages = []
+    for user, assistant in pairs:
+        messages += [Message(role="user", content=user, masked=masked), Message(role="assistant", content=assistant)]
+    return messages
+
+
+CONVERSATIONS = {
+    "one turn": [("who sings?", "the red bird")],
+    "two turns": [("who sings?", "the red bird"), ("and who sleeps near a tree?", "a fox\nand a stone")],
+}
+
+
+@pytest.mark.parametrize("pairs", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_tokens_equal_those_of_transformers(folder, pairs, thinking):
+    ours = qwen3_tokenizer(str(folder / "tokenizer.json"), thinking=thinking)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    messages = turns(*pairs)
+    plain = [{"role": message.role, "content": message.text_content} for message in messages]
+    expected = theirs.apply_chat_template(plain, enable_thinking=thinking, return_dict=True)["input_ids"]
+    assert ours.tokenize_messages(messages)[0] == expected
+    prompt = theirs.apply_chat_template(
+        plain[:-1], enable_thinking=thinking, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    assert ours.tokenize_messages(messages[:-1], add_end_tokens=False)[0] == prompt
+
+
+@pytest.mark.parametrize("pairs", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_targets_are_what_the_model_must_write(folder, pairs):
+    tokenizer = qwen3_tokenizer(str(folder / "tokenizer.json"))
+    tokens, mask = tokenizer.tokenize_messages(turns(*pairs))
+    written = tokenizer.decode(
+        [token for token, masked in zip(tokens, mask, strict=True) if not masked], skip_special_tokens=False
+    )
+    assert written == "".join(answer + "<|im_end|>" for _, answer in pairs)
+    # With thinking off the last answer begins right where a generation prompt of transformers ends.
+    prompt = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": pairs[0][0]}], enable_thinking=False, add_generation_prompt=True, tokenize=False
+    )
+    if len(pairs) == 1:
+        assert tokenizer.decode(tokens[: mask.index(False)], skip_special_tokens=False) == prompt
+
+
+def test_the_whole_conversation_when_the_question_is_a_target(folder):
+    _, mask = qwen3_tokenizer(str(folder / "tokenizer.json")).tokenize_messages(turns(("a", "b"), masked=False))
+    assert not any(mask)
+
+
+def test_cut_off_at_max_seq_len(folder):
+    whole = qwen3_tokenizer(str(folder / "tokenizer.json")).tokenize_messages(turns(*CONVERSATIONS["two turns"]))
+    cut = qwen3_tokenizer(str(folder / "tokenizer.json"), max_seq_len=9).tokenize_messages(
+        turns(*CONVERSATIONS["two turns"])
+    )
+    assert cut == (whole[0][:9], whole[1][:9])
+
+
+def test_a_folder_without_a_template_gets_chatml(tmp_path):
+    write_qwen3_tokenizer(tmp_path, WORDS, template=None)
+    messages = turns(("who sings?", "a bird"))
+    tokenizer = qwen3_tokenizer(
+        str(tmp_path / "vocab.json"), merges_file="merges.txt"
+    )  # torchtune main's way to name it
+    text = tokenizer.decode(tokenizer.tokenize_messages(messages)[0], skip_special_tokens=False)
+    assert (
+        text
+        == "<|im_start|>user\nwho sings?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\na bird<|im_end|>\n"
+    )
+    assert tokenizer.special_tokens["<think>"] == QWEN3_SPECIAL.index("<think>")
+    assert CHATML != HYBRID_TEMPLATE
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer\.json does not exist"):
+        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+    write_qwen3_tokenizer(tmp_path, WORDS, special=["<|endoftext|>", "<|im_end|>"])
+    with pytest.raises(UserError, match=r"tokenizer\.json lacks the special token <\|im_start\|>"):
+        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="prompt_template"):
+        qwen3_tokenizer(str(tmp_path / "tokenizer.json"), prompt_template="x")
+
+
+def test_a_template_that_hides_the_answer_is_refused(tmp_path):
+    write_qwen3_tokenizer(tmp_path, WORDS, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match="cannot tell what to train on"):
+        qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b")))
+    write_qwen3_tokenizer(tmp_path, WORDS, template="{{ raise_exception('no system turn') }}")
+    with pytest.raises(UserError, match=r"refuses a conversation .no system turn"):
+        qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b")))

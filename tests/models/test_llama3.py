@@ -1,0 +1,128 @@
+"""Small Llama-3 models against transformers, the rotary scaling of 3.1 and 3.2 included."""
+
+import json
+
+import pytest
+import torch
+from torchtune.models.llama3 import llama3
+from torchtune.models.llama3_1 import llama3_1
+from torchtune.models.llama3_2 import llama3_2
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from finch.errors import UserError
+from finch.huggingface import HuggingFaceFolder
+from finch.token_loss import TokenLoss
+
+SIZE = {
+    "vocab_size": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "max_seq_len": 512,
+    "intermediate_dim": 48,
+    "norm_eps": 1e-5,
+}
+
+
+def scaling(factor):
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+# builder, its own arguments, transformers' rope scaling, tied
+FAMILY = {
+    "3": (llama3, {"rope_base": 5e5}, None, False),
+    "3.1": (llama3_1, {"rope_base": 5e5}, scaling(8.0), False),
+    "3.2": (llama3_2, {"rope_base": 5e5, "scale_factor": 32}, scaling(32.0), True),
+}
+
+
+def save_llama3(folder, rope_scaling, tied):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        rope_theta=5e5,
+        rope_scaling=None if rope_scaling is None else {**rope_scaling, "rope_theta": 5e5},
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def ours(name, folder):
+    builder, arguments, _, _ = FAMILY[name]
+    decoder = builder(**SIZE, **arguments)
+    base = HuggingFaceFolder(str(folder))
+    base.check_model(decoder, f"torchtune.models.llama3.{builder.__name__}")
+    decoder.load_state_dict(dict(base.weights()))
+    return decoder
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_loss_and_gradients_equal_those_of_transformers(tmp_path, name):
+    theirs = save_llama3(tmp_path, *FAMILY[name][2:])
+    decoder = ours(name, tmp_path)
+    tokens = torch.randint(0, 96, (1, 400))  # long enough for the scaled frequencies to show
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(tokens), theirs(tokens).logits, rtol=0, atol=2e-5)
+    labels = torch.roll(tokens, -1, dims=1)
+    labels[:, -1] = -100
+    loss = TokenLoss(decoder)(tokens, labels).sum() / 399
+    expected = theirs(tokens, labels=tokens).loss
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-5)
+    loss.backward()
+    expected.backward()
+    theirs_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in theirs.parameters()])
+    ours_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in decoder.parameters()])
+    assert float(ours_norm) == pytest.approx(float(theirs_norm), rel=1e-5)
+    # The norms' and the embedding's gradients keep their order; those of q and k are permuted between the two.
+    torch.testing.assert_close(decoder.norm.scale.grad, theirs.model.norm.weight.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        decoder.tok_embeddings.weight.grad, theirs.model.embed_tokens.weight.grad, rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_saved_and_loaded_back_by_transformers(tmp_path, name):
+    theirs = save_llama3(tmp_path / "base", *FAMILY[name][2:])
+    decoder = ours(name, tmp_path / "base")
+    HuggingFaceFolder(str(tmp_path / "base")).write(decoder.state_dict().items(), tmp_path / "out", is_writer=True)
+    tokens = torch.randint(0, 96, (1, 300))
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+def test_a_builder_with_another_scaling_is_refused(tmp_path):
+    save_llama3(tmp_path, scaling(8.0), False)
+    base = HuggingFaceFolder(str(tmp_path))
+    with pytest.raises(UserError, match=r"rope scaling .1: on. 0, config.json of .* says 1"):
+        base.check_model(llama3(**SIZE, rope_base=5e5), "torchtune.models.llama3.llama3")
+    with pytest.raises(UserError, match=r"rope scaling factor 32, .* says 8"):
+        base.check_model(llama3_1(**SIZE, rope_base=5e5, scale_factor=32), "torchtune.models.llama3_1.llama3_1")
+
+
+def test_the_older_form_of_config_json_says_the_same(tmp_path):
+    save_llama3(tmp_path, scaling(8.0), False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = config.pop("rope_parameters")
+    config["rope_theta"], config["rope_scaling"] = settings.pop("rope_theta"), settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    base = HuggingFaceFolder(str(tmp_path))
+    base.check_model(llama3_1(**SIZE, rope_base=5e5), "torchtune.models.llama3_1.llama3_1")
+    with pytest.raises(UserError, match="rope base 10000"):
+        base.check_model(llama3_1(**SIZE, rope_base=1e4), "torchtune.models.llama3_1.llama3_1")

@@ -1,0 +1,105 @@
+"""The configs for Qwen3-4B and Llama-3-8B as shipped, on small models of their families and local rows."""
+
+import pytest
+import torch
+import yaml
+from conftest import WORDS, run_here, tune_run
+from models.fixtures import write_llama3_tokenizer, write_qwen3_tokenizer
+from models.test_llama3 import SIZE as LLAMA_SIZE
+from models.test_qwen3 import SIZE as QWEN3_SIZE
+from models.test_qwen3 import save_qwen3
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from finch.config import read
+from finch.names import config_names, find_config
+from finch.options import FULL_FINETUNE
+
+LARGE = ["qwen3/4B_finch", "qwen3/4B_sft", "llama3/8B_finch", "llama3/8B_sft"]
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_every_config_is_valid_and_says_how_to_start_it(name):
+    given = ["data_root=DATA"] if name.startswith("stories260k") else []
+    cfg = read(["--config", name, *given], FULL_FINETUNE)
+    assert cfg.output_dir == f"out/{name}"
+    header = find_config(name).read_text().split("\n\n")[0]
+    for word in ("tune run", "--nproc_per_node", "Override:", "Memory"):
+        assert word in header
+    if name in LARGE:
+        for word in ("Download:", "One 141 GB GPU:", "Two nodes", "--rdzv_endpoint"):
+            assert word in header
+
+
+@pytest.mark.parametrize("family", ["qwen3/4B", "llama3/8B"])
+def test_the_pair_differs_in_the_schedule_alone(family):
+    finch, sft = (read(["--config", f"{family}_{kind}"], FULL_FINETUNE) for kind in ("finch", "sft"))
+    assert {key for key in finch if finch[key] != sft[key]} <= {
+        "lr_scheduler",
+        "output_dir",
+        "checkpointer",
+        "metric_logger",
+    }
+    assert (finch.lr_scheduler.eta_max, finch.optimizer.lr, finch.lr_scheduler.ema) == (5e-5, 2e-5, 0.9)
+    assert finch.batch_size * finch.gradient_accumulation_steps == 16
+    steps = finch.epochs * 3600 // 16
+    assert sft.lr_scheduler.num_warmup_steps == pytest.approx(0.05 * steps, abs=1)
+
+
+def shrunk(name, folder, rows, run):
+    """The shipped file with the model, the rows and the device changed, nothing else."""
+    config = yaml.safe_load(find_config(name).read_text())
+    size = QWEN3_SIZE if name.startswith("qwen3") else LLAMA_SIZE
+    component = "finch.models.qwen3.qwen3" if name.startswith("qwen3") else "torchtune.models.llama3.llama3"
+    config["model"] = {"_component_": component, **size}
+    if name.startswith("qwen3"):
+        config["model"].update(vocab_size=320, tie_word_embeddings=True)
+        save_qwen3(folder, tied=True, vocab_size=320)
+        write_qwen3_tokenizer(folder, WORDS)
+    else:
+        config["model"].update(vocab_size=128256, embed_dim=16, num_heads=2, num_kv_heads=1, rope_base=500000)
+        torch.manual_seed(0)
+        llama = LlamaConfig(
+            vocab_size=128256,
+            hidden_size=16,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            rms_norm_eps=1e-5,
+            rope_theta=5e5,
+            tie_word_embeddings=False,
+        )
+        LlamaForCausalLM(llama).save_pretrained(folder)
+        write_llama3_tokenizer(folder)
+    for key in ("dataset", "dataset_validation"):
+        config[key]["data_files"] = str(rows)
+    return {**config, "model_dir": str(folder), "output_dir": str(run), "device": "cpu", "max_steps_per_epoch": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_runs_with_the_model_shrunk(name, tmp_path, rows_file):
+    config = shrunk(name, tmp_path / "base", rows_file, tmp_path / "run")
+    done = run_here(tmp_path, config, "epochs=2", "tokenizer.max_seq_len=64")
+    assert done.returncode == 0, done.output
+    assert len(done.column("loss")) == 2
+    assert AutoModelForCausalLM.from_pretrained(done.folder / "best").dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_qwen3_on_two_ranks_equals_one(tied, tmp_path, rows_file):
+    config = shrunk("qwen3/4B_finch", tmp_path / "base", rows_file, tmp_path / "two")
+    if not tied:
+        save_qwen3(tmp_path / "base", tied=False, vocab_size=320)
+        config["model"]["tie_word_embeddings"] = False
+    config.update(dtype="fp32", epochs=1, max_steps_per_epoch=None)
+    two = tune_run(tmp_path, config, "batch_size=2", "gradient_accumulation_steps=4", "debug_checks=True", ranks=2)
+    assert two.returncode == 0, two.output[-3000:]
+    one = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "one")})
+    assert one.returncode == 0, one.output
+    assert len(one.column("loss")) == 3
+    for name in ("loss", "ema_loss", "lr", "grad_norm"):
+        assert one.column(name) == pytest.approx(two.column(name), rel=1e-5)
+    theirs = AutoModelForCausalLM.from_pretrained(two.folder / "epoch_0")
+    assert theirs.config.tie_word_embeddings == tied
