@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A test run starts several torch processes; one thread each keeps two cores from being fought over.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: install test test-fast lint format wheel clean
+.PHONY: install quickstart test test-fast lint format wheel clean
 
 install: $(VENV)/.installed
 
@@ -18,6 +18,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m uv pip install -q --python $(BIN)/python --torch-backend=auto $(shell grep '^torch==' constraints.txt) 2>/dev/null || true
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
+
+quickstart: install
+	$(BIN)/python -m finch.quickstart
 
 test: install
 	$(PYTEST)

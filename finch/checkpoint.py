@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -69,9 +70,16 @@ def read_state(folder: Path) -> dict[str, Any]:
 def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer, parallel: Parallel) -> None:
     """Loads model and optimizer in place, on any number of ranks."""
     tensors = _tensors(model, optimizer)
-    _dcp(dcp.load, tensors, folder, parallel)
-    model.load_state_dict(tensors["model"])
-    set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
+    # The learning rate and the other hyperparameters are the config's, as the optimizer was built with them.
+    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    try:
+        _dcp(dcp.load, tensors, folder, parallel)
+    except CheckpointException as error:
+        reason = " ".join(str(next(iter(error.failures.values()), (error,))[0]).split())[:200]
+        raise UserError(
+            f"resume_from_checkpoint: {folder} cannot be read ({reason}); it is damaged, remove it"
+        ) from error
+    set_optimizer_state_dict(model, optimizer, {"state": tensors["optimizer"], "param_groups": groups})
 
 
 def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path) -> None:
@@ -92,7 +100,8 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    """What torch.distributed.checkpoint keeps: tensors alone, so that loading unpickles no object of ours."""
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)["state"]}
 
 
 def _dcp(action: Any, tensors: dict[str, Any], folder: Path, parallel: Parallel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from finch.precision import precision_of
 from finch.stochastic_rounding import stochastic_optimizer
 
 PLAIN_CROSS_ENTROPY = (nn.CrossEntropyLoss, CEWithChunkedOutputLoss)
+_DEFAULT_LOSS_ARGUMENTS = (("ignore_index", -100), ("reduction", "mean"), ("label_smoothing", 0.0))
 
 
 def check_schedule(cfg: DictConfig) -> bool:
@@ -28,8 +30,7 @@ def check_schedule(cfg: DictConfig) -> bool:
         UserError: an argument of FinchLR outside its range, or no eta_base.
     """
     path = component_of(cfg.lr_scheduler)
-    component = locate(path, "lr_scheduler") if path is not None else None
-    if not (isinstance(component, type) and issubclass(component, FinchLR)):
+    if path is None or not _is_finch(path):
         return False
     eta_base = cfg.optimizer.get("lr")
     if not isinstance(eta_base, (int, float)) or eta_base <= 0:
@@ -66,17 +67,31 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
         raise UserError("enable_activation_offloading=True needs enable_activation_checkpointing=True; set both")
     if cfg.ac_mode not in (None, "full", "selective"):
         raise UserError(f"ac_mode={cfg.ac_mode} must be full, selective or null")
+    if cfg.ac_mode == "selective" and cfg.ac_option != "op" and not str(cfg.ac_option).isdigit():
+        raise UserError(
+            f"ac_option={cfg.ac_option} must be op, or a number n for every n-th layer, with ac_mode=selective"
+        )
+    if str(cfg.log_level).upper() not in logging.getLevelNamesMapping():
+        raise UserError(f"log_level={cfg.log_level} is not known: use DEBUG, INFO, WARNING or ERROR")
+    if cfg.cudnn_deterministic_mode not in (None, 0, 1, 2, "default", "warn", "error"):
+        raise UserError(f"cudnn_deterministic_mode={cfg.cudnn_deterministic_mode} must be default, warn, error or null")
     if cfg.clip_grad_norm is not None and not _is_positive(cfg.clip_grad_norm):
         raise UserError(
             f"clip_grad_norm={cfg.clip_grad_norm} must be a number above 0, or null; the paper clips to 1.0"
         )
-    if cfg.export_dtype is not None:
-        precision_of(cfg.export_dtype)
+    if cfg.export_dtype not in (None, "fp32", "bf16", "fp64"):
+        raise UserError(f"export_dtype={cfg.export_dtype} must be fp32, bf16, fp64 or null")
     if locate(cfg.loss["_component_"], "loss") not in PLAIN_CROSS_ENTROPY:
         raise UserError(
             f"loss._component_={component_of(cfg.loss)} is not a plain cross-entropy; use torch.nn.CrossEntropyLoss or "
             "torchtune.modules.loss.CEWithChunkedOutputLoss"
         )
+    for key, value in cfg.loss.items():
+        if key not in ("_component_", "num_output_chunks") and (key, value) not in _DEFAULT_LOSS_ARGUMENTS:
+            raise UserError(
+                f"loss.{key}={value} would change plain cross-entropy, which this recipe computes; remove it"
+            )
+    _check_optimizer(cfg)
     if "left_pad_sequence" in cfg.collate_fn:
         raise UserError(
             f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
@@ -108,6 +123,21 @@ def check_output_folder(cfg: DictConfig) -> Path | None:
             f"output_dir={run} lies in checkpointer.checkpoint_dir={base}, whose files would be mixed up with the run's; give another folder"
         )
     return None
+
+
+def _check_optimizer(cfg: DictConfig) -> None:
+    """Builds optimizer and torch's schedulers on a stand-in, so that wrong arguments are found before weights are loaded."""
+    optimizer = build(cfg.optimizer, "optimizer", [nn.Parameter(torch.zeros(1))])
+    path = component_of(cfg.lr_scheduler)
+    if path is not None and not _is_finch(path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            build(cfg.lr_scheduler, "lr_scheduler", optimizer, num_training_steps=100, last_epoch=-1)
+
+
+def _is_finch(path: str) -> bool:
+    component = locate(path, "lr_scheduler")
+    return isinstance(component, type) and issubclass(component, FinchLR)
 
 
 def _is_positive(value: float | str) -> bool:

@@ -1,33 +1,91 @@
-"""The `finch` command. Imports torch only where a subcommand needs it."""
+"""The `finch` command. Imports torch only where a subcommand needs it, so that `finch --help` answers at once."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from finch import __version__
+from finch.errors import UserError, exit_with_a_sentence
 
 
+@exit_with_a_sentence
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="finch", description="Forgetting-aware fine-tuning for the PyTorch-native stack."
     )
     parser.add_argument("--version", action="version", version=f"finch {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser("configs", help="list the configs that `tune run finch_full_finetune --config NAME` finds")
+
+    configs = commands.add_parser("configs", help="list, show and copy the configs that --config finds by name")
+    actions = configs.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("list", help="names, with a line each (the default)")
+    show = actions.add_parser("show", help="print a config with its references resolved and the defaults filled in")
+    show.add_argument("name")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
+    copy = actions.add_parser("cp", help="copy a config to a file of your own")
+    copy.add_argument("name")
+    copy.add_argument("file", type=Path)
+
+    commands.add_parser("doctor", help="what is installed here, what the machine has, what does not fit together")
+
     chosen = parser.parse_args(arguments)
     if chosen.command == "configs":
-        list_configs()
+        run = {"show": show_config, "cp": copy_config}.get(chosen.action, list_configs)
+        run(chosen)
+    elif chosen.command == "doctor":
+        from finch import doctor
+
+        sys.exit(1 if doctor.main() else 0)
     else:
         parser.print_help()
         sys.exit(2)
 
 
-def list_configs() -> None:
-    """Prints each config's name and the first line of its header."""
+def list_configs(_: argparse.Namespace) -> None:
+    """Each config's name and the first line of its header."""
     from finch.names import config_names
 
     names = config_names()
     for name, path in names.items():
         header = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
         print(f"{name:<{max(map(len, names))}}  {header}")
+
+
+def show_config(chosen: argparse.Namespace) -> None:
+    """The config as a run would see it; a key left open shows as <key>."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from finch.names import find_config
+    from finch.options import FULL_FINETUNE, REQUIRED
+
+    try:
+        cfg = DictConfig(OmegaConf.load(find_config(chosen.name)))
+        cfg.merge_with_dotlist(chosen.overrides)
+        for key, option in FULL_FINETUNE.items():
+            if option.default is not REQUIRED and key not in cfg:
+                cfg[key] = option.default
+        for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
+            cfg[key] = f"<{key}>"  # what refers to it shows the gap
+        print(OmegaConf.to_yaml(cfg, resolve=True), end="")
+    except UserError:
+        raise
+    except (OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{chosen.name}: {str(error).splitlines()[0]}; overrides are key=value") from error
+
+
+def copy_config(chosen: argparse.Namespace) -> None:
+    """Never overwrites."""
+    from finch.names import find_config
+
+    source = find_config(chosen.name)
+    if chosen.file.exists():
+        raise UserError(f"{chosen.file} exists; give another name")
+    try:
+        chosen.file.parent.mkdir(parents=True, exist_ok=True)
+        chosen.file.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{chosen.file} cannot be written ({error.strerror}); give another place") from error
+    print(f"copied to {chosen.file}; start it with: tune run finch_full_finetune --config {chosen.file}")

@@ -16,7 +16,12 @@ from finch.errors import UserError, exit_with_a_sentence
 from finch.names import did_you_mean, find_config
 from finch.options import COMPONENT, REQUIRED, Option
 
-_SECRETS = re.compile(r"^(.*_)?(token|api_key|access_key|secret|password)$", re.IGNORECASE)
+# Keys whose values are never shown. pad_token and the like are words of a tokenizer, not secrets.
+_SECRETS = re.compile(
+    r"^(?!(pad|bos|eos|unk|sep|cls|mask)_token$)(.*_)?(token|api_?key|access_key|auth|secret|secret_key|password)$",
+    re.IGNORECASE,
+)
+_SWEPT_LENGTH = 8  # shorter values may stand inside other words by chance
 
 
 # Reading
@@ -45,7 +50,9 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
     from torchtune.config._parse import TuneRecipeArgumentParser
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    arguments = list(arguments)
+    # `--config=NAME` as well as `--config NAME`.
+    parts = [argument.split("=", 1) if argument.startswith("--config=") else [argument] for argument in arguments]
+    arguments = [part for pair in parts for part in pair]
     if "--config" not in arguments or arguments.index("--config") + 1 == len(arguments):
         raise UserError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
     place = arguments.index("--config") + 1
@@ -83,17 +90,21 @@ def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[s
     for key in map(str, cfg):
         if key not in options and key not in referred:
             raise UserError(
-                f"unknown key {key}={_short(cfg[key])}{did_you_mean(key, options) or '; see finch.options for the known ones'}"
+                f"unknown key {key}={_short(cfg[key], key)}{did_you_mean(key, options) or '; see finch.options for the known ones'}"
             )
     for key, option in options.items():
         if option.kinds == COMPONENT and isinstance(cfg.get(key), str):
             cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
         value = cfg.get(key)
+        if isinstance(value, DictConfig) and isinstance(option.default, dict) and "_component_" not in value:
+            value = cfg[key] = OmegaConf.merge(option.default, value)  # `loss.x=y` on top of the default
         if value is None:
             if option.default is REQUIRED:
                 raise UserError(f"{key} is missing: {option.help}")
             if key not in cfg:
                 cfg[key] = option.default
+            elif option.default is not None and not option.nullable:
+                raise UserError(f"{key}=null is not a value: {option.help}; leave it out for {_short(option.default)}")
             continue
         _check_value(key, value, option)
     for where, node in _components(cfg):
@@ -112,7 +123,8 @@ def redacted(cfg: DictConfig) -> DictConfig:
         if isinstance(node, list):
             return [star(value) for value in node]
         if isinstance(node, str) and node and _SECRETS.match(key):
-            secrets.add(node)
+            if len(node) >= _SWEPT_LENGTH:
+                secrets.add(node)
             return "***"
         return node
 
@@ -231,8 +243,10 @@ def _check_value(key: str, value: Any, option: Option) -> None:
         raise UserError(f"{key}={value} must be at least {option.minimum:g}: {option.help}")
 
 
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
+def _short(value: Any, key: str = "") -> str:
+    if isinstance(value, (DictConfig, ListConfig)):
+        value = redacted(OmegaConf.create({"value": value})).value
+    text = "***" if _SECRETS.match(key) else " ".join(str(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -37,16 +38,21 @@ def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
         try:
             main(*args, **kwargs)
         except UserError as error:
+            # A loader's worker hands on its own traceback as the message, which ends in the sentence.
+            sentence = str(error).rpartition("UserError: ")[2].strip()
             if os.environ.get("RANK", "0") != "0":
                 time.sleep(3)
-            print(f"\nfinch: error: {error}", file=sys.stderr, flush=True)  # a progress bar may stand on the line
+            print(f"\nfinch: error: {sentence}", file=sys.stderr, flush=True)  # a progress bar may stand on the line
             _leave(1)
         except KeyboardInterrupt:
             print("\nfinch: interrupted", file=sys.stderr, flush=True)
             _leave(130)
-        except RuntimeError as error:
-            if "LOCAL_RANK" not in os.environ or not any(sign in str(error) for sign in _LOST_PEER):
+        except Exception as error:
+            if "LOCAL_RANK" not in os.environ:
                 raise
+            if not (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)):
+                traceback.print_exc()
+                _leave(1)
             time.sleep(5)
             print(
                 f"\nfinch: rank {os.environ.get('RANK')} stopped because another rank did; its error stands above",

@@ -38,6 +38,8 @@ class HuggingFaceFolder:
         checkpoint_files: names of the weight files, or torchtune's ``{filename_format, max_filename}``; None: the
             folder's index, or its model.safetensors.
 
+        files_expected: False for a folder that has no weights yet and is to be written from.
+
     The other keys of torchtune's block are taken so that it works unchanged: output_dir (the recipe's own decides),
     model_type (config.json knows), recipe_checkpoint, adapter_checkpoint, safe_serialization,
     should_load_recipe_state, resume_from_checkpoint.
@@ -57,6 +59,7 @@ class HuggingFaceFolder:
         safe_serialization: bool = True,
         should_load_recipe_state: bool = False,
         resume_from_checkpoint: bool = False,
+        files_expected: bool = True,
     ) -> None:
         self.folder = Path(checkpoint_dir)
         if not self.folder.is_dir():
@@ -73,7 +76,7 @@ class HuggingFaceFolder:
         except ValueError as error:
             raise UserError(f"{config_file} is not JSON ({error}); download it again") from error
         self._conversion = conversion_for(self.config, checkpoint_dir)
-        self.files = [self.folder / name for name in self._file_names(checkpoint_files)]
+        self.files = [self.folder / name for name in self._file_names(checkpoint_files)] if files_expected else []
         for file in self.files:
             if not file.is_file():
                 raise UserError(
@@ -102,11 +105,15 @@ class HuggingFaceFolder:
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self._headers():
             # Conversions move elements about, and rename; on the meta device they cost nothing.
-            for converted, tensor in self._conversion.to_tune(
-                {name: torch.empty(shape, device="meta")}, self.config
-            ).items():
-                found[converted] = tuple(tensor.shape)
-        if "output.weight" not in wanted:
+            try:
+                converted = self._conversion.to_tune({name: torch.empty(shape, device="meta")}, self.config)
+            except Exception as error:  # torchtune's converter knows each name and each head of the family, or fails
+                raise UserError(
+                    f"checkpointer.checkpoint_dir={self.folder} holds {name} of shape {list(shape)}, which does not belong to the "
+                    f"{self.config['model_type']} model of its config.json; download the folder again"
+                ) from error
+            found.update({key: tuple(tensor.shape) for key, tensor in converted.items()})
+        if self.config.get("tie_word_embeddings") and "output.weight" not in wanted:
             found.pop("output.weight", None)  # a tied head that some folders store all the same
         for name in sorted(wanted.keys() | found.keys()):
             if wanted.get(name) != found.get(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -118,6 +119,9 @@ class MetricsLog:
         self._since = time.perf_counter()
 
     def close(self) -> None:
+        """Writes out what waits, also after an error: the last steps are what one wants to see then."""
+        with contextlib.suppress(RuntimeError):  # a device that has failed cannot be read
+            self.flush()
         if self._bar is not None:
             self._bar.close()
         if self._file is not None:

@@ -16,6 +16,7 @@ class Option:
     kinds: tuple[type, ...]
     help: str
     minimum: float | None = None
+    nullable: bool = False
 
 
 COMPONENT = (dict,)
@@ -38,7 +39,7 @@ FULL_FINETUNE: dict[str, Option] = {
     "batch_size": Option(1, (int,), "samples a forward pass and rank (the micro-batch)", 1),
     "gradient_accumulation_steps": Option(1, (int,), "micro-batches an optimizer step", 1),
     "shuffle": Option(True, (bool,), "a new seeded permutation each epoch"),
-    "seed": Option(0, (int,), "of the data order and of everything random; null draws one", 0),
+    "seed": Option(0, (int,), "of the data order and of everything random; null draws one", 0, nullable=True),
     "drop_last": Option(False, (bool,), "leave out an epoch's last global batch if it is short"),
     "num_workers": Option(0, (int,), "processes a rank that read and tokenize ahead", 0),
     "check_dataset": Option(

@@ -58,7 +58,8 @@ class Parallel:
             return
         gathered = [torch.empty_like(values) for _ in range(self.world_size)]
         dist.all_gather(gathered, values)
-        if any(not torch.equal(other, gathered[0]) for other in gathered):
+        # Bit patterns, so that a NaN equals itself.
+        if any(not torch.equal(other.view(torch.uint8), gathered[0].view(torch.uint8)) for other in gathered):
             raise RuntimeError(f"{name} differs between ranks: {[other.tolist() for other in gathered]}")
 
     def gather(self, value: Any) -> list[Any]:
@@ -128,7 +129,10 @@ def local_device(name: str | None) -> torch.device:
         raise UserError(
             f"device={name} was asked for, but torch sees no CUDA device here: use device=cpu, or install a CUDA build of torch"
         )
-    index = torch.device(kind).index
+    try:
+        index = torch.device(kind).index
+    except RuntimeError as error:
+        raise UserError(f"device={name} is not a device: use cpu, cuda, cuda:N or auto") from error
     index = int(os.environ.get("LOCAL_RANK", 0)) if index is None else index
     if index >= torch.cuda.device_count():
         raise UserError(

@@ -82,6 +82,9 @@ class FinchLR:
         groups = self._groups()
         if not groups:
             raise ValueError("optimizer holds no param group: FinchLR has no learning rate to set")
+        for name, value in (("ema", ema), ("eta_max", eta_max), ("eps", eps), ("eta_base", eta_base)):
+            if not isinstance(value, (int, float)) and not (name == "eta_base" and value is None):
+                raise ValueError(f"{name}={value!r} must be a number")
         if not 0 <= ema < 1:
             raise ValueError(f"ema={ema} must lie in [0, 1): it is the weight of the past losses, 0.9 in the paper")
         if not eta_max > 0:
@@ -240,6 +243,9 @@ class FinchLR:
         )
 
     def _step_on_host(self, loss: float, targets: float) -> bool:
+        for optimizer in self.optimizers:  # of an earlier step on the device path
+            vars(optimizer).pop("found_inf", None)
+            vars(optimizer).pop("grad_scale", None)
         if targets == 0:
             return False
         if not math.isfinite(loss):

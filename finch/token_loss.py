@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class TokenLoss(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.num_chunks = num_chunks
+        self.offloading: AbstractContextManager = nullcontext()
         # The decoder's forward ends in `unembed` (final norm and output layer). It moves here, next to the loss.
         decoder.unembed = _identity  # type: ignore[assignment]
         self.cross_entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy
@@ -45,7 +47,9 @@ class TokenLoss(nn.Module):
         Returns:
             [batch, seq] cross-entropy in nats, fp32 (fp64 for an fp64 model), 0 where the label is ignored.
         """
-        hidden = self.decoder.norm(self.decoder(tokens, **inputs))
+        with self.offloading:  # the layers' activations alone: logits would be too large to move
+            hidden = self.decoder(tokens, **inputs)
+        hidden = self.decoder.norm(hidden)
         losses = [
             self.cross_entropy(self.decoder.output(hidden_chunk), labels_chunk)
             for hidden_chunk, labels_chunk in zip(

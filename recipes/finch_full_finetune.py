@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 from finch import FinchLR, checkpoint, parallel
 from finch.checks import check_combinations, check_output_folder, check_schedule
 from finch.config import build, component_of, locate, parse, redacted
-from finch.data.loading import Batch, Samples, collator, count_targets, load_dataset, loader
+from finch.data.loading import Batch, Samples, collator, count_targets, load_dataset, loader, to_device
 from finch.data.order import GlobalOrder
 from finch.dataset_loss import dataset_loss
 from finch.errors import UserError
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
+from finch.names import did_you_mean
 from finch.objectives import IGNORE_INDEX, CrossEntropy
 from finch.options import FULL_FINETUNE
 from finch.precision import check_hardware, precision_of
@@ -77,8 +79,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self._precision = precision_of(cfg.dtype)
         self._device = parallel.local_device(cfg.device)
         check_hardware(cfg.dtype, self._device)
-        check_combinations(cfg, self._device)
         self._is_finch = check_schedule(cfg)
+        check_combinations(cfg, self._device)
         self._run = Path(cfg.output_dir)
         self._resume_folder = check_output_folder(cfg)
         self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
@@ -109,6 +111,13 @@ class FinchFullFinetune(FTRecipeInterface):
         with training.set_default_dtype(self._precision.weights), torch.device("meta"):
             decoder = build(cfg.model, "model")
         self._base.check_model(decoder, component_of(cfg.model) or "")
+
+        known = {name for name, _ in decoder.named_modules()} | {"output"}
+        for name in cfg.custom_sharded_layers or []:
+            if name not in known:
+                raise UserError(
+                    f"custom_sharded_layers names {name}, which the model does not have{did_you_mean(name, known)}"
+                )
 
         self._tokenizer = build(cfg.tokenizer, "tokenizer")
         self._setup_data(cfg)
@@ -166,23 +175,20 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _train_step(self, batches: list[Batch]) -> None:
         """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here."""
-        counts = torch.tensor(
-            [[(batch["labels"] != IGNORE_INDEX).sum(), self._objective.count(batch)] for batch in batches],
-            dtype=torch.float64,
-        )
-        targets, divisor = self._parallel.sum(counts.sum(0).to(self._device)).unbind()
+        num_targets = sum((batch["labels"] != IGNORE_INDEX).sum() for batch in batches)
+        num_counted = sum(self._objective.count(batch) for batch in batches)
+        counts = torch.tensor([num_targets, num_counted], dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        targets, divisor = self._parallel.sum(counts.to(self._device, non_blocking=True)).unbind()
         scale = self._parallel.data_parallel_size / divisor.clamp(min=1)  # undoes FSDP2's mean over ranks
         raw = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in batches:
-            batch = self._to_device(batch)
-            with self._activation_offloading:
-                token_loss = self._model(**batch)  # [batch, seq] in nats
+            batch = to_device(batch, self._device)
+            token_loss = self._model(**batch)  # [batch, seq] in nats
             weight = self._objective.weights(token_loss.detach(), batch)
             ((weight * token_loss).sum() * scale).backward()
             raw += token_loss.detach().sum(dtype=torch.float64)
-        loss = self._parallel.sum(raw) / targets.clamp(
-            min=1
-        )  # raw cross-entropy of the whole step, whatever the objective
+        # The raw cross-entropy of the whole step, whatever the objective.
+        loss = self._parallel.sum(raw) / targets.clamp(min=1)
         grad_norm = self._clip_gradients()
         if self._set_learning_rate(loss, targets):
             self._optimizer.step()
@@ -208,10 +214,10 @@ class FinchFullFinetune(FTRecipeInterface):
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         if self._clip_grad_norm is not None:
-            return parallel.full(nn.utils.clip_grad_norm_(parameters, self._clip_grad_norm))
-        return parallel.full(
-            nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        )
+            norm = nn.utils.clip_grad_norm_(parameters, self._clip_grad_norm)
+            return parallel.full(norm).to(self._device, non_blocking=True)  # offloaded gradients live on the CPU
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        return parallel.full(norm).to(self._device, non_blocking=True)
 
     def _report(self, loss: torch.Tensor, targets: torch.Tensor, grad_norm: torch.Tensor) -> None:
         if self._finch is not None:
@@ -248,7 +254,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self._log_metrics.end_epoch()
         loss = self.validate()
         name = f"epoch_{self.epoch}"
-        if loss is not None and (self.best is None or loss < self.best["validation_loss"]):
+        if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best["validation_loss"]):
             self.best = {"epoch": name, "validation_loss": loss}
         self.epoch, self.consumed = self.epoch + 1, 0
         self.save_checkpoint(name)
@@ -289,11 +295,18 @@ class FinchFullFinetune(FTRecipeInterface):
             self._finch.load_state_dict(state["schedule"])
         elif self._scheduler is not None:
             self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["schedule"]})
+            for group, rate in zip(self._optimizer.param_groups, state["schedule"]["_last_lr"], strict=True):
+                group["lr"] = rate
         self._say(f"resumed from step {self.step} of {self._resume_folder}")
 
-    def cleanup(self) -> None:
+    def close_log(self) -> None:
+        """Writes out what the metrics log still holds."""
         if hasattr(self, "_log_metrics"):
             self._log_metrics.close()
+
+    def cleanup(self) -> None:
+        """Ends a run that went well. After an error the process group is left alone: closing NCCL's waits for lost ranks."""
+        self.close_log()
         parallel.stop()
 
     # Building blocks
@@ -318,13 +331,18 @@ class FinchFullFinetune(FTRecipeInterface):
                 f"{cfg.gradient_accumulation_steps} x {self._parallel.data_parallel_size} ranks) is larger than the dataset of {len(self._samples)} "
                 "samples; lower batch_size or gradient_accumulation_steps"
             )
+        packed = any(samples.packed for samples in self._all_samples())
+        if packed and self._device.type == "cpu" and torch.cuda.is_available():
+            raise UserError(
+                "dataset.packed=True with device=cpu: torchtune builds the mask of packed rows on the GPU where there is one; use device=cuda, "
+                "or hide the GPU with CUDA_VISIBLE_DEVICES="
+            )
         self._collate = {
             id(samples): collator(samples, self._tokenizer, locate(cfg.collate_fn, "collate_fn"))
             for samples in self._all_samples()
         }
-        if cfg.check_dataset:
-            for samples in self._all_samples():
-                self._check_samples(samples)
+        counted = [self._check_samples(samples) if cfg.check_dataset else None for samples in self._all_samples()]
+        self._num_targets = counted[0]
         self._say(
             f"{len(self._samples)} samples, {self._order.global_batch} an optimizer step, {self._order.steps_per_epoch} steps an epoch"
         )
@@ -332,7 +350,8 @@ class FinchFullFinetune(FTRecipeInterface):
     def _all_samples(self) -> list[Samples]:
         return [samples for samples in (self._samples, self._validation) if samples is not None]
 
-    def _check_samples(self, samples: Samples) -> None:
+    def _check_samples(self, samples: Samples) -> int:
+        """Target tokens of all samples; tells how many have none."""
         counts = self._parallel.gather(
             count_targets(samples, self._parallel.data_parallel_rank, self._parallel.data_parallel_size)
         )
@@ -353,6 +372,7 @@ class FinchFullFinetune(FTRecipeInterface):
                 logging.WARNING,
             )
         self._say(f"{samples.key}: {targets:,} target tokens, longest sample {longest} tokens")
+        return targets
 
     def _setup_model(self, cfg: DictConfig, decoder: modules.TransformerDecoder, *, load_base: bool) -> TokenLoss:
         """Wraps, shards and materializes the decoder; loads the pretrained weights unless a checkpoint's will follow."""
@@ -388,7 +408,7 @@ class FinchFullFinetune(FTRecipeInterface):
             for name, tensor in self._base.weights():
                 if name in stored:
                     parallel.copy_whole(stored[name], tensor)
-        self._activation_offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
+        model.offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
         size = sum(parameter.numel() for parameter in model.parameters())
         self._say(f"model of {size:,} parameters ready in {time.perf_counter() - began:.1f} s")
         return model
@@ -459,7 +479,7 @@ class FinchFullFinetune(FTRecipeInterface):
             self._collate[id(samples)],
             self._parallel,
             batch_size=self._cfg.batch_size,
-            to_device=self._to_device,
+            to_device=partial(to_device, device=self._device),
             num_workers=self._num_workers(samples),
             title=title,
         )
@@ -478,7 +498,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _num_workers(self, samples: Samples) -> int:
         # torchtune builds the block mask of packed rows on the GPU while it collates, which a forked worker cannot.
-        return 0 if samples.packed and self._device.type == "cuda" else self._cfg.num_workers
+        return 0 if samples.packed and torch.cuda.is_available() else self._cfg.num_workers
 
     def _setup_profiler(self, cfg: DictConfig) -> Any:
         if cfg.profiler is None or not cfg.profiler.get("enabled", False):
@@ -493,10 +513,14 @@ class FinchFullFinetune(FTRecipeInterface):
             "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,
             "optimizer._component_": component_of(cfg.optimizer),
             "lr_scheduler._component_": component_of(cfg.lr_scheduler),
+            "dtype": cfg.dtype,
             "number of samples": len(self._samples),
+            "number of target tokens": self._num_targets,
             "seed": self.seed,
             "shuffle": cfg.shuffle,
             "global batch": self._order.global_batch,
+            "drop_last": cfg.drop_last,
+            "max_steps_per_epoch": cfg.max_steps_per_epoch,
         }
 
     def _start_output_folder(self, cfg: DictConfig) -> None:
@@ -518,10 +542,6 @@ class FinchFullFinetune(FTRecipeInterface):
                 f"output_dir={self._run} cannot be written ({error.strerror}); give another folder"
             ) from error
 
-    def _to_device(self, batch: Batch) -> Batch:
-        utils.batch_to_device(batch, self._device)
-        return batch
-
     def _say(self, message: str, level: int = logging.INFO) -> None:
         utils.log_rank_zero(log, message, level)
 
@@ -537,15 +557,18 @@ def _point(link: Path, target: str) -> None:
 @parse(FULL_FINETUNE)
 def recipe_main(cfg: DictConfig) -> None:
     """Parameters are read from the config, then overridden from the command line."""
-    log.setLevel(cfg.log_level)
     recipe = FinchFullFinetune(cfg)
-    recipe.setup(cfg)
+    log.setLevel(str(cfg.log_level).upper())
     try:
+        recipe.setup(cfg)
         recipe.train()
     except FloatingPointError as error:
+        recipe.close_log()
         raise UserError(str(error)) from error
-    finally:
-        recipe.cleanup()
+    except BaseException:
+        recipe.close_log()
+        raise
+    recipe.cleanup()
 
 
 if __name__ == "__main__":

@@ -60,6 +60,31 @@ def test_a_rate_that_is_a_tensor_stays_the_schedules(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(("before", "after"), [("float", "tensor"), ("tensor", "float")])
+def test_hyperparameters_are_the_configs_not_the_checkpoints(tmp_path, before, after):
+    def optimizer_of(kind, seed, steps, weight_decay):
+        rate = torch.tensor(1e-2) if kind == "tensor" else 1e-2
+        return trained(seed, steps, lr=rate, weight_decay=weight_decay, fused=kind == "tensor")
+
+    model, optimizer = optimizer_of(before, 0, 2, 0.1)
+    save_checkpoint(tmp_path, 2, model, optimizer, {}, ALONE)
+    other, other_optimizer = optimizer_of(after, 1, 0, 0.5)
+    load_tensors(latest_checkpoint(tmp_path), other, other_optimizer, ALONE)
+    (group,) = other_optimizer.param_groups
+    assert isinstance(group["lr"], torch.Tensor) == (after == "tensor")
+    assert group["weight_decay"] == 0.5
+    assert float(other_optimizer.state[next(other.parameters())]["step"]) == 2
+
+
+def test_a_checkpoint_with_a_missing_file_is_named(tmp_path):
+    model, optimizer = trained(0, 1)
+    folder = save_checkpoint(tmp_path, 1, model, optimizer, {}, ALONE)
+    for file in folder.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tensors(folder, model, optimizer, ALONE)
+
+
 def test_the_last_one_is_kept_and_a_torn_one_does_not_count(tmp_path):
     model, optimizer = trained(0, 1)
     for step in (1, 2, 10):

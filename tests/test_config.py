@@ -95,15 +95,15 @@ def test_the_configs_of_finch_pass(name):
 def test_secrets_are_starred():
     cfg = OmegaConf.create(
         {
-            "token": "s3a",
-            "dataset": {"hf_token": "s3b", "api_key": "s3c", "path": "at:${token}@x"},
-            "rows": [{"password": "s3d"}],
+            "token": "s3cret-a",
+            "dataset": {"hf_token": "s3cret-b", "api_key": "s3cret-c", "path": "at:${token}@x"},
+            "rows": [{"password": "s3cret-d"}],
             "tokenizer": "e",
             "max_tokens": "f",
         }
     )
     shown = OmegaConf.to_yaml(redacted(cfg))
-    assert "s3" not in shown
+    assert "s3cret" not in shown
     assert "path: at:***@x" in shown
     assert "tokenizer: e" in shown
     assert "max_tokens: f" in shown

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import llama_args
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchtune.models.llama2 import llama2
 from transformers import AutoModelForCausalLM
 
@@ -81,6 +81,22 @@ def test_pickled_weights_are_read_as_weights_only(base_folder, tmp_path):
     folder.check_shapes(llama2(**llama_args()))
     one, other = dict(folder.weights()), dict(HuggingFaceFolder(str(base_folder)).weights())
     assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_a_tied_builder_does_not_swallow_an_untied_head(base_folder):
+    from torchtune.models.llama3_2 import llama3_2
+
+    with pytest.raises(UserError, match=r"output\.weight has shape \[64, 32\], the model has no such weight"):
+        HuggingFaceFolder(str(base_folder)).check_shapes(llama3_2(**llama_args(), tie_word_embeddings=True))
+
+
+def test_weights_that_do_not_belong_to_the_config(base_folder, tmp_path):
+    weights = load_file(base_folder / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((base_folder / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"holds model\.layers\.0\.self_attn\.q_proj\.bias of shape"):
+        HuggingFaceFolder(str(tmp_path)).check_shapes(llama2(**llama_args()))
 
 
 def test_a_family_that_is_not_known(base_folder, tmp_path):

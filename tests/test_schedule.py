@@ -174,6 +174,18 @@ def test_skip_on_the_device_path_remembers_a_row_that_has_ended():
         schedule.check()
 
 
+def test_a_float_loss_after_a_broken_tensor_loss_takes_its_step():
+    optimizer = fused_with_tensor(1e-3)
+    schedule = FinchLR(optimizer, eta_max=1.0, init=2.0, on_nonfinite="skip")
+    parameter = optimizer.param_groups[0]["params"][0]
+    before = parameter.detach().clone()
+    schedule.step(torch.tensor(math.nan))
+    parameter.grad = torch.ones_like(parameter)
+    assert schedule.step(1.0) is True
+    optimizer.step()
+    assert not torch.equal(parameter, before)
+
+
 @pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
 def test_a_batch_without_targets_leaves_everything_alone_and_is_no_error(make):
     optimizer = make(1e-3)
@@ -243,6 +255,7 @@ def test_on_cuda_nothing_synchronises():
         ({"eps": -1e-8}, "eps=-1e-08"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
         ({"max_nonfinite": 0}, "max_nonfinite=0"),
+        ({"eta_max": "5e-5"}, "eta_max='5e-5' must be a number"),
     ],
 )
 def test_wrong_arguments_are_named_with_their_value(arguments, named):

@@ -136,6 +136,14 @@ def loader(
     )
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A copy on ``device``, queued behind what runs there; the batch itself stays where it is."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value.to(device)
+        for name, value in batch.items()
+    }
+
+
 def count_targets(samples: Samples, rank: int, ranks: int) -> tuple[int, int, int]:
     """Reads this rank's share of the rows once, before any weight is loaded.
 
@@ -200,7 +208,7 @@ def _check_json_lines(node: Any, key: str) -> None:
         with file.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    json.loads(line or "null")
+                    json.loads(line.strip() or "null")
                 except ValueError as error:
                     raise UserError(
                         f"{key}: row {number} of {file} is not JSON ({error}); mend or remove that row"

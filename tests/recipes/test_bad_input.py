@@ -166,6 +166,77 @@ def test_prompts_longer_than_max_seq_len(refused, tmp_path, base_folder, rows_fi
     assert 0 < counted < 41
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("epochs=null", "epochs=null is not a value"),
+        ("collate_fn=null", "collate_fn=null is not a value"),
+        ("log_level=FOO", "log_level=FOO is not known"),
+        ("cudnn_deterministic_mode=foo", "cudnn_deterministic_mode=foo must be default"),
+        (
+            "custom_sharded_layers=[tok_embedding]",
+            "names tok_embedding, which the model does not have, did you mean tok_embeddings?",
+        ),
+        ("ac_mode=selective", "ac_option=None must be op, or a number"),
+        ("optimizer.betas=[0.9,7]", "optimizer: Invalid beta parameter at index 1"),
+        ("optimizer.lr=abc", "optimizer.lr=abc must be a number above 0"),
+        ("lr_scheduler.eta_max=abc", "lr_scheduler: eta_max='abc' must be a number"),
+        ("loss.label_smoothing=0.5", "loss.label_smoothing=0.5 would change plain cross-entropy"),
+        ("export_dtype=bf16_mixed", "export_dtype=bf16_mixed must be fp32"),
+        ("hf_token=hf_do_not_tell", "unknown key hf_token=***"),
+    ],
+)
+def test_values_that_cannot_be(refused, override, told):
+    sentence = refused(override)
+    assert told in sentence
+    assert "do_not_tell" not in sentence
+
+
+def test_a_scheduler_with_wrong_arguments(refused):
+    cosine = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"}
+    assert "lr_scheduler" in refused(lr_scheduler=cosine)
+
+
+def test_a_broken_row_in_a_worker_process_is_one_sentence(tmp_path, base_folder, rows_file):
+    config = make_config(
+        base_folder, rows_file, tmp_path / "run", check_dataset=False, num_workers=1, lr_scheduler=None
+    )
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": "a", "answer": "x"}) + "\n" for _ in range(8)))
+    (tmp_path / "breaking.py").write_text(
+        "from torchtune.datasets import instruct_dataset\n"
+        "class Breaking:\n"
+        "    def __init__(self, inner): self.inner = inner\n"
+        "    def __len__(self): return len(self.inner)\n"
+        "    def __getitem__(self, index):\n"
+        "        if index == 5: raise KeyError('messages')\n"
+        "        return self.inner[index]\n"
+        "def dataset(tokenizer, **kwargs): return Breaking(instruct_dataset(tokenizer, **kwargs))\n"
+    )
+    config["dataset"].update(_component_="breaking.dataset", data_files=str(file))
+    done = tune_run(tmp_path, config)
+    assert done.error().startswith(f"finch: error: dataset: row 6 of {file} cannot be used (KeyError: 'messages')")
+    assert "Traceback" not in done.output
+
+
+def test_after_an_error_the_process_group_is_not_waited_for(tmp_path, base_folder, rows_file, monkeypatch):
+    """NCCL's end waits for ranks that may be gone: only a run that went well takes the group down."""
+    stopped = []
+    monkeypatch.setattr("finch.parallel.stop", lambda: stopped.append(True))
+    config = make_config(base_folder, rows_file, tmp_path / "run", clip_grad_norm=None, log_every_n_steps=50)
+    config["optimizer"]["lr"] = 1e30
+    config["lr_scheduler"] = {"_component_": "finch.FinchLR", "eta_max": 1e30, "init": "first_batch"}
+    failed = run_here(tmp_path, config)
+    assert failed.returncode == 1
+    assert stopped == []
+    assert len(failed.metrics()) >= 1  # the steps before the error are written, though fewer than fifty
+    assert (
+        run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "good", max_steps_per_epoch=1)).returncode
+        == 0
+    )
+    assert stopped == [True]
+
+
 def test_overrides_that_are_not_key_value(refused):
     assert "key=value" in refused("epochs")
     assert "Could not find key nothing" in refused("~nothing")
@@ -191,8 +262,13 @@ def test_the_folders_of_other_runs(tmp_path, base_folder, rows_file):
     assert "already holds a run; set resume_from_checkpoint=True" in run_here(tmp_path, config).error()
     told = run_here(tmp_path, {**config, "batch_size": 3}, "resume_from_checkpoint=True").error()
     assert "belongs to a run with global batch=4, this config says 3" in told
+    for override, key in (("dtype=bf16", "dtype"), ("tokenizer.max_seq_len=9", "number of target tokens")):
+        assert (
+            f"belongs to a run with {key}="
+            in run_here(tmp_path, config, "resume_from_checkpoint=True", override).error()
+        )
     told = run_here(
-        tmp_path, {**config, "model": {**config["model"], "norm_eps": 1e-6}}, "resume_from_checkpoint=True"
+        tmp_path, {**config, "model": {**config["model"], "max_seq_len": 32}}, "resume_from_checkpoint=True"
     ).error()
     assert "belongs to a run with model=" in told
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == written

@@ -1,0 +1,121 @@
+"""The base model: a tiny Llama that learns the old world from random weights with finch's own recipe; cached for the next time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+from torchtune.models.llama2 import llama2
+
+from finch.errors import UserError
+from finch.huggingface import HuggingFaceFolder
+from finch.names import find_config
+from finch.quickstart.launch import tune_run
+from finch.quickstart.world import World, new_world, old_world
+
+VOCAB_SIZE = 1024
+FREE_BYTES_NEEDED = 500 * 10**6
+
+# config.json of the base model; configs/quickstart/*.yaml build the same.
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+def prepare(folder: Path) -> Path:
+    """Writes both worlds' rows, trains the tokenizer and the base model, or finds them from an earlier time.
+
+    Returns:
+        the base model's Hugging Face folder.
+
+    Raises:
+        UserError: no room or no right to write.
+    """
+    data, cache = folder / "data", folder / f"base_{_recipe_of_the_base()}"
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written ({error.strerror}); give another folder") from error
+    free = shutil.disk_usage(folder).free
+    if free < FREE_BYTES_NEEDED:
+        raise UserError(
+            f"--out {folder} has {free / 1e6:.0f} MB free, the quickstart needs {FREE_BYTES_NEEDED / 1e6:.0f}; make room or give another folder"
+        )
+    old, new = old_world(), new_world()
+    old.write(data / "old.jsonl")
+    # Each new fact in one phrasing, four times: an epoch is then 25 steps of 32, and its end a point of the figure.
+    World(new.first_phrasings * 4).write(data / "new.jsonl")
+    if (cache / "ready").exists():
+        print(f"base model: found in {cache}", flush=True)
+        return cache / "model"
+    shutil.rmtree(cache, ignore_errors=True)
+    start = cache / "random"
+    start.mkdir(parents=True)
+    text = data / "text.txt"
+    text.write_text("\n".join([*old.text(), *new.text()]), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(start / "tokenizer"), vocab_size=VOCAB_SIZE, model_type="bpe", minloglevel=2
+    )
+    _write_random_model(start)
+    print("base model: a Llama of 0.9 M parameters learns 600 facts of the old world", flush=True)
+    tune_run("quickstart/base", cache / "run", f"start={start}", f"rows={data / 'old.jsonl'}")
+    last = max((cache / "run").glob("epoch_*"), key=lambda path: int(path.name.removeprefix("epoch_")))
+    last.rename(cache / "model")
+    shutil.rmtree(cache / "run")
+    shutil.rmtree(start)
+    (cache / "ready").touch()
+    return cache / "model"
+
+
+def _write_random_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    decoder = llama2(
+        vocab_size=VOCAB_SIZE,
+        num_layers=CONFIG["num_hidden_layers"],
+        num_heads=CONFIG["num_attention_heads"],
+        num_kv_heads=CONFIG["num_key_value_heads"],
+        embed_dim=CONFIG["hidden_size"],
+        max_seq_len=CONFIG["max_position_embeddings"],
+        intermediate_dim=CONFIG["intermediate_size"],
+        norm_eps=CONFIG["rms_norm_eps"],
+    )
+    for name, parameter in decoder.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2), encoding="utf-8")
+    finished = folder.with_name("finished")
+    HuggingFaceFolder(str(folder), files_expected=False).write(decoder.state_dict().items(), finished, is_writer=True)
+    shutil.rmtree(folder)
+    finished.rename(folder)
+
+
+def _recipe_of_the_base() -> str:
+    """A fingerprint of all that the base model depends on, so that a changed world or config is not answered from the cache."""
+    parts = [
+        json.dumps(CONFIG),
+        find_config("quickstart/base").read_text(encoding="utf-8"),
+        *old_world().text(),
+        *new_world().text(),
+    ]
+    return hashlib.sha256("\n".join([sys.version.split()[0][:4], torch.__version__, *parts]).encode()).hexdigest()[:12]

@@ -1,0 +1,66 @@
+"""What a checkpoint of the quickstart knows of a world: exact-match accuracy and mean loss of the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torchtune.data import InputOutputToMessages, padded_collate_sft
+from torchtune.datasets._sft import SFTTransform
+from torchtune.models.llama2 import llama2, llama2_tokenizer
+
+from finch.huggingface import HuggingFaceFolder
+from finch.objectives import IGNORE_INDEX
+from finch.quickstart.world import World
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """``accuracy``: share of facts whose whole answer greedy decoding gives, in [0, 1]; ``loss``: nats a target token."""
+
+    accuracy: float
+    loss: float
+
+
+def tokenized(world: World, folder: Path) -> dict[str, torch.Tensor]:
+    """Each fact once, as one padded batch: ``tokens`` and shifted ``labels``, [facts, seq]."""
+    tokenizer = llama2_tokenizer(str(folder / "tokenizer.model"), prompt_template=None)
+    transform = SFTTransform(InputOutputToMessages(column_map={"input": "question", "output": "answer"}), tokenizer)
+    batch = padded_collate_sft(
+        [transform(row) for row in world.first_phrasings], padding_idx=tokenizer.pad_id, ignore_idx=IGNORE_INDEX
+    )
+    labels = torch.roll(batch["labels"], -1, dims=1)
+    labels[:, -1] = IGNORE_INDEX
+    return {"tokens": batch["tokens"], "labels": labels}
+
+
+@torch.no_grad()
+def knowledge(folder: Path, batches: dict[str, dict[str, torch.Tensor]]) -> dict[str, Knowledge]:
+    """
+    Args:
+        folder: a Hugging Face folder of the quickstart's model.
+        batches: a name for each world, and its ``tokenized`` facts.
+    """
+    base = HuggingFaceFolder(str(folder))
+    config = base.config
+    model = llama2(
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        embed_dim=config["hidden_size"],
+        max_seq_len=config["max_position_embeddings"],
+        intermediate_dim=config["intermediate_size"],
+        norm_eps=config["rms_norm_eps"],
+    ).eval()
+    model.load_state_dict(dict(base.weights()))
+    found = {}
+    for name, batch in batches.items():
+        logits, labels = model(batch["tokens"]), batch["labels"]
+        # Where each token of the answer is the most likely one given those before it, greedy decoding gives the answer.
+        right = (logits.argmax(-1) == labels) | (labels == IGNORE_INDEX)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        found[name] = Knowledge(float(right.all(dim=1).float().mean()), float(loss))
+    return found

@@ -1,0 +1,47 @@
+"""The paper's Figure 1 in small: learning rate, and accuracy on the new and the old task, over steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from finch.quickstart.evaluate import Knowledge
+
+COLOURS = {"SFT": "#b5533c", "FINCH": "#2c6e8f"}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A run: ``learning_rates[i]`` of step i + 1; ``known``: step to what was known of "old" and "new" then."""
+
+    learning_rates: list[float]
+    known: dict[int, dict[str, Knowledge]]
+
+
+def draw(runs: dict[str, Curves], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (rates, accuracy) = plt.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
+    for name, run in runs.items():
+        colour = COLOURS[name]
+        rates.plot(range(1, len(run.learning_rates) + 1), run.learning_rates, color=colour, label=name)
+        steps = sorted(run.known)
+        for world, style, marker in (("new", "-", "o"), ("old", "--", "s")):
+            values = [100 * run.known[step][world].accuracy for step in steps]
+            accuracy.plot(
+                steps, values, style, marker=marker, markersize=3.5, color=colour, label=f"{name}, {world} task"
+            )
+    rates.set(xlabel="step", ylabel="learning rate", title="Learning rate")
+    rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    rates.set_ylim(bottom=0)
+    rates.legend(frameon=False)
+    accuracy.set(xlabel="step", ylabel="exact match, %", title="What is learned, what is kept", ylim=(-3, 103))
+    accuracy.legend(frameon=False, fontsize=8, loc="center right")
+    for axes in (rates, accuracy):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+    figure.savefig(file, dpi=160)
+    plt.close(figure)
