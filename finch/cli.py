@@ -89,3 +89,7 @@ def copy_config(chosen: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"{chosen.file} cannot be written ({error.strerror}); give another place") from error
     print(f"copied to {chosen.file}; start it with: tune run finch_full_finetune --config {chosen.file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -24,7 +24,7 @@ def draw(runs: dict[str, Curves], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (rates, accuracy) = plt.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
+    figure, (rates, accuracy) = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
     for name, run in runs.items():
         colour = COLOURS[name]
         rates.plot(range(1, len(run.learning_rates) + 1), run.learning_rates, color=colour, label=name)
@@ -39,7 +39,9 @@ def draw(runs: dict[str, Curves], file: Path) -> None:
     rates.set_ylim(bottom=0)
     rates.legend(frameon=False)
     accuracy.set(xlabel="step", ylabel="exact match, %", title="What is learned, what is kept", ylim=(-3, 103))
-    accuracy.legend(frameon=False, fontsize=8, loc="center right")
+    accuracy.legend(
+        frameon=False, loc="upper left", bbox_to_anchor=(1.0, 0.8)
+    )  # beside the curves, which fill the panel
     for axes in (rates, accuracy):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)

@@ -1,0 +1,87 @@
+"""The quickstart end to end, with fewer epochs; its parts against plain torch."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, environment
+from transformers import AutoModelForCausalLM
+
+from finch.errors import UserError
+from finch.quickstart import base, launch
+from finch.quickstart.evaluate import knowledge, tokenized
+from finch.quickstart.world import new_world, old_world
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """`python -m finch.quickstart` in a process of its own, two epochs in place of the configs' many."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    short = folder / "short.py"
+    short.write_text(
+        "from finch.quickstart import launch\n"
+        "whole = launch.tune_run\n"
+        "launch.tune_run = lambda *arguments: whole(*arguments, 'epochs=2')\n"
+        "import runpy, sys\n"
+        f"sys.argv = ['quickstart', '--out', {str(folder / 'out')!r}]\n"
+        "runpy.run_module('finch.quickstart', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(short)], capture_output=True, text=True, timeout=300, check=False, env=environment()
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folder / "out", done.stdout
+
+
+def test_prints_the_numbers_of_this_run(out):
+    folder, printed = out
+    batches = {"old": tokenized(old_world(), folder / "sft" / "epoch_1")}
+    for name in ("SFT", "FINCH"):
+        known = knowledge(folder / name.lower() / "epoch_1", batches)["old"]
+        (line,) = [line for line in printed.splitlines() if line.startswith(name) and "%" in line]
+        assert f"{known.loss:.3f}" in line
+        assert f"{known.accuracy:.1%}" in line
+    assert str(folder / "figure.png") in printed
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_base_model_is_cached_and_loads_in_transformers(out, capsys, monkeypatch):
+    folder, _ = out
+    monkeypatch.setattr(base, "tune_run", lambda *_: pytest.fail("trained again"))
+    model = base.prepare(folder)
+    assert "found in" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(model).num_parameters() == pytest.approx(1.05e6, rel=0.05)
+
+
+def test_accuracy_is_that_of_greedy_decoding(out):
+    """Generates with transformers, token by token, and compares whole answers."""
+    folder, _ = out
+    tuned = folder / "finch" / "epoch_1"
+    batch = tokenized(new_world(), tuned)
+    part = {name: tensor[:24] for name, tensor in batch.items()}
+    model = AutoModelForCausalLM.from_pretrained(tuned).eval()
+    right = 0
+    for tokens, labels in zip(part["tokens"], part["labels"], strict=True):
+        targets = labels[labels != -100]
+        start = int((labels != -100).nonzero()[0]) + 1
+        made = model.generate(tokens[None, :start], max_new_tokens=len(targets), do_sample=False, pad_token_id=0)
+        right += torch.equal(made[0, start:], targets)
+    assert knowledge(tuned, {"new": part})["new"].accuracy == pytest.approx(right / 24)
+
+
+def test_no_room_and_no_right_to_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "FREE_BYTES_NEEDED", 10**18)
+    with pytest.raises(UserError, match="MB free, the quickstart needs"):
+        base.prepare(tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        base.prepare(tmp_path / "file" / "out")
+
+
+def test_a_failed_run_tells_where_its_output_is(tmp_path):
+    with pytest.raises(UserError, match=r"run\.log ends with: .*finch: error: --config nothing"):
+        launch.tune_run("nothing", tmp_path / "run")
+    assert ROOT.is_dir()
