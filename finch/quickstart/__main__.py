@@ -6,11 +6,12 @@ python -m finch.quickstart [--out out/quickstart]
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from pathlib import Path
 
-from finch.errors import exit_with_a_sentence
+from finch.errors import UserError, exit_with_a_sentence
 
 RUNS = {"SFT": "quickstart/sft", "FINCH": "quickstart/finch"}
 
@@ -22,6 +23,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("out/quickstart"), help="where everything is written")
     out = parser.parse_args().out.resolve()
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("the figure needs matplotlib, which is not installed: pip install 'finch-finetune[report]'")
 
     from finch.quickstart.base import prepare
     from finch.quickstart.evaluate import knowledge, tokenized
