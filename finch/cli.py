@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
     actions.add_parser("list", help="names, with a line each (the default)")
     show = actions.add_parser("show", help="print a config with its references resolved and the defaults filled in")
     show.add_argument("name")
-    show.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`, ~key included")
     copy = actions.add_parser("cp", help="copy a config to a file of your own")
     copy.add_argument("name")
     copy.add_argument("file", type=Path)
@@ -63,7 +63,16 @@ def show_config(chosen: argparse.Namespace) -> None:
 
     try:
         cfg = DictConfig(OmegaConf.load(find_config(chosen.name)))
-        cfg.merge_with_dotlist(chosen.overrides)
+        if chosen.overrides:  # torchtune's own reading of key=value and ~key; imported only when it is needed
+            from torchtune.config._utils import _merge_yaml_and_cli_args
+
+            from finch.config import drop_null_blocks
+
+            in_file = {
+                str(key): value for key, value in DictConfig(OmegaConf.to_container(cfg)).items_ex(resolve=False)
+            }
+            cfg = _merge_yaml_and_cli_args(argparse.Namespace(**in_file), chosen.overrides)
+            drop_null_blocks(cfg)
         for key, option in FULL_FINETUNE.items():
             if option.default is not REQUIRED and key not in cfg:
                 cfg[key] = option.default

@@ -82,10 +82,7 @@ def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[s
     Raises:
         UserError: names key, value and remedy.
     """
-    for key in list(cfg):
-        # `lr_scheduler=null` on the command line reaches a block as `lr_scheduler._component_=null`.
-        if isinstance(cfg[key], DictConfig) and "_component_" in cfg[key] and cfg[key]["_component_"] is None:
-            cfg[key] = None
+    drop_null_blocks(cfg)
     referred = _referred(cfg) | set(own_keys)
     for key in map(str, cfg):
         if key not in options and key not in referred:
@@ -110,6 +107,13 @@ def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[s
     for where, node in _components(cfg):
         _check_component(where, node)
     return cfg
+
+
+def drop_null_blocks(cfg: DictConfig) -> None:
+    """Makes a block without a component null: `lr_scheduler=null` reaches it as `lr_scheduler._component_=null`."""
+    for key in list(cfg):
+        if isinstance(cfg._get_node(key), DictConfig) and "_component_" in cfg[key] and cfg[key]["_component_"] is None:
+            cfg[key] = None
 
 
 def redacted(cfg: DictConfig) -> DictConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import shutil
 import sys
@@ -81,9 +82,10 @@ def _devices() -> list[str]:
         if shutil.which("nvidia-smi") is not None:
             build = f"a build for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
             problems.append(
-                f"there is an NVIDIA driver, but torch ({build}) sees no GPU: pip install uv && uv pip install --torch-backend=auto --reinstall torch"
+                f"there is an NVIDIA driver, but torch ({build}) sees no GPU: pip install uv && uv pip install --torch-backend=auto --reinstall 'torch>=2.11'"
             )
     print(f"backends     {', '.join(backends) or 'none'}")
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it misses C++ extensions that nothing here uses
     try:
         import torchtune  # noqa: F401
     except Exception as error:

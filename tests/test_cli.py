@@ -41,6 +41,17 @@ def test_show_resolves_references_and_fills_in_defaults(capsys):
     assert code == 0
     assert shown["tokenizer"]["path"] == "/models/x/tokenizer.json"
     assert (shown["epochs"], shown["drop_last"]) == (2, False)
+    code, out, _ = finch(
+        capsys,
+        "configs",
+        "show",
+        "qwen3/4B_finch",
+        "model=finch.models.qwen3.qwen3_4b_base",
+        "lr_scheduler=null",
+        "~seed",
+    )
+    assert yaml.safe_load(out)["model"] == {"_component_": "finch.models.qwen3.qwen3_4b_base"}
+    assert (yaml.safe_load(out)["lr_scheduler"], yaml.safe_load(out)["seed"]) == (None, 0)
     code, out, _ = finch(capsys, "configs", "show", "stories260k/tofu_finch")
     assert yaml.safe_load(out)["checkpointer"]["checkpoint_dir"] == "<data_root>/stories260k"
 

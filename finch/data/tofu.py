@@ -75,6 +75,8 @@ def tofu_dataset(
         raise UserError(
             f"dataset.validation_fraction={validation_fraction} must lie in (0, 1); the paper holds out 0.1"
         )
+    if source == "json" and data_files is None:
+        raise UserError("dataset.source=json needs data_files, the JSON Lines to read; set it")
     if data_files is not None:
         rows = datasets.load_dataset("json", data_files=data_files, split=split)
     else:

@@ -44,10 +44,16 @@ def check_agreement(decoder: TransformerDecoder, component: str, config: dict[st
             f"model._component_={component} builds a {family} model, but checkpointer.checkpoint_dir={folder} holds a {config['model_type']} "
             f"model ({', '.join(config.get('architectures') or [])}); give a builder of {' or '.join(expected)}"
         )
+    kind = _rope_settings(config)["rope_type"]
+    if kind not in ("default", "llama3"):
+        raise UserError(
+            f"config.json of checkpointer.checkpoint_dir={folder} asks for rope scaling {kind!r}, which torchtune's models do not have; "
+            "give a checkpoint without it, or remove it for sequences within the original context"
+        )
     for name, built, stored in _settings(decoder, config):
         if stored is not None and built != stored:
             raise UserError(
-                f"model._component_={component} has {name} {built:g}, config.json of checkpointer.checkpoint_dir={folder} says {stored:g}; "
+                f"model._component_={component} has {name} {_shown(built)}, config.json of checkpointer.checkpoint_dir={folder} says {_shown(stored)}; "
                 "give the builder and the settings of this checkpoint"
             )
 
@@ -61,14 +67,26 @@ def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[t
     yield "head dimension", attention.head_dim, config.get("head_dim")
     yield "norm epsilon", decoder.norm.eps, config.get("rms_norm_eps")
     rope = attention.pos_embeddings
-    # transformers 5 keeps all of the rotary embedding under one key; older files have two.
-    settings = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta"),
-        **(config.get("rope_scaling") or {}),
-    }
+    settings = _rope_settings(config)
     yield "rope base", rope.base, settings.get("rope_theta")
-    kind = settings.get("rope_type", settings.get("type", "default"))
+    kind = settings["rope_type"]
     yield "Llama 3.1's rope scaling (1: on)", float(isinstance(rope, Llama3ScaledRoPE)), float(kind == "llama3")
     if kind == "llama3":
         for theirs, ours in _SCALING.items():
             yield f"rope scaling {theirs}", getattr(rope, ours), settings.get(theirs)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding's settings; transformers 5 keeps them under one key, older files under two."""
+    settings = config.get("rope_parameters") or {
+        "rope_theta": config.get("rope_theta"),
+        **(config.get("rope_scaling") or {}),
+    }
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    # Old Llama folders are silent about the base, which then is transformers' default.
+    base = settings.get("rope_theta") or (10000.0 if config.get("model_type") in ("llama", "mistral") else None)
+    return {**settings, "rope_type": kind, "rope_theta": base}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from torchtune.data import Message
@@ -15,6 +20,9 @@ from torchtune.modules.transforms import Transform
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
 from finch.errors import UserError
+
+THINKING = ("<think>", "</think>")
+EMPTY_THINKING = "<think>\n\n</think>\n\n"
 
 
 class ChatTokenizer(ModelTokenizer, Transform):
@@ -27,6 +35,8 @@ class ChatTokenizer(ModelTokenizer, Transform):
     Args:
         tokenizer_json: the folder's tokenizer.json.
         chat_template: Jinja source; rendered in a sandbox, as transformers does.
+        assistant_header: what begins an assistant turn, and ends a generation prompt.
+        turn_start: the token that begins a turn.
         end_of_turn: the token that closes a turn.
         pad_token: the token that pads.
         max_seq_len: tokens after which a conversation is cut off; None: never.
@@ -41,6 +51,8 @@ class ChatTokenizer(ModelTokenizer, Transform):
         tokenizer_json: Path,
         chat_template: str,
         *,
+        assistant_header: str,
+        turn_start: str,
         end_of_turn: str,
         pad_token: str,
         max_seq_len: int | None = None,
@@ -56,12 +68,20 @@ class ChatTokenizer(ModelTokenizer, Transform):
         self.special_tokens = {
             token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()
         }
+        for token in (turn_start, *(token for token in THINKING if token in chat_template)):
+            self._special(token)
         self.eos_id, self.pad_id = self._special(end_of_turn), self._special(pad_token)
         self.stop_tokens = [self.eos_id]
         self.max_seq_len = max_seq_len
         self.prompt_template = None
-        self._end_of_turn, self._thinking = end_of_turn, thinking
-        self._template = _environment().from_string(chat_template)
+        self._assistant_header, self._turn_start, self._end_of_turn = assistant_header, turn_start, end_of_turn
+        self._thinking = thinking
+        try:
+            self._template = _environment().from_string(chat_template)
+        except TemplateError as error:
+            raise UserError(
+                f"tokenizer: the chat template of {tokenizer_json.parent} cannot be read ({error}); mend it"
+            ) from error
 
     @property
     def vocab_size(self) -> int:
@@ -83,18 +103,29 @@ class ChatTokenizer(ModelTokenizer, Transform):
         Args:
             messages: torchtune's, text only.
             add_end_tokens: False ends in the header of the next assistant turn, for generation.
+
+        Raises:
+            UserError: the template refuses the conversation, or leaves a turn out.
         """
-        turns = [{"role": message.role, "content": message.text_content} for message in messages]
+        # torchtune calls a tool's answer "ipython", chat templates "tool".
+        turns = [
+            {"role": "tool" if message.role == "ipython" else message.role, "content": message.text_content}
+            for message in messages
+        ]
         text = self._render(turns, generation=not add_end_tokens)
+        for turn in turns:
+            if turn["content"].strip() not in text:
+                raise UserError(
+                    f"tokenizer: the chat template of {self._path.parent} leaves out the text of a {turn['role']} turn; finch would train "
+                    "on a conversation without it: give rows, or a template, without such turns"
+                )
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         if any(not message.masked and message.role != "assistant" for message in messages):
             mask = [False] * len(encoding.ids)
         else:
-            spans = [
-                self._written(turns, place, text)
-                for place, message in enumerate(messages)
-                if message.role == "assistant" and not message.masked
-            ]
+            answers = [message for message in messages if message.role == "assistant"]
+            written = self._written(text, len(answers), add_end_tokens)
+            spans = [span for message, span in zip(answers, written, strict=True) if not message.masked]
             mask = [not any(start <= begin and end <= stop for start, stop in spans) for begin, end in encoding.offsets]
         return encoding.ids[: self.max_seq_len], mask[: self.max_seq_len]
 
@@ -103,37 +134,40 @@ class ChatTokenizer(ModelTokenizer, Transform):
         tokens, mask = self.tokenize_messages(sample.pop("messages"), add_end_tokens=not inference)
         return {**sample, "tokens": tokens, "mask": mask}
 
-    def _written(self, turns: list[dict[str, str]], place: int, text: str) -> tuple[int, int]:
-        """Where the assistant's turn at ``place`` stands in ``text``, from after its header to its closing token."""
-        # An earlier turn of a hybrid model has no thinking block, whatever the switch says; then the bare header counts.
-        headers = [
-            self._render(turns[:place], generation=True, thinking=thinking) for thinking in (self._thinking, True)
-        ]
-        start = next((len(header) for header in headers if text.startswith(header)), None)
-        close = -1 if start is None else text.find(self._end_of_turn, start)
-        if start is None or close < 0:
+    def _written(self, text: str, number: int, ended: bool) -> list[tuple[int, int]]:
+        """Where each assistant turn stands in ``text``, from after its header to its last closing token."""
+        starts = [header.end() for header in re.finditer(re.escape(self._assistant_header), text)]
+        if len(starts) != number + (0 if ended else 1):
             raise UserError(
-                f"tokenizer: the chat template of {self._path.parent} does not render an assistant turn as a header, the content and "
-                f"{self._end_of_turn}; finch cannot tell what to train on"
+                f"tokenizer: the chat template of {self._path.parent} does not begin each assistant turn, and nothing else, with "
+                f"{self._assistant_header!r}; finch cannot tell what to train on"
             )
-        return start, close + len(self._end_of_turn)
+        spans = []
+        for start, following in zip(starts[:number], [*starts[1:], None], strict=False):
+            limit = len(text) if following is None else following - len(self._assistant_header)
+            stop = text.find(self._turn_start, start, limit)  # a user's turn may follow first
+            close = text.rfind(self._end_of_turn, start, limit if stop < 0 else stop)
+            # An empty thinking block is part of the generation prompt where thinking is off.
+            empty = not self._thinking and text.startswith(EMPTY_THINKING, start)
+            spans.append((start + (len(EMPTY_THINKING) if empty else 0), close + len(self._end_of_turn)))
+        return spans
 
-    def _render(self, turns: list[dict[str, str]], *, generation: bool, thinking: bool | None = None) -> str:
-        thinking = self._thinking if thinking is None else thinking
+    def _render(self, turns: list[dict[str, str]], *, generation: bool) -> str:
         try:
-            return self._template.render(messages=turns, add_generation_prompt=generation, enable_thinking=thinking)
-        except TemplateError as error:
+            return self._template.render(
+                messages=turns, add_generation_prompt=generation, enable_thinking=self._thinking
+            )
+        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:  # what Jinja lets through
             raise UserError(
                 f"tokenizer: the chat template of {self._path.parent} refuses a conversation ({error})"
             ) from error
 
     def _special(self, token: str) -> int:
-        number = self._tokenizer.token_to_id(token)
-        if number is None:
+        if token not in self.special_tokens:
             raise UserError(
                 f"tokenizer: {self._path} lacks the special token {token}, which the chat template needs; give the tokenizer of this model"
             )
-        return number
+        return self.special_tokens[token]
 
 
 def read_chat_template(folder: Path) -> str | None:
@@ -142,17 +176,39 @@ def read_chat_template(folder: Path) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     config = folder / "tokenizer_config.json"
-    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
-    return template if isinstance(template, str) else None
+    if not config.is_file():
+        return None
+    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        if template is None:
+            raise UserError(f"tokenizer: {config} has chat templates, but none named default; name one so")
+    return template
+
+
+class _Generation(Extension):
+    """The block that marks assistant turns in training templates; its content is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The dialect that chat templates are written for."""
+    """The dialect that chat templates are written for: transformers'."""
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

@@ -52,11 +52,18 @@ def prepare(folder: Path) -> Path:
     Raises:
         UserError: no room or no right to write.
     """
-    data, cache = folder / "data", folder / f"base_{_recipe_of_the_base()}"
     try:
-        data.mkdir(parents=True, exist_ok=True)
+        return _prepare(folder)
     except OSError as error:
-        raise UserError(f"--out {folder} cannot be written ({error.strerror}); give another folder") from error
+        where = error.filename or folder
+        raise UserError(
+            f"--out: {where} cannot be written ({error.strerror}); make room or give another folder"
+        ) from error
+
+
+def _prepare(folder: Path) -> Path:
+    data, cache = folder / "data", folder / f"base_{_recipe_of_the_base()}"
+    data.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < FREE_BYTES_NEEDED:
         raise UserError(

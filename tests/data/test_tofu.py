@@ -56,10 +56,11 @@ def test_packed(tokenizer, rows):
     ("arguments", "told"),
     [
         ({"part": "test"}, "part=test"),
+        ({"source": "json", "data_files": None}, "needs data_files"),
         ({"validation_fraction": 1.0}, "validation_fraction=1"),
         ({"split": "train[:1]"}, "too few"),
     ],
 )
 def test_what_cannot_be(tokenizer, rows, arguments, told):
     with pytest.raises(UserError, match=told):
-        tofu_dataset(tokenizer, data_files=rows, **arguments)
+        tofu_dataset(tokenizer, **{"data_files": rows, **arguments})

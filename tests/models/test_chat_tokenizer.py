@@ -1,5 +1,7 @@
 """Qwen3's tokenizer against transformers' on the same files."""
 
+import json
+
 import pytest
 from conftest import WORDS
 from torchtune.data import Message
@@ -7,8 +9,7 @@ from transformers import AutoTokenizer
 
 from finch.errors import UserError
 from finch.models.qwen3 import qwen3_tokenizer
-from finch.models.qwen3.tokenizer import CHATML
-from models.fixtures import HYBRID_TEMPLATE, QWEN3_SPECIAL, write_qwen3_tokenizer
+from models.fixtures import QWEN3_SPECIAL, write_qwen3_tokenizer
 
 
 @pytest.fixture
@@ -86,7 +87,6 @@ def test_a_folder_without_a_template_gets_chatml(tmp_path):
         == "<|im_start|>user\nwho sings?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\na bird<|im_end|>\n"
     )
     assert tokenizer.special_tokens["<think>"] == QWEN3_SPECIAL.index("<think>")
-    assert CHATML != HYBRID_TEMPLATE
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -109,3 +109,67 @@ def test_a_template_that_hides_the_answer_is_refused(tmp_path):
     write_qwen3_tokenizer(tmp_path, WORDS, template="{{ raise_exception('no system turn') }}")
     with pytest.raises(UserError, match=r"refuses a conversation .no system turn"):
         qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b")))
+
+
+def test_a_literal_closing_token_in_an_answer_stays_a_target(folder):
+    tokenizer = qwen3_tokenizer(str(folder / "tokenizer.json"))
+    tokens, mask = tokenizer.tokenize_messages(turns(("a", "write <|im_end|> here"), ("b", "yes")))
+    written = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+    assert tokenizer.decode(written, skip_special_tokens=False) == "write <|im_end|> here<|im_end|>yes<|im_end|>"
+
+
+def test_system_and_tool_turns_are_context(tmp_path):
+    write_qwen3_tokenizer(tmp_path, WORDS)
+    tokenizer = qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+    messages = [
+        Message(role="system", content="be brief", masked=True),
+        Message(role="user", content="who sings?", masked=True),
+        Message(role="ipython", content="the bird sings", masked=True),
+        Message(role="assistant", content="ein Vögel \U0001f426"),
+    ]
+    tokens, mask = tokenizer.tokenize_messages(messages)
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    assert "<|im_start|>system\nbe brief<|im_end|>" in text
+    assert "<|im_start|>tool\nthe bird sings<|im_end|>" in text
+    written = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+    assert tokenizer.decode(written, skip_special_tokens=False) == "ein Vögel \U0001f426<|im_end|>"
+
+
+def test_a_template_that_leaves_a_turn_out_is_refused(tmp_path):
+    template = "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    write_qwen3_tokenizer(tmp_path, WORDS, template=template)
+    messages = [Message(role="ipython", content="lost", masked=True), Message(role="assistant", content="x")]
+    with pytest.raises(UserError, match="leaves out the text of a tool turn"):
+        qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(messages)
+
+
+def test_the_dialect_is_transformers(tmp_path):
+    template = (
+        "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}<|im_start|>{{ m.role }}\n"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n{% endfor %}{{ strftime_now('%Y') }}"
+        "{{ {'b': 1, 'a': 'ö'} | tojson(sort_keys=True, separators=(',', ':')) }}"
+    )
+    write_qwen3_tokenizer(tmp_path, WORDS, template=template)
+    messages = turns(("who sings?", "a bird"))
+    ours = qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(messages)[0]
+    plain = [{"role": message.role, "content": message.text_content} for message in messages]
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(plain, return_dict=True)["input_ids"]
+    assert ours == theirs
+
+
+def test_named_templates(tmp_path):
+    write_qwen3_tokenizer(tmp_path, WORDS)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": config["chat_template"]}]
+    expected = qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b")))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    assert qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b"))) == expected
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:1]}))
+    with pytest.raises(UserError, match="none named default"):
+        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_thinking_tokens_that_the_template_writes_must_exist(tmp_path):
+    write_qwen3_tokenizer(tmp_path, WORDS, special=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    with pytest.raises(UserError, match="lacks the special token <think>"):
+        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))

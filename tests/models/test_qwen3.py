@@ -77,13 +77,26 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(tmp_path, tied):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_saved_and_loaded_back_by_transformers(tmp_path, tied):
+def test_after_a_step_saved_and_loaded_back_by_transformers(tmp_path, tied):
+    """The same SGD step there and here; what is written here then has the logits of the model stepped there."""
     theirs = save_qwen3(tmp_path / "base", tied)
     folder = HuggingFaceFolder(str(tmp_path / "base"))
-    folder.write(folder.weights(), tmp_path / "out", is_writer=True)
+    decoder = qwen3(**SIZE, tie_word_embeddings=tied)
+    decoder.load_state_dict(dict(folder.weights()))
+    tokens = torch.randint(0, 96, (2, 17))
+    labels = torch.roll(tokens, -1, dims=1)
+    labels[:, -1] = -100
+    model = TokenLoss(decoder)
+    (model(tokens, labels).sum() / 32).backward()
+    theirs(tokens, labels=tokens).loss.backward()
+    for each in (model, theirs):
+        torch.optim.SGD(each.parameters(), lr=0.5).step()
+    folder.write(decoder.state_dict().items(), tmp_path / "out", is_writer=True)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    for (name, one), other in zip(again.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, other), name
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-5)
+        assert (again(tokens).logits - before(tokens).logits).abs().max() > 1e-2
 
 
 def test_packed_positions_equal_separate_rows(tmp_path):
@@ -142,6 +155,21 @@ def test_settings_that_shapes_do_not_show_are_compared(tmp_path, change, told):
     folder.check_model(qwen3(**SIZE), "finch.models.qwen3.qwen3")
     with pytest.raises(UserError, match=told):
         folder.check_model(qwen3(**{**SIZE, **change}), "finch.models.qwen3.qwen3")
+
+
+def test_later_releases_of_a_size_have_other_settings():
+    with torch.device("meta"):
+        model = family.qwen3_4b_instruct(rope_base=5e6, max_seq_len=262144)
+    assert (model.layers[0].attn.pos_embeddings.base, model.max_seq_len) == (5e6, 262144)
+
+
+def test_a_rope_scaling_that_torchtune_lacks_is_refused(tmp_path):
+    save_qwen3(tmp_path, tied=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"].update(rope_type="yarn", factor=4.0)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="asks for rope scaling 'yarn'"):
+        HuggingFaceFolder(str(tmp_path)).check_model(qwen3(**SIZE), "finch.models.qwen3.qwen3")
 
 
 def test_config_json_of_another_architecture(tmp_path):

@@ -1,11 +1,14 @@
 """The configs for Qwen3-4B and Llama-3-8B as shipped, on small models of their families and local rows."""
 
+import json
+
 import pytest
 import torch
 import yaml
 from conftest import WORDS, run_here, tune_run
 from models.fixtures import write_llama3_tokenizer, write_qwen3_tokenizer
 from models.test_llama3 import SIZE as LLAMA_SIZE
+from models.test_llama3 import scaling
 from models.test_qwen3 import SIZE as QWEN3_SIZE
 from models.test_qwen3 import save_qwen3
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -75,8 +78,7 @@ def shrunk(name, folder, rows, run):
         )
         LlamaForCausalLM(llama).save_pretrained(folder)
         write_llama3_tokenizer(folder)
-    for key in ("dataset", "dataset_validation"):
-        config[key]["data_files"] = str(rows)
+    config["dataset"]["data_files"] = str(rows)  # the validation rows follow
     return {**config, "model_dir": str(folder), "output_dir": str(run), "device": "cpu", "max_steps_per_epoch": 1}
 
 
@@ -92,13 +94,20 @@ def test_runs_with_the_model_shrunk(name, tmp_path, rows_file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tied"), [("qwen3/4B_finch", True), ("qwen3/4B_finch", False), ("llama3/8B_finch", False)]
+    ("name", "tied"),
+    [("qwen3/4B_finch", True), ("qwen3/4B_finch", False), ("llama3/8B_finch", False)],
 )
 def test_two_ranks_equal_one(name, tied, tmp_path, rows_file):
     config = shrunk(name, tmp_path / "base", rows_file, tmp_path / "two")
     if name.startswith("qwen3") and not tied:
         save_qwen3(tmp_path / "base", tied=False, vocab_size=320)
         config["model"]["tie_word_embeddings"] = False
+    if name.startswith("llama3"):  # with the rotary scaling of 3.1, which is built anew after sharding
+        file = tmp_path / "base" / "config.json"
+        stored = json.loads(file.read_text())
+        stored["rope_parameters"] = {"rope_theta": 5e5, **scaling(8.0)}
+        file.write_text(json.dumps(stored))
+        config["model"]["_component_"] = "torchtune.models.llama3_1.llama3_1"
     config["tokenizer"]["max_seq_len"] = 64
     # A tied embedding stays in the root's group, where the output layer is used, even if the config wants it apart.
     config.update(dtype="fp32", epochs=1, max_steps_per_epoch=None, custom_sharded_layers=["tok_embeddings"])

@@ -81,7 +81,13 @@ def qwen3(
 
 
 def _qwen3(
-    num_layers: int, num_heads: int, embed_dim: int, intermediate_dim: int, max_seq_len: int, tied: bool
+    num_layers: int,
+    num_heads: int,
+    embed_dim: int,
+    intermediate_dim: int,
+    tied: bool,
+    max_seq_len: int,
+    rope_base: float,
 ) -> TransformerDecoder:
     return qwen3(
         vocab_size=151936,
@@ -92,45 +98,49 @@ def _qwen3(
         intermediate_dim=intermediate_dim,
         head_dim=128,
         max_seq_len=max_seq_len,
+        rope_base=rope_base,
         tie_word_embeddings=tied,
     )
 
 
-def qwen3_0_6b_base() -> TransformerDecoder:
+# Each takes the two settings in which later releases of a size differ: Qwen3-4B-Instruct-2507 has rope_base 5e6.
+
+
+def qwen3_0_6b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-0.6B-Base."""
-    return _qwen3(28, 16, 1024, 3072, BASE_CONTEXT, tied=True)
+    return _qwen3(28, 16, 1024, 3072, True, max_seq_len, rope_base)
 
 
-def qwen3_0_6b_instruct() -> TransformerDecoder:
+def qwen3_0_6b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-0.6B."""
-    return _qwen3(28, 16, 1024, 3072, INSTRUCT_CONTEXT, tied=True)
+    return _qwen3(28, 16, 1024, 3072, True, max_seq_len, rope_base)
 
 
-def qwen3_1_7b_base() -> TransformerDecoder:
+def qwen3_1_7b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-1.7B-Base."""
-    return _qwen3(28, 16, 2048, 6144, BASE_CONTEXT, tied=True)
+    return _qwen3(28, 16, 2048, 6144, True, max_seq_len, rope_base)
 
 
-def qwen3_1_7b_instruct() -> TransformerDecoder:
+def qwen3_1_7b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-1.7B."""
-    return _qwen3(28, 16, 2048, 6144, INSTRUCT_CONTEXT, tied=True)
+    return _qwen3(28, 16, 2048, 6144, True, max_seq_len, rope_base)
 
 
-def qwen3_4b_base() -> TransformerDecoder:
+def qwen3_4b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-4B-Base."""
-    return _qwen3(36, 32, 2560, 9728, BASE_CONTEXT, tied=True)
+    return _qwen3(36, 32, 2560, 9728, True, max_seq_len, rope_base)
 
 
-def qwen3_4b_instruct() -> TransformerDecoder:
+def qwen3_4b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-4B."""
-    return _qwen3(36, 32, 2560, 9728, INSTRUCT_CONTEXT, tied=True)
+    return _qwen3(36, 32, 2560, 9728, True, max_seq_len, rope_base)
 
 
-def qwen3_8b_base() -> TransformerDecoder:
+def qwen3_8b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-8B-Base."""
-    return _qwen3(36, 32, 4096, 12288, BASE_CONTEXT, tied=False)
+    return _qwen3(36, 32, 4096, 12288, False, max_seq_len, rope_base)
 
 
-def qwen3_8b_instruct() -> TransformerDecoder:
+def qwen3_8b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-8B."""
-    return _qwen3(36, 32, 4096, 12288, INSTRUCT_CONTEXT, tied=False)
+    return _qwen3(36, 32, 4096, 12288, False, max_seq_len, rope_base)

@@ -28,6 +28,7 @@ def qwen3_tokenizer(
     special_tokens_path: str | None = None,
     max_seq_len: int | None = None,
     prompt_template: None = None,
+    truncation_type: str = "right",
     thinking: bool = False,
 ) -> ChatTokenizer:
     """The tokenizer of a Qwen3 folder, with that folder's chat template.
@@ -39,6 +40,7 @@ def qwen3_tokenizer(
         special_tokens_path: a tokenizer.json elsewhere.
         max_seq_len: tokens after which a conversation is cut off; None: never.
         prompt_template: must be None; the folder's chat template decides.
+        truncation_type: must be ``right``: what is too long loses its end.
         thinking: whether assistant turns begin with thinking; off: with the empty thinking block a hybrid model's
             template writes.
 
@@ -49,12 +51,21 @@ def qwen3_tokenizer(
         raise UserError(
             f"tokenizer.prompt_template={prompt_template} is not taken: Qwen3's own chat template decides; remove it"
         )
+    if truncation_type != "right":
+        raise UserError(
+            f"tokenizer.truncation_type={truncation_type} is not taken: answers stand at the end; use right"
+        )
     file = Path(special_tokens_path or path)
     if file.name != "tokenizer.json":
         file = file.with_name("tokenizer.json")
     template = read_chat_template(file.parent) or CHATML
-    tokenizer = ChatTokenizer(
-        file, template, end_of_turn=IM_END, pad_token=END_OF_TEXT, max_seq_len=max_seq_len, thinking=thinking
+    return ChatTokenizer(
+        file,
+        template,
+        assistant_header=f"{IM_START}assistant\n",
+        turn_start=IM_START,
+        end_of_turn=IM_END,
+        pad_token=END_OF_TEXT,
+        max_seq_len=max_seq_len,
+        thinking=thinking,
     )
-    tokenizer._special(IM_START)
-    return tokenizer
