@@ -106,6 +106,10 @@ def check_output_folder(cfg: DictConfig) -> Path | None:
         UserError: nothing to resume from; a run that is there already; a folder inside the pretrained model's.
     """
     run = Path(cfg.output_dir)
+    if cfg.resume_from_checkpoint and cfg.overwrite:
+        raise UserError(
+            f"resume_from_checkpoint=True excludes overwrite=True, which would remove {run}; set one of them"
+        )
     if cfg.resume_from_checkpoint:
         last = latest_checkpoint(run)
         if last is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def show_config(chosen: argparse.Namespace) -> None:
         if chosen.overrides:  # torchtune's own reading of key=value and ~key; imported only when it is needed
             from torchtune.config._utils import _merge_yaml_and_cli_args
 
-            from finch.config import drop_null_blocks
+            from finch.config import check, drop_null_blocks
 
             in_file = {
                 str(key): value for key, value in DictConfig(OmegaConf.to_container(cfg)).items_ex(resolve=False)
@@ -78,6 +79,8 @@ def show_config(chosen: argparse.Namespace) -> None:
                 cfg[key] = option.default
         for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
             cfg[key] = f"<{key}>"  # what refers to it shows the gap
+        if chosen.overrides:
+            check(cfg, FULL_FINETUNE, own_keys=OmegaConf.load(find_config(chosen.name)))
         print(OmegaConf.to_yaml(cfg, resolve=True), end="")
     except UserError:
         raise
@@ -97,7 +100,9 @@ def copy_config(chosen: argparse.Namespace) -> None:
         chosen.file.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{chosen.file} cannot be written ({error.strerror}); give another place") from error
-    print(f"copied to {chosen.file}; start it with: tune run finch_full_finetune --config {chosen.file}")
+    open_keys = re.findall(r"^(\w+): \?\?\?", source.read_text(encoding="utf-8"), re.MULTILINE)
+    given = "".join(f" {key}=..." for key in open_keys)
+    print(f"copied to {chosen.file}; start it with: tune run finch_full_finetune --config {chosen.file}{given}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -58,11 +59,17 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
     place = arguments.index("--config") + 1
     path = find_config(arguments[place])
     arguments[place] = str(path)
+    arguments = [_without_block(argument, path) for argument in arguments]
     try:
         yaml_arguments, overrides = TuneRecipeArgumentParser().parse_known_args(arguments)
         cfg = _merge_yaml_and_cli_args(yaml_arguments, overrides)
         OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
+        missing = re.search(r"Missing mandatory value: (\w+)", str(error))
+        if missing:
+            raise UserError(
+                f"{missing[1]} is not set: add {missing[1]}=VALUE to the command; the header of {path} says what it is"
+            ) from error
         raise UserError(
             f"{path}: {_first_line(error)}; give the missing key on the command line or in the file"
         ) from error
@@ -70,7 +77,22 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
         raise UserError(f"{_first_line(error)}; overrides are key=value, or ~key to remove one") from error
     except Exception as error:  # of the YAML reader, whose classes omegaconf does not re-export
         raise UserError(f"{path} cannot be read as YAML: {_first_line(error)}") from error
-    return check(cfg, options, own_keys=_referred(OmegaConf.load(path)))
+    return check(cfg, options, own_keys=_referred(_file(path)))
+
+
+def _without_block(argument: str, path: Path) -> str:
+    """Makes `~lr_scheduler` the null that torchtune's parser takes; by itself it removes no block with a component."""
+    key = argument.removeprefix("~")
+    if argument.startswith("~") and component_of(_file(path).get(key)) is not None:
+        return f"{key}=null"
+    return argument
+
+
+def _file(path: Path) -> DictConfig:
+    try:
+        return DictConfig(OmegaConf.load(path))
+    except Exception:  # told by the reading that follows
+        return DictConfig({})
 
 
 def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[str] = ()) -> DictConfig:
@@ -101,7 +123,7 @@ def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[s
             if key not in cfg:
                 cfg[key] = option.default
             elif option.default is not None and not option.nullable:
-                raise UserError(f"{key}=null is not a value: {option.help}; leave it out for {_short(option.default)}")
+                raise UserError(f"{key} has no value: {option.help}; leave the key out for {_short(option.default)}")
             continue
         _check_value(key, value, option)
     for where, node in _components(cfg):
@@ -143,6 +165,24 @@ def redacted(cfg: DictConfig) -> DictConfig:
         return node
 
     return OmegaConf.create(sweep(star(OmegaConf.to_container(cfg, resolve=True))))
+
+
+def as_config_of_its_own(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
+    """The resolved config to keep beside a run: with another ``output_dir`` it starts the same run afresh there."""
+    output = str(cfg.output_dir)
+
+    def relative(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {name: relative(value) for name, value in node.items()}
+        if isinstance(node, list):
+            return [relative(value) for value in node]
+        if isinstance(node, str) and (node == output or node.startswith(output + "/")):
+            return "${output_dir}" + node[len(output) :]
+        return node
+
+    shown = OmegaConf.to_container(OmegaConf.masked_copy(redacted(cfg), list(options)))
+    kept = {**relative(shown), "output_dir": output, "resume_from_checkpoint": False, "overwrite": False}
+    return OmegaConf.create(kept)
 
 
 # Components
@@ -230,7 +270,8 @@ def _check_component(where: str, node: DictConfig) -> None:
     for key in map(str, node):
         if key != "_component_" and key not in parameters:
             known = ", ".join(name for name in parameters if name != "self")
-            raise UserError(f"unknown key {where}.{key}{did_you_mean(key, parameters) or f'; {path} takes {known}'}")
+            near = did_you_mean(key, parameters, prefix=f"{where}.")
+            raise UserError(f"unknown key {where}.{key}{near or f'; {path} takes {known}'}")
 
 
 def _check_value(key: str, value: Any, option: Option) -> None:
@@ -249,7 +290,7 @@ def _check_value(key: str, value: Any, option: Option) -> None:
 
 def _short(value: Any, key: str = "") -> str:
     if isinstance(value, (DictConfig, ListConfig)):
-        value = redacted(OmegaConf.create({"value": value})).value
+        return "{...}" if isinstance(value, DictConfig) else "[...]"  # a block may hold secrets, and is long
     text = "***" if _SECRETS.match(key) else " ".join(str(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -18,6 +18,7 @@ COMFORTABLE_FREE_BYTES = 50 * 10**9
 def main() -> int:
     """Prints the report; returns the number of problems."""
     print(f"python       {platform.python_version()} ({sys.executable})")
+    print(f"finch        {_version(DISTRIBUTION) or 'not installed'}")
     for name in _required_names():
         print(f"{name:<12} {_version(name) or 'not installed'}")
     problems = list(_version_problems())

@@ -39,7 +39,8 @@ def find_config(name: str) -> Path:
     )
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """``", did you mean X?"`` for the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f", did you mean {near[0]}?" if near else ""
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
+    """``", did you mean PREFIX.X?"`` for the nearest known word, whatever its case; an empty string if none is near."""
+    by_lower_case = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=cutoff)
+    return f", did you mean {prefix}{by_lower_case[near[0]]}?" if near else ""

@@ -71,7 +71,7 @@ def precision_of(name: str) -> Precision:
         return PRECISIONS[name]
     if str(name) in ("fp16", "float16", "half"):
         raise UserError(
-            "dtype=fp16 is not trained in full: its range needs gradient scaling; use bf16, bf16_mixed or fp32"
+            f"dtype={name} is not trained in full: its range needs gradient scaling; use bf16, bf16_mixed or fp32"
         )
     raise UserError(f"dtype={name} is not known: use one of {', '.join(PRECISIONS)}")
 

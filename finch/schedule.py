@@ -103,7 +103,9 @@ class FinchLR:
                     "init='dataset' is resolved by finch's recipes; elsewhere pass the pretrained model's mean loss over the training set"
                 )
             if init != "first_batch":
-                raise ValueError(f"init={init!r} must be a loss in nats above 0 or 'first_batch'")
+                raise ValueError(
+                    f"init={init!r} must be a loss in nats above 0, 'first_batch', or in finch's recipes 'dataset'"
+                )
         elif not (init > 0 and math.isfinite(init)):
             raise ValueError(
                 f"init={init} must be above 0: it is a loss in nats, and at 0 the learning rate would start at the cap"
@@ -130,6 +132,12 @@ class FinchLR:
         self._longest_row: int | torch.Tensor = 0  # remembered, since the host may look after a row has ended
         self._reported = 0
 
+        if self.eta_max < self.eta_base:
+            warnings.warn(
+                f"eta_max={self.eta_max:g} is below eta_base={self.eta_base:g}: the learning rate is constant from a loss of "
+                f"{(self.eta_base / self.eta_max) ** 2:.3g} nats down; the paper has 2.5 x eta_base",
+                stacklevel=2,
+            )
         if not isinstance(init, str):
             if self.eta_base / math.sqrt(init + self.eps) >= self.eta_max:
                 warnings.warn(

@@ -28,7 +28,7 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 
 from finch import FinchLR, checkpoint, parallel
 from finch.checks import check_combinations, check_output_folder, check_schedule
-from finch.config import build, component_of, locate, parse, redacted
+from finch.config import as_config_of_its_own, build, component_of, locate, parse, redacted
 from finch.data.loading import Batch, Samples, collator, count_targets, load_dataset, loader, to_device
 from finch.data.order import GlobalOrder
 from finch.dataset_loss import dataset_loss
@@ -104,7 +104,7 @@ class FinchFullFinetune(FTRecipeInterface):
             cfg.seed if cfg.seed is not None or state is None else state["seed"], cfg.cudnn_deterministic_mode
         )
         self._say(
-            f"{self._parallel.world_size} rank(s) on {self._device.type}; dtype {cfg.dtype}: {self._precision.words}"
+            f"{self._parallel.world_size} rank{'s' if self._parallel.world_size > 1 else ''} on {self._device.type}; dtype {cfg.dtype}: {self._precision.words}"
         )
 
         self._base = build({**cfg.checkpointer, "_component_": "finch.huggingface.HuggingFaceFolder"}, "checkpointer")
@@ -246,7 +246,7 @@ class FinchFullFinetune(FTRecipeInterface):
             return None
         loss = self._loss_over(self._validation, "validation")
         self._log_metrics.note({"step": self.step, "epoch": self.epoch, "validation_loss": loss})
-        self._say(f"epoch {self.epoch}, step {self.step}: validation loss {loss:.4f}")
+        self._say(f"epoch {self.epoch + 1}/{self._cfg.epochs}, step {self.step}: validation loss {loss:.4f}")
         self._log_metrics.pause()
         return loss
 
@@ -344,7 +344,7 @@ class FinchFullFinetune(FTRecipeInterface):
         counted = [self._check_samples(samples) if cfg.check_dataset else None for samples in self._all_samples()]
         self._num_targets = counted[0]
         self._say(
-            f"{len(self._samples)} samples, {self._order.global_batch} an optimizer step, {self._order.steps_per_epoch} steps an epoch"
+            f"{len(self._samples)} samples; {self._order.global_batch} per optimizer step, {self._order.steps_per_epoch} steps per epoch"
         )
 
     def _all_samples(self) -> list[Samples]:
@@ -352,15 +352,11 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _check_samples(self, samples: Samples) -> int:
         """Target tokens of all samples; tells how many have none."""
-        counts = self._parallel.gather(
-            count_targets(samples, self._parallel.data_parallel_rank, self._parallel.data_parallel_size)
-        )
-        targets, without, longest = (
-            sum(count[0] for count in counts),
-            sum(count[1] for count in counts),
-            max(count[2] for count in counts),
-        )
         limit = getattr(self._tokenizer, "max_seq_len", None)
+        mine = count_targets(samples, self._parallel.data_parallel_rank, self._parallel.data_parallel_size, limit)
+        counts = self._parallel.gather(mine)
+        targets, without, cut = (sum(count[place] for count in counts) for place in range(3))
+        longest = max(count[3] for count in counts)
         if targets == 0:
             raise UserError(
                 f"{samples.key}: none of the {len(samples)} samples of {samples.source} has a target token; the prompts alone reach tokenizer.max_seq_len={limit}, raise it"
@@ -369,6 +365,12 @@ class FinchFullFinetune(FTRecipeInterface):
             self._say(
                 f"{samples.key}: {without} of {len(samples)} samples have no target token, since the prompt alone reaches tokenizer.max_seq_len={limit}; they "
                 "teach nothing",
+                logging.WARNING,
+            )
+        if cut and not samples.packed:
+            self._say(
+                f"{samples.key}: {cut} of {len(samples)} samples reach tokenizer.max_seq_len={limit} and are cut off there; raise it to keep "
+                "their ends",
                 logging.WARNING,
             )
         self._say(f"{samples.key}: {targets:,} target tokens, longest sample {longest} tokens")
@@ -439,7 +441,8 @@ class FinchFullFinetune(FTRecipeInterface):
                 self._say(str(warning.message), logging.WARNING)
             begins = f", EMA begins at {init:.4f} nats" if isinstance(init, float) else ""
             self._say(
-                f"FINCH: eta_base {self._finch.eta_base:g}, eta_max {self._finch.eta_max:g}, ema {self._finch.ema:g}{begins}"
+                f"FINCH: eta_base {self._finch.eta_base:g}, eta_max {self._finch.eta_max:g} "
+                f"(reached below {(self._finch.eta_base / self._finch.eta_max) ** 2:.2g} nats), ema {self._finch.ema:g}{begins}"
             )
         else:
             per_epoch = min(self._order.steps_per_epoch, cfg.max_steps_per_epoch or self._order.steps_per_epoch)
@@ -536,7 +539,7 @@ class FinchFullFinetune(FTRecipeInterface):
                     *self._run.glob("epoch_*"),
                 ):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-            OmegaConf.save(OmegaConf.masked_copy(redacted(cfg), list(FULL_FINETUNE)), self._run / "config.yaml")
+            OmegaConf.save(as_config_of_its_own(cfg, FULL_FINETUNE), self._run / "config.yaml")
         except OSError as error:
             raise UserError(
                 f"output_dir={self._run} cannot be written ({error.strerror}); give another folder"

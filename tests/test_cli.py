@@ -56,6 +56,14 @@ def test_show_resolves_references_and_fills_in_defaults(capsys):
     assert yaml.safe_load(out)["checkpointer"]["checkpoint_dir"] == "<data_root>/stories260k"
 
 
+def test_show_refuses_what_a_run_refuses(capsys):
+    code, _, err = finch(capsys, "configs", "show", "stories260k/tofu_finch", "optimizer.lrr=3")
+    assert code == 1
+    assert "did you mean optimizer.lr?" in err
+    code, out, _ = finch(capsys, "configs", "show", "stories260k/tofu_finch", "epochs=9")
+    assert (code, yaml.safe_load(out)["epochs"]) == (0, 9)
+
+
 def test_cp_copies_and_never_overwrites(capsys, tmp_path):
     target = tmp_path / "mine" / "config.yaml"
     code, out, _ = finch(capsys, "configs", "cp", "llama3/8B_sft", str(target))

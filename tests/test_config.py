@@ -58,6 +58,13 @@ def test_the_command_line_overrides_the_file(tmp_path):
     )
 
 
+def test_a_block_is_removed_like_any_key(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**MINIMAL, "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 1.0}}))
+    assert read(["--config", str(file), "~lr_scheduler"], FULL_FINETUNE).lr_scheduler is None
+    assert read([f"--config={file}", "lr_scheduler=null"], FULL_FINETUNE).lr_scheduler is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -82,7 +89,7 @@ def test_a_file_that_is_not_yaml(tmp_path):
 
 
 def test_a_key_left_open_is_named(tmp_path):
-    with pytest.raises(UserError, match="data_root"):
+    with pytest.raises(UserError, match="data_root is not set: add data_root=VALUE"):
         read(["--config", "stories260k/tofu_finch"], FULL_FINETUNE)
 
 

@@ -30,6 +30,7 @@ def test_a_wrong_name_is_answered_with_the_nearest():
 def test_did_you_mean():
     assert did_you_mean("ocean", ["epochs", "seed"]) == ""
     assert did_you_mean("epoch", ["epochs", "seed"]) == ", did you mean epochs?"
+    assert did_you_mean("Adamw", ["Adam", "AdamW"], prefix="torch.optim.") == ", did you mean torch.optim.AdamW?"
 
 
 def test_the_command_lists_configs_without_importing_torch():

@@ -268,6 +268,11 @@ def test_a_base_rate_of_zero_is_refused():
         FinchLR(optimizer_with(0.0), eta_max=1.0, init=2.0)
 
 
+def test_warns_of_a_cap_below_eta_base():
+    with pytest.warns(UserWarning, match="constant from a loss of 4 nats down"):
+        FinchLR(optimizer_with(2e-5), eta_max=1e-5, init="first_batch")
+
+
 def test_warns_of_a_run_that_would_be_a_constant_rate():
     with pytest.warns(UserWarning, match="constant learning rate"):
         FinchLR(optimizer_with(1e-3), eta_max=5e-5, init=3.6)

@@ -144,23 +144,26 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     }
 
 
-def count_targets(samples: Samples, rank: int, ranks: int) -> tuple[int, int, int]:
+def count_targets(samples: Samples, rank: int, ranks: int, limit: int | None = None) -> tuple[int, int, int, int]:
     """Reads this rank's share of the rows once, before any weight is loaded.
 
+    Args:
+        limit: the tokenizer's max_seq_len.
+
     Returns:
-        (target tokens, rows without any, longest row in tokens).
+        (target tokens, rows without any, rows that reach the limit, longest row in tokens).
 
     Raises:
         UserError: a row that cannot be read or tokenized.
     """
-    targets, without, longest = 0, 0, 0
+    targets, without, cut, longest = 0, 0, 0, 0
     for index in range(rank, len(samples), ranks):
-        sample = samples[index]
-        labels = torch.as_tensor(sample["labels"])
+        labels = torch.as_tensor(samples[index]["labels"])
         # The first token has no predecessor: its label is never a target.
         here = int((labels[1:] != IGNORE_INDEX).sum())
         targets, without, longest = targets + here, without + (here == 0), max(longest, len(labels))
-    return targets, without, longest
+        cut += limit is not None and len(labels) >= limit
+    return targets, without, cut, longest
 
 
 def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]) -> Batch:

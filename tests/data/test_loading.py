@@ -71,6 +71,10 @@ def test_counts_are_those_of_the_batches_on_any_number_of_ranks(config, tokenize
         counts = [count_targets(samples, rank, ranks) for rank in range(ranks)]
         assert sum(count[0] for count in counts) == expected
         assert sum(count[1] for count in counts) == 0
+        assert max(count[3] for count in counts) == max(len(samples[place]["tokens"]) for place in range(41))
+    longest = count_targets(samples, 0, 1)[3]
+    reaching = sum(len(samples[place]["tokens"]) >= longest for place in range(41))
+    assert count_targets(samples, 0, 1, limit=longest)[2] == reaching > 0
 
 
 def test_several_datasets_are_concatenated(config, tokenizer):
