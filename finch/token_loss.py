@@ -22,7 +22,7 @@ class TokenLoss(nn.Module):
 
     Args:
         decoder: a :class:`torchtune.modules.TransformerDecoder`.
-        num_chunks: in how many pieces along the sequence logits are made; more take less memory at a time.
+        num_chunks: in how many pieces logits are made; more take less memory at a time.
     """
 
     decoder: TransformerDecoder
@@ -36,12 +36,17 @@ class TokenLoss(nn.Module):
         decoder.unembed = _identity  # type: ignore[assignment]
         self.cross_entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor | None = None, **inputs: Any
+    ) -> torch.Tensor:
         """
         Args:
             tokens: [batch, seq] int64.
-            labels: [batch, seq] int64, already shifted: ``labels[:, t]`` is the token after ``tokens[:, t]``; -100
-                where ignored.
+            labels: [batch, seq] int64, already shifted: ``labels[:, t]`` is the token after ``tokens[:, t]``; -100 where
+                ignored.
+            targets: [number of targets] int64, places in the flattened labels that are not -100. With it logits are made
+                there alone: prompts and padding cost neither time nor memory in the output layer. Counted on the host
+                by the collator, since a GPU would have to be waited for.
             inputs: the decoder's other arguments (``mask``, ``input_pos``).
 
         Returns:
@@ -49,22 +54,21 @@ class TokenLoss(nn.Module):
         """
         with self.offloading:  # the layers' activations alone: logits would be too large to move
             hidden = self.decoder(tokens, **inputs)
+        hidden, wanted = hidden.flatten(0, 1), labels.flatten()
+        if targets is not None:
+            hidden, wanted = hidden.index_select(0, targets), wanted.index_select(0, targets)
         hidden = self.decoder.norm(hidden)
-        losses = [
-            self.cross_entropy(self.decoder.output(hidden_chunk), labels_chunk)
-            for hidden_chunk, labels_chunk in zip(
-                hidden.chunk(self.num_chunks, dim=1), labels.chunk(self.num_chunks, dim=1), strict=True
-            )
-        ]
-        return torch.cat(losses, dim=1)  # of one chunk too: FSDP2 hooks the output and wants a tensor that is no view
+        pieces = zip(hidden.chunk(self.num_chunks), wanted.chunk(self.num_chunks), strict=True)
+        losses = torch.cat([self.cross_entropy(self.decoder.output(piece), label) for piece, label in pieces])
+        if targets is not None:
+            losses = losses.new_zeros(labels.numel()).index_copy(0, targets, losses)
+        return losses.view_as(labels).clone()  # FSDP2 hooks the output and wants a tensor that is no view
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """``logits``: [batch, seq, vocab]; ``labels``: [batch, seq]. Returns [batch, seq] in nats, from fp32 or wider."""
+    """``logits``: [tokens, vocab]; ``labels``: [tokens]. Returns [tokens] in nats, from fp32 or wider."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(
-        labels
-    )
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
 def _identity(hidden: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,9 @@ def on_ranks(ranks: int, code: str, folder: Path, timeout: int = 120) -> list:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "on_ranks.py"
-    file.write_text(textwrap.dedent(prologue) + textwrap.dedent(code))
+    # Left at once: what libraries' threads do while the interpreter ends is not under test.
+    epilogue = "\nsys.stdout.flush()\nos._exit(0)\n"
+    file.write_text(textwrap.dedent(prologue) + textwrap.dedent(code) + epilogue)
     command = [
         sys.executable,
         "-m",

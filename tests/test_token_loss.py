@@ -12,7 +12,8 @@ from finch.token_loss import TokenLoss
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 8])
 @pytest.mark.parametrize("tied", [False, True])
-def test_equals_cross_entropy_of_the_logits(num_chunks, tied):
+@pytest.mark.parametrize("at_targets", [False, True])
+def test_equals_cross_entropy_of_the_logits(num_chunks, tied, at_targets):
     torch.manual_seed(0)
     size = llama_args()
     make = (lambda: llama3_2(**size, tie_word_embeddings=True)) if tied else (lambda: llama2(**size))
@@ -22,7 +23,8 @@ def test_equals_cross_entropy_of_the_logits(num_chunks, tied):
     labels[0, :7], labels[2] = -100, -100
 
     expected = F.cross_entropy(reference(tokens).flatten(0, 1), labels.flatten(), reduction="none").view(3, 19)
-    found = TokenLoss(decoder, num_chunks)(tokens, labels)
+    targets = (labels.flatten() != -100).nonzero().squeeze(1) if at_targets else None
+    found = TokenLoss(decoder, num_chunks)(tokens, labels, targets)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert found[2].abs().sum() == 0
 
@@ -30,6 +32,16 @@ def test_equals_cross_entropy_of_the_logits(num_chunks, tied):
     found.sum().backward()
     for (name, one), other in zip(decoder.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_batch_without_targets_stays_attached_to_the_graph():
+    """One rank's backward would fail otherwise, and the others wait."""
+    decoder = llama2(**llama_args())
+    tokens, labels = torch.randint(0, 64, (2, 5)), torch.full((2, 5), -100)
+    found = TokenLoss(decoder, num_chunks=8)(tokens, labels, torch.empty(0, dtype=torch.long))
+    assert found.shape == (2, 5)
+    found.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() == 0 for parameter in decoder.parameters())
 
 
 def test_losses_are_fp32_for_a_bf16_model_and_fp64_for_an_fp64_one():

@@ -170,6 +170,7 @@ def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]
     batch = collate(rows)
     labels = batch["labels"]
     batch["labels"] = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORE_INDEX)], dim=1)
+    batch["targets"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     return batch
 
 

@@ -57,7 +57,8 @@ def test_packed_batches_are_torchtunes_with_shifted_labels(config, tokenizer):
     samples = load_dataset(config, "dataset", tokenizer)
     (batch,) = batches(samples, tokenizer, GlobalOrder(2, micro_batch=2, shuffle=False))
     reference = padded_collate_packed([samples[0], samples[1]])
-    assert set(batch) == set(reference)
+    assert set(batch) == {*reference, "targets"}
+    assert torch.equal(batch["labels"].flatten()[batch["targets"]], batch["labels"][batch["labels"] != -100])
     assert torch.equal(batch["mask"], reference["mask"])
     assert torch.equal(batch["labels"][:, :-1], reference["labels"][:, 1:])
 
