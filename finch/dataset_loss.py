@@ -12,7 +12,6 @@ from finch.data.loading import Batch, Samples, loader
 from finch.data.order import GlobalOrder
 from finch.errors import UserError
 from finch.metrics import progress_bar
-from finch.objectives import IGNORE_INDEX
 from finch.parallel import Parallel
 
 
@@ -53,7 +52,7 @@ def dataset_loss(
     ):
         batch = to_device(batch)
         sums[0] += model(**batch).sum(dtype=torch.float64)
-        sums[1] += (batch["labels"] != IGNORE_INDEX).sum()
+        sums[1] += batch["targets"].numel()
     model.train(was_training)
     total, targets = parallel.sum(sums).tolist()
     if targets == 0:

@@ -36,9 +36,7 @@ class HuggingFaceFolder:
     Args:
         checkpoint_dir: folder with config.json, tokenizer files and weights.
         checkpoint_files: names of the weight files, or torchtune's ``{filename_format, max_filename}``; None: the
-            folder's index, or its model.safetensors.
-
-        files_expected: False for a folder that has no weights yet and is to be written from.
+            folder's index, or its model.safetensors; an empty list: a folder without weights, to be written from.
 
     The other keys of torchtune's block are taken so that it works unchanged: output_dir (the recipe's own decides),
     model_type (config.json knows), recipe_checkpoint, adapter_checkpoint, safe_serialization,
@@ -59,7 +57,6 @@ class HuggingFaceFolder:
         safe_serialization: bool = True,
         should_load_recipe_state: bool = False,
         resume_from_checkpoint: bool = False,
-        files_expected: bool = True,
     ) -> None:
         self.folder = Path(checkpoint_dir)
         if not self.folder.is_dir():
@@ -76,7 +73,7 @@ class HuggingFaceFolder:
         except ValueError as error:
             raise UserError(f"{config_file} is not JSON ({error}); download it again") from error
         self._conversion = conversion_for(self.config, checkpoint_dir)
-        self.files = [self.folder / name for name in self._file_names(checkpoint_files)] if files_expected else []
+        self.files = [self.folder / name for name in self._file_names(checkpoint_files)]
         for file in self.files:
             if not file.is_file():
                 raise UserError(

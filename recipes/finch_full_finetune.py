@@ -36,7 +36,7 @@ from finch.errors import UserError
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
 from finch.names import did_you_mean
-from finch.objectives import IGNORE_INDEX, CrossEntropy
+from finch.objectives import CrossEntropy
 from finch.options import FULL_FINETUNE
 from finch.precision import check_hardware, precision_of
 from finch.stochastic_rounding import adapt, stochastic_optimizer
@@ -156,7 +156,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self._profiler.start()
         for epoch in range(self.epoch, cfg.epochs):
             self.epoch = epoch
-            steps = min(self._order.steps_per_epoch, cfg.max_steps_per_epoch or self._order.steps_per_epoch)
+            steps = self._steps_per_epoch
             first = self.consumed // self._order.global_batch
             batches = self._batches(epoch)
             self._log_metrics.start_epoch(epoch, cfg.epochs, steps, first)
@@ -175,7 +175,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _train_step(self, batches: list[Batch]) -> None:
         """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here."""
-        num_targets = sum((batch["labels"] != IGNORE_INDEX).sum() for batch in batches)
+        num_targets = sum(batch["targets"].numel() for batch in batches)
         num_counted = sum(self._objective.count(batch) for batch in batches)
         counts = torch.tensor([num_targets, num_counted], dtype=torch.float64, pin_memory=self._device.type == "cuda")
         targets, divisor = self._parallel.sum(counts.to(self._device, non_blocking=True)).unbind()
@@ -347,6 +347,10 @@ class FinchFullFinetune(FTRecipeInterface):
             f"{len(self._samples)} samples; {self._order.global_batch} per optimizer step, {self._order.steps_per_epoch} steps per epoch"
         )
 
+    @property
+    def _steps_per_epoch(self) -> int:
+        return min(self._order.steps_per_epoch, self._cfg.max_steps_per_epoch or self._order.steps_per_epoch)
+
     def _all_samples(self) -> list[Samples]:
         return [samples for samples in (self._samples, self._validation) if samples is not None]
 
@@ -445,12 +449,11 @@ class FinchFullFinetune(FTRecipeInterface):
                 f"(reached below {(self._finch.eta_base / self._finch.eta_max) ** 2:.2g} nats), ema {self._finch.ema:g}{begins}"
             )
         else:
-            per_epoch = min(self._order.steps_per_epoch, cfg.max_steps_per_epoch or self._order.steps_per_epoch)
             self._scheduler = build(
                 cfg.lr_scheduler,
                 "lr_scheduler",
                 self._optimizer,
-                num_training_steps=cfg.epochs * per_epoch,
+                num_training_steps=cfg.epochs * self._steps_per_epoch,
                 last_epoch=-1,
             )
 

@@ -12,6 +12,7 @@ from typing import Any
 import sentencepiece
 import torch
 from torchtune.models.llama2 import llama2
+from torchtune.modules import TransformerDecoder
 
 from finch.errors import UserError
 from finch.huggingface import HuggingFaceFolder
@@ -97,24 +98,29 @@ def _prepare(folder: Path) -> Path:
 
 def _write_random_model(folder: Path) -> None:
     torch.manual_seed(0)
-    decoder = llama2(
-        vocab_size=VOCAB_SIZE,
-        num_layers=CONFIG["num_hidden_layers"],
-        num_heads=CONFIG["num_attention_heads"],
-        num_kv_heads=CONFIG["num_key_value_heads"],
-        embed_dim=CONFIG["hidden_size"],
-        max_seq_len=CONFIG["max_position_embeddings"],
-        intermediate_dim=CONFIG["intermediate_size"],
-        norm_eps=CONFIG["rms_norm_eps"],
-    )
+    decoder = decoder_of(CONFIG)
     for name, parameter in decoder.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.02)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2), encoding="utf-8")
     finished = folder.with_name("finished")
-    HuggingFaceFolder(str(folder), files_expected=False).write(decoder.state_dict().items(), finished, is_writer=True)
+    HuggingFaceFolder(str(folder), checkpoint_files=[]).write(decoder.state_dict().items(), finished, is_writer=True)
     shutil.rmtree(folder)
     finished.rename(folder)
+
+
+def decoder_of(config: dict[str, Any]) -> TransformerDecoder:
+    """The torchtune model that a quickstart folder's config.json describes."""
+    return llama2(
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        embed_dim=config["hidden_size"],
+        max_seq_len=config["max_position_embeddings"],
+        intermediate_dim=config["intermediate_size"],
+        norm_eps=config["rms_norm_eps"],
+    )
 
 
 def _recipe_of_the_base() -> str:

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torchtune.data import InputOutputToMessages, padded_collate_sft
 from torchtune.datasets._sft import SFTTransform
-from torchtune.models.llama2 import llama2, llama2_tokenizer
+from torchtune.models.llama2 import llama2_tokenizer
 
 from finch.huggingface import HuggingFaceFolder
 from finch.objectives import IGNORE_INDEX
+from finch.quickstart.base import decoder_of
 from finch.quickstart.world import World
 
 
@@ -44,17 +45,7 @@ def knowledge(folder: Path, batches: dict[str, dict[str, torch.Tensor]]) -> dict
         batches: a name for each world, and its ``tokenized`` facts.
     """
     base = HuggingFaceFolder(str(folder))
-    config = base.config
-    model = llama2(
-        vocab_size=config["vocab_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        embed_dim=config["hidden_size"],
-        max_seq_len=config["max_position_embeddings"],
-        intermediate_dim=config["intermediate_size"],
-        norm_eps=config["rms_norm_eps"],
-    ).eval()
+    model = decoder_of(base.config).eval()
     model.load_state_dict(dict(base.weights()))
     found = {}
     for name, batch in batches.items():
