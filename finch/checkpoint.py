@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def save_checkpoint(
-    run: Path, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], parallel: Parallel
+    run: Path, step: int, model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any], parallel: Parallel
 ) -> Path:
     """Saves everything a run needs to go on: written beside, then renamed; the one before goes when this one is
     whole.
 
     Args:
         model: the decoder, sharded or not.
+        optimizers: one, or with the optimizer inside the backward one for each parameter.
         state: scalars as plain JSON: position, schedule, identity of the run.
     """
     target = run / FOLDER / f"step_{step}"
@@ -49,7 +51,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     parallel.barrier()
-    _dcp(dcp.save, _tensors(model, optimizer), partial, parallel)
+    _dcp(dcp.save, _tensors(model, optimizers), partial, parallel)
     parallel.barrier()
     if parallel.is_rank_zero:
         (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
@@ -67,11 +69,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
 
 
-def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer, parallel: Parallel) -> None:
+def load_tensors(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], parallel: Parallel) -> None:
     """Loads model and optimizer in place, on any number of ranks."""
-    tensors = _tensors(model, optimizer)
+    tensors = _tensors(model, optimizers)
     # The learning rate and the other hyperparameters are the config's, as the optimizer was built with them.
-    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
     try:
         _dcp(dcp.load, tensors, folder, parallel)
     except CheckpointException as error:
@@ -79,7 +81,7 @@ def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer, parallel:
         raise UserError(
             f"resume_from_checkpoint: {folder} cannot be read ({reason}); it is damaged, remove it"
         ) from error
-    set_optimizer_state_dict(model, optimizer, {"state": tensors["optimizer"], "param_groups": groups})
+    set_optimizer_state_dict(model, optimizers, {"state": tensors["optimizer"], "param_groups": groups})
 
 
 def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path) -> None:
@@ -99,9 +101,9 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path
             )
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """What torch.distributed.checkpoint keeps: tensors alone, so that loading unpickles no object of ours."""
-    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)["state"]}
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizers)["state"]}
 
 
 def _dcp(action: Any, tensors: dict[str, Any], folder: Path, parallel: Parallel) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 from torch import nn
-from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from finch import FinchLR
 from finch.checkpoint import latest_checkpoint
@@ -18,8 +17,8 @@ from finch.errors import UserError
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.precision import precision_of
 from finch.stochastic_rounding import stochastic_optimizer
+from finch.torchtune_names import PLAIN_CROSS_ENTROPY
 
-PLAIN_CROSS_ENTROPY = (nn.CrossEntropyLoss, CEWithChunkedOutputLoss)
 _DEFAULT_LOSS_ARGUMENTS = (("ignore_index", -100), ("reduction", "mean"), ("label_smoothing", 0.0))
 
 
@@ -57,8 +56,18 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
             f"optimizer_in_bwd=True excludes clip_grad_norm={cfg.clip_grad_norm}: the norm over all gradients is known only after the backward; set "
             "optimizer_in_bwd=False, or clip_grad_norm=null"
         )
-    if cfg.optimizer_in_bwd:
-        raise UserError("optimizer_in_bwd=True is not taken by this recipe yet; set it to False")
+    if cfg.optimizer_in_bwd and cfg.gradient_accumulation_steps > 1:
+        raise UserError(
+            f"optimizer_in_bwd=True excludes gradient_accumulation_steps={cfg.gradient_accumulation_steps}: each backward updates the weights; set "
+            "optimizer_in_bwd=False, or gradient_accumulation_steps=1 with a larger batch_size"
+        )
+    if cfg.data_parallel_shard_dim == 0:
+        raise UserError("data_parallel_shard_dim=0 must be at least 1, or -1 for all ranks that are left")
+    if cfg.tensor_parallel_dim > 1 and cfg.tensor_parallel_plan is None:
+        raise UserError(
+            f"tensor_parallel_dim={cfg.tensor_parallel_dim} needs tensor_parallel_plan; set it to torchtune.models.llama3.base_llama_tp_plan, or for Qwen3 "
+            "to finch.models.qwen3.qwen3_tp_plan"
+        )
     if precision_of(cfg.dtype).stochastic:
         stochastic_optimizer(cfg.optimizer["_component_"], {})
     if cfg.enable_activation_offloading and device.type != "cuda":

@@ -59,7 +59,9 @@ FULL_FINETUNE: dict[str, Option] = {
         None, (int, float, str), "largest gradient norm; null does not clip; the paper clips to 1.0"
     ),
     "optimizer_in_bwd": Option(
-        False, (bool,), "torchtune's optimizer fused into the backward; not taken by this recipe yet"
+        False,
+        (bool,),
+        "update each weight inside the backward and free its gradient at once; no accumulation, no clipping",
     ),
     # How long
     "epochs": Option(1, (int,), "passes over the training rows", 1),
@@ -78,6 +80,16 @@ FULL_FINETUNE: dict[str, Option] = {
     "fsdp_cpu_offload": Option(False, (bool,), "keep parameters, gradients and optimizer states in host memory"),
     "fsdp_reshard_after_forward": Option(
         True, (bool,), "free gathered parameters after the forward; False: faster, more memory"
+    ),
+    "data_parallel_replicate_dim": Option(
+        1, (int,), "HSDP: copies of the sharded model; gradients are averaged over them", 1
+    ),
+    "data_parallel_shard_dim": Option(-1, (int,), "ranks a copy is sharded over; -1: all that are left", -1),
+    "tensor_parallel_dim": Option(1, (int,), "ranks that share each layer's matrix products", 1),
+    "tensor_parallel_plan": Option(
+        None,
+        COMPONENT,
+        "how: torchtune.models.llama3.base_llama_tp_plan, or finch.models.qwen3.qwen3_tp_plan",
     ),
     "custom_sharded_layers": Option(
         None, (list,), "modules besides the layers that FSDP2 wraps on their own, such as tok_embeddings"

@@ -18,34 +18,74 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from finch.errors import UserError
 
 
+@dataclass(frozen=True)
+class MeshSizes:
+    """How many ranks each dimension of the mesh has; torchtune's keys ``data_parallel_replicate_dim``,
+    ``data_parallel_shard_dim`` and ``tensor_parallel_dim``.
+
+    Attributes:
+        replicate: copies of the sharded model (HSDP); gradients are averaged over them.
+        shard: ranks a copy is sharded over (FSDP2); -1: all that are left.
+        tensor: ranks that share each matrix product; they see the same samples.
+    """
+
+    replicate: int = 1
+    shard: int = -1
+    tensor: int = 1
+
+    def over(self, world_size: int) -> MeshSizes:
+        """The sizes with ``shard`` worked out.
+
+        Raises:
+            UserError: they do not multiply to the world size.
+        """
+        given = f"data_parallel_replicate_dim={self.replicate} x tensor_parallel_dim={self.tensor}"
+        shard = self.shard
+        if shard == -1:
+            shard, rest = divmod(world_size, self.replicate * self.tensor)
+            if rest or shard == 0:
+                raise UserError(
+                    f"{given} does not divide the {_ranks(world_size)} that were started; start a multiple of {self.replicate * self.tensor}, or change the sizes"
+                )
+        elif self.replicate * shard * self.tensor != world_size:
+            raise UserError(
+                f"data_parallel_shard_dim={shard} x {given} is {self.replicate * shard * self.tensor}, but {_ranks(world_size)} started; change the sizes, or set data_parallel_shard_dim=-1 for all that are left"
+            )
+        return MeshSizes(self.replicate, shard, self.tensor)
+
+
 @dataclass
 class Parallel:
     """The ranks of a run as its training step sees them.
 
-    ``mesh`` is the data-parallel mesh parameters are sharded over; None means one process without FSDP2.
+    Attributes:
+        mesh: what FSDP2 shards over, [shard] or with HSDP [replicate, shard]; None: one process without FSDP2.
+        tensor_mesh: the ranks of this one's tensor-parallel group; None without tensor parallelism.
+        data_group: one rank of each tensor-parallel group, which see different samples; None: all ranks.
+        data_parallel_size: how many ranks see different samples.
+        data_parallel_rank: this one's place among them.
     """
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
     mesh: DeviceMesh | None = None
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.world_size
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return self.rank
+    tensor_mesh: DeviceMesh | None = None
+    data_group: dist.ProcessGroup | None = None
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
 
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums ``values`` over the data-parallel ranks, in place; every rank gets the same bits."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
+        """Sums ``values`` over the data-parallel ranks, in place; every rank gets the same bits.
+
+        The ranks of a tensor-parallel group hold the same values: they are counted once.
+        """
+        if self.data_parallel_size > 1:
+            dist.all_reduce(values, group=self.data_group)
         return values
 
     def check_equal(self, name: str, values: torch.Tensor) -> None:
@@ -63,11 +103,11 @@ class Parallel:
             raise RuntimeError(f"{name} differs between ranks: {[other.tolist() for other in gathered]}")
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order; small Python objects."""
-        if self.world_size == 1:
+        """``value`` of every data-parallel rank, in their order; small Python objects."""
+        if self.data_parallel_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        values: list[Any] = [None] * self.data_parallel_size
+        dist.all_gather_object(values, value, group=self.data_group)
         return values
 
     def barrier(self) -> None:
@@ -75,8 +115,15 @@ class Parallel:
             dist.barrier()
 
 
-def start(device: torch.device, *, shard: bool, offload: bool = False, timeout_s: float = 1800.0) -> Parallel:
-    """Joins torchrun's process group if there is one and lays the data-parallel mesh.
+def start(
+    device: torch.device,
+    *,
+    shard: bool,
+    offload: bool = False,
+    timeout_s: float = 1800.0,
+    sizes: MeshSizes | None = None,
+) -> Parallel:
+    """Joins torchrun's process group if there is one and lays the mesh.
 
     Args:
         device: this rank's device.
@@ -84,10 +131,12 @@ def start(device: torch.device, *, shard: bool, offload: bool = False, timeout_s
             runs unsharded: FSDP2 at world size 1 took 22% longer a step on a 0.26 M parameter model on CPU.
         offload: whether parameters will live on the CPU, whose collectives then need gloo beside NCCL.
         timeout_s: seconds after which a collective that hangs is an error.
+        sizes: of the mesh's dimensions; None: FSDP2 over all ranks.
 
     Raises:
-        UserError: torchrun started more ranks than there are devices.
+        UserError: the sizes do not multiply to the number of ranks; before any rank waits for another.
     """
+    sizes = (sizes or MeshSizes()).over(launched_ranks())
     backend = {"cuda": "nccl", "cpu": "gloo"}.get(device.type) or dist.get_default_backend_for_device(device)
     if offload and device.type != "cpu":
         backend = f"{device.type}:{backend},cpu:gloo"
@@ -99,9 +148,26 @@ def start(device: torch.device, *, shard: bool, offload: bool = False, timeout_s
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         return Parallel(device)
-    world_size = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",)) if world_size > 1 or shard else None
-    return Parallel(device, dist.get_rank(), world_size, mesh)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if world_size == 1 and not shard:
+        return Parallel(device)
+    mesh = init_device_mesh(
+        device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
+    )
+    data_mesh = mesh["dp_replicate", "dp_shard"]
+    if sizes.tensor > 1:
+        mesh["dp_shard", "tp"]._flatten("dp_shard_tp")  # a norm over both is then one reduction
+    return Parallel(
+        device,
+        rank,
+        world_size,
+        # A dimension of one rank would be a copy to average over, or a shard, of nothing.
+        mesh=data_mesh if sizes.replicate > 1 else mesh["dp_shard"],
+        tensor_mesh=mesh["tp"] if sizes.tensor > 1 else None,
+        data_group=data_mesh._flatten("dp").get_group() if sizes.tensor > 1 else None,
+        data_parallel_size=world_size // sizes.tensor,
+        data_parallel_rank=rank // sizes.tensor,  # the tensor-parallel dimension is the innermost
+    )
 
 
 def stop() -> None:
@@ -112,6 +178,15 @@ def stop() -> None:
 def is_launched() -> bool:
     """Whether torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_ranks() -> int:
+    """How many ranks torchrun started; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
 def local_device(name: str | None) -> torch.device:
@@ -164,6 +239,33 @@ def shard_model(
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Groups tensors that lie on the same mesh. torch's fused and foreach kernels take one mesh at a time, and under tensor
+    parallelism there are two: the plan's weights are cut by it, the norms are not."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def grad_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients over all shards, []; a collective where they are sharded."""
+    groups = by_mesh(parameter.grad for parameter in parameters if parameter.grad is not None)
+    norms = [full(nn.utils.get_total_norm(group)) for group in groups]
+    if not norms:
+        return torch.zeros(())
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scales all gradients so that their norm is at most ``max_norm``; returns the norm before, []."""
+    parameters = list(parameters)
+    norm = grad_norm(parameters)
+    for group in by_mesh(parameters):
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

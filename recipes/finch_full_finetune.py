@@ -37,9 +37,11 @@ from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
 from finch.names import did_you_mean
 from finch.objectives import CrossEntropy
+from finch.optimizer_in_backward import optimizers_in_backward
 from finch.options import FULL_FINETUNE
 from finch.precision import check_hardware, precision_of
 from finch.stochastic_rounding import adapt, stochastic_optimizer
+from finch.tensor_parallel import apply_plan, check_plan
 from finch.token_loss import TokenLoss
 
 log = utils.get_logger("INFO")
@@ -53,12 +55,14 @@ class FinchFullFinetune(FTRecipeInterface):
           comes from the loss of that step, over all micro-batches and ranks, weighted by target tokens. ``init:
           dataset`` starts the EMA at the pretrained model's mean loss over the training rows. torchtune's schedulers
           and a constant learning rate work as well.
-        - FSDP2 over all ranks that torchrun starts, gloo on CPU and NCCL on CUDA. One process without need (mixed
-          precision, CPU offload) runs unsharded.
+        - FSDP2 over all ranks that torchrun starts, gloo on CPU and NCCL on CUDA; HSDP
+          (``data_parallel_replicate_dim``) and tensor parallelism (``tensor_parallel_dim``, ``tensor_parallel_plan``).
+          One process without need (mixed precision, CPU offload) runs unsharded.
         - Precision (``dtype``): fp32, bf16 (pure), bf16_mixed (fp32 master weights), bf16_stochastic (torchao's
           optimizer). fp16: not.
         - One global order of samples on any layout; an epoch's short last batch is kept (``drop_last: True`` leaves
           it out).
+        - The optimizer inside the backward (``optimizer_in_bwd``), with FINCH as well.
         - Gradient accumulation, clipping, activation checkpointing (full and selective) and offloading, compile, CPU
           offload, packed data, profiler, metric loggers: torchtune's keys and components.
         - Validation (``dataset_validation``) at each epoch's end and every ``validate_every_n_steps``; ``best`` names
@@ -84,6 +88,9 @@ class FinchFullFinetune(FTRecipeInterface):
         self._run = Path(cfg.output_dir)
         self._resume_folder = check_output_folder(cfg)
         self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
+        self._mesh_sizes = parallel.MeshSizes(
+            cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim
+        )
 
         # The run's position. `consumed` counts this epoch's samples: with the epoch it is all that resuming needs.
         self.step = 0
@@ -98,6 +105,7 @@ class FinchFullFinetune(FTRecipeInterface):
             shard=self._precision.is_mixed or cfg.fsdp_cpu_offload,
             offload=cfg.fsdp_cpu_offload,
             timeout_s=cfg.distributed_timeout,
+            sizes=self._mesh_sizes,
         )
         state = checkpoint.read_state(self._resume_folder) if self._resume_folder else None
         self.seed = training.set_seed(
@@ -111,6 +119,10 @@ class FinchFullFinetune(FTRecipeInterface):
         with training.set_default_dtype(self._precision.weights), torch.device("meta"):
             decoder = build(cfg.model, "model")
         self._base.check_model(decoder, component_of(cfg.model) or "")
+        self._tensor_plan = None
+        if cfg.tensor_parallel_dim > 1:
+            self._tensor_plan = build(cfg.tensor_parallel_plan, "tensor_parallel_plan")
+            check_plan(decoder, self._tensor_plan, cfg.tensor_parallel_dim)
 
         known = {name for name, _ in decoder.named_modules()} | {"output"}
         for name in cfg.custom_sharded_layers or []:
@@ -129,7 +141,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self._start_output_folder(cfg)
         self._objective = CrossEntropy()
         self._model = self._setup_model(cfg, decoder, load_base=state is None)
-        self._optimizer = self._setup_optimizer(cfg)
+        self._optimizers = self._setup_optimizers(cfg)
         if state is None:
             self._setup_schedule(cfg, init=self._initial_loss(cfg))
         else:
@@ -181,22 +193,32 @@ class FinchFullFinetune(FTRecipeInterface):
         targets, divisor = self._parallel.sum(counts.to(self._device, non_blocking=True)).unbind()
         scale = self._parallel.data_parallel_size / divisor.clamp(min=1)  # undoes FSDP2's mean over ranks
         raw = torch.zeros((), dtype=torch.float64, device=self._device)
+        loss = grad_norm = None
         for batch in batches:
             batch = to_device(batch, self._device)
             token_loss = self._model(**batch)  # [batch, seq] in nats
             weight = self._objective.weights(token_loss.detach(), batch)
-            ((weight * token_loss).sum() * scale).backward()
             raw += token_loss.detach().sum(dtype=torch.float64)
-        # The raw cross-entropy of the whole step, whatever the objective.
-        loss = self._parallel.sum(raw) / targets.clamp(min=1)
-        grad_norm = self._clip_gradients()
-        if self._set_learning_rate(loss, targets):
-            self._optimizer.step()
+            if self._cfg.optimizer_in_bwd:  # the only micro-batch; its backward updates, so the rate comes before it
+                loss = self._mean_loss(raw, targets)
+                if not self._set_learning_rate(loss, targets):
+                    break
+            ((weight * token_loss).sum() * scale).backward()
+        if loss is None:
+            loss = self._mean_loss(raw, targets)
+            grad_norm = self._clip_gradients()
+            if self._set_learning_rate(loss, targets):
+                self._optimizers[0].step()
         self.step += 1
         self._report(loss, targets, grad_norm)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._model.zero_grad(set_to_none=True)
         if self._scheduler is not None:
             self._scheduler.step()
+            self._share_learning_rate()
+
+    def _mean_loss(self, raw: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The raw cross-entropy of the whole step, whatever the objective, in nats a target token."""
+        return self._parallel.sum(raw) / targets.clamp(min=1)
 
     def _set_learning_rate(self, loss: torch.Tensor, targets: torch.Tensor) -> bool:
         """Returns whether to take the optimizer step. torch's schedulers have set their learning rate after the step before."""
@@ -212,18 +234,23 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _clip_gradients(self) -> torch.Tensor:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
-        parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
-        if self._clip_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(parameters, self._clip_grad_norm)
-            return parallel.full(norm).to(self._device, non_blocking=True)  # offloaded gradients live on the CPU
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        return parallel.full(norm).to(self._device, non_blocking=True)
+        parameters = list(self._model.parameters())
+        if self._clip_grad_norm is None:
+            norm = parallel.grad_norm(parameters)
+        else:
+            norm = parallel.clip_grad_norm(parameters, self._clip_grad_norm)
+        return norm.to(self._device, non_blocking=True)  # offloaded gradients live on the CPU
 
-    def _report(self, loss: torch.Tensor, targets: torch.Tensor, grad_norm: torch.Tensor) -> None:
+    def _share_learning_rate(self) -> None:
+        """torch's schedulers set one optimizer's rate; inside the backward there is an optimizer for each parameter."""
+        for optimizer in self._optimizers[1:]:
+            optimizer.param_groups[0]["lr"] = self._optimizers[0].param_groups[0]["lr"]
+
+    def _report(self, loss: torch.Tensor, targets: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         if self._finch is not None:
             rate = self._finch.metrics()
         else:
-            rate = {"ema_loss": None, "lr": self._optimizer.param_groups[0]["lr"], "lr_is_capped": False}
+            rate = {"ema_loss": None, "lr": self._optimizers[0].param_groups[0]["lr"], "lr_is_capped": False}
         metrics = {"epoch": self.epoch, "loss": loss, **rate, "grad_norm": grad_norm, "num_target_tokens": targets}
         if self._device.type == "cuda" and self._cfg.log_peak_memory_stats:
             metrics.update(training.get_memory_stats(device=self._device))
@@ -276,7 +303,7 @@ class FinchFullFinetune(FTRecipeInterface):
             "schedule": self._schedule_state(),
             "identity": self._state_identity,
         }
-        checkpoint.save_checkpoint(self._run, self.step, self._model, self._optimizer, state, self._parallel)
+        checkpoint.save_checkpoint(self._run, self.step, self._model, self._optimizers, state, self._parallel)
         self._say(f"saved {self._run / name} and the state of step {self.step} in {time.perf_counter() - began:.1f} s")
         self._log_metrics.pause()
 
@@ -284,7 +311,7 @@ class FinchFullFinetune(FTRecipeInterface):
         """Restores weights, optimizer, schedule and position. The schedule is built first: its base learning rates are the config's."""
         assert self._resume_folder is not None
         self._setup_schedule(cfg, init="first_batch")
-        checkpoint.load_tensors(self._resume_folder, self._model, self._optimizer, self._parallel)
+        checkpoint.load_tensors(self._resume_folder, self._model, self._optimizers, self._parallel)
         self.step, self.epoch, self.consumed, self.best = (
             state["step"],
             state["epoch"],
@@ -295,8 +322,9 @@ class FinchFullFinetune(FTRecipeInterface):
             self._finch.load_state_dict(state["schedule"])
         elif self._scheduler is not None:
             self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["schedule"]})
-            for group, rate in zip(self._optimizer.param_groups, state["schedule"]["_last_lr"], strict=True):
+            for group, rate in zip(self._optimizers[0].param_groups, state["schedule"]["_last_lr"], strict=True):
                 group["lr"] = rate
+            self._share_learning_rate()
         self._say(f"resumed from step {self.step} of {self._resume_folder}")
 
     def close_log(self) -> None:
@@ -392,6 +420,8 @@ class FinchFullFinetune(FTRecipeInterface):
             apply_selective_activation_checkpointing(decoder, cfg.ac_mode, cfg.ac_option)
         elif cfg.enable_activation_checkpointing:
             training.set_activation_checkpointing(decoder, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+        if self._parallel.tensor_mesh is not None and self._tensor_plan is not None:
+            apply_plan(decoder, self._tensor_plan, self._parallel.tensor_mesh)
         layers: list[nn.Module] = list(decoder.layers)
         # The output layer is used inside the root's forward, and so is an embedding tied to it: both stay in the root's group.
         in_root = {"output", "tok_embeddings"} if isinstance(decoder.output, modules.TiedLinear) else {"output"}
@@ -419,28 +449,36 @@ class FinchFullFinetune(FTRecipeInterface):
         self._say(f"model of {size:,} parameters ready in {time.perf_counter() - began:.1f} s")
         return model
 
-    def _setup_optimizer(self, cfg: DictConfig) -> torch.optim.Optimizer:
+    def _setup_optimizers(self, cfg: DictConfig) -> list[torch.optim.Optimizer]:
+        """One optimizer; with ``optimizer_in_bwd`` one for each parameter."""
         node = {**cfg.optimizer}
         if self._precision.stochastic:
             component, arguments = stochastic_optimizer(node.pop("_component_"), node)
             node = {"_component_": component, **arguments}
-        optimizer = build(node, "optimizer", self._model.parameters())
-        if self._precision.stochastic:
-            adapt(optimizer)
-        if self._is_finch and self._device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload:
-            for group in optimizer.param_groups:  # lets FinchLR keep everything on the GPU
-                group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
-        return optimizer
+        on_device = self._is_finch and self._device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload
+
+        def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            groups = [{"params": group} for group in parallel.by_mesh(parameters)]
+            optimizer = build(node, "optimizer", groups)
+            if self._precision.stochastic:
+                adapt(optimizer)
+            if on_device:
+                for group in optimizer.param_groups:  # lets FinchLR keep everything on the GPU
+                    group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
+            return optimizer
+
+        parameters = list(self._model.parameters())
+        return optimizers_in_backward(parameters, make) if cfg.optimizer_in_bwd else [make(parameters)]
 
     def _setup_schedule(self, cfg: DictConfig, init: float | str | None) -> None:
         self._finch: FinchLR | None = None
         self._scheduler: Any = None
         if cfg.lr_scheduler is None:
-            self._say(f"constant learning rate {float(self._optimizer.param_groups[0]['lr']):g}")
+            self._say(f"constant learning rate {float(self._optimizers[0].param_groups[0]['lr']):g}")
         elif self._is_finch:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                self._finch = build({**cfg.lr_scheduler, "init": init}, "lr_scheduler", self._optimizer)
+                self._finch = build({**cfg.lr_scheduler, "init": init}, "lr_scheduler", self._optimizers)
             for warning in caught:
                 self._say(str(warning.message), logging.WARNING)
             begins = f", EMA begins at {init:.4f} nats" if isinstance(init, float) else ""
@@ -452,10 +490,11 @@ class FinchFullFinetune(FTRecipeInterface):
             self._scheduler = build(
                 cfg.lr_scheduler,
                 "lr_scheduler",
-                self._optimizer,
+                self._optimizers[0],
                 num_training_steps=cfg.epochs * self._steps_per_epoch,
                 last_epoch=-1,
             )
+            self._share_learning_rate()
 
     def _schedule_state(self) -> dict[str, Any] | None:
         if self._finch is not None:

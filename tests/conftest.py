@@ -194,6 +194,19 @@ def tune_run(
     return Run(done.returncode, done.stdout + done.stderr, Path(config["output_dir"]))
 
 
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a small Hugging Face folder."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def relative_l2(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference of two models over the norm of the second."""
+    difference = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
+    return (difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
+
+
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a started process: torchrun's variables of an outer run would make it join that one."""
     kept = {

@@ -8,8 +8,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from conftest import llama_args, make_config, run_here, tune_run, write_rows
-from safetensors.torch import load_file
+from conftest import llama_args, make_config, relative_l2, run_here, tune_run, weights, write_rows
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -30,15 +29,6 @@ METRICS = {
 
 def largest_difference(one, other):
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def relative_l2(one, other):
-    difference = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
-    return math.sqrt(difference / sum(float(value.double().square().sum()) for value in other.values()))
 
 
 @pytest.fixture(scope="module")

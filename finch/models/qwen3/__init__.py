@@ -11,6 +11,7 @@ from finch.models.qwen3.builders import (
     qwen3_8b_base,
     qwen3_8b_instruct,
 )
+from finch.models.qwen3.parallelism import qwen3_tp_plan
 from finch.models.qwen3.tokenizer import qwen3_tokenizer
 from finch.models.qwen3.weights import qwen3_hf_to_tune, qwen3_tune_to_hf
 
@@ -26,5 +27,6 @@ __all__ = [
     "qwen3_8b_instruct",
     "qwen3_hf_to_tune",
     "qwen3_tokenizer",
+    "qwen3_tp_plan",
     "qwen3_tune_to_hf",
 ]

@@ -1,0 +1,67 @@
+"""What differs between torchtune 0.6.1 and its main branch (0.7 development); the only file that knows of both.
+
+Names that are in the same place in both are imported where they are used; tests/test_torchtune_names.py lists them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.datasets._sft import SFTTransform
+from torchtune.modules import loss as losses
+
+from finch.objectives import IGNORE_INDEX
+
+# 0.6.1 has the first of torchtune's; main deprecates it for the second, whose other arguments change memory alone.
+PLAIN_CROSS_ENTROPY: tuple[Any, ...] = (
+    nn.CrossEntropyLoss,
+    *(getattr(losses, name) for name in ("CEWithChunkedOutputLoss", "LinearCrossEntropyLoss") if hasattr(losses, name)),
+)
+
+
+@functools.cache
+def labels_come_shifted() -> bool:
+    """Whether the installed torchtune's datasets put each label under the token that predicts it.
+
+    main's do, before rows are packed (its pull request 2613); 0.6.1 leaves it to the recipe. Asked of a row rather than
+    of a version, since a checkout's version is 0.0.0.
+    """
+    row = SFTTransform(model_transform=_three_tokens)({})
+    return int(row["labels"][0]) == 1
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Moves each label under the token that predicts it, unless the datasets have.
+
+    Args:
+        labels: [..., seq] int64, as torchtune's datasets and collators give them.
+
+    Returns:
+        [..., seq] int64; ``labels[..., t]`` is the token after ``tokens[..., t]``, the last one ignored.
+    """
+    if labels_come_shifted():
+        return labels
+    return torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), IGNORE_INDEX)], dim=-1)
+
+
+def plan_arguments(builder: Callable[..., Any], decoder: nn.Module) -> dict[str, Any]:
+    """What a builder of a tensor-parallel plan is called with, for activations that are whole between the layers.
+
+    torchtune 0.6.1's builders take nothing and give that plan. main's take the model, and give it for ``inference``; their
+    other plan cuts activations along the sequence.
+
+    Args:
+        builder: such as torchtune.models.llama3.base_llama_tp_plan.
+        decoder: the model the plan is for.
+    """
+    known = inspect.signature(builder).parameters
+    return {name: value for name, value in (("model", decoder), ("inference", True)) if name in known}
+
+
+def _three_tokens(_: Any) -> dict[str, list]:
+    return {"tokens": [0, 1, 2], "mask": [False, False, False]}

@@ -1,0 +1,169 @@
+"""HSDP, tensor parallelism and the optimizer inside the backward, through the real `tune run`: equal to one process."""
+
+import pytest
+import torch
+from conftest import make_config, relative_l2, run_here, tune_run, weights
+from models.test_qwen3 import SIZE, save_qwen3
+
+pytestmark = pytest.mark.slow
+
+COLUMNS = ("loss", "ema_loss", "lr", "grad_norm", "num_target_tokens")
+LLAMA_PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
+QWEN3_PLAN = {"_component_": "finch.models.qwen3.qwen3_tp_plan"}
+
+
+def assert_equal_runs(run, expected, tolerance, columns=COLUMNS):
+    assert run.returncode == 0, run.output[-3000:]
+    for column in columns:
+        assert run.column(column) == pytest.approx(expected.column(column), rel=tolerance), column
+    last = sorted(path.name for path in expected.folder.glob("epoch_*"))[-1]
+    difference = relative_l2(weights(run.folder / last), weights(expected.folder / last))
+    print(f"weights differ by {difference:.1e} in relative L2")
+    assert difference < tolerance
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, base_folder, rows_file):
+    """One process, two epochs of 41 rows, 8 a step: the last step of an epoch has one row for all ranks."""
+    folder = tmp_path_factory.mktemp("alone")
+    config = make_config(base_folder, rows_file, folder / "run", dtype="fp64", batch_size=8, epochs=2)
+    run = run_here(folder, config)
+    assert run.returncode == 0, run.output
+    return run, config
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "batch"),
+    [
+        (4, {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 2}, {"batch_size": 2}),
+        (
+            4,
+            {"data_parallel_replicate_dim": 2, "tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN},
+            {"batch_size": 2, "gradient_accumulation_steps": 2},
+        ),
+        (
+            4,
+            {"tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN, "custom_sharded_layers": ["tok_embeddings"]},
+            {"batch_size": 4},
+        ),
+        (2, {"tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN}, {"batch_size": 8}),
+    ],
+    ids=["hsdp", "replicate x tensor", "shard x tensor", "tensor"],
+)
+def test_every_mesh_equals_one_process(ranks, sizes, batch, alone, tmp_path):
+    """Loss counted once, gradients clipped by the whole norm; and a checkpoint of the mesh goes on in one process."""
+    straight, config = alone
+    config = {**config, "output_dir": str(tmp_path / "run"), **sizes, **batch, "epochs": 1, "debug_checks": True}
+    run = tune_run(tmp_path, config, ranks=ranks)
+    assert run.returncode == 0, run.output[-3000:]
+    assert min(straight.column("grad_norm")) > 1.0  # so that clipping to 1 is at work
+    resumed = run_here(tmp_path, {**alone[1], "output_dir": str(run.folder)}, "resume_from_checkpoint=True")
+    assert "resumed from step 6" in resumed.output
+    assert_equal_runs(resumed, straight, 1e-7)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_qwen3_cut_over_two_ranks(tied, tmp_path, base_folder, rows_file):
+    save_qwen3(tmp_path / "base", tied=tied)
+    model = {"_component_": "finch.models.qwen3.qwen3", **SIZE, "tie_word_embeddings": tied}
+    config = make_config(base_folder, rows_file, tmp_path / "one", dtype="fp64", model=model, batch_size=8)
+    config["checkpointer"] = {**config["checkpointer"], "checkpoint_dir": str(tmp_path / "base")}
+    one = run_here(tmp_path, config)
+    cut = {**config, "output_dir": str(tmp_path / "two"), "tensor_parallel_dim": 2, "tensor_parallel_plan": QWEN3_PLAN}
+    assert_equal_runs(tune_run(tmp_path, cut, ranks=2), one, 1e-7)
+
+
+def in_backward(config, folder, **changes):
+    config = {**config, "output_dir": str(folder), "optimizer_in_bwd": True, **changes}
+    return {key: value for key, value in config.items() if key != "clip_grad_norm"}
+
+
+@pytest.fixture(scope="module")
+def unclipped(alone, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unclipped")
+    config = in_backward(alone[1], folder / "run", optimizer_in_bwd=False, dtype="fp32")
+    return run_here(folder, config)
+
+
+def test_finch_with_the_optimizer_in_the_backward(alone, unclipped, tmp_path):
+    """The rate is known before the backward: bit for bit the ordinary order, resume included."""
+    config = in_backward(alone[1], tmp_path / "run", dtype="fp32")
+    assert run_here(tmp_path, {**config, "epochs": 1}).returncode == 0
+    run = run_here(tmp_path, config, "resume_from_checkpoint=True")
+    assert_equal_runs(run, unclipped, 1e-300, columns=("loss", "ema_loss", "lr"))
+    assert run.column("grad_norm") == [None] * 12
+
+
+def test_finch_with_the_optimizer_in_the_backward_on_an_hsdp_mesh(alone, unclipped, tmp_path):
+    config = in_backward(alone[1], tmp_path / "run", dtype="fp32", batch_size=2, data_parallel_replicate_dim=2)
+    assert_equal_runs(tune_run(tmp_path, config, ranks=4), unclipped, 1e-5, columns=("loss", "ema_loss", "lr"))
+
+
+def test_a_torch_schedule_with_the_optimizer_in_the_backward(alone, tmp_path):
+    cosine = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 3}
+    config = in_backward(alone[1], tmp_path / "run", dtype="fp32", lr_scheduler=cosine)
+    ordinary = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "ordinary"), "optimizer_in_bwd": False})
+    assert run_here(tmp_path, {**config, "epochs": 1}).returncode == 0
+    # A cosine over another number of epochs is another cosine: resume over the epochs it began with.
+    straight = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "straight")})
+    assert_equal_runs(straight, ordinary, 1e-300, columns=("loss", "lr"))
+
+
+def test_a_loss_that_is_not_finite_leaves_the_weights_alone(alone, tmp_path, monkeypatch):
+    """With on_nonfinite: skip the backward does not run, so that no weight is updated."""
+    import finch_full_finetune
+
+    ordinary = finch_full_finetune.FinchFullFinetune._mean_loss
+    seen = []
+
+    def broken_once(recipe, raw, targets):
+        loss = ordinary(recipe, raw, targets)
+        if recipe.step == 3:
+            seen.append({name: weight.clone() for name, weight in recipe._model.state_dict().items()})
+            return loss * float("nan")
+        if recipe.step == 4:
+            seen.append({name: weight.clone() for name, weight in recipe._model.state_dict().items()})
+        return loss
+
+    monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "_mean_loss", broken_once)
+    config = in_backward(alone[1], tmp_path / "run", epochs=1)
+    run = run_here(tmp_path, config, "lr_scheduler.on_nonfinite=skip")
+    assert run.returncode == 0, run.output
+    before, after = seen
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_sizes_and_plans_that_do_not_fit(alone, tmp_path, base_folder, rows_file):
+    """On two ranks, through torchrun: one sentence, told once, and no rank left waiting."""
+    config = {**alone[1], "output_dir": str(tmp_path / "run")}
+
+    def refused(**changes):
+        run = tune_run(tmp_path, {**config, **changes}, ranks=2, timeout=60)
+        assert run.returncode == 1
+        assert not run.folder.exists()
+        return run.error()
+
+    told = refused(data_parallel_shard_dim=3)
+    assert (
+        "data_parallel_shard_dim=3 x data_parallel_replicate_dim=1 x tensor_parallel_dim=1 is 3, but 2 ranks started"
+        in told
+    )
+    assert "layers.*.attn.q_norm, which the model does not have" in refused(
+        tensor_parallel_dim=2, tensor_parallel_plan=QWEN3_PLAN
+    )
+
+
+def test_options_of_a_mesh_that_are_refused_in_one_process(alone, tmp_path):
+    config = {**alone[1], "output_dir": str(tmp_path / "run")}
+
+    def refused(**changes):
+        run = run_here(tmp_path, {**config, **changes})
+        assert run.returncode == 1
+        assert not run.folder.exists()
+        return run.error()
+
+    assert "does not divide the 1 rank that were started" in refused(data_parallel_replicate_dim=2)
+    assert "tensor_parallel_dim=2 needs tensor_parallel_plan" in refused(tensor_parallel_dim=2)
+    assert "data_parallel_shard_dim=0 must be at least 1, or -1" in refused(data_parallel_shard_dim=0)
+    told = refused(optimizer_in_bwd=True, clip_grad_norm=None, gradient_accumulation_steps=2)
+    assert "optimizer_in_bwd=True excludes gradient_accumulation_steps=2" in told
