@@ -1,11 +1,16 @@
 """The configs for Qwen3-4B and Llama-3-8B as shipped, on small models of their families and local rows."""
 
 import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
 import yaml
-from conftest import WORDS, run_here, tune_run
+from conftest import WORDS, environment, run_here, tune_run
 from models.fixtures import write_llama3_tokenizer, write_qwen3_tokenizer
 from models.test_llama3 import SIZE as LLAMA_SIZE
 from models.test_llama3 import scaling
@@ -120,3 +125,38 @@ def test_two_ranks_equal_one(name, tied, tmp_path, rows_file):
         assert one.column(column) == pytest.approx(two.column(column), rel=1e-5)
     theirs = AutoModelForCausalLM.from_pretrained(two.folder / "epoch_0")
     assert theirs.config.tie_word_embeddings == tied
+
+
+def two_node_command(name):
+    header = find_config(name).read_text().split("\n\n")[0].replace("#", "")
+    return re.search(r"tune run --nnodes 2 .*?\\\n.*?$", header, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ")
+
+
+@pytest.mark.slow
+def test_the_two_node_command_of_the_header(tmp_path, rows_file, name="qwen3/4B_finch"):
+    """Two torchrun agents on this machine meet as two nodes would, by the very words of the header; equal to one process."""
+    command = two_node_command(name)
+    assert all(two_node_command(other).replace(other, name) == command for other in LARGE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    config = shrunk(name, tmp_path / "base", rows_file, tmp_path / "two")
+    config.update(dtype="fp32", epochs=1, max_steps_per_epoch=3)
+    config["tokenizer"]["max_seq_len"] = 64
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    for words, ours in (("nproc_per_node 8", "nproc_per_node 1"), ("HOST:29500", endpoint), (name, str(file))):
+        assert command.count(words) == 1, command
+        command = command.replace(words, ours)
+    tune = [sys.executable, "-m", "torchtune._cli.tune", *shlex.split(command)[1:]]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    nodes = [subprocess.Popen(tune, cwd=tmp_path, env=environment(), **pipes) for _ in range(2)]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs[0][-2000:] + outputs[1][-2000:]
+    assert sum("2 ranks on cpu" in output for output in outputs) == 1  # rank 0 alone speaks
+    one = run_here(
+        tmp_path, {**config, "output_dir": str(tmp_path / "one")}, "batch_size=2", "gradient_accumulation_steps=1"
+    )
+    lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    for column in ("loss", "ema_loss", "lr", "grad_norm"):
+        assert [line[column] for line in lines if column in line] == pytest.approx(one.column(column), rel=1e-5)
