@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["FinchLR", "__version__"]
+__all__ = ["FinchLR", "ReplayLR", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -14,4 +14,8 @@ def __getattr__(name: str) -> Any:
         from finch.schedule import FinchLR
 
         return FinchLR
+    if name == "ReplayLR":
+        from finch.replay import ReplayLR
+
+        return ReplayLR
     raise AttributeError(f"module 'finch' has no attribute {name!r}")

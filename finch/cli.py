@@ -31,6 +31,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     commands.add_parser("doctor", help="what is installed here, what the machine has, what does not fit together")
 
+    wise_ft = commands.add_parser("wise-ft", help="a model between the pretrained and the tuned one")
+    wise_ft.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
+    wise_ft.add_argument("--tuned", type=Path, required=True, metavar="DIR", help="the tuned model's folder")
+    wise_ft.add_argument(
+        "--alpha", type=float, nargs="+", default=[0.5], help="the tuned model's share, or several (default: 0.5)"
+    )
+    wise_ft.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets a folder alpha_A for each alpha")
+
     chosen = parser.parse_args(arguments)
     if chosen.command == "configs":
         run = {"show": show_config, "cp": copy_config}.get(chosen.action, list_configs)
@@ -39,6 +47,11 @@ def main(arguments: list[str] | None = None) -> None:
         from finch import doctor
 
         sys.exit(1 if doctor.main() else 0)
+    elif chosen.command == "wise-ft":
+        from finch.wise_ft import wise_ft as interpolate
+
+        for folder in interpolate(chosen.base, chosen.tuned, chosen.alpha, chosen.out):
+            print(folder)
     else:
         parser.print_help()
         sys.exit(2)

@@ -1,6 +1,241 @@
-import torch
+"""Weights and denominators against the definitions in plain float64, over layouts, packed rows and another library."""
 
-from finch.objectives import CrossEntropy
+import math
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+
+from finch.objectives import DFT, EAFT, FLOW, IGNORE_INDEX, STM, TALR, CrossEntropy, median
+
+VOCAB = 23
+LONGEST = 40
+
+
+def names(*objectives):
+    return {type(objective).__name__: objective for objective in objectives}
+
+
+def all_objectives():
+    """Made anew for each test. With the same names as ``definition`` knows."""
+    return {
+        **names(CrossEntropy(), FLOW(), DFT(), STM(), EAFT()),
+        "TALR": TALR(tau="exact"),
+        "TALR_constant": TALR(tau=0.7, w_min=0.2),
+    }
+
+
+# A model small enough to be written down: hidden states depend on the token and on its place in its sequence.
+
+
+def parameters(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embedding": (VOCAB, 5), "position": (LONGEST, 5), "head": (VOCAB, 5)}
+    return {
+        name: torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for name, shape in shapes.items()
+    }
+
+
+def logits_of(theta, batch):
+    hidden = torch.tanh(theta["embedding"][batch["tokens"]] + theta["position"][batch["place"]])
+    return 0.7 * hidden @ theta["head"].T
+
+
+def token_losses(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(
+        labels
+    )
+
+
+def samples(lengths, without=0):
+    """Tokens with shifted labels; about a third are ignored, and the last ``without`` samples have none at all."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for number, length in enumerate(lengths):
+        tokens = torch.randint(VOCAB, (length,), generator=generator)
+        labels = tokens.roll(-1)
+        labels[torch.rand(length, generator=generator) < 0.35] = IGNORE_INDEX
+        labels[-2] = tokens[-1]  # at least one
+        labels[-1] = IGNORE_INDEX
+        if number >= len(lengths) - without:
+            labels[:] = IGNORE_INDEX
+        made.append((tokens, labels))
+    return made
+
+
+def collate(rows, theta0, packed=False):
+    """A padded micro-batch of rows, each a list of samples; with everything that any objective needs."""
+    width = max(sum(len(tokens) for tokens, _ in row) for row in rows) + 2  # padding at every row's end
+    empty = torch.zeros(len(rows), width, dtype=torch.long)
+    batch = {"tokens": empty.clone(), "place": empty.clone(), "labels": torch.full_like(empty, IGNORE_INDEX)}
+    for number, row in enumerate(rows):
+        start = 0
+        for tokens, labels in row:
+            end = start + len(tokens)
+            batch["tokens"][number, start:end], batch["labels"][number, start:end] = tokens, labels
+            batch["place"][number, start:end] = torch.arange(len(tokens))
+            start = end
+        # As torchtune pads a pack: positions go on from the last sequence.
+        batch["place"][number, start:] = torch.arange(len(tokens), len(tokens) + width - start)
+    if packed:
+        batch["input_pos"] = batch["place"]
+    with torch.no_grad():
+        batch["pretrained_token_loss"] = token_losses(logits_of(theta0, batch), batch["labels"])
+    return batch
+
+
+def gradients(loss, theta):
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(theta.values()), allow_unused=False)])
+
+
+def train_step(objective, ranks, theta, theta0):
+    """One step as a training loop takes it: ``ranks`` is a list of ranks, each a list of micro-batches.
+
+    Returns loss and gradient, as the mean over ranks that data parallelism takes.
+    """
+    batches = [batch for rank in ranks for batch in rank]
+    if isinstance(objective, FLOW):
+        objective.tau = median(
+            torch.cat([objective.sequence_losses(batch["pretrained_token_loss"], batch) for batch in batches])
+        )
+    losses = {id(batch): token_losses(logits_of(theta, batch), batch["labels"]) for batch in batches}
+    if objective.statistic:
+        statistic = median(
+            torch.cat([objective.sequence_losses(losses[id(batch)].detach(), batch) for batch in batches])
+        )
+        for batch in batches:
+            batch["statistic"] = statistic
+    for batch in batches:
+        if "top_logits" in objective.needs:
+            batch["top_logits"] = logits_of(theta, batch).topk(20).values
+    divisor = sum(objective.count(batch) for batch in batches)
+    loss, gradient = 0, 0
+    for rank in ranks:
+        for batch in rank:
+            weight = objective.weights(losses[id(batch)].detach(), batch)
+            assert not weight.requires_grad
+            part = (weight * losses[id(batch)]).sum() * len(ranks) / divisor
+            loss, gradient = loss + part.detach() / len(ranks), gradient + gradients(part, theta) / len(ranks)
+    return loss, gradient
+
+
+def definition(name, rows, theta, theta0):
+    """The objective by its definition: a loop over sequences and tokens, and one division."""
+    current, pretrained, entropies = [], [], []
+    for row in rows:
+        batch = collate([[row]], theta0)
+        logits = logits_of(theta, batch)[0]
+        kept = batch["labels"][0] != IGNORE_INDEX
+        current.append(token_losses(logits.unsqueeze(0), batch["labels"])[0][kept])
+        pretrained.append(batch["pretrained_token_loss"][0][kept])
+        top = logits[kept].detach().numpy()
+        top = numpy.exp(numpy.sort(top)[:, -20:])
+        top = top / top.sum(1, keepdims=True)
+        entropies.append(torch.tensor(-(top * numpy.log(top)).sum(1) / math.log(20)))
+    taus = [
+        numpy.median([float(losses.detach().mean()) for losses in per_sequence if len(losses)])
+        for per_sequence in (current, pretrained)
+    ]
+    total, kept = 0, 0
+    for now, before, entropy in zip(current, pretrained, entropies, strict=True):
+        for token in range(len(now)):
+            p = math.exp(-now[token].item())
+            factor = {
+                "CrossEntropy": 1.0,
+                "FLOW": math.exp(-float(before.mean()) / taus[1]),
+                "DFT": p,
+                "TALR": max(p ** (1 / taus[0]), 0.01),
+                "TALR_constant": max(p ** (1 / 0.7), 0.2),
+                "STM": float(math.exp(float(before[token])) <= 2.5),
+                "EAFT": float(entropy[token]),
+            }[name]
+            total = total + factor * now[token]
+            kept += factor if name == "STM" else 1
+    loss = total / kept
+    return loss.detach(), gradients(loss, theta)
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Parameters, the pretrained ones near them, and twelve samples: nine of unequal length, three without any target."""
+    theta = parameters(0)
+    noise = parameters(1)
+    theta0 = {name: (theta[name] + 0.4 * noise[name]).detach() for name in theta}
+    with torch.no_grad():
+        # Some tokens are nearly known, so that thresholds have something on both sides.
+        for parameter in (theta["head"], theta0["head"]):
+            parameter[:6] += 4 * theta["embedding"][:6].tanh()
+    return theta, theta0, samples([4, 8, 6, 2, 11, 5, 9, 3, 7, 3, 5, 4], without=3)
+
+
+LAYOUTS = {"1x4": (1, 4), "2x2": (2, 2), "4x1": (4, 1)}
+
+
+def deal(rows, ranks, micro_batches, theta0):
+    """Another order of the samples for each layout; one micro-batch is always the one without targets."""
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(ranks)).tolist()
+    groups = [order[:2], order[2:6], order[6:]]  # unequal in rows as well
+    groups.insert(ranks % 4, [9, 10, 11])
+    batches = [collate([[rows[number]] for number in group], theta0) for group in groups]
+    return [batches[rank * micro_batches : (rank + 1) * micro_batches] for rank in range(ranks)]
+
+
+def close(one, other):
+    """Loss and gradient equal to 1e-12, the gradient in relative L2 norm."""
+    assert one[0] == pytest.approx(float(other[0]), rel=1e-12, abs=0)
+    assert (one[1] - other[1]).norm() <= 1e-12 * other[1].norm()
+    assert other[1].norm() > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", all_objectives())
+def test_every_layout_gives_the_loss_and_gradient_of_the_definition(world, name, layout):
+    theta, theta0, rows = world
+    ranks = deal(rows, *LAYOUTS[layout], theta0)
+    objective = all_objectives()[name]
+    close(train_step(objective, ranks, theta, theta0), definition(name, rows, theta, theta0))
+
+
+def test_the_objectives_of_the_table_differ(world):
+    theta, theta0, rows = world
+    found = [float(definition(name, rows, theta, theta0)[0]) for name in all_objectives()]
+    assert len({round(loss, 3) for loss in found}) == len(found)
+
+
+@pytest.mark.parametrize("name", all_objectives())
+def test_packed_rows_equal_single_ones(world, name):
+    theta, theta0, rows = world
+    packs = [[rows[0], rows[9], rows[1], rows[2]], [rows[4]], [rows[3], rows[5], rows[6], rows[7], rows[8], rows[10]]]
+    packed = [collate(packs[:2], theta0, packed=True), collate(packs[2:], theta0, packed=True)]
+    objective = all_objectives()[name]
+    close(train_step(objective, [packed], theta, theta0), definition(name, rows, theta, theta0))
+
+
+def test_a_sequence_is_that_of_the_target():
+    # The first two tokens' targets belong to sequence A, the third's to B, which starts after it.
+    batch = {"labels": torch.tensor([[1, 1, 1, 1, -100]]), "input_pos": torch.tensor([[0, 1, 2, 0, 1]])}
+    losses = torch.tensor([[1.0, 2.0, 30.0, 50.0, 0.0]])
+    assert FLOW().sequence_losses(losses, batch).tolist() == [1.5, 40.0]
+
+
+def test_a_row_that_begins_within_a_sequence_is_a_sequence_of_its_own():
+    batch = {"labels": torch.ones(2, 4, dtype=torch.long), "input_pos": torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])}
+    losses = torch.tensor([[1.0, 1, 1, 1], [2.0, 2, 8, 8]])
+    assert FLOW().sequence_losses(losses, batch).tolist() == [1.0, 2.0, 8.0]
+
+
+def test_sequences_without_targets_have_no_loss(world):
+    _, theta0, rows = world
+    batch = collate([[row] for row in rows], theta0)
+    found = FLOW().sequence_losses(batch["pretrained_token_loss"], batch)
+    assert len(found) == 9
+    assert found.isfinite().all()
+    ignored = batch["labels"] == IGNORE_INDEX
+    assert torch.equal(FLOW().sequence_losses(batch["pretrained_token_loss"].masked_fill(ignored, 9.0), batch), found)
+    batch["pretrained_token_loss"][0, batch["labels"][0] != IGNORE_INDEX] = math.nan  # a diverged model must show
+    assert FLOW().sequence_losses(batch["pretrained_token_loss"], batch).isnan().tolist() == [True] + [False] * 8
 
 
 def test_cross_entropy_weighs_every_target_the_same():
@@ -8,3 +243,199 @@ def test_cross_entropy_weighs_every_target_the_same():
     token_loss = torch.tensor([[0.5, 0.0, 2.0], [0.0, 0.0, 0.0]])
     assert torch.equal(CrossEntropy().weights(token_loss, batch), torch.ones(2, 3))
     assert CrossEntropy().count(batch) == 2
+
+
+def test_talr_with_tau_1_and_no_floor_is_dft():
+    losses = torch.tensor([[0.0, 0.3, 2.0, 9.0, 60.0]])
+    batch = {"labels": torch.ones_like(losses, dtype=torch.long)}
+    expected = DFT().weights(losses, batch)
+    assert torch.equal(TALR(tau=1, w_min=0).weights(losses, batch), expected)
+    for tau in ("exact", "lagged"):
+        assert torch.equal(TALR(tau, w_min=0).weights(losses, {**batch, "statistic": torch.tensor(1.0)}), expected)
+        assert torch.equal(TALR(tau, w_min=0).weights(losses, {**batch, "statistic": 1.0}), expected)
+
+
+def test_talr_declares_its_statistic_and_floors_its_weights():
+    assert (TALR("exact").statistic, TALR().statistic, TALR(2.0).statistic) == ("exact", "lagged", None)
+    losses = torch.tensor([[0.0, 2.0, 9.0]])
+    found = TALR(2.0, w_min=0.05).weights(losses, {"labels": torch.ones(1, 3)})
+    torch.testing.assert_close(found, torch.tensor([[1.0, math.exp(-1), 0.05]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_talr_stays_finite_whatever_the_statistic(dtype):
+    losses = torch.tensor([[0.0, 0.5, 3.0]], dtype=dtype)
+    batch = {"labels": torch.ones(1, 3)}
+    for tau, expected in [(0.0, [1, 0.01, 0.01]), (math.nan, [1, 1, 1]), (math.inf, [1, 1, 1])]:
+        found = TALR("exact").weights(losses, {**batch, "statistic": torch.tensor(tau)})
+        torch.testing.assert_close(found, torch.tensor([expected], dtype=dtype))
+
+
+@pytest.mark.parametrize(("p", "undetached_learns"), [(0.2, False), (0.36, False), (0.38, True), (0.8, True)])
+def test_without_the_detaching_dft_unlearns_below_1_over_e(p, undetached_learns):
+    def slope(detach):
+        """d objective / d logit of the target: learning wants it negative."""
+        logits = torch.tensor([[math.log(p), math.log(1 - p)]], dtype=torch.float64, requires_grad=True)
+        loss = F.cross_entropy(logits, torch.tensor([0]), reduction="none").unsqueeze(0)
+        weight = DFT().weights(loss.detach(), {"labels": torch.zeros(1, 1)}) if detach else torch.exp(-loss)
+        return float(torch.autograd.grad((weight * loss).sum(), logits)[0][0, 0])
+
+    assert slope(detach=True) == pytest.approx(-p * (1 - p), rel=1e-12)
+    assert (slope(detach=False) < 0) == undetached_learns
+
+
+def test_the_median_sample_weighs_1_over_e_under_flow(world):
+    _, theta0, rows = world
+    batch = collate([[row] for row in rows], theta0)
+    flow = FLOW()
+    losses = flow.sequence_losses(batch["pretrained_token_loss"], batch)
+    flow.tau = median(losses)
+    weights = flow.weights(torch.rand(batch["labels"].shape), batch)
+    assert weights.dtype == torch.float32
+    of_rows = weights[:9, 0]
+    assert torch.equal(weights, weights[:, :1].expand_as(weights))  # one weight a sequence
+    assert of_rows[losses.argsort()[4]] == pytest.approx(math.exp(-1), rel=1e-6)
+    assert (of_rows > math.exp(-1) + 1e-6).sum() == (of_rows < math.exp(-1) - 1e-6).sum() == 4
+    assert torch.equal(weights[9:], torch.zeros_like(weights[9:]))  # no target, no weight
+    assert flow.count(batch) == (batch["labels"] != IGNORE_INDEX).sum()
+
+
+def test_stm_divides_by_the_tokens_kept():
+    limit = math.log(2.5)
+    batch = {
+        "labels": torch.tensor([[4, 4, 4, -100, 4]]),
+        "pretrained_token_loss": torch.tensor([[0.0, limit - 1e-6, limit + 1e-6, 0.0, math.nan]]),
+    }
+    token_loss = torch.tensor([[3.0, 5.0, 7.0, 0.0, 9.0]])
+    assert STM().weights(token_loss, batch).tolist() == [[1, 1, 0, 0, 0]]
+    assert STM().count(batch) == 2
+    assert STM(threshold=math.inf).count(batch) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "masked_by"), [*((name, "labels") for name in all_objectives()), ("STM", "objective")]
+)
+def test_a_micro_batch_that_counts_nothing_keeps_its_graph(world, name, masked_by):
+    theta, theta0, rows = world
+    batch = collate([[row] for row in (rows[9:] if masked_by == "labels" else rows[:3])], theta0)
+    if masked_by == "objective":
+        batch["pretrained_token_loss"] += 5
+    objective = all_objectives()[name]
+    if isinstance(objective, FLOW):
+        objective.tau = 1.0
+    batch["statistic"] = median(torch.empty(0))  # no sequence had a target
+    logits = logits_of(theta, batch)
+    batch["top_logits"] = logits.topk(20).values
+    token_loss = token_losses(logits, batch["labels"])
+    loss = (objective.weights(token_loss.detach(), batch) * token_loss).sum()
+    assert objective.count(batch) == 0
+    assert loss.item() == 0
+    assert torch.equal(gradients(loss, theta), torch.zeros(sum(part.numel() for part in theta.values())))
+
+
+def test_eaft_is_the_entropy_over_its_greatest_value():
+    logits = torch.full((1, 3, 20), -torch.inf)
+    logits[0, 0] = 1.7  # all alike: the most unsure
+    logits[0, 1, 4] = 3.0  # one alone
+    logits[0, 2, :2] = torch.tensor([0.0, math.log(3)])  # a quarter, three quarters
+    found = EAFT().weights(torch.zeros(1, 3), {"labels": torch.zeros(1, 3), "top_logits": logits})
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.0, 0.5623351446188083 / math.log(20)]]))
+    with pytest.raises(ValueError, match=r"top_logits'\] of shape \[1, 3, 19\] must hold the 20"):
+        EAFT().weights(torch.zeros(1, 3), {"labels": torch.zeros(1, 3), "top_logits": logits[..., :19]})
+
+
+def test_weights_are_made_in_fp32_at_least():
+    losses = torch.tensor([[0.1, 2.3]], dtype=torch.bfloat16)
+    batch = {
+        "labels": torch.ones(1, 2, dtype=torch.long),
+        "statistic": torch.tensor(0.9, dtype=torch.float64),
+        "pretrained_token_loss": losses,
+        "top_logits": torch.randn(1, 2, 20).bfloat16(),
+    }
+    for objective in (CrossEntropy(), FLOW(tau=1.0), DFT(), TALR(), STM(), EAFT()):
+        assert objective.weights(losses, batch).dtype == torch.float32
+        assert objective.weights(losses.double(), batch).dtype == torch.float64
+    assert torch.equal(DFT().weights(losses, batch), torch.exp(-losses.float()))
+
+
+@pytest.mark.parametrize("values", [[3.0], [4.0, 1.0], [2.0, 9.0, 1.0], [1.0, 8.0, 2.0, 4.0], [5.0, 5.0, 5.0, 1.0]])
+def test_median_is_that_of_numpy(values):
+    assert float(median(torch.tensor(values))) == numpy.median(values)
+    assert float(median(torch.tensor([math.nan, *values, math.nan]))) == numpy.median(values)
+
+
+def test_median_of_nothing_is_nan():
+    assert median(torch.empty(0)).isnan()
+    assert median(torch.full((3,), math.nan)).isnan()
+
+
+def test_what_each_objective_asks_for():
+    assert {name: set(objective.needs) for name, objective in all_objectives().items() if objective.needs} == {
+        "FLOW": {"pretrained_token_loss"},
+        "STM": {"pretrained_token_loss"},
+        "EAFT": {"top_logits"},
+    }
+    batch, loss = {"labels": torch.ones(1, 2)}, torch.ones(1, 2)
+    for objective, key in [
+        (FLOW(1.0), "pretrained_token_loss"),
+        (STM(), "pretrained_token_loss"),
+        (EAFT(), "top_logits"),
+        (TALR(), "statistic"),
+    ]:
+        with pytest.raises(ValueError, match=rf"batch\['{key}'\] is missing: {type(objective).__name__} needs it"):
+            objective.weights(loss, batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TALR(tau="exakt"), "tau='exakt' must be 'exact', 'lagged' or a number"),
+        (lambda: TALR(tau=0), "tau=0 must be finite and above 0"),
+        (lambda: TALR(tau=math.inf), "tau=inf must be finite and above 0"),
+        (lambda: TALR(tau=None), "tau=None must be finite and above 0"),
+        (lambda: TALR(w_min=1.5), r"w_min=1.5 must lie in \[0, 1\]"),
+        (lambda: TALR(w_min=math.nan), r"w_min=nan must lie in \[0, 1\]"),
+        (lambda: FLOW(tau=-1.0), "tau=-1.0 must be finite and above 0: the pretrained model's median"),
+        (lambda: setattr(FLOW(), "tau", torch.tensor(math.nan)), "tau=nan must be finite and above 0"),
+        (lambda: FLOW().weights(torch.ones(1, 1), {}), "tau=None: set it to the pretrained model's median"),
+        (lambda: STM(threshold=0.9), "threshold=0.9 must be above 1: it is a perplexity"),
+        (lambda: STM(threshold="2"), "threshold='2' must be above 1"),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Loss and gradient of the output layer from trl 1.16.0 (transformers 5.23.0, torch 2.13.0, fp32): SFTTrainer.compute_loss
+# with loss_type="dft" on a LlamaForCausalLM of hidden size 4 and vocabulary 7 without layers, whose weights are the
+# formulas below; one batch of two rows, labels not yet shifted as there.
+TRL_TOKENS = [[1, 4, 6, 3, 5, 2], [1, 3, 3, 6, 2, 0]]
+TRL_LABELS = [[-100, -100, 6, 3, 5, 2], [-100, 3, 3, -100, 2, -100]]
+TRL_DFT_LOSS = 0.1608874499797821
+TRL_SFT_LOSS = 4.427120685577393
+TRL_DFT_GRADIENT = [
+    [0.0068526, 0.0314196, 0.0099569, -0.0260927],
+    [0.005926, -0.0511422, -0.033287, 0.0333338],
+    [-0.0002841, -0.0639884, -0.0339495, 0.0458254],
+    [-0.0050246, 0.0447739, 0.0289786, -0.0292705],
+    [-0.0066493, 0.0275098, 0.0213669, -0.0160785],
+    [0.0000812, 0.0085544, 0.0044954, -0.0061494],
+    [-0.0009017, 0.0028728, 0.0024387, -0.0015681],
+]
+
+
+def test_dft_equals_trl():
+    embedding = torch.arange(28.0).mul(1.3).sin().view(7, 4)
+    head = torch.arange(28.0).mul(0.7).cos().mul(2).view(7, 4).requires_grad_()
+    labels = F.pad(torch.tensor(TRL_LABELS)[:, 1:], (0, 1), value=IGNORE_INDEX)
+    hidden = F.rms_norm(embedding[torch.tensor(TRL_TOKENS)], (4,), eps=1e-6)
+    token_loss = token_losses(hidden @ head.T, labels)
+    found = {}
+    for objective in (CrossEntropy(), DFT()):
+        weight = objective.weights(token_loss.detach(), {"labels": labels})
+        found[type(objective)] = (weight * token_loss).sum() / objective.count({"labels": labels})
+    assert found[CrossEntropy].item() == pytest.approx(TRL_SFT_LOSS, rel=1e-6)
+    assert found[DFT].item() == pytest.approx(TRL_DFT_LOSS, rel=1e-6)
+    gradient = torch.autograd.grad(found[DFT], head)[0]
+    torch.testing.assert_close(gradient, torch.tensor(TRL_DFT_GRADIENT), rtol=0, atol=1e-7)

@@ -1,0 +1,154 @@
+"""ReplayLR against the log that FINCH itself has written."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from finch import FinchLR, ReplayLR
+from finch.metrics import MetricsLog
+
+LOSSES = [3.9, 3.1, 4.4, 0.7, 0.05, 0.02]
+
+
+def optimizer_with(*rates, **kwargs):
+    return torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(3))], "lr": rate} for rate in rates], **kwargs)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder: metrics.jsonl as FINCH's run writes it, one step without targets and validation losses included."""
+    optimizer = optimizer_with(2e-3)
+    schedule = FinchLR(optimizer, eta_max=5e-3, init=3.6)
+    log = MetricsLog(tmp_path, None, is_writer=True)
+    for step, loss in enumerate(LOSSES, start=1):
+        schedule.step(loss, 0 if step == 3 else 7)
+        log.add(step, {"epoch": 0, "loss": loss, **schedule.metrics(), "num_target_tokens": 7})
+        if step % 2 == 0:
+            log.note({"step": step, "epoch": 0, "validation_loss": loss})
+    log.close()
+    return tmp_path
+
+
+def logged(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["lr"] for line in lines if "lr" in line]
+
+
+def test_each_step_gets_the_learning_rate_of_the_log(run):
+    optimizer = optimizer_with(2e-3, 1e-3)
+    replay = ReplayLR(optimizer, log=run / "metrics.jsonl")
+    assert replay.num_steps == len(LOSSES)
+    seen = []
+    for step in range(len(LOSSES)):
+        assert replay.step(torch.tensor(8.0 / (step + 1)))  # whatever the loss
+        first, second = (group["lr"] for group in optimizer.param_groups)
+        assert replay.get_last_lr() == [first, second]
+        assert second == pytest.approx(first / 2, rel=1e-15)
+        assert replay.metrics() == {"ema_loss": None, "lr": first, "lr_is_capped": False}
+        seen.append(first)
+    assert seen == logged(run)  # to the last bit
+    assert len(set(seen)) > 3
+    with pytest.raises(ValueError, match="holds 6 steps, the run takes 7"):
+        replay.step(1.0)
+
+
+def test_the_first_learning_rate_is_there_before_the_first_step(run):
+    optimizer = optimizer_with(0.7)
+    assert ReplayLR(optimizer, log=run).get_last_lr() == [optimizer.param_groups[0]["lr"]] == logged(run)[:1]
+
+
+def test_several_optimizers_and_tensor_rates_in_place(run):
+    rate = torch.tensor(2e-3, dtype=torch.float64)
+    first, second = optimizer_with(rate, fused=True), optimizer_with(1e-2)
+    replay = ReplayLR([first, second], log=run)
+    for expected in logged(run):
+        assert replay.step(1.0)
+        assert first.param_groups[0]["lr"] is rate
+        assert rate.item() == expected
+        assert second.param_groups[0]["lr"] == pytest.approx(5 * expected, rel=1e-15)
+
+
+def test_a_batch_without_targets_takes_no_step_but_uses_one_up(run):
+    replay = ReplayLR(optimizer_with(2e-3), log=run)
+    assert replay.step(1.0, torch.tensor(5))
+    assert not replay.step(math.nan, torch.tensor(0))  # 0 / 0
+    assert replay.step(1.0, 5)
+    assert replay.step(1.0, 5)
+    assert replay.get_last_lr() == [logged(run)[3]] != [logged(run)[2]]
+
+
+@pytest.mark.parametrize("loss", [math.nan, torch.tensor(math.inf)])
+def test_a_loss_that_is_not_finite_stops_the_run(run, loss):
+    replay = ReplayLR(optimizer_with(2e-3), log=run)
+    replay.step(1.0)
+    with pytest.raises(FloatingPointError, match="not finite at step 2"):
+        replay.step(loss)
+    assert replay.state_dict() == {"steps_taken": 1}
+
+
+def test_resuming_goes_on_where_it_stopped(run):
+    before = ReplayLR(optimizer_with(2e-3), log=run)
+    for _ in range(3):
+        before.step(1.0)
+    state = json.loads(json.dumps(before.state_dict()))
+    optimizer = optimizer_with(2e-3)
+    after = ReplayLR(optimizer, log=run)
+    optimizer.param_groups[0]["lr"] = 9.0  # as loading an optimizer's state does
+    after.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == before.get_last_lr()[0]
+    for _ in range(3):
+        before.step(1.0)
+        after.step(1.0)
+        assert after.get_last_lr() == before.get_last_lr()
+    with pytest.raises(ValueError, match="holds 6 steps, the run takes 8"):
+        after.load_state_dict({"steps_taken": 8})
+
+
+def test_a_log_shorter_than_the_run_is_told_ahead(run):
+    replay = ReplayLR(optimizer_with(2e-3), log=run)
+    replay.check_length(6)
+    with pytest.raises(
+        ValueError, match=r"metrics\.jsonl holds 6 steps, the run takes 9: replay a run at least as long"
+    ):
+        replay.check_length(9)
+
+
+def test_a_last_line_that_was_cut_off_is_no_step(run):
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"step": 7, "lr": 1e-')
+    assert ReplayLR(optimizer_with(2e-3), log=run).num_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "holds no step"),
+        ([{"step": 1, "validation_loss": 2.0}], "holds no step"),
+        ([{"step": 1, "lr": 1e-3}, {"step": 3, "lr": 1e-3}], "has step 3 where step 2 belongs"),
+        ([{"step": 1, "lr": None}], "has lr=None at step 1"),
+        ([{"step": 1, "loss": 2.0}], "has lr=None at step 1"),
+    ],
+)
+def test_a_log_that_cannot_be_replayed(tmp_path, lines, message):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=message):
+        ReplayLR(optimizer_with(2e-3), log=file)
+
+
+def test_bad_arguments_are_named(run, tmp_path):
+    with pytest.raises(ValueError, match=r"other\.jsonl does not exist: give the metrics\.jsonl"):
+        ReplayLR(optimizer_with(2e-3), log=tmp_path / "other.jsonl")
+    with pytest.raises(ValueError, match=r"lr=0\.0 of the first param group must be above 0"):
+        ReplayLR(optimizer_with(0.0), log=run)
+    with pytest.raises(ValueError, match="holds no param group"):
+        ReplayLR([], log=run)
+
+
+def test_its_import_leaves_torchtune_alone():
+    code = "import sys; from finch import ReplayLR; assert not {'torchtune', 'datasets'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
