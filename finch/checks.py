@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torchtune.modules import TransformerDecoder
 
 from finch import FinchLR
 from finch.checkpoint import latest_checkpoint
@@ -106,6 +107,17 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
             f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
         )
     locate(cfg.collate_fn, "collate_fn")
+
+
+def check_text_decoder(model: nn.Module, component: str) -> None:
+    """
+    Raises:
+        UserError: the model is not a text decoder; multimodal models and encoders take other inputs.
+    """
+    if not isinstance(model, TransformerDecoder):
+        raise UserError(
+            f"model._component_={component} builds a {type(model).__name__}, and this recipe trains text decoders; give the builder of one"
+        )
 
 
 def check_output_folder(cfg: DictConfig) -> Path | None:

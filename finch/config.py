@@ -15,13 +15,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from finch.errors import UserError, exit_with_a_sentence
 from finch.names import did_you_mean, find_config
-from finch.options import COMPONENT, REQUIRED, Option
+from finch.options import ALIASES, COMPONENT, REFUSED, REQUIRED, Option
 
 # Keys whose values are never shown. pad_token and the like are words of a tokenizer, not secrets.
 _SECRETS = re.compile(
     r"^(?!(pad|bos|eos|unk|sep|cls|mask)_token$)(.*_)?(token|api_?key|access_key|auth|secret|secret_key|password)$",
     re.IGNORECASE,
 )
+_NOT_TEXT = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")
 _SWEPT_LENGTH = 8  # shorter values may stand inside other words by chance
 
 
@@ -105,6 +106,8 @@ def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[s
         UserError: names key, value and remedy.
     """
     drop_null_blocks(cfg)
+    _translate(cfg)
+    _check_kind(cfg)
     referred = _referred(cfg) | set(own_keys)
     for key in map(str, cfg):
         if key not in options and key not in referred:
@@ -129,6 +132,25 @@ def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[s
     for where, node in _components(cfg):
         _check_component(where, node)
     return cfg
+
+
+def _translate(cfg: DictConfig) -> None:
+    """Takes torchtune's other names for a key, and refuses those of its keys that finch does not have."""
+    for theirs, ours in ALIASES.items():
+        if theirs in cfg and ours not in cfg:
+            cfg[ours] = cfg.pop(theirs)
+    for key, refused in REFUSED.items():
+        if key in cfg and (value := cfg.pop(key)) != refused.harmless:
+            raise UserError(f"{key}={_short(value)}: {refused.instead}")
+
+
+def _check_kind(cfg: DictConfig) -> None:
+    """Ahead of everything else, since such a config differs in many other keys as well."""
+    component = str(component_of(cfg.get("model")))
+    if _NOT_TEXT.match(component):
+        raise UserError(
+            f"model._component_={component} is not a text decoder, which this recipe trains; give the builder of one"
+        )
 
 
 def drop_null_blocks(cfg: DictConfig) -> None:

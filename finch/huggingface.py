@@ -7,30 +7,27 @@ by torch.load with weights_only; no code in a folder is ever run.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from finch.errors import UserError
 from finch.models.agreement import check_agreement
-from finch.models.conversion import conversion_for
-from finch.parallel import full
+from finch.models.conversion import StateDict, conversion_for, is_tied
+from finch.pretrained_folder import PretrainedFolder, check_files, check_folder, copy_side_files
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+CONFIG = "config.json"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 # The other places where a config keeps the dtype that transformers loads the weights in.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-class HuggingFaceFolder:
+class HuggingFaceFolder(PretrainedFolder):
     """A pretrained model's folder, and the form in which the tuned one is written.
 
     Args:
@@ -58,12 +55,8 @@ class HuggingFaceFolder:
         should_load_recipe_state: bool = False,
         resume_from_checkpoint: bool = False,
     ) -> None:
-        self.folder = Path(checkpoint_dir)
-        if not self.folder.is_dir():
-            raise UserError(
-                f"checkpointer.checkpoint_dir={checkpoint_dir} is not a folder; download the model or correct the path"
-            )
-        config_file = self.folder / "config.json"
+        self.folder = check_folder(checkpoint_dir)
+        config_file = self.folder / CONFIG
         if not config_file.is_file():
             raise UserError(
                 f"checkpointer.checkpoint_dir={checkpoint_dir} has no config.json; give a folder in Hugging Face's format"
@@ -73,12 +66,7 @@ class HuggingFaceFolder:
         except ValueError as error:
             raise UserError(f"{config_file} is not JSON ({error}); download it again") from error
         self._conversion = conversion_for(self.config, checkpoint_dir)
-        self.files = [self.folder / name for name in self._file_names(checkpoint_files)]
-        for file in self.files:
-            if not file.is_file():
-                raise UserError(
-                    f"checkpointer.checkpoint_files names {file.name}, which is not in {checkpoint_dir}; download it or correct the name"
-                )
+        self.files = check_files(self.folder, self._file_names(checkpoint_files))
 
     def check_model(self, model: TransformerDecoder, component: str) -> None:
         """Compares the model with config.json, then with the stored shapes.
@@ -89,122 +77,52 @@ class HuggingFaceFolder:
         check_agreement(model, component, self.config, str(self.folder))
         self.check_shapes(model)
 
-    def check_shapes(self, model: nn.Module) -> None:
-        """Compares names and shapes of the stored weights with the model's, from file headers alone.
+    def _to_tune(self, weights: StateDict) -> StateDict:
+        return self._conversion.to_tune(weights, self.config)
 
-        Args:
-            model: the torchtune decoder; may be on the meta device.
+    def _head_is_tied(self) -> bool:
+        return is_tied(self.config)
 
-        Raises:
-            UserError: a weight that is missing, left over, or of another shape.
-        """
-        wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        found: dict[str, tuple[int, ...]] = {}
-        for name, shape in self._headers():
-            # Conversions move elements about, and rename; on the meta device they cost nothing.
-            try:
-                converted = self._conversion.to_tune({name: torch.empty(shape, device="meta")}, self.config)
-            except Exception as error:  # torchtune's converter knows each name and each head of the family, or fails
-                raise UserError(
-                    f"checkpointer.checkpoint_dir={self.folder} holds {name} of shape {list(shape)}, which does not belong to the "
-                    f"{self.config['model_type']} model of its config.json; download the folder again"
-                ) from error
-            found.update({key: tuple(tensor.shape) for key, tensor in converted.items()})
-        if self.config.get("tie_word_embeddings") and "output.weight" not in wanted:
-            found.pop("output.weight", None)  # a tied head that some folders store all the same
-        for name in sorted(wanted.keys() | found.keys()):
-            if wanted.get(name) != found.get(name):
-                stored = f"has shape {list(found[name])}" if name in found else "is missing"
-                asked = f"wants {list(wanted[name])}" if name in wanted else "has no such weight"
-                raise UserError(
-                    f"model does not fit checkpointer.checkpoint_dir={self.folder}: there {name} {stored}, the model {asked}; give the builder of this checkpoint"
-                )
+    def _expected(self) -> str:
+        return f"the {self.config['model_type']} model of its config.json"
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stored weights under torchtune's names, one at a time, on the CPU."""
-        for file in self.files:
-            for name, tensor in _tensors(file):
-                yield from self._conversion.to_tune({name: tensor}, self.config).items()
-
-    def write(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        target: Path,
-        *,
-        is_writer: bool,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Writes a folder that transformers loads: beside it first, then renamed, so that it is whole or absent.
-
-        Every rank must call it, since sharded weights are gathered one at a time; only the writer keeps them, up to
-        one file's worth.
-
-        Args:
-            weights: torchtune's names and tensors, sharded or not.
-            target: the folder; replaced if it is there.
-            is_writer: whether this rank writes.
-            dtype: of the stored weights; None: as they are.
-        """
-        partial = target.with_name(target.name + ".partial")
-        if is_writer:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        parts: list[dict[str, torch.Tensor]] = [{}]
+    def _write_into(self, target: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """A folder that transformers loads; at most one file's worth of weights is held at a time."""
+        parts: list[StateDict] = [{}]
         index: dict[str, int] = {}
         part_bytes = total = 0
-        stored_dtype = dtype
-        for name, tensor in weights:
-            tensor = full(tensor.detach())
-            if not is_writer:
-                continue
-            for stored, value in self._conversion.to_hugging_face(
-                {name: tensor.to("cpu", dtype or tensor.dtype)}, self.config
-            ).items():
-                size = value.numel() * value.element_size()
-                if parts[-1] and part_bytes + size > MAX_SHARD_BYTES:
-                    save_file(parts[-1], partial / f"part-{len(parts)}", metadata={"format": "pt"})
-                    parts[-1] = {}
-                    parts.append({})
-                    part_bytes = 0
-                parts[-1][stored] = value.contiguous()
-                index[stored] = len(parts)
-                part_bytes, total = part_bytes + size, total + size
-                stored_dtype = value.dtype
-        if not is_writer:
-            return
-        save_file(parts[-1], partial / f"part-{len(parts)}", metadata={"format": "pt"})
+        dtype: torch.dtype | None = None
+        for stored, value in self._conversion.stream_to_hugging_face(weights, self.config):
+            size = value.numel() * value.element_size()
+            if parts[-1] and part_bytes + size > MAX_SHARD_BYTES:
+                save_file(parts[-1], target / f"part-{len(parts)}", metadata={"format": "pt"})
+                parts[-1] = {}
+                parts.append({})
+                part_bytes = 0
+            parts[-1][stored] = value.contiguous()
+            index[stored] = len(parts)
+            part_bytes, total = part_bytes + size, total + size
+            dtype = value.dtype
+        save_file(parts[-1], target / f"part-{len(parts)}", metadata={"format": "pt"})
         names = {
             part: "model.safetensors" if len(parts) == 1 else f"model-{part:05}-of-{len(parts):05}.safetensors"
             for part in index.values()
         }
         for part, file_name in names.items():
-            (partial / f"part-{part}").rename(partial / file_name)
+            (target / f"part-{part}").rename(target / file_name)
         if len(parts) > 1:
             content = {
                 "metadata": {"total_size": total},
                 "weight_map": {name: names[part] for name, part in index.items()},
             }
-            (partial / SAFETENSORS_INDEX).write_text(
+            (target / SAFETENSORS_INDEX).write_text(
                 json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"
             )
-        self._copy_the_rest(partial, stored_dtype)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-
-    def _copy_the_rest(self, target: Path, dtype: torch.dtype | None) -> None:
-        """Tokenizer files, generation_config and the like; config.json with the dtype the weights now have."""
-        for path in sorted(self.folder.iterdir()):
-            if (
-                path.is_file()
-                and not path.name.startswith(".")
-                and not path.name.endswith(WEIGHT_SUFFIXES)
-                and path.name != "config.json"
-            ):
-                shutil.copyfile(path, target / path.name)
+        copy_side_files(self.folder, target, without=(CONFIG,))
         config = dict(self.config)
         keys = [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]
-        config.update({key: str(dtype).removeprefix("torch.") for key in keys})
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        config.update({key: str(dtype).removeprefix("torch.") for key in keys})  # the dtype the weights now have
+        (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def _file_names(self, files: list[str] | Mapping[str, str] | None) -> list[str]:
         index = self.folder / SAFETENSORS_INDEX
@@ -236,36 +154,3 @@ class HuggingFaceFolder:
             if not (self.folder / shard).is_file():
                 raise UserError(f"{index} lists {shard}, which is not in {self.folder}; download the missing shard")
         return shards
-
-    def _headers(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for file in self.files:
-            if file.suffix != ".safetensors":
-                yield from ((name, tuple(tensor.shape)) for name, tensor in _tensors(file))
-                continue
-            with _open(file) as content:
-                for name in content.keys():  # noqa: SIM118 (not a dict)
-                    yield name, tuple(content.get_slice(name).get_shape())
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    if file.suffix == ".safetensors":
-        with _open(file) as content:
-            for name in content.keys():  # noqa: SIM118 (not a dict)
-                yield name, content.get_tensor(name)
-        return
-    try:
-        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        raise UserError(
-            f"{file} cannot be read as weights only ({type(error).__name__}); convert it to safetensors"
-        ) from error
-    yield from state.items()
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except Exception as error:
-        raise UserError(
-            f"{file} is not a whole safetensors file ({' '.join(str(error).split())}); download it again"
-        ) from error

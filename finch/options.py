@@ -19,6 +19,33 @@ class Option:
     nullable: bool = False
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A key of torchtune's recipes that finch's do not have: the value that asks for nothing, and what to do instead."""
+
+    harmless: Any
+    instead: str
+
+
+# Keys of torchtune's distributed recipes, 0.6.1's and its main branch's. Their harmless values pass, so that a config that
+# merely names them runs.
+REFUSED: dict[str, Refused] = {
+    "context_parallel_dim": Refused(
+        1, "sequences are not cut over ranks here; set it to 1, and use tensor_parallel_dim"
+    ),
+    "context_parallel_rotate_method": Refused("allgather", "there is no context parallelism here; leave it out"),
+    "enable_fp8_training": Refused(False, "linear layers are not trained in fp8 here; set it to False"),
+    "fp8_recipe_name": Refused(None, "linear layers are not trained in fp8 here; set it to null"),
+    "enable_async_checkpointing": Refused(False, "this recipe saves synchronously, at epoch ends; set it to False"),
+    "save_every_n_steps": Refused(None, "this recipe saves at epoch ends; set it to null"),
+    "batch_size_val": Refused(None, "validation uses batch_size; leave it out"),
+    "resize_token_embeddings": Refused(False, "embeddings keep the checkpoint's size; set it to False"),
+    "activation_offloading_use_streams": Refused(True, "offloading always uses streams; leave it out"),
+}
+
+# The same keys under the names of torchtune's main branch.
+ALIASES = {"dataset_val": "dataset_validation", "run_val_every_n_steps": "validate_every_n_steps"}
+
 COMPONENT = (dict,)
 NUMBER = (int, float)
 

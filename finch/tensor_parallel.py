@@ -15,18 +15,33 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune.training import prepare_mha_for_tp
 
+from finch.config import build, component_of, locate
 from finch.errors import UserError
+from finch.torchtune_names import plan_arguments
 
 Plan = Mapping[str, ParallelStyle]
 
 
-def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
-    """Whether a plan fits a model, on every rank alike and before weights are loaded.
+def build_plan(node: Any, decoder: TransformerDecoder, size: int) -> Plan:
+    """The plan under ``tensor_parallel_plan``, checked against the model on every rank alike, before weights are loaded.
 
     Args:
+        node: the config's block; its component returns a mapping from module names, ``*`` for the number of a layer, to
+            styles of torch's tensor parallelism.
         decoder: as built, on any device.
-        plan: from module names, ``*`` for the number of a layer, to styles of torch's tensor parallelism.
         size: ranks of a tensor-parallel group.
+
+    Raises:
+        UserError: the component does not exist, or see :func:`check_plan`.
+    """
+    key = "tensor_parallel_plan"
+    plan = build(node, key, **plan_arguments(locate(component_of(node) or "", key), decoder))
+    check_plan(decoder, plan, size)
+    return plan
+
+
+def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
+    """Whether a plan fits a model.
 
     Raises:
         UserError: a pattern that no module has; heads that do not divide; weights inside the attention of one head that the

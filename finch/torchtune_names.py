@@ -17,6 +17,14 @@ from torchtune.modules import loss as losses
 
 from finch.objectives import IGNORE_INDEX
 
+try:
+    from torchtune.models.gemma2._attention import Gemma2Attention
+except ImportError:  # main builds Gemma 2 on MultiHeadAttention, without the soft cap of attention scores
+
+    class Gemma2Attention(nn.Module):  # type: ignore[no-redef]
+        """Stands for a class that this torchtune does not have: nothing is an instance of it."""
+
+
 # 0.6.1 has the first of torchtune's; main deprecates it for the second, whose other arguments change memory alone.
 PLAIN_CROSS_ENTROPY: tuple[Any, ...] = (
     nn.CrossEntropyLoss,

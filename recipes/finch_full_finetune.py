@@ -27,21 +27,23 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from finch import FinchLR, checkpoint, parallel
-from finch.checks import check_combinations, check_output_folder, check_schedule
+from finch.checks import check_combinations, check_output_folder, check_schedule, check_text_decoder
 from finch.config import as_config_of_its_own, build, component_of, locate, parse, redacted
 from finch.data.loading import Batch, Samples, collator, count_targets, load_dataset, loader, to_device
 from finch.data.order import GlobalOrder
 from finch.dataset_loss import dataset_loss
 from finch.errors import UserError
+from finch.formats import open_checkpoint
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
+from finch.models.corrected import corrected
 from finch.names import did_you_mean
 from finch.objectives import CrossEntropy
 from finch.optimizer_in_backward import optimizers_in_backward
 from finch.options import FULL_FINETUNE
 from finch.precision import check_hardware, precision_of
 from finch.stochastic_rounding import adapt, stochastic_optimizer
-from finch.tensor_parallel import apply_plan, check_plan
+from finch.tensor_parallel import apply_plan, build_plan
 from finch.token_loss import TokenLoss
 
 log = utils.get_logger("INFO")
@@ -115,14 +117,17 @@ class FinchFullFinetune(FTRecipeInterface):
             f"{self._parallel.world_size} rank{'s' if self._parallel.world_size > 1 else ''} on {self._device.type}; dtype {cfg.dtype}: {self._precision.words}"
         )
 
-        self._base = build({**cfg.checkpointer, "_component_": "finch.huggingface.HuggingFaceFolder"}, "checkpointer")
+        node, told = corrected(cfg.model)
+        if told is not None:
+            self._say(told, logging.WARNING)
         with training.set_default_dtype(self._precision.weights), torch.device("meta"):
-            decoder = build(cfg.model, "model")
-        self._base.check_model(decoder, component_of(cfg.model) or "")
+            decoder = build(node, "model")
+        check_text_decoder(decoder, component_of(node) or "")
+        self._base = open_checkpoint(cfg.checkpointer)
+        self._base.check_model(decoder, component_of(node) or "")
         self._tensor_plan = None
         if cfg.tensor_parallel_dim > 1:
-            self._tensor_plan = build(cfg.tensor_parallel_plan, "tensor_parallel_plan")
-            check_plan(decoder, self._tensor_plan, cfg.tensor_parallel_dim)
+            self._tensor_plan = build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim)
 
         known = {name for name, _ in decoder.named_modules()} | {"output"}
         for name in cfg.custom_sharded_layers or []:

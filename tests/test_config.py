@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from finch.config import build, check, read, redacted
 from finch.errors import UserError
-from finch.options import FULL_FINETUNE, REQUIRED
+from finch.options import FULL_FINETUNE, REFUSED, REQUIRED
 
 MINIMAL = {
     "model": {"_component_": "torchtune.models.llama2.llama2_7b"},
@@ -119,3 +119,20 @@ def test_secrets_are_starred():
 def test_a_component_that_fails_is_named_by_its_key():
     with pytest.raises(UserError, match=r"model: torchtune\.models\.llama2\.llama2 cannot be built: TypeError"):
         build({"_component_": "torchtune.models.llama2.llama2"}, "model")
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_torchtunes_keys_that_finch_does_not_have(key):
+    """Their harmless value passes and is gone; any other is refused with a remedy."""
+    refused = REFUSED[key]
+    assert key not in check(OmegaConf.create({**MINIMAL, key: refused.harmless}), FULL_FINETUNE)
+    other = {None: 7, True: False, False: True}.get(refused.harmless, "other")
+    with pytest.raises(UserError, match=rf"^{key}={other}: .*; "):
+        check(OmegaConf.create({**MINIMAL, key: other}), FULL_FINETUNE)
+
+
+def test_torchtunes_other_names_of_a_key():
+    cfg = check(
+        OmegaConf.create({**MINIMAL, "dataset_val": MINIMAL["dataset"], "run_val_every_n_steps": 5}), FULL_FINETUNE
+    )
+    assert (cfg.dataset_validation, cfg.validate_every_n_steps) == (MINIMAL["dataset"], 5)

@@ -18,6 +18,7 @@ from finch.config import build, component_of
 from finch.data.order import EMPTY, GlobalOrder
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
+from finch.torchtune_names import shift_labels
 
 Batch = dict[str, Any]
 
@@ -159,8 +160,7 @@ def count_targets(samples: Samples, rank: int, ranks: int, limit: int | None = N
     targets, without, cut, longest = 0, 0, 0, 0
     for index in range(rank, len(samples), ranks):
         labels = torch.as_tensor(samples[index]["labels"])
-        # The first token has no predecessor: its label is never a target.
-        here = int((labels[1:] != IGNORE_INDEX).sum())
+        here = int((shift_labels(labels) != IGNORE_INDEX).sum())
         targets, without, longest = targets + here, without + (here == 0), max(longest, len(labels))
         cut += limit is not None and len(labels) >= limit
     return targets, without, cut, longest
@@ -168,8 +168,7 @@ def count_targets(samples: Samples, rank: int, ranks: int, limit: int | None = N
 
 def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]) -> Batch:
     batch = collate(rows)
-    labels = batch["labels"]
-    batch["labels"] = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORE_INDEX)], dim=1)
+    batch["labels"] = shift_labels(batch["labels"])
     batch["targets"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     return batch
 

@@ -2,44 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
+from torchtune.models.phi3 import phi3_hf_to_tune, phi3_tune_to_hf
+from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
 
 from finch.errors import UserError
+from finch.models.gemma2 import gemma2_hf_to_tune, gemma2_tune_to_hf
 from finch.models.qwen3.weights import qwen3_hf_to_tune, qwen3_tune_to_hf
 
 StateDict = dict[str, torch.Tensor]
+HEAD = "output.weight"  # torchtune's name of an output layer that is not tied to the embedding
+_TIED_BY_DEFAULT = ("gemma", "gemma2")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How one family's weights are renamed. Both functions take any part of a state dict, so that it can be streamed.
+    """How one family's weights are renamed and laid out.
 
     Attributes:
-        to_tune: (state dict, config.json) from Hugging Face's format to torchtune's.
-        to_hugging_face: the way back.
+        to_tune: (any part of a state dict, config.json) from Hugging Face's format to torchtune's.
+        to_hugging_face: the way back, for any part that holds whole groups of ``fused`` weights.
+        fused: groups of torchtune's weights that Hugging Face stores as one, by the part of their names that differs.
     """
 
     to_tune: Callable[[StateDict, dict[str, Any]], StateDict]
     to_hugging_face: Callable[[StateDict, dict[str, Any]], StateDict]
+    fused: tuple[tuple[str, ...], ...] = ()
+
+    def stream_to_hugging_face(
+        self, weights: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Converts weights that come one at a time, in any order; a fused one waits for the others of its group.
+
+        Args:
+            weights: torchtune's names and tensors.
+            config: the content of config.json.
+
+        Raises:
+            ValueError: the weights end before a group is whole.
+        """
+        waiting: StateDict = {}
+        for name, tensor in weights:
+            waiting[name] = tensor
+            group = self._group(name)
+            if all(member in waiting for member in group):
+                yield from self.to_hugging_face({member: waiting.pop(member) for member in group}, config).items()
+        if waiting:
+            raise ValueError(f"{', '.join(waiting)}: stored together with weights that did not come")
+
+    def _group(self, name: str) -> list[str]:
+        for parts in self.fused:
+            for part in parts:
+                if part in name:
+                    return [name.replace(part, other) for other in parts]
+        return [name]
 
 
-def _llama_sizes(config: dict[str, Any]) -> dict[str, Any]:
+def is_tied(config: dict[str, Any]) -> bool:
+    """Whether the output layer of config.json's model is its embedding."""
+    return bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT))
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_heads": config["num_attention_heads"],
         "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
         "dim": config["hidden_size"],
-        "head_dim": config.get("head_dim"),
     }
 
 
+def _sizes_with_head(config: dict[str, Any]) -> dict[str, Any]:
+    return {**_sizes(config), "head_dim": config.get("head_dim")}
+
+
 _LLAMA = Conversion(
-    to_tune=lambda weights, config: hf_to_tune(weights, **_llama_sizes(config)),
-    to_hugging_face=lambda weights, config: tune_to_hf(weights, **_llama_sizes(config)),
+    to_tune=lambda weights, config: hf_to_tune(weights, **_sizes_with_head(config)),
+    to_hugging_face=lambda weights, config: tune_to_hf(weights, **_sizes_with_head(config)),
+)
+
+_GEMMA2 = Conversion(
+    to_tune=lambda weights, config: gemma2_hf_to_tune(weights, **_sizes_with_head(config)),
+    to_hugging_face=lambda weights, config: gemma2_tune_to_hf(weights, **_sizes_with_head(config)),
+)
+
+_PHI3 = Conversion(
+    to_tune=lambda weights, config: phi3_hf_to_tune(weights, **_sizes(config)),
+    to_hugging_face=lambda weights, _: phi3_tune_to_hf(weights),
+    fused=((".q_proj.", ".k_proj.", ".v_proj."), (".w1.", ".w3.")),
+)
+
+_QWEN2 = Conversion(
+    to_tune=lambda weights, config: qwen2_hf_to_tune(weights, tie_word_embeddings=is_tied(config)),
+    to_hugging_face=lambda weights, _: qwen2_tune_to_hf(weights),
 )
 
 _QWEN3 = Conversion(
@@ -47,7 +106,15 @@ _QWEN3 = Conversion(
     to_hugging_face=lambda weights, _: qwen3_tune_to_hf(weights),
 )
 
-CONVERSIONS: dict[str, Conversion] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen3": _QWEN3}
+CONVERSIONS: dict[str, Conversion] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": _GEMMA2,
+    "phi3": _PHI3,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+}
 
 
 def conversion_for(config: dict[str, Any], folder: str) -> Conversion:

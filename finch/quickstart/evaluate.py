@@ -15,6 +15,7 @@ from finch.huggingface import HuggingFaceFolder
 from finch.objectives import IGNORE_INDEX
 from finch.quickstart.base import decoder_of
 from finch.quickstart.world import World
+from finch.torchtune_names import shift_labels
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,7 @@ def tokenized(world: World, folder: Path) -> dict[str, torch.Tensor]:
     batch = padded_collate_sft(
         [transform(row) for row in world.first_phrasings], padding_idx=tokenizer.pad_id, ignore_idx=IGNORE_INDEX
     )
-    labels = torch.roll(batch["labels"], -1, dims=1)
-    labels[:, -1] = IGNORE_INDEX
-    return {"tokens": batch["tokens"], "labels": labels}
+    return {"tokens": batch["tokens"], "labels": shift_labels(batch["labels"])}
 
 
 @torch.no_grad()

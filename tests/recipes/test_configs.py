@@ -133,8 +133,9 @@ def two_node_command(name):
 
 
 @pytest.mark.slow
-def test_the_two_node_command_of_the_header(tmp_path, rows_file, name="qwen3/4B_finch"):
+def test_the_two_node_command_of_the_header(tmp_path, rows_file):
     """Two torchrun agents on this machine meet as two nodes would, by the very words of the header; equal to one process."""
+    name = "qwen3/4B_finch"
     command = two_node_command(name)
     assert all(two_node_command(other).replace(other, name) == command for other in LARGE)
     with socket.socket() as free:

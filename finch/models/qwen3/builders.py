@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import FeedForward, RMSNorm, TiedLinear, TransformerDecoder, TransformerSelfAttentionLayer
@@ -10,6 +13,9 @@ from finch.models.qwen3.attention import Qwen3Attention
 
 BASE_CONTEXT = 32768
 INSTRUCT_CONTEXT = 40960
+
+MakeLinear = Callable[[str, int, int], nn.Module]
+"""(its name in torchtune's layer, input features, output features) to a linear layer without bias."""
 
 
 def qwen3(
@@ -41,6 +47,43 @@ def qwen3(
         norm_eps: epsilon of the RMS norms.
         tie_word_embeddings: whether the output layer is the embedding (0.6B, 1.7B, 4B).
     """
+    return assemble(
+        lambda _, in_dim, out_dim: nn.Linear(in_dim, out_dim, bias=False),
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        embed_dim=embed_dim,
+        intermediate_dim=intermediate_dim,
+        head_dim=head_dim,
+        max_seq_len=max_seq_len,
+        rope_base=rope_base,
+        norm_eps=norm_eps,
+        tie_word_embeddings=tie_word_embeddings,
+    )
+
+
+def assemble(
+    linear: MakeLinear,
+    *,
+    vocab_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    embed_dim: int,
+    intermediate_dim: int,
+    head_dim: int,
+    max_seq_len: int,
+    rope_base: float,
+    norm_eps: float,
+    tie_word_embeddings: bool,
+) -> TransformerDecoder:
+    """The decoder with linear layers of a given make; every builder of Qwen3 ends here. Other arguments: :func:`qwen3`.
+
+    Args:
+        linear: makes ``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``, ``w1``, ``w2``, ``w3`` of each layer, and
+            ``output`` unless embeddings are tied.
+    """
     rope = Qwen2RotaryPositionalEmbeddings(dim=head_dim, max_seq_len=max_seq_len, base=rope_base)
     layers = [
         TransformerSelfAttentionLayer(
@@ -49,19 +92,19 @@ def qwen3(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
-                q_proj=nn.Linear(embed_dim, num_heads * head_dim, bias=False),
-                k_proj=nn.Linear(embed_dim, num_kv_heads * head_dim, bias=False),
-                v_proj=nn.Linear(embed_dim, num_kv_heads * head_dim, bias=False),
-                output_proj=nn.Linear(num_heads * head_dim, embed_dim, bias=False),
+                q_proj=linear("q_proj", embed_dim, num_heads * head_dim),
+                k_proj=linear("k_proj", embed_dim, num_kv_heads * head_dim),
+                v_proj=linear("v_proj", embed_dim, num_kv_heads * head_dim),
+                output_proj=linear("output_proj", num_heads * head_dim, embed_dim),
                 pos_embeddings=rope,
                 q_norm=RMSNorm(head_dim, eps=norm_eps),
                 k_norm=RMSNorm(head_dim, eps=norm_eps),
                 max_seq_len=max_seq_len,
             ),
             mlp=FeedForward(
-                gate_proj=nn.Linear(embed_dim, intermediate_dim, bias=False),
-                down_proj=nn.Linear(intermediate_dim, embed_dim, bias=False),
-                up_proj=nn.Linear(embed_dim, intermediate_dim, bias=False),
+                gate_proj=linear("w1", embed_dim, intermediate_dim),
+                down_proj=linear("w2", intermediate_dim, embed_dim),
+                up_proj=linear("w3", embed_dim, intermediate_dim),
             ),
             sa_norm=RMSNorm(embed_dim, eps=norm_eps),
             mlp_norm=RMSNorm(embed_dim, eps=norm_eps),
@@ -76,71 +119,66 @@ def qwen3(
         num_heads=num_heads,
         head_dim=head_dim,
         norm=RMSNorm(embed_dim, eps=norm_eps),
-        output=TiedLinear(embedding) if tie_word_embeddings else nn.Linear(embed_dim, vocab_size, bias=False),
+        output=TiedLinear(embedding) if tie_word_embeddings else linear("output", embed_dim, vocab_size),
     )
 
 
-def _qwen3(
-    num_layers: int,
-    num_heads: int,
-    embed_dim: int,
-    intermediate_dim: int,
-    tied: bool,
-    max_seq_len: int,
-    rope_base: float,
-) -> TransformerDecoder:
-    return qwen3(
-        vocab_size=151936,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        embed_dim=embed_dim,
-        intermediate_dim=intermediate_dim,
-        head_dim=128,
-        max_seq_len=max_seq_len,
-        rope_base=rope_base,
-        tie_word_embeddings=tied,
-    )
+def _size(num_layers: int, num_heads: int, embed_dim: int, intermediate_dim: int, tied: bool) -> dict[str, Any]:
+    return {
+        "vocab_size": 151936,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": 8,
+        "embed_dim": embed_dim,
+        "intermediate_dim": intermediate_dim,
+        "head_dim": 128,
+        "tie_word_embeddings": tied,
+    }
 
+
+SIZE_0_6B = _size(28, 16, 1024, 3072, tied=True)
+SIZE_1_7B = _size(28, 16, 2048, 6144, tied=True)
+SIZE_4B = _size(36, 32, 2560, 9728, tied=True)
+SIZE_8B = _size(36, 32, 4096, 12288, tied=False)
 
 # Each takes the two settings in which later releases of a size differ: Qwen3-4B-Instruct-2507 has rope_base 5e6.
 
 
 def qwen3_0_6b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-0.6B-Base."""
-    return _qwen3(28, 16, 1024, 3072, True, max_seq_len, rope_base)
+    return qwen3(**SIZE_0_6B, max_seq_len=max_seq_len, rope_base=rope_base)
 
 
 def qwen3_0_6b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-0.6B."""
-    return _qwen3(28, 16, 1024, 3072, True, max_seq_len, rope_base)
+    return qwen3(**SIZE_0_6B, max_seq_len=max_seq_len, rope_base=rope_base)
 
 
 def qwen3_1_7b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-1.7B-Base."""
-    return _qwen3(28, 16, 2048, 6144, True, max_seq_len, rope_base)
+    return qwen3(**SIZE_1_7B, max_seq_len=max_seq_len, rope_base=rope_base)
 
 
 def qwen3_1_7b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-1.7B."""
-    return _qwen3(28, 16, 2048, 6144, True, max_seq_len, rope_base)
+    return qwen3(**SIZE_1_7B, max_seq_len=max_seq_len, rope_base=rope_base)
 
 
 def qwen3_4b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-4B-Base."""
-    return _qwen3(36, 32, 2560, 9728, True, max_seq_len, rope_base)
+    return qwen3(**SIZE_4B, max_seq_len=max_seq_len, rope_base=rope_base)
 
 
 def qwen3_4b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-4B."""
-    return _qwen3(36, 32, 2560, 9728, True, max_seq_len, rope_base)
+    return qwen3(**SIZE_4B, max_seq_len=max_seq_len, rope_base=rope_base)
 
 
 def qwen3_8b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-8B-Base."""
-    return _qwen3(36, 32, 4096, 12288, False, max_seq_len, rope_base)
+    return qwen3(**SIZE_8B, max_seq_len=max_seq_len, rope_base=rope_base)
 
 
 def qwen3_8b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
     """Qwen/Qwen3-8B."""
-    return _qwen3(36, 32, 4096, 12288, False, max_seq_len, rope_base)
+    return qwen3(**SIZE_8B, max_seq_len=max_seq_len, rope_base=rope_base)

@@ -1,0 +1,109 @@
+"""Builders of Gemma 2's decoders: torchtune's, with the soft cap where it belongs."""
+
+from __future__ import annotations
+
+from torchtune.models.gemma2 import gemma2 as torchtune_gemma2
+from torchtune.modules import TransformerDecoder
+
+from finch.models.gemma2.head import SoftCappedTiedLinear
+
+
+def gemma2(
+    *,
+    vocab_size: int,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int,
+    embed_dim: int,
+    intermediate_dim: int,
+    max_seq_len: int,
+    attn_dropout: float = 0.0,
+    norm_eps: float = 1e-6,
+    rope_base: int = 10_000,
+    hidden_capping_value: float = 50.0,
+    final_capping_value: float = 30.0,
+    sliding_window_size: int = 4096,
+    query_pre_attn_scalar: int | None = None,
+) -> TransformerDecoder:
+    """A Gemma 2 decoder.
+
+    Args:
+        vocab_size: rows of the embedding, which is the output layer as well.
+        num_layers: transformer blocks; those with an even place attend within the window alone.
+        num_heads: query heads.
+        head_dim: width of a head; apart from embed_dim / num_heads.
+        num_kv_heads: key and value heads; divides ``num_heads``.
+        embed_dim: width of the residual stream.
+        intermediate_dim: width of the feed-forward.
+        max_seq_len: longest sequence in tokens.
+        attn_dropout: taken for torchtune's sake; its Gemma 2 attention has none.
+        norm_eps: epsilon of the RMS norms.
+        rope_base: base period of the rotary embedding.
+        hidden_capping_value: soft cap of the attention scores (``attn_logit_softcapping``).
+        final_capping_value: soft cap of the logits (``final_logit_softcapping``).
+        sliding_window_size: tokens that such a layer attends to, the token itself included.
+        query_pre_attn_scalar: queries are divided by its root; None: ``head_dim``.
+    """
+    decoder = torchtune_gemma2(
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        embed_dim=embed_dim,
+        intermediate_dim=intermediate_dim,
+        max_seq_len=max_seq_len,
+        attn_dropout=attn_dropout,
+        norm_eps=norm_eps,
+        rope_base=rope_base,
+        hidden_capping_value=hidden_capping_value,
+        sliding_window_size=sliding_window_size,
+        query_pre_attn_scalar=query_pre_attn_scalar,
+    )
+    decoder.norm = decoder.norm.rms_norm  # without torchtune's cap of what the norm returns
+    decoder.output = SoftCappedTiedLinear(decoder.tok_embeddings, final_capping_value)
+    return decoder
+
+
+def gemma2_2b() -> TransformerDecoder:
+    """google/gemma-2-2b and gemma-2-2b-it."""
+    return gemma2(
+        vocab_size=256_000,
+        num_layers=26,
+        num_heads=8,
+        head_dim=256,
+        num_kv_heads=4,
+        embed_dim=2304,
+        intermediate_dim=9216,
+        max_seq_len=8192,
+    )
+
+
+def gemma2_9b() -> TransformerDecoder:
+    """google/gemma-2-9b and gemma-2-9b-it."""
+    return gemma2(
+        vocab_size=256_000,
+        num_layers=42,
+        num_heads=16,
+        head_dim=256,
+        num_kv_heads=8,
+        embed_dim=3584,
+        intermediate_dim=14336,
+        max_seq_len=8192,
+    )
+
+
+def gemma2_27b() -> TransformerDecoder:
+    """google/gemma-2-27b and gemma-2-27b-it."""
+    return gemma2(
+        vocab_size=256_000,
+        num_layers=46,
+        num_heads=32,
+        head_dim=128,
+        num_kv_heads=16,
+        embed_dim=4608,
+        intermediate_dim=36864,
+        max_seq_len=8192,
+        query_pre_attn_scalar=144,
+    )
