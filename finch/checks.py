@@ -11,39 +11,48 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from finch import FinchLR
+from finch import FinchLR, ReplayLR
 from finch.checkpoint import latest_checkpoint
 from finch.config import build, component_of, locate
 from finch.errors import UserError
 from finch.metrics import FILE_NAME as METRICS_FILE
+from finch.objectives import Objective
 from finch.precision import precision_of
 from finch.stochastic_rounding import stochastic_optimizer
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
 
-_DEFAULT_LOSS_ARGUMENTS = (("ignore_index", -100), ("reduction", "mean"), ("label_smoothing", 0.0))
+_DEFAULT_LOSS_ARGUMENTS = (
+    ("ignore_index", -100),
+    ("reduction", "mean"),
+    ("label_smoothing", 0.0),
+    ("mask_ignored_tokens", True),  # these two are of torchtune's main branch
+    ("tp_enabled", False),
+)
 
 
-def check_schedule(cfg: DictConfig) -> bool:
-    """Whether the schedule is FINCH; its arguments are tried out on a stand-in, so that a wrong one is found at once.
+def check_schedule(cfg: DictConfig) -> type[FinchLR | ReplayLR] | None:
+    """The schedule's class where it is stepped with the loss, before the optimizer; None: one of torch's, or none.
+
+    Its arguments are tried out on a stand-in, so that a wrong one is found at once.
 
     Raises:
-        UserError: an argument of FinchLR outside its range, or no eta_base.
+        UserError: an argument outside its range, or no learning rate to start from.
     """
-    path = component_of(cfg.lr_scheduler)
-    if path is None or not _is_finch(path):
-        return False
+    kind = _loss_schedule(cfg)
+    if kind is None:
+        return None
     eta_base = cfg.optimizer.get("lr")
     if not isinstance(eta_base, (int, float)) or eta_base <= 0:
         raise UserError(
             f"optimizer.lr={eta_base} must be a number above 0: under FinchLR it is eta_base, 2e-5 in the paper"
         )
     node = dict(cfg.lr_scheduler)
-    if node.get("init", "dataset") == "dataset":
+    if issubclass(kind, FinchLR) and node.get("init", "dataset") == "dataset":
         node["init"] = "first_batch"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said later, with the loss of the data
         build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
-    return True
+    return kind
 
 
 def check_combinations(cfg: DictConfig, device: torch.device) -> None:
@@ -91,16 +100,14 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
         )
     if cfg.export_dtype not in (None, "fp32", "bf16", "fp64"):
         raise UserError(f"export_dtype={cfg.export_dtype} must be fp32, bf16, fp64 or null")
-    if locate(cfg.loss["_component_"], "loss") not in PLAIN_CROSS_ENTROPY:
+    _check_loss(cfg)
+    if cfg.regularizer is not None:
+        build(cfg.regularizer, "regularizer")
+    if cfg.regularizer is not None and cfg.optimizer_in_bwd:
         raise UserError(
-            f"loss._component_={component_of(cfg.loss)} is not a plain cross-entropy; use torch.nn.CrossEntropyLoss or "
-            "torchtune.modules.loss.CEWithChunkedOutputLoss"
+            f"optimizer_in_bwd=True excludes regularizer={component_of(cfg.regularizer)}, whose gradient is added after the backward; set "
+            "optimizer_in_bwd=False"
         )
-    for key, value in cfg.loss.items():
-        if key not in ("_component_", "num_output_chunks") and (key, value) not in _DEFAULT_LOSS_ARGUMENTS:
-            raise UserError(
-                f"loss.{key}={value} would change plain cross-entropy, which this recipe computes; remove it"
-            )
     _check_optimizer(cfg)
     if "left_pad_sequence" in cfg.collate_fn:
         raise UserError(
@@ -150,19 +157,41 @@ def check_output_folder(cfg: DictConfig) -> Path | None:
     return None
 
 
+def is_objective(cfg: DictConfig) -> bool:
+    """Whether the ``loss`` block names one of finch.objectives."""
+    component = locate(cfg.loss["_component_"], "loss")
+    return isinstance(component, type) and issubclass(component, Objective)
+
+
+def _check_loss(cfg: DictConfig) -> None:
+    if is_objective(cfg):
+        build(cfg.loss, "loss")
+        return
+    if locate(cfg.loss["_component_"], "loss") not in PLAIN_CROSS_ENTROPY:
+        raise UserError(
+            f"loss._component_={component_of(cfg.loss)} is not a plain cross-entropy; use torch.nn.CrossEntropyLoss, "
+            "torchtune.modules.loss.CEWithChunkedOutputLoss, or one of finch.objectives"
+        )
+    for key, value in cfg.loss.items():
+        if key not in ("_component_", "num_output_chunks") and (key, value) not in _DEFAULT_LOSS_ARGUMENTS:
+            raise UserError(
+                f"loss.{key}={value} would change plain cross-entropy, which this recipe computes; remove it"
+            )
+
+
 def _check_optimizer(cfg: DictConfig) -> None:
     """Builds optimizer and torch's schedulers on a stand-in, so that wrong arguments are found before weights are loaded."""
     optimizer = build(cfg.optimizer, "optimizer", [nn.Parameter(torch.zeros(1))])
-    path = component_of(cfg.lr_scheduler)
-    if path is not None and not _is_finch(path):
+    if cfg.lr_scheduler is not None and _loss_schedule(cfg) is None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             build(cfg.lr_scheduler, "lr_scheduler", optimizer, num_training_steps=100, last_epoch=-1)
 
 
-def _is_finch(path: str) -> bool:
-    component = locate(path, "lr_scheduler")
-    return isinstance(component, type) and issubclass(component, FinchLR)
+def _loss_schedule(cfg: DictConfig) -> type[FinchLR | ReplayLR] | None:
+    path = component_of(cfg.lr_scheduler)
+    component = None if path is None else locate(path, "lr_scheduler")
+    return component if isinstance(component, type) and issubclass(component, (FinchLR, ReplayLR)) else None
 
 
 def _is_positive(value: float | str) -> bool:

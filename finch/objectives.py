@@ -49,6 +49,21 @@ class Objective:
         """[] this batch's share of the denominator."""
         return (batch["labels"] != IGNORE_INDEX).sum()
 
+    def prepare(self, token_losses: torch.Tensor, sequence_losses: torch.Tensor) -> str:
+        """Takes what the pretrained model says of the whole training set, once, before the first step.
+
+        Args:
+            token_losses: [target tokens] in nats.
+            sequence_losses: [sequences with targets] in nats, each one's mean.
+
+        Returns:
+            A sentence for the log.
+
+        Raises:
+            ValueError: there would be nothing to learn.
+        """
+        return f"the objective is {type(self).__name__}"
+
     def sequence_losses(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
         """f_s, each sequence's mean loss over its target tokens.
 
@@ -99,6 +114,11 @@ class FLOW(Objective):
             if tau is None
             else _positive("tau", tau, "the pretrained model's median sequence loss over the training set, in nats")
         )
+
+    def prepare(self, token_losses: torch.Tensor, sequence_losses: torch.Tensor) -> str:
+        if self.tau is None:
+            self.tau = median(sequence_losses)
+        return f"FLOW: tau {self.tau:.4f} nats"
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
         if self.tau is None:
@@ -183,6 +203,15 @@ class STM(Objective):
                 f"threshold={threshold!r} must be above 1: it is a perplexity, and at 1 or below no token is kept; 2.5 in the paper"
             )
         self.threshold = float(threshold)
+
+    def prepare(self, token_losses: torch.Tensor, sequence_losses: torch.Tensor) -> str:
+        kept, number = int((_wide(token_losses).exp() <= self.threshold).sum()), token_losses.numel()
+        if kept == 0:
+            raise ValueError(
+                f"STM with threshold={self.threshold:g} keeps 0 of {number} target tokens, since each has a perplexity above it under the "
+                "pretrained model; raise threshold"
+            )
+        return f"STM: keeps {kept:,} of {number:,} target tokens ({kept / number:.1%})"
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self._kept(batch).to(_wide(token_loss).dtype)

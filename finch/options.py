@@ -82,6 +82,11 @@ FULL_FINETUNE: dict[str, Option] = {
         COMPONENT,
         "torchtune's cross-entropy losses, all plain cross-entropy here",
     ),
+    "regularizer": Option(
+        None,
+        COMPONENT,
+        "component that pulls weights toward the pretrained ones, finch.regularization.L2; null: none",
+    ),
     "clip_grad_norm": Option(
         None, (int, float, str), "largest gradient norm; null does not clip; the paper clips to 1.0"
     ),

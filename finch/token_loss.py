@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TransformerDecoder
 
 from finch.objectives import IGNORE_INDEX
@@ -22,7 +23,8 @@ class TokenLoss(nn.Module):
 
     Args:
         decoder: a :class:`torchtune.modules.TransformerDecoder`.
-        num_chunks: in how many pieces logits are made; more take less memory at a time.
+        num_chunks: in how many pieces logits are made. 1 keeps them for the backward; more keep none and make each
+            piece once more there, for one more product with the output layer.
     """
 
     decoder: TransformerDecoder
@@ -37,8 +39,14 @@ class TokenLoss(nn.Module):
         self.cross_entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy
 
     def forward(
-        self, tokens: torch.Tensor, labels: torch.Tensor, targets: torch.Tensor | None = None, **inputs: Any
-    ) -> torch.Tensor:
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
+        num_top_logits: int = 0,
+        **inputs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             tokens: [batch, seq] int64.
@@ -47,10 +55,12 @@ class TokenLoss(nn.Module):
             targets: [number of targets] int64, places in the flattened labels that are not -100. With it logits are made
                 there alone: prompts and padding cost neither time nor memory in the output layer. Counted on the host
                 by the collator, since a GPU would have to be waited for.
+            num_top_logits: how many of each token's largest logits to return as well.
             inputs: the decoder's other arguments (``mask``, ``input_pos``).
 
         Returns:
-            [batch, seq] cross-entropy in nats, fp32 (fp64 for an fp64 model), 0 where the label is ignored.
+            [batch, seq] cross-entropy in nats, fp32 (fp64 for an fp64 model), 0 where the label is ignored; with
+            ``num_top_logits`` also [batch, seq, num_top_logits], detached, 0 there.
         """
         with self.offloading:  # the layers' activations alone: logits would be too large to move
             hidden = self.decoder(tokens, **inputs)
@@ -59,10 +69,33 @@ class TokenLoss(nn.Module):
             hidden, wanted = hidden.index_select(0, targets), wanted.index_select(0, targets)
         hidden = self.decoder.norm(hidden)
         pieces = zip(hidden.chunk(self.num_chunks), wanted.chunk(self.num_chunks), strict=True)
-        losses = torch.cat([self.cross_entropy(self.decoder.output(piece), label) for piece, label in pieces])
-        if targets is not None:
-            losses = losses.new_zeros(labels.numel()).index_copy(0, targets, losses)
-        return losses.view_as(labels).clone()  # FSDP2 hooks the output and wants a tensor that is no view
+        # In chunks, logits are made once more in the backward: after the forward none of [tokens, vocab] is left.
+        once_more = self.num_chunks > 1 and torch.is_grad_enabled()
+        found = [
+            checkpoint(self._losses_of, piece, label, num_top_logits, use_reentrant=False)
+            if once_more
+            else self._losses_of(piece, label, num_top_logits)
+            for piece, label in pieces
+        ]
+        losses = _in_place(torch.cat([part[0] for part in found]), targets, labels)
+        if not num_top_logits:
+            return losses
+        return losses, _in_place(torch.cat([part[1] for part in found]), targets, labels)
+
+    def _losses_of(
+        self, hidden: torch.Tensor, labels: torch.Tensor, num_top_logits: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden``: [tokens, embed]; ``labels``: [tokens]. Returns [tokens] and [tokens, num_top_logits]."""
+        logits = self.decoder.output(hidden)
+        top = logits.detach().topk(num_top_logits).values if num_top_logits else logits.new_empty(len(labels), 0)
+        return self.cross_entropy(logits, labels), top
+
+
+def _in_place(values: torch.Tensor, targets: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    """[targets, ...] to [batch, seq, ...], 0 elsewhere; no view, since FSDP2 hooks what the root returns."""
+    if targets is not None:
+        values = values.new_zeros(labels.numel(), *values.shape[1:]).index_copy(0, targets, values)
+    return values.view(*labels.shape, *values.shape[1:]).clone()
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

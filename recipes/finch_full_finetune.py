@@ -26,10 +26,17 @@ from torchtune import modules, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
-from finch import FinchLR, checkpoint, parallel
-from finch.checks import check_combinations, check_output_folder, check_schedule, check_text_decoder
+from finch import FinchLR, ReplayLR, checkpoint, parallel
+from finch.checks import (
+    check_combinations,
+    check_output_folder,
+    check_schedule,
+    check_text_decoder,
+    is_objective,
+)
 from finch.config import as_config_of_its_own, build, component_of, locate, parse, redacted
-from finch.data.loading import Batch, Samples, collator, count_targets, load_dataset, loader, to_device
+from finch.data.inspection import inspect
+from finch.data.loading import Batch, Samples, collator, load_dataset, loader, model_inputs, to_device
 from finch.data.order import GlobalOrder
 from finch.dataset_loss import dataset_loss
 from finch.errors import UserError
@@ -38,15 +45,19 @@ from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
 from finch.models.corrected import corrected
 from finch.names import did_you_mean
-from finch.objectives import CrossEntropy
+from finch.objectives import EAFT, CrossEntropy, Objective
 from finch.optimizer_in_backward import optimizers_in_backward
 from finch.options import FULL_FINETUNE
 from finch.precision import check_hardware, precision_of
+from finch.pretrained import FILE_NAME as PRETRAINED_FILE
+from finch.pretrained import Pretrained, fingerprint_of, load_pretrained, pretrained_pass
+from finch.step_median import StepMedian
 from finch.stochastic_rounding import adapt, stochastic_optimizer
 from finch.tensor_parallel import apply_plan, build_plan
 from finch.token_loss import TokenLoss
 
 log = utils.get_logger("INFO")
+OBJECTIVE_CHUNKS = 8  # pieces in which an objective's logits are made; torchtune's default of its chunked cross-entropy
 
 
 class FinchFullFinetune(FTRecipeInterface):
@@ -85,7 +96,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self._precision = precision_of(cfg.dtype)
         self._device = parallel.local_device(cfg.device)
         check_hardware(cfg.dtype, self._device)
-        self._is_finch = check_schedule(cfg)
+        self._loss_schedule_kind = check_schedule(cfg)
+        self._is_finch = self._loss_schedule_kind is not None and issubclass(self._loss_schedule_kind, FinchLR)
         check_combinations(cfg, self._device)
         self._run = Path(cfg.output_dir)
         self._resume_folder = check_output_folder(cfg)
@@ -137,6 +149,9 @@ class FinchFullFinetune(FTRecipeInterface):
                 )
 
         self._tokenizer = build(cfg.tokenizer, "tokenizer")
+        self._objective: Objective = build(cfg.loss, "loss") if is_objective(cfg) else CrossEntropy()
+        self._median = StepMedian(self._objective, self._parallel)
+        self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         self._setup_data(cfg)
         identity = self._identity(cfg)
         if state is not None and self._resume_folder is not None:
@@ -144,11 +159,20 @@ class FinchFullFinetune(FTRecipeInterface):
         self._state_identity = identity
 
         self._start_output_folder(cfg)
-        self._objective = CrossEntropy()
-        self._model = self._setup_model(cfg, decoder, load_base=state is None)
+        self._model = self._setup_model(cfg, decoder)
+        is_fresh = state is None
+        wants_pass = "pretrained_token_loss" in self._objective.needs or (is_fresh and self._starts_at_mean(cfg))
+        pretrained = self._load_pretrained(cfg) if wants_pass else None
+        if is_fresh or self._regularizer is not None or (wants_pass and pretrained is None):
+            self._load_base()
+        if wants_pass and pretrained is None:
+            pretrained = self._take_pretrained_pass(cfg)
+        self._prepare_objective(pretrained)
+        if self._regularizer is not None:
+            self._regularizer.start(self._trained_parameters().items())
         self._optimizers = self._setup_optimizers(cfg)
         if state is None:
-            self._setup_schedule(cfg, init=self._initial_loss(cfg))
+            self._setup_schedule(cfg, init=self._initial_loss(cfg, pretrained))
         else:
             self.load_checkpoint(cfg, state)
         logger = None
@@ -197,39 +221,53 @@ class FinchFullFinetune(FTRecipeInterface):
         counts = torch.tensor([num_targets, num_counted], dtype=torch.float64, pin_memory=self._device.type == "cuda")
         targets, divisor = self._parallel.sum(counts.to(self._device, non_blocking=True)).unbind()
         scale = self._parallel.data_parallel_size / divisor.clamp(min=1)  # undoes FSDP2's mean over ranks
+        batches = [to_device(batch, self._device) for batch in batches]
+        self._median.before_step(batches, self._token_losses)
         raw = torch.zeros((), dtype=torch.float64, device=self._device)
-        loss = grad_norm = None
+        loss = None
+        norms: dict[str, torch.Tensor | None] = {"grad_norm": None}
         for batch in batches:
-            batch = to_device(batch, self._device)
-            token_loss = self._model(**batch)  # [batch, seq] in nats
+            token_loss = self._token_losses(batch)  # [batch, seq] in nats
+            self._median.observe(token_loss.detach(), batch)
             weight = self._objective.weights(token_loss.detach(), batch)
             raw += token_loss.detach().sum(dtype=torch.float64)
             if self._cfg.optimizer_in_bwd:  # the only micro-batch; its backward updates, so the rate comes before it
                 loss = self._mean_loss(raw, targets)
-                if not self._set_learning_rate(loss, targets):
+                if not self._set_learning_rate(loss, divisor):
                     break
             ((weight * token_loss).sum() * scale).backward()
         if loss is None:
             loss = self._mean_loss(raw, targets)
-            grad_norm = self._clip_gradients()
-            if self._set_learning_rate(loss, targets):
+            if self._regularizer is not None:
+                norms.update(self._regularizer.add_gradients())
+            norms["grad_norm"] = self._clip_gradients()
+            if self._set_learning_rate(loss, divisor):
                 self._optimizers[0].step()
+        self._median.after_step()
         self.step += 1
-        self._report(loss, targets, grad_norm)
+        self._report(loss, targets, norms)
         self._model.zero_grad(set_to_none=True)
         if self._scheduler is not None:
             self._scheduler.step()
             self._share_learning_rate()
 
+    def _token_losses(self, batch: Batch) -> torch.Tensor:
+        """[batch, seq] in nats; the logits that an objective asks for go into the batch."""
+        if "top_logits" not in self._objective.needs:
+            return self._model(**model_inputs(batch))
+        losses, batch["top_logits"] = self._model(**model_inputs(batch), num_top_logits=EAFT.num_logits)
+        return losses
+
     def _mean_loss(self, raw: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The raw cross-entropy of the whole step, whatever the objective, in nats a target token."""
         return self._parallel.sum(raw) / targets.clamp(min=1)
 
-    def _set_learning_rate(self, loss: torch.Tensor, targets: torch.Tensor) -> bool:
-        """Returns whether to take the optimizer step. torch's schedulers have set their learning rate after the step before."""
-        if self._finch is not None:
-            return self._finch.step(loss, targets)
-        if targets == 0:
+    def _set_learning_rate(self, loss: torch.Tensor, counted: torch.Tensor) -> bool:
+        """Returns whether to take the optimizer step: not where the objective counts no token. torch's schedulers have set
+        their learning rate after the step before."""
+        if self._loss_schedule is not None:
+            return self._loss_schedule.step(loss, counted)
+        if counted == 0:
             return False
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -239,7 +277,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _clip_gradients(self) -> torch.Tensor:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
-        parameters = list(self._model.parameters())
+        parameters = list(self._trained_parameters().values())
         if self._clip_grad_norm is None:
             norm = parallel.grad_norm(parameters)
         else:
@@ -251,12 +289,12 @@ class FinchFullFinetune(FTRecipeInterface):
         for optimizer in self._optimizers[1:]:
             optimizer.param_groups[0]["lr"] = self._optimizers[0].param_groups[0]["lr"]
 
-    def _report(self, loss: torch.Tensor, targets: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
-        if self._finch is not None:
-            rate = self._finch.metrics()
+    def _report(self, loss: torch.Tensor, targets: torch.Tensor, norms: dict[str, torch.Tensor | None]) -> None:
+        if self._loss_schedule is not None:
+            rate = self._loss_schedule.metrics()
         else:
             rate = {"ema_loss": None, "lr": self._optimizers[0].param_groups[0]["lr"], "lr_is_capped": False}
-        metrics = {"epoch": self.epoch, "loss": loss, **rate, "grad_norm": grad_norm, "num_target_tokens": targets}
+        metrics = {"epoch": self.epoch, "loss": loss, **rate, **norms, "num_target_tokens": targets}
         if self._device.type == "cuda" and self._cfg.log_peak_memory_stats:
             metrics.update(training.get_memory_stats(device=self._device))
         if self._cfg.debug_checks:
@@ -269,8 +307,8 @@ class FinchFullFinetune(FTRecipeInterface):
                     torch.as_tensor(rate["ema_loss"], dtype=torch.float64).reshape(1).to(self._device),
                 )
         self._log_metrics.add(self.step, metrics)
-        if self._finch is not None and self.step % self._cfg.log_every_n_steps == 0:
-            self._finch.check()  # the metrics have just been read: this is where a device's non-finite losses come to light
+        if self._loss_schedule is not None and self.step % self._cfg.log_every_n_steps == 0:
+            self._loss_schedule.check()  # the metrics have just been read: this is where a device's non-finite losses come to light
 
     def validate(self) -> float | None:
         """Mean loss over ``dataset_validation`` in nats, noted in the metrics; None without one."""
@@ -306,6 +344,7 @@ class FinchFullFinetune(FTRecipeInterface):
             "seed": self.seed,
             "best": self.best,
             "schedule": self._schedule_state(),
+            "median": self._median.last,
             "identity": self._state_identity,
         }
         checkpoint.save_checkpoint(self._run, self.step, self._model, self._optimizers, state, self._parallel)
@@ -323,8 +362,9 @@ class FinchFullFinetune(FTRecipeInterface):
             state["consumed"],
             state["best"],
         )
-        if self._finch is not None:
-            self._finch.load_state_dict(state["schedule"])
+        self._median.last = state["median"]
+        if self._loss_schedule is not None:
+            self._loss_schedule.load_state_dict(state["schedule"])
         elif self._scheduler is not None:
             self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["schedule"]})
             for group, rate in zip(self._optimizers[0].param_groups, state["schedule"]["_last_lr"], strict=True):
@@ -374,11 +414,24 @@ class FinchFullFinetune(FTRecipeInterface):
             id(samples): collator(samples, self._tokenizer, locate(cfg.collate_fn, "collate_fn"))
             for samples in self._all_samples()
         }
-        counted = [self._check_samples(samples) if cfg.check_dataset else None for samples in self._all_samples()]
-        self._num_targets = counted[0]
+        limit = getattr(self._tokenizer, "max_seq_len", None)
+        # What the pretrained model says of the rows is kept under their digest.
+        wants_digest = "pretrained_token_loss" in self._objective.needs or self._starts_at_mean(cfg)
+        self._rows = inspect(self._samples, limit, self._parallel) if cfg.check_dataset or wants_digest else None
+        if self._validation is not None and cfg.check_dataset:
+            inspect(self._validation, limit, self._parallel)
+        if self._loss_schedule_kind is ReplayLR:
+            self._check_replay(cfg)
         self._say(
             f"{len(self._samples)} samples; {self._order.global_batch} per optimizer step, {self._order.steps_per_epoch} steps per epoch"
         )
+
+    def _check_replay(self, cfg: DictConfig) -> None:
+        stand_in = torch.optim.SGD([torch.zeros(1)], lr=float(cfg.optimizer.lr))
+        try:
+            build(cfg.lr_scheduler, "lr_scheduler", stand_in).check_length(cfg.epochs * self._steps_per_epoch)
+        except ValueError as error:
+            raise UserError(f"lr_scheduler: {error}") from error
 
     @property
     def _steps_per_epoch(self) -> int:
@@ -387,36 +440,11 @@ class FinchFullFinetune(FTRecipeInterface):
     def _all_samples(self) -> list[Samples]:
         return [samples for samples in (self._samples, self._validation) if samples is not None]
 
-    def _check_samples(self, samples: Samples) -> int:
-        """Target tokens of all samples; tells how many have none."""
-        limit = getattr(self._tokenizer, "max_seq_len", None)
-        mine = count_targets(samples, self._parallel.data_parallel_rank, self._parallel.data_parallel_size, limit)
-        counts = self._parallel.gather(mine)
-        targets, without, cut = (sum(count[place] for count in counts) for place in range(3))
-        longest = max(count[3] for count in counts)
-        if targets == 0:
-            raise UserError(
-                f"{samples.key}: none of the {len(samples)} samples of {samples.source} has a target token; the prompts alone reach tokenizer.max_seq_len={limit}, raise it"
-            )
-        if without:
-            self._say(
-                f"{samples.key}: {without} of {len(samples)} samples have no target token, since the prompt alone reaches tokenizer.max_seq_len={limit}; they "
-                "teach nothing",
-                logging.WARNING,
-            )
-        if cut and not samples.packed:
-            self._say(
-                f"{samples.key}: {cut} of {len(samples)} samples reach tokenizer.max_seq_len={limit} and are cut off there; raise it to keep "
-                "their ends",
-                logging.WARNING,
-            )
-        self._say(f"{samples.key}: {targets:,} target tokens, longest sample {longest} tokens")
-        return targets
-
-    def _setup_model(self, cfg: DictConfig, decoder: modules.TransformerDecoder, *, load_base: bool) -> TokenLoss:
-        """Wraps, shards and materializes the decoder; loads the pretrained weights unless a checkpoint's will follow."""
-        began = time.perf_counter()
-        model = TokenLoss(decoder, num_chunks=getattr(build(cfg.loss, "loss"), "num_output_chunks", 1))
+    def _setup_model(self, cfg: DictConfig, decoder: modules.TransformerDecoder) -> TokenLoss:
+        """Wraps, shards and materializes the decoder; its weights come later."""
+        plain = build(cfg.loss, "loss")
+        num_chunks = OBJECTIVE_CHUNKS if is_objective(cfg) else getattr(plain, "num_output_chunks", 1)
+        model = TokenLoss(decoder, num_chunks)
         if cfg.compile:
             training.compile_model(decoder, verbose=self._parallel.is_rank_zero)
             backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
@@ -444,15 +472,67 @@ class FinchFullFinetune(FTRecipeInterface):
             for module in decoder.modules():
                 if hasattr(module, "rope_init"):
                     module.rope_init()  # not in state dicts
-        if load_base:
-            stored = decoder.state_dict(keep_vars=True)
-            for name, tensor in self._base.weights():
-                if name in stored:
-                    parallel.copy_whole(stored[name], tensor)
         model.offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
-        size = sum(parameter.numel() for parameter in model.parameters())
-        self._say(f"model of {size:,} parameters ready in {time.perf_counter() - began:.1f} s")
         return model
+
+    def _load_base(self) -> None:
+        """The pretrained weights, one at a time."""
+        began = time.perf_counter()
+        stored = self._model.decoder.state_dict(keep_vars=True)
+        for name, tensor in self._base.weights():
+            if name in stored:
+                parallel.copy_whole(stored[name], tensor)
+        size = sum(parameter.numel() for parameter in self._model.parameters())
+        self._say(f"pretrained model of {size:,} parameters loaded in {time.perf_counter() - began:.1f} s")
+
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: weight for name, weight in self._model.decoder.named_parameters() if weight.requires_grad}
+
+    def _starts_at_mean(self, cfg: DictConfig) -> bool:
+        """Whether FINCH's average begins at the pretrained model's mean loss: ``init: dataset``, the default, as the authors'."""
+        return self._is_finch and cfg.lr_scheduler.get("init", "dataset") == "dataset"
+
+    def _pretrained_fingerprint(self, cfg: DictConfig) -> str:
+        settings = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype}
+        assert self._rows is not None
+        return fingerprint_of(self._base.files, self._rows.digest, settings)
+
+    def _load_pretrained(self, cfg: DictConfig) -> Pretrained | None:
+        """An earlier pass of this model over these rows, if every rank finds it."""
+        found = load_pretrained(self._run / PRETRAINED_FILE, self._pretrained_fingerprint(cfg))
+        if not all(self._parallel.gather(found is not None)):
+            return None
+        self._say(f"the pretrained model's losses are those of {self._run / PRETRAINED_FILE}")
+        return found
+
+    def _take_pretrained_pass(self, cfg: DictConfig) -> Pretrained:
+        """One pass of the pretrained model over the training rows: for ``init: dataset`` and for objectives alike."""
+        began = time.perf_counter()
+        found = pretrained_pass(
+            self._model,
+            self._samples,
+            self._collate[id(self._samples)],
+            self._parallel,
+            batch_size=cfg.batch_size,
+            to_device=partial(to_device, device=self._device),
+            num_workers=self._num_workers(self._samples),
+            title="pretrained model's loss over the training rows",
+        )
+        self._say(
+            f"pretrained model's mean loss over {len(self._samples)} training samples: {found.mean:.4f} nats ({time.perf_counter() - began:.1f} s)"
+        )
+        if self._parallel.is_rank_zero:
+            found.save(self._run / PRETRAINED_FILE, self._pretrained_fingerprint(cfg))
+        return found
+
+    def _prepare_objective(self, pretrained: Pretrained | None) -> None:
+        if pretrained is None or "pretrained_token_loss" not in self._objective.needs:
+            return
+        self._samples.pretrained = pretrained.row
+        try:
+            self._say(self._objective.prepare(pretrained.losses, pretrained.sequence_losses))
+        except ValueError as error:
+            raise UserError(f"loss: {error}") from error
 
     def _setup_optimizers(self, cfg: DictConfig) -> list[torch.optim.Optimizer]:
         """One optimizer; with ``optimizer_in_bwd`` one for each parameter."""
@@ -472,25 +552,29 @@ class FinchFullFinetune(FTRecipeInterface):
                     group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
             return optimizer
 
-        parameters = list(self._model.parameters())
+        parameters = list(self._trained_parameters().values())
         return optimizers_in_backward(parameters, make) if cfg.optimizer_in_bwd else [make(parameters)]
 
     def _setup_schedule(self, cfg: DictConfig, init: float | str | None) -> None:
-        self._finch: FinchLR | None = None
+        self._loss_schedule: FinchLR | ReplayLR | None = None
         self._scheduler: Any = None
         if cfg.lr_scheduler is None:
             self._say(f"constant learning rate {float(self._optimizers[0].param_groups[0]['lr']):g}")
         elif self._is_finch:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                self._finch = build({**cfg.lr_scheduler, "init": init}, "lr_scheduler", self._optimizers)
+                finch = build({**cfg.lr_scheduler, "init": init}, "lr_scheduler", self._optimizers)
             for warning in caught:
                 self._say(str(warning.message), logging.WARNING)
             begins = f", EMA begins at {init:.4f} nats" if isinstance(init, float) else ""
             self._say(
-                f"FINCH: eta_base {self._finch.eta_base:g}, eta_max {self._finch.eta_max:g} "
-                f"(reached below {(self._finch.eta_base / self._finch.eta_max) ** 2:.2g} nats), ema {self._finch.ema:g}{begins}"
+                f"FINCH: eta_base {finch.eta_base:g}, eta_max {finch.eta_max:g} "
+                f"(reached below {(finch.eta_base / finch.eta_max) ** 2:.2g} nats), ema {finch.ema:g}{begins}"
             )
+            self._loss_schedule = finch
+        elif self._loss_schedule_kind is not None:
+            self._loss_schedule = build(cfg.lr_scheduler, "lr_scheduler", self._optimizers)
+            self._say(f"replaying the learning rates of {cfg.lr_scheduler.log}")
         else:
             self._scheduler = build(
                 cfg.lr_scheduler,
@@ -502,25 +586,17 @@ class FinchFullFinetune(FTRecipeInterface):
             self._share_learning_rate()
 
     def _schedule_state(self) -> dict[str, Any] | None:
-        if self._finch is not None:
-            return self._finch.state_dict()
+        if self._loss_schedule is not None:
+            return self._loss_schedule.state_dict()
         if self._scheduler is not None:
             return {key: self._scheduler.state_dict()[key] for key in ("last_epoch", "_step_count", "_last_lr")}
         return None
 
-    def _initial_loss(self, cfg: DictConfig) -> float | str | None:
-        """FINCH's Lbar_0; ``dataset`` (the default, as the authors') is one pass of the pretrained model over the training rows."""
-        if not self._is_finch:
-            return None
-        init = cfg.lr_scheduler.get("init", "dataset")
-        if init != "dataset":
-            return init
-        began = time.perf_counter()
-        loss = self._loss_over(self._samples, "pretrained model's loss over the training rows")
-        self._say(
-            f"pretrained model's mean loss over {len(self._samples)} training samples: {loss:.4f} nats ({time.perf_counter() - began:.1f} s)"
-        )
-        return loss
+    def _initial_loss(self, cfg: DictConfig, pretrained: Pretrained | None) -> float | str | None:
+        """FINCH's Lbar_0."""
+        if self._starts_at_mean(cfg) and pretrained is not None:
+            return pretrained.mean
+        return cfg.lr_scheduler.get("init") if self._is_finch else None
 
     def _loss_over(self, samples: Samples, title: str) -> float:
         return dataset_loss(
@@ -565,7 +641,9 @@ class FinchFullFinetune(FTRecipeInterface):
             "lr_scheduler._component_": component_of(cfg.lr_scheduler),
             "dtype": cfg.dtype,
             "number of samples": len(self._samples),
-            "number of target tokens": self._num_targets,
+            "loss": OmegaConf.to_container(cfg.loss, resolve=True) if is_objective(cfg) else "cross-entropy",
+            "regularizer": None if cfg.regularizer is None else OmegaConf.to_container(cfg.regularizer, resolve=True),
+            "tokens of the rows (digest)": self._rows.digest if self._rows is not None and cfg.check_dataset else None,
             "seed": self.seed,
             "shuffle": cfg.shuffle,
             "global batch": self._order.global_batch,

@@ -21,6 +21,9 @@ from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import shift_labels
 
 Batch = dict[str, Any]
+# What stands in a batch for the objective alone; see finch.objectives.
+FOR_THE_OBJECTIVE = ("pretrained_token_loss", "statistic", "top_logits")
+_PRETRAINED = "pretrained_losses"
 
 
 class Samples(Dataset):
@@ -30,10 +33,15 @@ class Samples(Dataset):
         data: any map-style dataset of ``{"tokens": [...], "labels": [...]}``.
         key: the config key it came from, for messages.
         source: where its rows come from, for messages.
+
+    Attributes:
+        pretrained: from a row's number to the pretrained model's losses at its targets, [targets] in nats; set for the
+            objectives that need them, which then come with the row.
     """
 
     def __init__(self, data: Any, key: str, source: str) -> None:
         self.data, self.key, self.source = data, key, source
+        self.pretrained: Callable[[int], torch.Tensor] | None = None
         if len(data) == 0:
             raise UserError(f"{key} is empty: {source} has no rows; give another file or split")
 
@@ -53,13 +61,16 @@ class Samples(Dataset):
                 if isinstance(labels, torch.Tensor)
                 else [IGNORE_INDEX] * len(labels)
             )
-            return sample
+            return self._with_pretrained(sample, index)
         try:
-            return self.data[index]
+            return self._with_pretrained(self.data[index], index)
         except Exception as error:  # whatever a row broke in a transform or a tokenizer of any library
             raise UserError(
                 f"{self.key}: row {index + 1} of {self.source} cannot be used ({_reason(error)}); mend or remove that row"
             ) from error
+
+    def _with_pretrained(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
+        return sample if self.pretrained is None else {**sample, _PRETRAINED: self.pretrained(index)}
 
 
 def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
@@ -145,31 +156,19 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     }
 
 
-def count_targets(samples: Samples, rank: int, ranks: int, limit: int | None = None) -> tuple[int, int, int, int]:
-    """Reads this rank's share of the rows once, before any weight is loaded.
-
-    Args:
-        limit: the tokenizer's max_seq_len.
-
-    Returns:
-        (target tokens, rows without any, rows that reach the limit, longest row in tokens).
-
-    Raises:
-        UserError: a row that cannot be read or tokenized.
-    """
-    targets, without, cut, longest = 0, 0, 0, 0
-    for index in range(rank, len(samples), ranks):
-        labels = torch.as_tensor(samples[index]["labels"])
-        here = int((shift_labels(labels) != IGNORE_INDEX).sum())
-        targets, without, longest = targets + here, without + (here == 0), max(longest, len(labels))
-        cut += limit is not None and len(labels) >= limit
-    return targets, without, cut, longest
+def model_inputs(batch: Batch) -> Batch:
+    """A batch without what is for the objective alone."""
+    return {name: value for name, value in batch.items() if name not in FOR_THE_OBJECTIVE}
 
 
 def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]) -> Batch:
+    pretrained = [row.pop(_PRETRAINED) for row in rows if _PRETRAINED in row]
     batch = collate(rows)
     batch["labels"] = shift_labels(batch["labels"])
     batch["targets"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    if pretrained:
+        losses = torch.zeros(batch["labels"].numel()).index_copy(0, batch["targets"], torch.cat(pretrained))
+        batch["pretrained_token_loss"] = losses.view_as(batch["labels"])
     return batch
 
 

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from torchtune.config import instantiate
 from torchtune.data import padded_collate_packed, padded_collate_sft
 
-from finch.data.loading import collator, count_targets, load_dataset, loader
+from finch.data.inspection import Rows, look_at
+from finch.data.loading import collator, load_dataset, loader
 from finch.data.order import GlobalOrder
 from finch.errors import UserError
 
@@ -68,14 +69,26 @@ def test_counts_are_those_of_the_batches_on_any_number_of_ranks(config, tokenize
     expected = sum(
         int((batch["labels"] != -100).sum()) for batch in batches(samples, tokenizer, GlobalOrder(41, micro_batch=4))
     )
-    for ranks in (1, 2, 3):
-        counts = [count_targets(samples, rank, ranks) for rank in range(ranks)]
-        assert sum(count[0] for count in counts) == expected
-        assert sum(count[1] for count in counts) == 0
-        assert max(count[3] for count in counts) == max(len(samples[place]["tokens"]) for place in range(41))
-    longest = count_targets(samples, 0, 1)[3]
-    reaching = sum(len(samples[place]["tokens"]) >= longest for place in range(41))
-    assert count_targets(samples, 0, 1, limit=longest)[2] == reaching > 0
+    alone = look_at(samples, 0, 1)
+    assert (alone.targets, alone.without, alone.cut) == (expected, 0, 0)
+    assert alone.longest == max(len(samples[place]["tokens"]) for place in range(41))
+    for ranks in (2, 3):
+        assert sum((look_at(samples, rank, ranks) for rank in range(ranks)), Rows()) == alone
+    reaching = sum(len(samples[place]["tokens"]) >= alone.longest for place in range(41))
+    assert look_at(samples, 0, 1, limit=alone.longest).cut == reaching > 0
+
+
+def test_the_digest_tells_rows_and_their_order_apart(config, tokenizer):
+    digests = set()
+    for split in ("train[:5]", "train[1:6]", "train[:4]"):
+        config.dataset.split = split
+        samples = load_dataset(config, "dataset", tokenizer)
+        digests.add(look_at(samples, 0, 1).digest)
+    config.dataset.update(split="train[:5]", train_on_input=True)  # the same tokens, other labels
+    digests.add(look_at(load_dataset(config, "dataset", tokenizer), 0, 1).digest)
+    samples.data = [samples.data[place] for place in (1, 0, 2, 3)]
+    digests.add(look_at(samples, 0, 1).digest)
+    assert len(digests) == 5
 
 
 def test_several_datasets_are_concatenated(config, tokenizer):

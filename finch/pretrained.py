@@ -1,0 +1,159 @@
+"""What the pretrained model says of the training set, taken in one pass: the loss of every target token.
+
+Its mean is where FINCH's average begins (``init: dataset``), its sequences are FLOW's weights, its tokens STM's mask. The
+pass is kept beside the run under a fingerprint, and is never made with tuned weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from finch.data.loading import Batch, Samples, loader, model_inputs
+from finch.data.order import EMPTY, GlobalOrder
+from finch.errors import UserError
+from finch.metrics import progress_bar
+from finch.objectives import IGNORE_INDEX, Objective
+from finch.parallel import Parallel
+
+FILE_NAME = "pretrained.safetensors"
+_SAMPLED_BYTES, _SAMPLES = 65536, 64
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """
+    Attributes:
+        losses: [target tokens] fp32, nats, row after row in the dataset's order.
+        ends: [rows] int64, where each row's losses end.
+        sequence_losses: [sequences with targets] fp32, nats, each one's mean; in packed rows there are several a row.
+    """
+
+    losses: torch.Tensor
+    ends: torch.Tensor
+    sequence_losses: torch.Tensor
+
+    def row(self, index: int) -> torch.Tensor:
+        """The losses of one row's target tokens; none for the empty row."""
+        if index == EMPTY:
+            return self.losses[:0]
+        return self.losses[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
+
+    @property
+    def mean(self) -> float:
+        """Mean loss over all target tokens in nats; the same bits on any number of ranks that compute the same losses."""
+        return float(self.losses.sum(dtype=torch.float64) / self.losses.numel())
+
+    def save(self, file: Path, fingerprint: str) -> None:
+        """Writes beside ``file`` and renames."""
+        partial = file.with_name(file.name + ".partial")
+        tensors = {"losses": self.losses, "ends": self.ends, "sequence_losses": self.sequence_losses}
+        save_file(tensors, partial, metadata={"fingerprint": fingerprint})
+        partial.replace(file)
+
+
+def load_pretrained(file: Path, fingerprint: str) -> Pretrained | None:
+    """What an earlier pass left, or None: there is nothing, it is of another model or other rows, or it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as content:
+            if (content.metadata() or {}).get("fingerprint") != fingerprint:
+                return None
+            return Pretrained(*(content.get_tensor(name) for name in ("losses", "ends", "sequence_losses")))
+    except Exception:  # safetensors has no class of its own for a file cut off; the pass is then made again
+        return None
+
+
+def fingerprint_of(files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:
+    """What a pass belongs to.
+
+    Args:
+        files: the pretrained weights; their sizes and 64 pieces spread over each are read, since tuning changes every
+            weight and whole files would take minutes.
+        rows: digest of all tokenized rows, which tokenizer, template and max_seq_len have made.
+        settings: whatever else decides the losses, as JSON: the model's block, the dtype.
+    """
+    digest = hashlib.sha256(json.dumps([rows, settings], sort_keys=True).encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as content:
+            for piece in range(_SAMPLES):
+                content.seek(size * piece // _SAMPLES)
+                digest.update(content.read(_SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def pretrained_pass(
+    model: nn.Module,
+    samples: Samples,
+    collate: Callable[[list[dict[str, Any]]], Batch],
+    parallel: Parallel,
+    *,
+    batch_size: int,
+    to_device: Callable[[Batch], Batch],
+    num_workers: int = 0,
+    title: str = "",
+) -> Pretrained:
+    """The pass itself; each row once, on any number of ranks, in the dataset's order and without a random number.
+
+    Args:
+        model: returns token losses, [batch, seq], in nats.
+        batch_size: rows a forward pass and rank.
+        title: of the progress bar; empty: no bar.
+
+    Raises:
+        UserError: no row has a target token.
+    """
+    order = GlobalOrder(len(samples), micro_batch=batch_size, ranks=parallel.data_parallel_size, shuffle=False)
+    rank = parallel.data_parallel_rank
+    batches = loader(samples, order, collate, rank=rank, num_workers=num_workers)
+    places: list[int] = []
+    numbers, losses, sequences = [], [], []
+    was_training = model.training
+    model.eval()
+    # Ranks that run out of rows go on with empty ones, since FSDP2's forward is a collective.
+    for rows, batch in zip(
+        order.micro_batches(rank),
+        progress_bar(
+            batches,
+            desc=title,
+            total=order.steps_per_epoch,
+            unit="batch",
+            disable=not (title and parallel.is_rank_zero),
+        ),
+        strict=True,
+    ):
+        token_loss = model(**model_inputs(to_device(batch))).float().cpu()
+        places += rows
+        numbers.append((batch["labels"] != IGNORE_INDEX).sum(1))
+        losses.append(token_loss.flatten()[batch["targets"]])
+        sequences.append(Objective().sequence_losses(token_loss, batch))
+    model.train(was_training)
+    mine = (torch.tensor(places), torch.cat(numbers), torch.cat(losses), torch.cat(sequences))
+    found = _in_order(parallel.gather(mine), len(samples))
+    if found.losses.numel() == 0:
+        raise UserError(
+            f"{samples.key}: no sample of {samples.source} has a target token within tokenizer.max_seq_len; raise it, or check the template"
+        )
+    return found
+
+
+def _in_order(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> Pretrained:
+    """The ranks' shares as one, by row."""
+    rows: list[torch.Tensor] = [torch.empty(0)] * num_rows
+    for places, numbers, losses, _ in shares:
+        for place, row in zip(places.tolist(), losses.split(numbers.tolist()), strict=True):
+            if place != EMPTY:
+                rows[place] = row
+    ends = torch.tensor([len(row) for row in rows]).cumsum(0)
+    return Pretrained(torch.cat(rows), ends, torch.cat([share[3] for share in shares]))
