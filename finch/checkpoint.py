@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
@@ -102,8 +103,13 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """What torch.distributed.checkpoint keeps: tensors alone, so that loading unpickles no object of ours."""
-    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizers)["state"]}
+    """What torch.distributed.checkpoint keeps: tensors alone, so that loading unpickles no object of ours; trained ones alone,
+    since the others are the pretrained model's."""
+    trained = {
+        name.replace(_CHECKPOINT_PREFIX, "") for name, weight in model.named_parameters() if weight.requires_grad
+    }
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name in trained}
+    return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizers)["state"]}
 
 
 def _dcp(action: Any, tensors: dict[str, Any], folder: Path, parallel: Parallel) -> None:

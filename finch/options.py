@@ -141,3 +141,13 @@ FULL_FINETUNE: dict[str, Option] = {
     "profiler": Option(None, COMPONENT, "torchtune's profiler block"),
     "export_dtype": Option(None, (str,), "dtype of the Hugging Face folders' weights: fp32, bf16; null: as trained"),
 }
+
+LORA_FINETUNE: dict[str, Option] = {
+    **FULL_FINETUNE,
+    "model": Option(
+        REQUIRED, COMPONENT, "component that builds a torchtune decoder with LoRA layers, such as lora_llama3_8b"
+    ),
+    "save_adapter_weights_only": Option(
+        False, (bool,), "write the adapter alone at an epoch's end, without the merged model"
+    ),
+}

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
+from finch.adapter import adapter_parameters
 from finch.errors import UserError
 from finch.models.conversion import HEAD, StateDict
 from finch.parallel import full
@@ -59,12 +60,13 @@ class PretrainedFolder(ABC):
         """Compares names and shapes of the stored weights with the model's, from file headers alone.
 
         Args:
-            model: the torchtune decoder; may be on the meta device.
+            model: the torchtune decoder; may be on the meta device. Its LoRA weights are its own, and not looked for.
 
         Raises:
             UserError: a weight that is missing, left over, or of another shape.
         """
-        wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        own = adapter_parameters(model)
+        wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in own}
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self._headers():
             # Conversions move elements about, and rename; on the meta device they cost nothing.

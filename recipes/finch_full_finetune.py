@@ -91,6 +91,11 @@ class FinchFullFinetune(FTRecipeInterface):
             before weights are loaded.
     """
 
+    options = FULL_FINETUNE
+    """The keys of the config, which is saved beside the run."""
+    saves_all_weights = True
+    """Whether a checkpoint to resume from holds every weight, or only those that are trained."""
+
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
         self._precision = precision_of(cfg.dtype)
@@ -129,18 +134,7 @@ class FinchFullFinetune(FTRecipeInterface):
             f"{self._parallel.world_size} rank{'s' if self._parallel.world_size > 1 else ''} on {self._device.type}; dtype {cfg.dtype}: {self._precision.words}"
         )
 
-        node, told = corrected(cfg.model)
-        if told is not None:
-            self._say(told, logging.WARNING)
-        with training.set_default_dtype(self._precision.weights), torch.device("meta"):
-            decoder = build(node, "model")
-        check_text_decoder(decoder, component_of(node) or "")
-        self._base = open_checkpoint(cfg.checkpointer)
-        self._base.check_model(decoder, component_of(node) or "")
-        self._tensor_plan = None
-        if cfg.tensor_parallel_dim > 1:
-            self._tensor_plan = build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim)
-
+        decoder = self._build_decoder(cfg)
         known = {name for name, _ in decoder.named_modules()} | {"output"}
         for name in cfg.custom_sharded_layers or []:
             if name not in known:
@@ -163,7 +157,12 @@ class FinchFullFinetune(FTRecipeInterface):
         is_fresh = state is None
         wants_pass = "pretrained_token_loss" in self._objective.needs or (is_fresh and self._starts_at_mean(cfg))
         pretrained = self._load_pretrained(cfg) if wants_pass else None
-        if is_fresh or self._regularizer is not None or (wants_pass and pretrained is None):
+        if (
+            is_fresh
+            or not self.saves_all_weights
+            or self._regularizer is not None
+            or (wants_pass and pretrained is None)
+        ):
             self._load_base()
         if wants_pass and pretrained is None:
             pretrained = self._take_pretrained_pass(cfg)
@@ -332,11 +331,9 @@ class FinchFullFinetune(FTRecipeInterface):
     def save_checkpoint(self, name: str) -> None:
         """The Hugging Face folder of the epoch that has ended, then the state to resume from."""
         began = time.perf_counter()
-        dtype = None if self._cfg.export_dtype is None else precision_of(self._cfg.export_dtype).weights
-        weights = self._model.decoder.state_dict().items()
-        self._base.write(weights, self._run / name, is_writer=self._parallel.is_rank_zero, dtype=dtype)
+        self._export(name)
         if self._parallel.is_rank_zero and self.best is not None:
-            _point(self._run / "best", self.best["epoch"])
+            _point(self._run / "best", self._exported(self.best["epoch"]))
         state = {
             "step": self.step,
             "epoch": self.epoch,
@@ -348,8 +345,20 @@ class FinchFullFinetune(FTRecipeInterface):
             "identity": self._state_identity,
         }
         checkpoint.save_checkpoint(self._run, self.step, self._model, self._optimizers, state, self._parallel)
-        self._say(f"saved {self._run / name} and the state of step {self.step} in {time.perf_counter() - began:.1f} s")
+        self._say(
+            f"saved {self._run / self._exported(name)} and the state of step {self.step} in {time.perf_counter() - began:.1f} s"
+        )
         self._log_metrics.pause()
+
+    def _export(self, name: str) -> None:
+        """What a user takes away from an epoch; a collective."""
+        dtype = None if self._cfg.export_dtype is None else precision_of(self._cfg.export_dtype).weights
+        weights = self._model.decoder.state_dict().items()
+        self._base.write(weights, self._run / name, is_writer=self._parallel.is_rank_zero, dtype=dtype)
+
+    def _exported(self, name: str) -> str:
+        """The folder of an epoch."""
+        return name
 
     def load_checkpoint(self, cfg: DictConfig, state: dict[str, Any]) -> None:
         """Restores weights, optimizer, schedule and position. The schedule is built first: its base learning rates are the config's."""
@@ -439,6 +448,21 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _all_samples(self) -> list[Samples]:
         return [samples for samples in (self._samples, self._validation) if samples is not None]
+
+    def _build_decoder(self, cfg: DictConfig) -> modules.TransformerDecoder:
+        """The decoder on the meta device, checked against the pretrained folder."""
+        node, told = corrected(cfg.model)
+        if told is not None:
+            self._say(told, logging.WARNING)
+        with training.set_default_dtype(self._precision.weights), torch.device("meta"):
+            decoder = build(node, "model")
+        check_text_decoder(decoder, component_of(node) or "")
+        self._base = open_checkpoint(cfg.checkpointer)
+        self._base.check_model(decoder, component_of(node) or "")
+        self._tensor_plan = None
+        if cfg.tensor_parallel_dim > 1:
+            self._tensor_plan = build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim)
+        return decoder
 
     def _setup_model(self, cfg: DictConfig, decoder: modules.TransformerDecoder) -> TokenLoss:
         """Wraps, shards and materializes the decoder; its weights come later."""
@@ -664,7 +688,7 @@ class FinchFullFinetune(FTRecipeInterface):
                     *self._run.glob("epoch_*"),
                 ):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-            OmegaConf.save(as_config_of_its_own(cfg, FULL_FINETUNE), self._run / "config.yaml")
+            OmegaConf.save(as_config_of_its_own(cfg, self.options), self._run / "config.yaml")
         except OSError as error:
             raise UserError(
                 f"output_dir={self._run} cannot be written ({error.strerror}); give another folder"
@@ -682,10 +706,9 @@ def _point(link: Path, target: str) -> None:
     fresh.replace(link)
 
 
-@parse(FULL_FINETUNE)
-def recipe_main(cfg: DictConfig) -> None:
-    """Parameters are read from the config, then overridden from the command line."""
-    recipe = FinchFullFinetune(cfg)
+def run(recipe_class: type[FinchFullFinetune], cfg: DictConfig) -> None:
+    """A recipe from its checks to its end."""
+    recipe = recipe_class(cfg)
     log.setLevel(str(cfg.log_level).upper())
     try:
         recipe.setup(cfg)
@@ -697,6 +720,12 @@ def recipe_main(cfg: DictConfig) -> None:
         recipe.close_log()
         raise
     recipe.cleanup()
+
+
+@parse(FULL_FINETUNE)
+def recipe_main(cfg: DictConfig) -> None:
+    """Parameters are read from the config, then overridden from the command line."""
+    run(FinchFullFinetune, cfg)
 
 
 if __name__ == "__main__":

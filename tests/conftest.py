@@ -226,14 +226,14 @@ def shared_data() -> Path:
     return folder
 
 
-def run_here(folder: Path, config: dict, *overrides: str) -> Run:
+def run_here(folder: Path, config: dict, *overrides: str, recipe: str = "finch_full_finetune") -> Run:
     """Runs the recipe in this process, as `python -m finch_full_finetune` would: quicker than a process of its own."""
     import contextlib
+    import importlib
     import io
     import logging
     from unittest import mock
 
-    import finch_full_finetune
     import yaml
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -244,11 +244,11 @@ def run_here(folder: Path, config: dict, *overrides: str) -> Run:
     logging.getLogger("torchtune").addHandler(handler)
     code = 0
     with (
-        mock.patch.object(sys, "argv", ["finch_full_finetune", "--config", str(file), *overrides]),
+        mock.patch.object(sys, "argv", [recipe, "--config", str(file), *overrides]),
         contextlib.redirect_stderr(told),
     ):
         try:
-            finch_full_finetune.recipe_main()
+            importlib.import_module(recipe).recipe_main()
         except SystemExit as leaving:
             code = int(leaving.code or 0)
         finally:

@@ -17,7 +17,11 @@ def test_the_wheel_holds_recipe_and_configs(tmp_path):
     configs = {f"finch/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert configs <= names
     assert {path.name for path in (ROOT / "recipes").glob("*.py")} <= names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"finch", "finch_full_finetune.py"}
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
+        "finch",
+        "finch_full_finetune.py",
+        "finch_lora_finetune.py",
+    }
 
 
 @pytest.mark.slow

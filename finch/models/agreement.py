@@ -72,6 +72,8 @@ def check_agreement(
     remedy = "give the builder and the settings of this checkpoint"
     if parts[0] == "torchtune" and family in _REBUILT:
         remedy = f"give finch.models.{family}.{parts[-1]}, which has them right"
+        if "lora" in parts[-1]:
+            remedy = f"finch has no LoRA builder for it, fine-tune it in full with finch.models.{family}"
     if isinstance(decoder.norm, Gemma2FinalNorm):
         raise UserError(
             f"model._component_={component} caps hidden states where the Gemma 2 of checkpointer.checkpoint_dir={folder} caps logits; {remedy}"

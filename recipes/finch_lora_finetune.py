@@ -1,0 +1,83 @@
+"""LoRA fine-tuning with FINCH's loss-adaptive learning rate: finch_full_finetune's loop on torchtune's LoRA modules.
+
+tune run finch_lora_finetune --config qwen3/4B_finch method=finch+lora
+tune run --nproc_per_node 2 finch_lora_finetune --config my_lora.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+
+from finch_full_finetune import FinchFullFinetune, run
+from omegaconf import DictConfig
+from torchtune import modules
+
+from finch.adapter import check_adapters, check_lora_settings, initialize_adapters, merged, train_adapters_only
+from finch.config import component_of, parse
+from finch.errors import UserError
+from finch.options import LORA_FINETUNE
+from finch.peft_folder import PeftFolder
+from finch.precision import precision_of
+
+
+class FinchLoRAFinetune(FinchFullFinetune):
+    """Trains the LoRA (or DoRA) layers of a torchtune decoder; everything else is :class:`FinchFullFinetune`.
+
+    Differences:
+        - Each epoch ends with RUN/epoch_N_adapter in PEFT's format and, unless ``save_adapter_weights_only``, with the
+          merged model in RUN/epoch_N, which ``best`` names.
+        - A checkpoint to resume from holds the adapters alone; the frozen weights come from the pretrained folder.
+        - The adapters begin with the same values on any number of ranks.
+
+    Args:
+        cfg: a config that :func:`finch.config.check` has passed.
+
+    Raises:
+        UserError: a model without LoRA layers, or an option that has no meaning for adapters.
+    """
+
+    options = LORA_FINETUNE
+    saves_all_weights = False
+
+    def __init__(self, cfg: DictConfig) -> None:
+        if cfg.tensor_parallel_dim > 1:
+            raise UserError(
+                f"tensor_parallel_dim={cfg.tensor_parallel_dim} does not cut LoRA layers; set it to 1, FSDP2 shards the model over all ranks"
+            )
+        if cfg.regularizer is not None:
+            raise UserError(
+                f"regularizer={component_of(cfg.regularizer)} pulls weights toward the pretrained ones, which LoRA leaves as they are; set it to null"
+            )
+        super().__init__(cfg)
+
+    def _build_decoder(self, cfg: DictConfig) -> modules.TransformerDecoder:
+        check_lora_settings(cfg.model)
+        decoder = super()._build_decoder(cfg)
+        check_adapters(decoder, component_of(cfg.model) or "")
+        self._adapter = PeftFolder(decoder, self._base)
+        train_adapters_only(decoder)
+        return decoder
+
+    def _load_base(self) -> None:
+        super()._load_base()
+        initialize_adapters(self._model.decoder, self.seed)
+
+    def _export(self, name: str) -> None:
+        dtype = None if self._cfg.export_dtype is None else precision_of(self._cfg.export_dtype).weights
+        decoder, is_writer = self._model.decoder, self._parallel.is_rank_zero
+        self._adapter.write(decoder, self._run / f"{name}_adapter", is_writer=is_writer, dtype=dtype)
+        if not self._cfg.save_adapter_weights_only:
+            self._base.write(merged(decoder, dtype), self._run / name, is_writer=is_writer, dtype=dtype)
+
+    def _exported(self, name: str) -> str:
+        return f"{name}_adapter" if self._cfg.save_adapter_weights_only else name
+
+
+@parse(LORA_FINETUNE)
+def recipe_main(cfg: DictConfig) -> None:
+    """Parameters are read from the config, then overridden from the command line."""
+    run(FinchLoRAFinetune, cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
