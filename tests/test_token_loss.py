@@ -54,3 +54,45 @@ def test_the_decoders_names_stay_torchtunes():
     decoder = llama2(**llama_args())
     names = set(decoder.state_dict())
     assert set(TokenLoss(decoder).decoder.state_dict()) == names
+
+
+def test_in_chunks_no_logits_outlive_the_forward():
+    """What autograd keeps: with one piece the logits of all tokens, with more none of them; the gradients are the same."""
+    torch.manual_seed(0)
+    size = {**llama_args(), "vocab_size": 61}  # a number that nothing else has
+    decoder = llama2(**size)
+    tokens, labels = torch.randint(0, 61, (3, 19)), torch.randint(0, 61, (3, 19))
+    kept, gradients = {}, {}
+    for num_chunks in (1, 4):
+        model = TokenLoss(decoder, num_chunks)
+        shapes = []
+
+        def pack(tensor, shapes=shapes):
+            shapes.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = model(tokens, labels)
+        kept[num_chunks] = [shape for shape in shapes if shape[-1:] == (61,) and shape != (32, 61)]  # not the weight
+        decoder.zero_grad()
+        found.sum().backward()
+        gradients[num_chunks] = [parameter.grad.clone() for parameter in decoder.parameters()]
+    assert kept[1]
+    assert not kept[4]
+    for one, other in zip(gradients[1], gradients[4], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_the_largest_logits_of_each_target(num_chunks):
+    torch.manual_seed(0)
+    decoder = llama2(**llama_args())
+    tokens, labels = torch.randint(0, 64, (2, 9)), torch.randint(0, 64, (2, 9))
+    labels[0, :4] = -100
+    expected = decoder(tokens).topk(20).values.detach()
+    targets = (labels.flatten() != -100).nonzero().squeeze(1)
+    losses, top = TokenLoss(decoder, num_chunks)(tokens, labels, targets, num_top_logits=20)
+    assert losses.requires_grad
+    assert not top.requires_grad
+    torch.testing.assert_close(top[labels != -100], expected[labels != -100], rtol=0, atol=1e-5)
+    assert (top[labels == -100] == 0).all()
