@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 from conftest import environment
 
 
@@ -36,8 +37,13 @@ def on_ranks(ranks: int, code: str, folder: Path, timeout: int = 120) -> list:
         str(folder),
     ]
     tests = str(Path(__file__).parent)
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, env=environment(PYTHONPATH=tests)
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launcher = subprocess.Popen(command, env=environment(PYTHONPATH=tests), **pipes)
+    try:
+        output, _ = launcher.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        launcher.terminate()  # torchrun then ends its workers, which a kill would leave behind
+        output, _ = launcher.communicate(timeout=60)
+        pytest.fail(f"not done after {timeout} s: {output[-3000:]}")
+    assert launcher.returncode == 0, output[-3000:]
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
