@@ -17,6 +17,7 @@ from finch.config import build, component_of, locate
 from finch.errors import UserError
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.objectives import Objective
+from finch.parallel import launched_ranks
 from finch.precision import precision_of
 from finch.stochastic_rounding import stochastic_optimizer
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
@@ -70,6 +71,12 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
         raise UserError(
             f"optimizer_in_bwd=True excludes gradient_accumulation_steps={cfg.gradient_accumulation_steps}: each backward updates the weights; set "
             "optimizer_in_bwd=False, or gradient_accumulation_steps=1 with a larger batch_size"
+        )
+    is_sharded = launched_ranks() > 1 or precision_of(cfg.dtype).is_mixed or cfg.fsdp_cpu_offload
+    if is_sharded and str(component_of(cfg.optimizer)).startswith("bitsandbytes."):
+        raise UserError(
+            f"optimizer._component_={component_of(cfg.optimizer)} does not update sharded weights (several ranks, dtype=bf16_mixed, fsdp_cpu_offload); use "
+            "torchao.optim.AdamW8bit"
         )
     if cfg.data_parallel_shard_dim == 0:
         raise UserError("data_parallel_shard_dim=0 must be at least 1, or -1 for all ranks that are left")

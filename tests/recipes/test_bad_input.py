@@ -63,6 +63,9 @@ def test_options_that_exclude_each_other(refused):
     assert "optimizer._component_=torch.optim.SGD cannot round stochastically" in refused(
         "dtype=bf16_stochastic", "optimizer=torch.optim.SGD", "~optimizer.fused"
     )
+    assert "bitsandbytes.optim.AdamW8bit does not update sharded weights" in refused(
+        "dtype=bf16_mixed", "optimizer=bitsandbytes.optim.AdamW8bit", "~optimizer.fused"
+    )
     assert "is not a plain cross-entropy" in refused("loss=torch.nn.MSELoss")
 
 

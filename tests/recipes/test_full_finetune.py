@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from conftest import llama_args, make_config, relative_l2, run_here, tune_run, weights, write_rows
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -368,6 +368,26 @@ def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_ep
     else:
         assert all(math.isfinite(loss) for loss in losses)
         assert sum(losses[-5:]) < sum(losses[:5])
+
+
+@pytest.mark.parametrize("optimizer", ["bitsandbytes.optim.PagedAdamW8bit", "torchao.optim.AdamW8bit"])
+def test_an_8_bit_optimizer_goes_on_from_its_checkpoint(optimizer, tmp_path, base_folder, rows_file, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its optimizer; a test machine may lack a compiler
+    model = {"_component_": "torchtune.models.llama2.llama2", **llama_args(embed_dim=64, intermediate_dim=256)}
+    base = tmp_path / "base"
+    shutil.copytree(base_folder, base)
+    torch.manual_seed(0)
+    config = LlamaConfig.from_pretrained(base, hidden_size=64, intermediate_size=256, head_dim=16)
+    LlamaForCausalLM(config).save_pretrained(base)  # large enough for states in blocks of 8 bits
+    changes = {"optimizer": {"_component_": optimizer, "lr": 2e-3}, "model": model, "epochs": 2}
+    config = make_config(base, rows_file, tmp_path / "straight", **changes)
+    straight = run_here(tmp_path, config)
+    assert straight.returncode == 0, straight.output
+    config["output_dir"] = str(tmp_path / "run")
+    assert run_here(tmp_path, config, "epochs=1").returncode == 0
+    resumed = run_here(tmp_path, config, "resume_from_checkpoint=True")
+    assert resumed.returncode == 0, resumed.output
+    assert resumed.column("loss") == straight.column("loss")
 
 
 def test_the_profiler_writes_a_trace(tmp_path, base_folder, rows_file):
