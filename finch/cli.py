@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from finch import __version__
 from finch.errors import UserError, exit_with_a_sentence
@@ -29,6 +30,8 @@ def main(arguments: list[str] | None = None) -> None:
     copy.add_argument("name")
     copy.add_argument("file", type=Path)
 
+    commands.add_parser("methods", help="the names that method= takes, with a line each")
+
     commands.add_parser("doctor", help="what is installed here, what the machine has, what does not fit together")
 
     wise_ft = commands.add_parser("wise-ft", help="a model between the pretrained and the tuned one")
@@ -43,6 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.command == "configs":
         run = {"show": show_config, "cp": copy_config}.get(chosen.action, list_configs)
         run(chosen)
+    elif chosen.command == "methods":
+        list_methods()
     elif chosen.command == "doctor":
         from finch import doctor
 
@@ -67,33 +72,39 @@ def list_configs(_: argparse.Namespace) -> None:
         print(f"{name:<{max(map(len, names))}}  {header}")
 
 
+def list_methods() -> None:
+    """Each method's name and what it does."""
+    from finch.methods import METHODS
+
+    for name, method in METHODS.items():
+        print(f"{name:<{max(map(len, METHODS))}}  {method.summary}")
+
+
 def show_config(chosen: argparse.Namespace) -> None:
     """The config as a run would see it; a key left open shows as <key>."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from finch.config import check, component_of, drop_null_blocks, merge
     from finch.names import find_config
-    from finch.options import FULL_FINETUNE, REQUIRED
+    from finch.options import FULL_FINETUNE, LORA_FINETUNE, REQUIRED
 
     try:
-        cfg = DictConfig(OmegaConf.load(find_config(chosen.name)))
-        if chosen.overrides:  # torchtune's own reading of key=value and ~key; imported only when it is needed
-            from torchtune.config._utils import _merge_yaml_and_cli_args
-
-            from finch.config import check, drop_null_blocks
-
-            in_file = {
-                str(key): value for key, value in DictConfig(OmegaConf.to_container(cfg)).items_ex(resolve=False)
-            }
-            cfg = _merge_yaml_and_cli_args(argparse.Namespace(**in_file), chosen.overrides)
+        file = DictConfig(OmegaConf.load(find_config(chosen.name)))
+        cfg, changed = file, bool(chosen.overrides) or "method" in file
+        if changed:  # by torchtune's own reading of key=value and ~key, which takes seconds to import
+            in_file: Any = OmegaConf.to_container(file)
+            cfg, _ = merge(in_file, chosen.overrides)
             drop_null_blocks(cfg)
-        for key, option in FULL_FINETUNE.items():
+        builder = str(component_of(cfg.get("model"))).rpartition(".")[2]
+        options = LORA_FINETUNE if builder.startswith("lora_") else FULL_FINETUNE
+        for key, option in options.items():
             if option.default is not REQUIRED and key not in cfg:
                 cfg[key] = option.default
         for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
             cfg[key] = f"<{key}>"  # what refers to it shows the gap
-        if chosen.overrides:
-            check(cfg, FULL_FINETUNE, own_keys=OmegaConf.load(find_config(chosen.name)))
+        if changed:
+            check(cfg, options, own_keys=file)
         print(OmegaConf.to_yaml(cfg, resolve=True), end="")
     except UserError:
         raise

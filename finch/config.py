@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import re
@@ -13,9 +14,10 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from finch import methods
 from finch.errors import UserError, exit_with_a_sentence
 from finch.names import did_you_mean, find_config
-from finch.options import ALIASES, COMPONENT, REFUSED, REQUIRED, Option
+from finch.options import ALIASES, COMPONENT, FULL_FINETUNE, REFUSED, REQUIRED, Option
 
 # Keys whose values are never shown. pad_token and the like are words of a tokenizer, not secrets.
 _SECRETS = re.compile(
@@ -47,10 +49,9 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
     """A checked config, defaults filled in, from a recipe's command line.
 
     Raises:
-        UserError: see ``find_config`` and ``check``; also a broken file or override.
+        UserError: see ``find_config``, ``merge`` and ``check``; also a broken file or override.
     """
     from torchtune.config._parse import TuneRecipeArgumentParser
-    from torchtune.config._utils import _merge_yaml_and_cli_args
 
     # `--config=NAME` as well as `--config NAME`.
     parts = [argument.split("=", 1) if argument.startswith("--config=") else [argument] for argument in arguments]
@@ -59,12 +60,14 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
         raise UserError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
     place = arguments.index("--config") + 1
     path = find_config(arguments[place])
-    arguments[place] = str(path)
-    arguments = [_without_block(argument, path) for argument in arguments]
     try:
-        yaml_arguments, overrides = TuneRecipeArgumentParser().parse_known_args(arguments)
-        cfg = _merge_yaml_and_cli_args(yaml_arguments, overrides)
+        in_file, overrides = TuneRecipeArgumentParser().parse_known_args(
+            [*arguments[:place], str(path), *arguments[place + 1 :]]
+        )
+        cfg, names = merge(vars(in_file), overrides)
         OmegaConf.to_container(cfg, resolve=True)
+    except UserError:
+        raise
     except OmegaConfBaseException as error:
         missing = re.search(r"Missing mandatory value: (\w+)", str(error))
         if missing:
@@ -78,15 +81,40 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
         raise UserError(f"{_first_line(error)}; overrides are key=value, or ~key to remove one") from error
     except Exception as error:  # of the YAML reader, whose classes omegaconf does not re-export
         raise UserError(f"{path} cannot be read as YAML: {_first_line(error)}") from error
-    return check(cfg, options, own_keys=_referred(_file(path)))
+    if "lora" in names and options is FULL_FINETUNE:
+        raise UserError(
+            f"method={'+'.join(names)} trains adapters, which another recipe does: tune run finch_lora_finetune {' '.join(arguments)}"
+        )
+    cfg = check(cfg, options, own_keys=_referred(_file(path)))
+    methods.tell(names, cfg)
+    return cfg
 
 
-def _without_block(argument: str, path: Path) -> str:
+def merge(in_file: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, list[str]]:
+    """One config from a file's keys, the method's blocks and the command line's ``key=value``, each over the one before.
+
+    Returns:
+        The config, without the key ``method``, and the names of the method, none without one.
+
+    Raises:
+        UserError: see :mod:`finch.methods`.
+        ValueError: an override that is none.
+    """
+    from torchtune.config._utils import _merge_yaml_and_cli_args
+
+    blocks, overrides, names = methods.over_file(in_file, overrides)
+    arguments = [_without_block(override, blocks) for override in overrides]
+    cfg = _merge_yaml_and_cli_args(argparse.Namespace(**blocks), arguments)
+    methods.complete(names, cfg, in_file, overrides)
+    return cfg, names
+
+
+def _without_block(override: str, in_file: Mapping[str, Any]) -> str:
     """Makes `~lr_scheduler` the null that torchtune's parser takes; by itself it removes no block with a component."""
-    key = argument.removeprefix("~")
-    if argument.startswith("~") and component_of(_file(path).get(key)) is not None:
+    key = override.removeprefix("~")
+    if override.startswith("~") and component_of(in_file.get(key)) is not None:
         return f"{key}=null"
-    return argument
+    return override
 
 
 def _file(path: Path) -> DictConfig:
