@@ -1,0 +1,110 @@
+"""What a tuned stories260k knows of TOFU's paraphrased questions, and what it has kept of the stories it was pretrained on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torchtune import config
+from torchtune.data import InputOutputToMessages, padded_collate_sft
+from torchtune.datasets._sft import SFTTransform
+
+from finch.huggingface import HuggingFaceFolder
+from finch.names import find_config
+from finch.objectives import IGNORE_INDEX
+from finch.token_loss import TokenLoss
+from finch.torchtune_names import shift_labels
+
+NUM_STORIES = 200
+FIRST_ROW = 3600  # of TOFU's 4,000: the questions that come with paraphrases and wrong answers are 3600 to 3999
+TOKENS_A_BATCH = 16384
+
+
+@dataclass(frozen=True)
+class Scores:
+    """``accuracy`` over all questions, over those whose row was trained on, and over the others, in [0, 1]; ``story_loss`` in nats
+    a token."""
+
+    accuracy: float
+    accuracy_trained: float
+    accuracy_held_out: float
+    story_loss: float
+
+
+class Evaluation:
+    """Tokenizes once; scores any number of tuned models.
+
+    A question is answered rightly if the paraphrased answer has a higher mean log-probability a token than each of the five wrong
+    ones, after the paraphrased question, in the form the rows were trained in. Chance is 1/6.
+
+    Args:
+        data: the folder that stories260k/tofu_sft takes as data_root.
+        held_out: numbers of the questions, from 0, whose rows are not trained on.
+    """
+
+    def __init__(self, data: Path, held_out: set[int]) -> None:
+        node = OmegaConf.load(find_config("stories260k/tofu_sft"))
+        node.data_root = str(data)
+        self._model = node.model
+        tokenizer = config.instantiate(node.tokenizer)
+        transform = SFTTransform(InputOutputToMessages(column_map={"input": "question", "output": "answer"}), tokenizer)
+        questions = read_rows(data / "tofu" / "forget10_perturbed.jsonl")
+        self._options = [  # six a question, the right one first
+            _aligned(transform({"question": row["paraphrased_question"], "answer": answer}))
+            for row in questions
+            for answer in (row["paraphrased_answer"], *row["perturbed_answer"])
+        ]
+        self._stories = []
+        for row in read_rows(data / "tinystories" / "stories.jsonl")[:NUM_STORIES]:
+            tokens = tokenizer.encode(row["text"], add_bos=True, add_eos=False)[: node.tokenizer.max_seq_len]
+            self._stories.append({"tokens": tokens, "labels": [*tokens[1:], IGNORE_INDEX]})
+        self._is_held_out = torch.tensor([number in held_out for number in range(len(questions))])
+
+    def scores(self, folder: Path) -> Scores:
+        """``folder``: a Hugging Face folder of the model."""
+        model = config.instantiate(self._model)
+        model.load_state_dict(dict(HuggingFaceFolder(str(folder)).weights()))
+        model = TokenLoss(model).eval()
+        sums, counts = _losses(model, self._options)
+        right = (sums / counts).view(-1, 6).argmin(dim=1) == 0
+        story_sums, story_counts = _losses(model, self._stories)
+        return Scores(
+            accuracy=_mean(right),
+            accuracy_trained=_mean(right[~self._is_held_out]),
+            accuracy_held_out=_mean(right[self._is_held_out]),
+            story_loss=float(story_sums.sum() / story_counts.sum()),
+        )
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _aligned(row: dict[str, Any]) -> dict[str, list[int]]:
+    """Each label under the token that predicts it."""
+    return {"tokens": row["tokens"], "labels": shift_labels(torch.tensor(row["labels"])).tolist()}
+
+
+@torch.no_grad()
+def _losses(model: TokenLoss, samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[samples] each: summed loss in nats, and number of target tokens. Samples of like length share a batch."""
+    sums, counts = torch.zeros(len(samples), dtype=torch.float64), torch.zeros(len(samples), dtype=torch.float64)
+    waiting = sorted(range(len(samples)), key=lambda number: len(samples[number]["tokens"]))
+    while waiting:
+        width = max(1, TOKENS_A_BATCH // len(samples[waiting[-1]]["tokens"]))
+        waiting, chosen = waiting[:-width], waiting[-width:]
+        batch = padded_collate_sft([samples[number] for number in chosen], padding_idx=0, ignore_idx=IGNORE_INDEX)
+        labels = batch["labels"]
+        targets = (labels != IGNORE_INDEX).flatten().nonzero().flatten()
+        losses = model(tokens=batch["tokens"], labels=labels, targets=targets)
+        sums[chosen] = losses.sum(dim=1, dtype=torch.float64)
+        counts[chosen] = (labels != IGNORE_INDEX).sum(dim=1).double()
+    return sums, counts
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.double().mean()) if len(values) else float("nan")
