@@ -103,7 +103,7 @@ def merge(in_file: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, li
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
     blocks, overrides, names = methods.over_file(in_file, overrides)
-    arguments = [_without_block(override, blocks) for override in overrides]
+    arguments = [_as_component(_without_block(override, blocks)) for override in overrides]
     cfg = _merge_yaml_and_cli_args(argparse.Namespace(**blocks), arguments)
     methods.complete(names, cfg, in_file, overrides)
     return cfg, names
@@ -115,6 +115,13 @@ def _without_block(override: str, in_file: Mapping[str, Any]) -> str:
     if override.startswith("~") and component_of(in_file.get(key)) is not None:
         return f"{key}=null"
     return override
+
+
+def _as_component(override: str) -> str:
+    """Makes `loss=PATH` the `loss._component_=PATH` that `loss.key=value` can stand beside, whatever the file has."""
+    key, _, value = override.partition("=")
+    is_block = key in FULL_FINETUNE and FULL_FINETUNE[key].kinds == COMPONENT
+    return f"{key}._component_={value}" if is_block and "." in value and "{" not in value else override
 
 
 def _file(path: Path) -> DictConfig:

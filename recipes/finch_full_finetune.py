@@ -658,6 +658,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _identity(self, cfg: DictConfig) -> dict[str, Any]:
         """What makes this run this run: keys that may not change when it is resumed. Paths may; the number of ranks may."""
+        rows = self._rows if cfg.check_dataset else None
         return {
             "model": OmegaConf.to_container(cfg.model, resolve=True),
             "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,
@@ -667,7 +668,8 @@ class FinchFullFinetune(FTRecipeInterface):
             "number of samples": len(self._samples),
             "loss": OmegaConf.to_container(cfg.loss, resolve=True) if is_objective(cfg) else "cross-entropy",
             "regularizer": None if cfg.regularizer is None else OmegaConf.to_container(cfg.regularizer, resolve=True),
-            "tokens of the rows (digest)": self._rows.digest if self._rows is not None and cfg.check_dataset else None,
+            "number of target tokens": rows.targets if rows is not None else None,
+            "digest of the tokenized rows": f"{rows.digest:016x}" if rows is not None else None,
             "seed": self.seed,
             "shuffle": cfg.shuffle,
             "global batch": self._order.global_batch,

@@ -121,6 +121,21 @@ def test_a_component_that_fails_is_named_by_its_key():
         build({"_component_": "torchtune.models.llama2.llama2"}, "model")
 
 
+def test_a_component_and_its_arguments_on_the_command_line(tmp_path):
+    """Whether or not the file has the block."""
+    file = tmp_path / "config.yaml"
+    for block in ({}, {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}):
+        file.write_text(yaml.safe_dump({**MINIMAL, **block}))
+        for order in (
+            ["loss=finch.objectives.STM", "loss.threshold=3.0"],
+            ["loss.threshold=3.0", "loss=finch.objectives.STM"],
+        ):
+            assert read(["--config", str(file), *order], FULL_FINETUNE).loss == {
+                "_component_": "finch.objectives.STM",
+                "threshold": 3.0,
+            }
+
+
 @pytest.mark.parametrize("key", REFUSED)
 def test_torchtunes_keys_that_finch_does_not_have(key):
     """Their harmless value passes and is gone; any other is refused with a remedy."""
