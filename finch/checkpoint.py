@@ -26,6 +26,8 @@ from finch.parallel import Parallel
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
+# Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False).
+UNKNOWN_WITHOUT_CHECK = ("number of target tokens", "digest of the tokenized rows")
 _STEP = re.compile(r"^step_(\d+)$")
 
 
@@ -95,9 +97,10 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path
         UserError: names the first key that differs.
     """
     for key, value in identity.items():
-        if state["identity"].get(key) != value:
+        kept = state["identity"].get(key)
+        if kept != value and not (key in UNKNOWN_WITHOUT_CHECK and None in (kept, value)):
             raise UserError(
-                f"resume_from_checkpoint: {folder} belongs to a run with {key}={json.dumps(state['identity'].get(key))}, this config says "
+                f"resume_from_checkpoint: {folder} belongs to a run with {key}={json.dumps(kept)}, this config says "
                 f"{json.dumps(value)}; give that run's config, or another output_dir"
             )
 

@@ -152,6 +152,15 @@ def check_output_folder(cfg: DictConfig) -> Path | None:
                 f"resume_from_checkpoint=True, but output_dir={run} holds no checkpoint; set it to False, or correct output_dir"
             )
         return last
+    log = cfg.lr_scheduler.get("log") if cfg.lr_scheduler is not None else None
+    if (
+        cfg.overwrite
+        and log is not None
+        and run.resolve() in (Path(str(log)).resolve(), Path(str(log)).resolve().parent)
+    ):
+        raise UserError(
+            f"overwrite=True would remove lr_scheduler.log={log}, which this run replays; give another output_dir"
+        )
     if (run / METRICS_FILE).exists() and not cfg.overwrite:
         raise UserError(
             f"output_dir={run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder"

@@ -92,7 +92,7 @@ class FLOW(Objective):
 
     Args:
         tau: in nats; the median of f_s(theta0) over the training set, see ``sequence_losses`` and ``median``. None:
-            the loop sets ``objective.tau`` before the first step.
+            ``prepare`` sets it before the first step.
 
     Raises:
         ValueError: tau is not a finite number above 0, or is missing when weights are asked for.
@@ -205,7 +205,7 @@ class STM(Objective):
         self.threshold = float(threshold)
 
     def prepare(self, token_losses: torch.Tensor, sequence_losses: torch.Tensor) -> str:
-        kept, number = int((_wide(token_losses).exp() <= self.threshold).sum()), token_losses.numel()
+        kept, number = int((_wide(token_losses) <= math.log(self.threshold)).sum()), token_losses.numel()
         if kept == 0:
             raise ValueError(
                 f"STM with threshold={self.threshold:g} keeps 0 of {number} target tokens, since each has a perplexity above it under the "
@@ -221,7 +221,8 @@ class STM(Objective):
 
     def _kept(self, batch: Batch) -> torch.Tensor:
         pretrained = _wide(_given(batch, "pretrained_token_loss", self))
-        return (pretrained.exp() <= self.threshold) & (batch["labels"] != IGNORE_INDEX)
+        # In nats, so that a CPU that counts and a GPU that weighs cannot differ by a rounding of exp.
+        return (pretrained <= math.log(self.threshold)) & (batch["labels"] != IGNORE_INDEX)
 
 
 class EAFT(Objective):

@@ -70,7 +70,9 @@ FULL_FINETUNE: dict[str, Option] = {
     "drop_last": Option(False, (bool,), "leave out an epoch's last global batch if it is short"),
     "num_workers": Option(0, (int,), "processes a rank that read and tokenize ahead", 0),
     "check_dataset": Option(
-        True, (bool,), "read every row once before weights are loaded, to find broken and overlong ones"
+        True,
+        (bool,),
+        "read every row once before weights are loaded, to find broken and overlong ones; init: dataset, FLOW and STM read them anyway",
     ),
     # The update
     "optimizer": Option(REQUIRED, COMPONENT, "component of the optimizer; its lr is eta_base under FinchLR"),

@@ -103,12 +103,20 @@ class Parallel:
             raise RuntimeError(f"{name} differs between ranks: {[other.tolist() for other in gathered]}")
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every data-parallel rank, in their order; small Python objects."""
+        """``value`` of every data-parallel rank, in their order; anything that can be pickled, through the ranks' devices."""
         if self.data_parallel_size == 1:
             return [value]
         values: list[Any] = [None] * self.data_parallel_size
         dist.all_gather_object(values, value, group=self.data_group)
         return values
+
+    def agree(self, value: bool) -> bool:
+        """Whether it holds on every rank, those of a tensor-parallel group included."""
+        if self.world_size == 1:
+            return value
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return all(values)
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -213,6 +221,8 @@ def local_device(name: str | None) -> torch.device:
         raise UserError(
             f"local rank {index} has no GPU: this machine has {torch.cuda.device_count()}; start at most that many ranks with --nproc_per_node"
         )
+    if torch.device(kind).index is not None and launched_ranks() > 1:
+        raise UserError(f"device={name} would put all {launched_ranks()} ranks on one GPU; use device=cuda")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
@@ -226,15 +236,19 @@ def shard_model(
     mixed_precision: MixedPrecisionPolicy | None = None,
     offload: bool = False,
     reshard_after_forward: bool = True,
+    pin_memory: bool = True,
 ) -> None:
-    """Applies FSDP2 to each of ``layers`` and then to ``model``, whose group takes what is left (norm, output, embeddings)."""
+    """Applies FSDP2 to each of ``layers`` and then to ``model``, whose group takes what is left (norm, output, embeddings). Pinned host
+    memory is left out where hooks read gradients that FSDP2 is still copying: with the optimizer inside the backward."""
     if parallel.mesh is None:
         return
     options: dict[str, Any] = {
         "mesh": parallel.mesh,
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=parallel.device.type == "cuda") if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pin_memory and parallel.device.type == "cuda")
+        if offload
+        else OffloadPolicy(),
     }
     for layer in layers:
         fully_shard(layer, **options)

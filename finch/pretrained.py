@@ -31,7 +31,8 @@ _SAMPLED_BYTES, _SAMPLES = 65536, 64
 
 @dataclass(frozen=True)
 class Pretrained:
-    """
+    """The pretrained model's losses on the training rows.
+
     Attributes:
         losses: [target tokens] fp32, nats, row after row in the dataset's order.
         ends: [rows] int64, where each row's losses end.

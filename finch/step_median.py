@@ -16,7 +16,8 @@ class StepMedian:
 
     ``exact`` is this step's median. A step of several micro-batches then runs each forward once more, without
     gradients, since the median is needed before the first backward. ``lagged`` is the last finite median of a step
-    before, and costs only the gathering of the losses; the first step has none and takes its own.
+    before, and costs only the gathering of the losses; the first step has none and takes its own. Either way the host
+    reads the device at each step.
 
     Args:
         objective: see :mod:`finch.objectives`.

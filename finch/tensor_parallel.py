@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torchtune.modules import TiedLinear, TransformerDecoder
+from torchtune.modules import MultiHeadAttention, TiedLinear, TransformerDecoder
 from torchtune.training import prepare_mha_for_tp
 
 from finch.config import build, component_of, locate
@@ -44,7 +44,8 @@ def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
     """Whether a plan fits a model.
 
     Raises:
-        UserError: a pattern that no module has; heads that do not divide; weights inside the attention of one head that the
+        UserError: a pattern that no module has; a projection of the attention that none names; a model that cannot be cut;
+            heads that do not divide; weights inside the attention of one head that the
             plan leaves out, whose gradients would cover this rank's heads alone.
     """
     names = [name for name, _ in decoder.named_modules() if name]
@@ -55,6 +56,15 @@ def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
                 f"tensor_parallel_plan names {pattern}, which the model does not have; give the plan of this model's family"
             )
     attention = decoder.layers[0].attn
+    if not isinstance(attention, MultiHeadAttention) or (tied and type(decoder.output) is not TiedLinear):
+        raise UserError(
+            f"tensor_parallel_dim={size} is not taken for this model, whose attention or output layer torchtune does not cut; set it to 1"
+        )
+    for part in ("q_proj", "k_proj", "v_proj", "output_proj"):
+        if not any(_matches(f"layers.0.attn.{part}", pattern) for pattern in plan):
+            raise UserError(
+                f"tensor_parallel_plan leaves out layers.*.attn.{part}; heads are cut in all four projections, add it"
+            )
     for what, heads in (("attention heads", attention.num_heads), ("key-value heads", attention.num_kv_heads)):
         if heads % size:
             raise UserError(

@@ -87,6 +87,7 @@ class TokenLoss(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``hidden``: [tokens, embed]; ``labels``: [tokens]. Returns [tokens] and [tokens, num_top_logits]."""
         logits = self.decoder.output(hidden)
+        num_top_logits = min(num_top_logits, logits.shape[-1])  # the objective tells that a vocabulary is too small
         top = logits.detach().topk(num_top_logits).values if num_top_logits else logits.new_empty(len(labels), 0)
         return self.cross_entropy(logits, labels), top
 

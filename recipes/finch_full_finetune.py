@@ -375,9 +375,11 @@ class FinchFullFinetune(FTRecipeInterface):
         if self._loss_schedule is not None:
             self._loss_schedule.load_state_dict(state["schedule"])
         elif self._scheduler is not None:
-            self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["schedule"]})
-            for group, rate in zip(self._optimizers[0].param_groups, state["schedule"]["_last_lr"], strict=True):
-                group["lr"] = rate
+            groups = self._optimizers[0].param_groups  # as many as the mesh asks for, all of one learning rate
+            rates = state["schedule"]["_last_lr"][:1] * len(groups)
+            self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["schedule"], "_last_lr": rates})
+            for group in groups:
+                group["lr"] = rates[0]
             self._share_learning_rate()
         self._say(f"resumed from step {self.step} of {self._resume_folder}")
 
@@ -469,6 +471,10 @@ class FinchFullFinetune(FTRecipeInterface):
         plain = build(cfg.loss, "loss")
         num_chunks = OBJECTIVE_CHUNKS if is_objective(cfg) else getattr(plain, "num_output_chunks", 1)
         model = TokenLoss(decoder, num_chunks)
+        if self._parallel.tensor_mesh is not None and self._tensor_plan is not None:
+            apply_plan(
+                decoder, self._tensor_plan, self._parallel.tensor_mesh
+            )  # before layers are wrapped: it goes by names
         if cfg.compile:
             training.compile_model(decoder, verbose=self._parallel.is_rank_zero)
             backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
@@ -477,8 +483,6 @@ class FinchFullFinetune(FTRecipeInterface):
             apply_selective_activation_checkpointing(decoder, cfg.ac_mode, cfg.ac_option)
         elif cfg.enable_activation_checkpointing:
             training.set_activation_checkpointing(decoder, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
-        if self._parallel.tensor_mesh is not None and self._tensor_plan is not None:
-            apply_plan(decoder, self._tensor_plan, self._parallel.tensor_mesh)
         layers: list[nn.Module] = list(decoder.layers)
         # The output layer is used inside the root's forward, and so is an embedding tied to it: both stay in the root's group.
         in_root = {"output", "tok_embeddings"} if isinstance(decoder.output, modules.TiedLinear) else {"output"}
@@ -490,6 +494,7 @@ class FinchFullFinetune(FTRecipeInterface):
             mixed_precision=self._precision.policy(),
             offload=cfg.fsdp_cpu_offload,
             reshard_after_forward=cfg.fsdp_reshard_after_forward,
+            pin_memory=not cfg.optimizer_in_bwd,
         )
         model.to_empty(device="cpu" if cfg.fsdp_cpu_offload else self._device)
         with training.set_default_dtype(self._precision.weights), self._device:
@@ -524,7 +529,7 @@ class FinchFullFinetune(FTRecipeInterface):
     def _load_pretrained(self, cfg: DictConfig) -> Pretrained | None:
         """An earlier pass of this model over these rows, if every rank finds it."""
         found = load_pretrained(self._run / PRETRAINED_FILE, self._pretrained_fingerprint(cfg))
-        if not all(self._parallel.gather(found is not None)):
+        if not self._parallel.agree(found is not None):
             return None
         self._say(f"the pretrained model's losses are those of {self._run / PRETRAINED_FILE}")
         return found
@@ -542,6 +547,10 @@ class FinchFullFinetune(FTRecipeInterface):
             num_workers=self._num_workers(self._samples),
             title="pretrained model's loss over the training rows",
         )
+        if not math.isfinite(found.mean):
+            raise UserError(
+                f"the pretrained model's mean loss over the training rows is {found.mean}; check the weights in checkpointer.checkpoint_dir={self._base.folder}, and dtype"
+            )
         self._say(
             f"pretrained model's mean loss over {len(self._samples)} training samples: {found.mean:.4f} nats ({time.perf_counter() - began:.1f} s)"
         )
@@ -550,6 +559,10 @@ class FinchFullFinetune(FTRecipeInterface):
         return found
 
     def _prepare_objective(self, pretrained: Pretrained | None) -> None:
+        if self._objective.statistic is not None:
+            self._say(
+                f"{type(self._objective).__name__}: tau is the median sequence loss of {'the step before' if self._objective.statistic == 'lagged' else 'the step'} ({self._objective.statistic})"
+            )
         if pretrained is None or "pretrained_token_loss" not in self._objective.needs:
             return
         self._samples.pretrained = pretrained.row
@@ -658,7 +671,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _identity(self, cfg: DictConfig) -> dict[str, Any]:
         """What makes this run this run: keys that may not change when it is resumed. Paths may; the number of ranks may."""
-        rows = self._rows if cfg.check_dataset else None
+        rows = self._rows
         return {
             "model": OmegaConf.to_container(cfg.model, resolve=True),
             "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,

@@ -56,8 +56,15 @@ def inspect(samples: Samples, limit: int | None, parallel: Parallel) -> Rows:
     Raises:
         UserError: a row that cannot be read or tokenized; no row with a target token.
     """
-    mine = look_at(samples, parallel.data_parallel_rank, parallel.data_parallel_size, limit)
-    rows = sum(parallel.gather(mine), Rows())
+    try:
+        mine: Rows | UserError = look_at(samples, parallel.data_parallel_rank, parallel.data_parallel_size, limit)
+    except UserError as error:
+        mine = error  # told by every rank, so that none waits for this one
+    rows = Rows()
+    for share in parallel.gather(mine):
+        if isinstance(share, UserError):
+            raise share
+        rows += share
     if rows.targets == 0:
         raise UserError(
             f"{samples.key}: none of the {len(samples)} samples of {samples.source} has a target token; the prompts alone reach tokenizer.max_seq_len={limit}, raise it"

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from conftest import make_config, relative_l2, run_here, tune_run, weights
+from conftest import llama_args, make_config, relative_l2, run_here, tune_run, weights
 from models.test_qwen3 import SIZE, save_qwen3
 
 pytestmark = pytest.mark.slow
 
+GEMMA2 = {**llama_args(), "query_pre_attn_scalar": 8, "hidden_capping_value": 50.0, "final_capping_value": 30.0}
 COLUMNS = ("loss", "ema_loss", "lr", "grad_norm", "num_target_tokens")
 LLAMA_PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
 QWEN3_PLAN = {"_component_": "finch.models.qwen3.qwen3_tp_plan"}
@@ -44,11 +45,10 @@ def alone(tmp_path_factory, base_folder, rows_file):
         (
             4,
             {"tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN, "custom_sharded_layers": ["tok_embeddings"]},
-            {"batch_size": 4},
+            {"batch_size": 4, "enable_activation_checkpointing": True},
         ),
-        (2, {"tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN}, {"batch_size": 8}),
     ],
-    ids=["hsdp", "replicate x tensor", "shard x tensor", "tensor"],
+    ids=["hsdp", "replicate x tensor", "shard x tensor"],
 )
 def test_every_mesh_equals_one_process(ranks, sizes, batch, alone, tmp_path):
     """Loss counted once, gradients clipped by the whole norm; and a checkpoint of the mesh goes on in one process."""
@@ -60,6 +60,21 @@ def test_every_mesh_equals_one_process(ranks, sizes, batch, alone, tmp_path):
     resumed = run_here(tmp_path, {**alone[1], "output_dir": str(run.folder)}, "resume_from_checkpoint=True")
     assert "resumed from step 6" in resumed.output
     assert_equal_runs(resumed, straight, 1e-7)
+
+
+def test_a_torch_schedule_moves_between_meshes(alone, tmp_path):
+    """An optimizer has a group of parameters for each mesh they lie on: two under tensor parallelism, one without."""
+    cosine = {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.2}
+    config = {**alone[1], "output_dir": str(tmp_path / "straight"), "lr_scheduler": cosine}
+    straight = run_here(tmp_path, config)
+    cut = {**config, "output_dir": str(tmp_path / "run"), "tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN}
+    run = tune_run(tmp_path, cut, ranks=2)
+    assert_equal_runs(run, straight, 1e-7, columns=("loss", "lr", "grad_norm"))
+    rates = run.column("lr")
+    longer = run_here(tmp_path, {**config, "output_dir": str(run.folder), "epochs": 3}, "resume_from_checkpoint=True")
+    assert longer.returncode == 0, longer.output
+    assert longer.column("lr")[:12] == rates
+    assert len(longer.column("lr")) == 18
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -151,6 +166,28 @@ def test_sizes_and_plans_that_do_not_fit(alone, tmp_path, base_folder, rows_file
     assert "layers.*.attn.q_norm, which the model does not have" in refused(
         tensor_parallel_dim=2, tensor_parallel_plan=QWEN3_PLAN
     )
+
+
+def test_plans_and_models_that_do_not_fit():
+    from torchtune.models.llama2 import llama2
+    from torchtune.models.llama3 import base_llama_tp_plan
+
+    from finch.errors import UserError
+    from finch.models.gemma2 import gemma2
+    from finch.models.qwen3 import qwen3, qwen3_tp_plan
+    from finch.tensor_parallel import check_plan
+
+    small = qwen3(**SIZE)
+    check_plan(small, qwen3_tp_plan(), 2)
+    with pytest.raises(UserError, match=r"leaves out layers\.0\.attn\.q_norm, which sees this rank's heads alone"):
+        check_plan(small, base_llama_tp_plan(), 2)
+    without = {name: style for name, style in qwen3_tp_plan().items() if "output_proj" not in name}
+    with pytest.raises(UserError, match=r"leaves out layers\.\*\.attn\.output_proj; heads are cut in all four"):
+        check_plan(small, without, 2)
+    with pytest.raises(UserError, match="tensor_parallel_dim=4 does not divide the model's 2 key-value heads"):
+        check_plan(llama2(**llama_args()), base_llama_tp_plan(), 4)
+    with pytest.raises(UserError, match="attention or output layer torchtune does not cut"):
+        check_plan(gemma2(**{**GEMMA2, "head_dim": 8}), base_llama_tp_plan(), 2)
 
 
 def test_options_of_a_mesh_that_are_refused_in_one_process(alone, tmp_path):

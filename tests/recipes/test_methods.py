@@ -17,6 +17,7 @@ OBJECTIVES = {
     "talr": {"loss._component_": "finch.objectives.TALR", "loss.tau": "exact"},
     "talr lagged": {"loss._component_": "finch.objectives.TALR"},
     "stm": {"loss._component_": "finch.objectives.STM", "loss.threshold": "40.0"},
+    "stm few": {"loss._component_": "finch.objectives.STM", "loss.threshold": "12.0"},  # most micro-batches keep none
     "eaft": {"loss._component_": "finch.objectives.EAFT"},
     "l2": {"regularizer._component_": "finch.regularization.L2", "regularizer.strength": "0.1"},
 }
@@ -87,8 +88,10 @@ def test_objectives_differ_and_finch_sees_the_raw_loss(alone, config, tmp_path):
     assert len({round(loss, 9) for loss in ends.values()}) == len(ends), ends
     first = {round(run.column("loss")[0], 12) for run in alone.values()}
     assert first == {round(plain.column("loss")[0], 12)}  # before any update the raw loss knows no objective
-    kept = float(alone["stm"].output.split("target tokens (")[1].split("%")[0])
-    assert 0 < kept < 100
+    kept = {name: float(alone[name].output.split("target tokens (")[1].split("%")[0]) for name in ("stm", "stm few")}
+    assert 0 < kept["stm few"] < 8 < kept["stm"] < 100
+    for name in ("talr", "talr lagged"):
+        assert "TALR: tau is the median sequence loss of the step" in alone[name].output
 
 
 @pytest.mark.parametrize("name", ["flow", "stm", "talr lagged", "l2"])
@@ -206,6 +209,16 @@ def test_mistakes(changes, told, config, tmp_path):
     assert run.returncode == 1
     assert told in run.error()
     assert not list((tmp_path / "run").glob("epoch_*"))
+
+
+def test_a_replay_of_the_run_it_would_overwrite(config, tmp_path):
+    finch = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "run")})
+    schedule = {"_component_": "finch.ReplayLR", "log": str(tmp_path / "run")}
+    run = run_here(
+        tmp_path, {**config, "output_dir": str(tmp_path / "run"), "lr_scheduler": schedule}, "overwrite=True"
+    )
+    assert "overwrite=True would remove lr_scheduler.log=" in run.error()
+    assert run.column("lr") == finch.column("lr")
 
 
 def test_a_replay_shorter_than_the_run(config, tmp_path):
