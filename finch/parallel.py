@@ -110,6 +110,14 @@ class Parallel:
         dist.all_gather_object(values, value, group=self.data_group)
         return values
 
+    def gather_all(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in their order; small Python objects."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
