@@ -1,11 +1,20 @@
 """Prints the table of keys for docs/recipe.md from finch.options, so that the page and the code cannot differ."""
 
-from finch.options import FULL_FINETUNE, REQUIRED
+from collections.abc import Iterator
+
+from finch.options import FULL_FINETUNE, REQUIRED, Option
+
+
+def _keys() -> Iterator[tuple[str, Option]]:
+    for key, option in FULL_FINETUNE.items():
+        yield from (
+            [(f"{key}.{name}", inner) for name, inner in option.block.items()] if option.block else [(key, option)]
+        )
 
 
 def table() -> str:
     lines = ["| key | default | |", "|---|---|---|"]
-    for key, option in FULL_FINETUNE.items():
+    for key, option in _keys():
         default = "required" if option.default is REQUIRED else option.default
         default = default["_component_"] if isinstance(default, dict) else "null" if default is None else default
         lines.append(f"| `{key}` | {default} | {option.help} |")

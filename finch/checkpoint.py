@@ -1,7 +1,8 @@
-"""The resumable state of a run: RUN/checkpoints/step_N/ with sharded tensors (torch.distributed.checkpoint) and
-state.json.
+"""The resumable state of a run, RUN/checkpoints/step_N/: finding it, verifying it, loading it.
 
-What a user takes away, the Hugging Face folders, is written by :mod:`finch.huggingface`.
+A folder holds sharded tensors (torch.distributed.checkpoint), state.json with the scalars and the data position,
+rng_R.json for every rank R, and the manifest of all of them. :mod:`finch.saver` writes it. What a user takes away, the
+Hugging Face folders, is written by :mod:`finch.huggingface`.
 """
 
 from __future__ import annotations
@@ -21,50 +22,78 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
+from finch import manifest, rng
 from finch.errors import UserError
+from finch.manifest import Damaged
 from finch.parallel import Parallel
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 # Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False).
 UNKNOWN_WITHOUT_CHECK = ("number of target tokens", "digest of the tokenized rows")
-_STEP = re.compile(r"^step_(\d+)$")
+REPLACED = ".replaced"  # a checkpoint whose place the next save of the same step is about to take
+_NAME = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, the one that has come furthest first; a folder without a manifest is not whole."""
+    found = [
+        (int(name[1]), name[2] is None, path)
+        for path in (run / FOLDER).glob("step_*")
+        if (name := _NAME.fullmatch(path.name)) and (path / manifest.FILE_NAME).is_file()
+    ]
+    return [path for _, _, path in sorted(found, reverse=True)]
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint of a run that has come furthest; folders without a state.json are not whole and do not count."""
-    found = [path for path in (run / FOLDER).glob("step_*") if _STEP.match(path.name) and (path / STATE_FILE).is_file()]
-    return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+    """The checkpoint of a run that has come furthest, verified or not."""
+    return next(iter(checkpoints(run)), None)
 
 
-def save_checkpoint(
-    run: Path, step: int, model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any], parallel: Parallel
-) -> Path:
-    """Saves everything a run needs to go on: written beside, then renamed; the one before goes when this one is
-    whole.
+def candidates(run: Path, resume: bool | str) -> list[Path]:
+    """What ``resume_from_checkpoint`` allows to go on from, in the order of preference; empty: start afresh.
+
+    Raises:
+        UserError: there is nothing to go on from, and the value does not allow to start afresh.
+    """
+    if resume is False:
+        return []
+    if resume is True or resume == "auto":
+        found = checkpoints(run)
+        if not found and resume is True:
+            raise UserError(
+                f"resume_from_checkpoint=True, but output_dir={run} holds no checkpoint; set it to False, or correct output_dir"
+            )
+        return found
+    path = Path(resume)
+    if not (path / manifest.FILE_NAME).is_file():
+        raise UserError(
+            f"resume_from_checkpoint={resume} is not a whole checkpoint; give True, auto, or a folder like {run / FOLDER}/step_100"
+        )
+    return [path]
+
+
+def first_whole(found: Sequence[Path], parallel: Parallel) -> tuple[Path | None, list[str]]:
+    """The first of ``found`` that every rank finds as it was written, and a sentence about each one before it.
+
+    The ranks share the reading and agree on the verdict. Nothing has been unpickled by then.
 
     Args:
-        model: the decoder, sharded or not.
-        optimizers: one, or with the optimizer inside the backward one for each parameter.
-        state: scalars as plain JSON: position, schedule, identity of the run.
+        found: rank 0's counts, since a shared file system may show the ranks different folders.
     """
-    target = run / FOLDER / f"step_{step}"
-    partial = target.with_name(target.name + ".partial")
-    if parallel.is_rank_zero:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    parallel.barrier()
-    _dcp(dcp.save, _tensors(model, optimizers), partial, parallel)
-    parallel.barrier()
-    if parallel.is_rank_zero:
-        (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-        for other in target.parent.iterdir():
-            if other != target:
-                shutil.rmtree(other, ignore_errors=True)
-    parallel.barrier()
-    return target
+    damages: list[str] = []
+    for folder in parallel.gather_all(list(found))[0]:
+        told = None
+        try:
+            entries = manifest.read(folder)
+            manifest.verify(folder, sorted(entries)[parallel.rank :: parallel.world_size], entries)
+        except Damaged as error:
+            told = str(error)
+        told = next((each for each in parallel.gather_all(told) if each is not None), None)
+        if told is None:
+            return folder, damages
+        damages.append(f"{folder} is damaged ({told}) and is not used")
+    return None, damages
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -72,13 +101,31 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
 
 
+def rng_file(rank: int) -> str:
+    return f"rng_{rank}.json"
+
+
+def restore_rng(folder: Path, state: dict[str, Any], parallel: Parallel) -> None:
+    """Puts this rank's random states back. Where another number of ranks has saved there are none for this layout: it draws
+    new ones from the run's seed and step."""
+    if state["world_size"] == parallel.world_size:
+        rng.restore(json.loads((folder / rng_file(parallel.rank)).read_text(encoding="utf-8")), parallel.device)
+    else:
+        rng.seed(f"{state['seed']} {state['step']} {parallel.rank}")
+
+
 def load_tensors(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], parallel: Parallel) -> None:
-    """Loads model and optimizer in place, on any number of ranks."""
-    tensors = _tensors(model, optimizers)
+    """Loads model and optimizer in place, on any number of ranks, from a folder that has been verified.
+
+    Raises:
+        UserError: it does not hold what this model and this optimizer need.
+    """
+    tensors = tensors_of(model, optimizers)
     # The learning rate and the other hyperparameters are the config's, as the optimizer was built with them.
     groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
     try:
-        _dcp(dcp.load, tensors, folder, parallel)
+        silence_dcp()
+        dcp.load(tensors, checkpoint_id=str(folder), no_dist=parallel.world_size == 1)
     except CheckpointException as error:
         reason = " ".join(str(next(iter(error.failures.values()), (error,))[0]).split())[:200]
         raise UserError(
@@ -105,7 +152,24 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path
             )
 
 
-def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def remove(folder: Path) -> None:
+    """Removes a checkpoint, its manifest first: one that is half removed must not look like one that was damaged."""
+    (folder / manifest.FILE_NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside_later(run: Path, folder: Path) -> None:
+    """Renames the checkpoints of ``run`` that came after ``folder``, from which the run goes on, so that a later ``auto``
+    does not return to what has been left; they go with the next save."""
+    found = checkpoints(run)
+    if folder.resolve() in [path.resolve() for path in found]:
+        for path in found:
+            if path.resolve() == folder.resolve():
+                break
+            path.rename(path.with_name(path.name + ".left"))
+
+
+def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """What torch.distributed.checkpoint keeps: tensors alone, so that loading unpickles no object of ours; trained ones alone,
     since the others are the pretrained model's."""
     trained = {
@@ -115,7 +179,6 @@ def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
     return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizers)["state"]}
 
 
-def _dcp(action: Any, tensors: dict[str, Any], folder: Path, parallel: Parallel) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-        action(tensors, checkpoint_id=str(folder), no_dist=parallel.mesh is None)
+def silence_dcp() -> None:
+    """One process is meant. For good, since a filter that is put back would race with a save in another thread."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

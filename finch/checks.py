@@ -12,7 +12,7 @@ from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from finch import FinchLR, ReplayLR
-from finch.checkpoint import latest_checkpoint
+from finch.checkpoint import candidates
 from finch.config import build, component_of, locate
 from finch.errors import UserError
 from finch.metrics import FILE_NAME as METRICS_FILE
@@ -134,24 +134,22 @@ def check_text_decoder(model: nn.Module, component: str) -> None:
         )
 
 
-def check_output_folder(cfg: DictConfig) -> Path | None:
-    """The checkpoint to resume from, if any. A run's folder is neither continued nor replaced by accident.
+def check_output_folder(cfg: DictConfig) -> list[Path]:
+    """The checkpoints to resume from, the first one preferred. A run's folder is neither continued nor replaced by accident.
 
     Raises:
         UserError: nothing to resume from; a run that is there already; a folder inside the pretrained model's.
     """
     run = Path(cfg.output_dir)
-    if cfg.resume_from_checkpoint and cfg.overwrite:
+    resume = cfg.resume_from_checkpoint
+    if resume and cfg.overwrite:
         raise UserError(
-            f"resume_from_checkpoint=True excludes overwrite=True, which would remove {run}; set one of them"
+            f"resume_from_checkpoint={resume} excludes overwrite=True, which would remove {run}; set one of them"
         )
-    if cfg.resume_from_checkpoint:
-        last = latest_checkpoint(run)
-        if last is None:
-            raise UserError(
-                f"resume_from_checkpoint=True, but output_dir={run} holds no checkpoint; set it to False, or correct output_dir"
-            )
-        return last
+    found = candidates(run, resume)
+    is_own = any(run.resolve() in path.resolve().parents for path in found)
+    if found and (is_own or not (run / METRICS_FILE).exists()):
+        return found
     log = cfg.lr_scheduler.get("log") if cfg.lr_scheduler is not None else None
     if (
         cfg.overwrite
@@ -161,7 +159,7 @@ def check_output_folder(cfg: DictConfig) -> Path | None:
         raise UserError(
             f"overwrite=True would remove lr_scheduler.log={log}, which this run replays; give another output_dir"
         )
-    if (run / METRICS_FILE).exists() and not cfg.overwrite:
+    if (run / METRICS_FILE).exists() and not cfg.overwrite and resume != "auto":
         raise UserError(
             f"output_dir={run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder"
         )
@@ -170,7 +168,7 @@ def check_output_folder(cfg: DictConfig) -> Path | None:
         raise UserError(
             f"output_dir={run} lies in checkpointer.checkpoint_dir={base}, whose files would be mixed up with the run's; give another folder"
         )
-    return None
+    return []
 
 
 def is_objective(cfg: DictConfig) -> bool:

@@ -152,6 +152,9 @@ def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[s
     for key, option in options.items():
         if option.kinds == COMPONENT and isinstance(cfg.get(key), str):
             cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
+        if option.block is not None:
+            cfg[key] = _check_block(key, cfg.get(key), option.block)
+            continue
         value = cfg.get(key)
         if isinstance(value, DictConfig) and isinstance(option.default, dict) and "_component_" not in value:
             value = cfg[key] = OmegaConf.merge(option.default, value)  # `loss.x=y` on top of the default
@@ -329,6 +332,24 @@ def _check_component(where: str, node: DictConfig) -> None:
             known = ", ".join(name for name in parameters if name != "self")
             near = did_you_mean(key, parameters, prefix=f"{where}.")
             raise UserError(f"unknown key {where}.{key}{near or f'; {path} takes {known}'}")
+
+
+def _check_block(key: str, node: Any, options: Mapping[str, Option]) -> DictConfig:
+    """A block that is no component, its defaults filled in."""
+    known = ", ".join(options)
+    if node is None:
+        node = DictConfig({})
+    if not isinstance(node, DictConfig):
+        raise UserError(f"{key}={_short(node)} must be a block with some of {known}")
+    for name in map(str, node):
+        if name not in options:
+            near = did_you_mean(name, options, prefix=f"{key}.")
+            raise UserError(f"unknown key {key}.{name}={_short(node[name], name)}{near or f'; {key} takes {known}'}")
+    filled = {name: option.default if node.get(name) is None else node[name] for name, option in options.items()}
+    for name, option in options.items():
+        if filled[name] is not None:
+            _check_value(f"{key}.{name}", filled[name], option)
+    return DictConfig(filled)
 
 
 def _check_value(key: str, value: Any, option: Option) -> None:

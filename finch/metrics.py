@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+
+from finch import durable
 
 FILE_NAME = "metrics.jsonl"
 
@@ -31,10 +34,19 @@ class MetricsLog:
         every: steps between two reports.
         world_size: ranks, for tokens a second and GPU.
         first_step: the step a resumed run continues after; later lines of an earlier attempt are dropped.
+        first_lines: lines that stood in the file when that step was saved (``lines()``); None: unknown.
     """
 
     def __init__(
-        self, folder: Path, logger: Any, *, is_writer: bool, every: int = 1, world_size: int = 1, first_step: int = 0
+        self,
+        folder: Path,
+        logger: Any,
+        *,
+        is_writer: bool,
+        every: int = 1,
+        world_size: int = 1,
+        first_step: int = 0,
+        first_lines: int | None = None,
     ) -> None:
         self.path, self._logger, self._is_writer, self._every, self._world_size = (
             folder / FILE_NAME,
@@ -47,8 +59,9 @@ class MetricsLog:
         self._since = time.perf_counter()
         self._bar: tqdm | None = None
         self._file = None
+        self._lines = 0
         if is_writer:
-            _drop_lines_after(self.path, first_step)
+            self._lines = _drop_lines_after(self.path, first_step, first_lines)
             self._file = self.path.open("a", encoding="utf-8")
 
     def start_epoch(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
@@ -87,7 +100,7 @@ class MetricsLog:
         if not self._is_writer or self._file is None:
             return
         for line in lines:
-            self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}) + "\n")
+            self._write(line)
         self._file.flush()
         last = lines[-1]
         if self._logger is not None and last["step"] % self._every == 0:
@@ -107,12 +120,24 @@ class MetricsLog:
         """Writes a line of its own, such as a validation loss, after everything before it."""
         self.flush()
         if self._file is not None:
-            self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}) + "\n")
+            self._write(line)
             self._file.flush()
             if self._logger is not None:
                 self._logger.log_dict(
                     {key: value for key, value in line.items() if key not in ("step", "epoch")}, step=line["step"]
                 )
+
+    def lines(self) -> int:
+        """How many lines the file holds on the writer, with everything that waited written and on the disk."""
+        self.flush()
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        return self._lines
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}) + "\n")
+        self._lines += 1
 
     def pause(self) -> None:
         """Leaves the time until now out of the next rate; for validation and saving."""
@@ -163,10 +188,13 @@ def _read(waiting: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return waiting
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    if path.exists():
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:
+    """Returns how many lines are left."""
+    if not path.exists():
+        return 0
+    kept = [line for line in read_metrics(path)[:first_lines] if line["step"] <= step]
+    durable.replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return len(kept)
 
 
 def _plain(value: Any) -> Any:

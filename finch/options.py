@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,15 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Option:
-    """A key: its default (REQUIRED: none), the types it takes, and what it does."""
+    """A key: its default (REQUIRED: none), the types it takes, and what it does. ``block``: the keys of a block that is
+    no component."""
 
     default: Any
     kinds: tuple[type, ...]
     help: str
     minimum: float | None = None
     nullable: bool = False
+    block: Mapping[str, Option] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ REFUSED: dict[str, Refused] = {
     "context_parallel_rotate_method": Refused("allgather", "there is no context parallelism here; leave it out"),
     "enable_fp8_training": Refused(False, "linear layers are not trained in fp8 here; set it to False"),
     "fp8_recipe_name": Refused(None, "linear layers are not trained in fp8 here; set it to null"),
-    "enable_async_checkpointing": Refused(False, "this recipe saves synchronously, at epoch ends; set it to False"),
-    "save_every_n_steps": Refused(None, "this recipe saves at epoch ends; set it to null"),
+    "enable_async_checkpointing": Refused(False, "checkpoint.async says it here; set it to False"),
+    "save_every_n_steps": Refused(None, "checkpoint.every_n_steps says it here; set it to null"),
     "batch_size_val": Refused(None, "validation uses batch_size; leave it out"),
     "resize_token_embeddings": Refused(False, "embeddings keep the checkpoint's size; set it to False"),
     "activation_offloading_use_streams": Refused(True, "offloading always uses streams; leave it out"),
@@ -48,6 +51,15 @@ ALIASES = {"dataset_val": "dataset_validation", "run_val_every_n_steps": "valida
 
 COMPONENT = (dict,)
 NUMBER = (int, float)
+
+CHECKPOINT: dict[str, Option] = {
+    "every_n_steps": Option(None, (int,), "save the state to resume from after every n optimizer steps", 1),
+    "every_n_minutes": Option(
+        None, NUMBER, "save it at the next step once n minutes have passed since the last save", 0
+    ),
+    "keep_last": Option(1, (int,), "whole checkpoints that stay; 2 leaves one to fall back on", 1),
+    "async": Option(True, (bool,), "write while training goes on; costs a copy of the state in host memory"),
+}
 
 FULL_FINETUNE: dict[str, Option] = {
     # What is trained on what
@@ -132,7 +144,17 @@ FULL_FINETUNE: dict[str, Option] = {
     "debug_checks": Option(False, (bool,), "compare learning rate and EMA bit for bit over the ranks at each step"),
     "distributed_timeout": Option(1800, NUMBER, "seconds after which a collective that hangs is an error", 1),
     # Where it is written
-    "resume_from_checkpoint": Option(False, (bool,), "continue the run in output_dir from its last checkpoint"),
+    "checkpoint": Option(
+        {key: option.default for key, option in CHECKPOINT.items()},
+        (dict,),
+        "when a state to resume from is saved between epoch ends",
+        block=CHECKPOINT,
+    ),
+    "resume_from_checkpoint": Option(
+        False,
+        (bool, str),
+        "continue the run in output_dir: True from its last checkpoint, auto if there is one, or the path of a step_N folder",
+    ),
     "overwrite": Option(False, (bool,), "start afresh in an output_dir that holds a run; its files are removed first"),
     "metric_logger": Option(None, COMPONENT, "a torchtune metric logger beside metrics.jsonl"),
     "log_every_n_steps": Option(

@@ -112,11 +112,15 @@ class Parallel:
 
     def agree(self, value: bool) -> bool:
         """Whether it holds on every rank, those of a tensor-parallel group included."""
+        return all(self.gather_all(value))
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in their order; small Python objects."""
         if self.world_size == 1:
-            return value
+            return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
-        return all(values)
+        return values
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -51,6 +51,7 @@ from finch.options import FULL_FINETUNE
 from finch.precision import check_hardware, precision_of
 from finch.pretrained import FILE_NAME as PRETRAINED_FILE
 from finch.pretrained import Pretrained, fingerprint_of, load_pretrained, pretrained_pass
+from finch.saver import Saver
 from finch.step_median import StepMedian
 from finch.stochastic_rounding import adapt, stochastic_optimizer
 from finch.tensor_parallel import apply_plan, build_plan
@@ -80,8 +81,8 @@ class FinchFullFinetune(FTRecipeInterface):
           offload, packed data, profiler, metric loggers: torchtune's keys and components.
         - Validation (``dataset_validation``) at each epoch's end and every ``validate_every_n_steps``; ``best`` names
           the best epoch.
-        - Each epoch ends with a Hugging Face folder and a checkpoint to resume from (``resume_from_checkpoint:
-          True``), FINCH's state included, on any number of ranks.
+        - Each epoch ends with a Hugging Face folder. A checkpoint to resume from (``resume_from_checkpoint``), on any
+          number of ranks, is saved there and between (``checkpoint``), while training goes on.
 
     Args:
         cfg: a config that :func:`finch.config.check` has passed.
@@ -105,7 +106,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self._is_finch = self._loss_schedule_kind is not None and issubclass(self._loss_schedule_kind, FinchLR)
         check_combinations(cfg, self._device)
         self._run = Path(cfg.output_dir)
-        self._resume_folder = check_output_folder(cfg)
+        self._found_checkpoints = check_output_folder(cfg)
         self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
         self._mesh_sizes = parallel.MeshSizes(
             cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim
@@ -126,7 +127,7 @@ class FinchFullFinetune(FTRecipeInterface):
             timeout_s=cfg.distributed_timeout,
             sizes=self._mesh_sizes,
         )
-        state = checkpoint.read_state(self._resume_folder) if self._resume_folder else None
+        state = self._choose_checkpoint(cfg)
         self.seed = training.set_seed(
             cfg.seed if cfg.seed is not None or state is None else state["seed"], cfg.cudnn_deterministic_mode
         )
@@ -153,6 +154,16 @@ class FinchFullFinetune(FTRecipeInterface):
         self._state_identity = identity
 
         self._start_output_folder(cfg)
+        self._saver = Saver(
+            self._run,
+            self._parallel,
+            every_n_steps=cfg.checkpoint.every_n_steps,
+            every_n_minutes=cfg.checkpoint.every_n_minutes,
+            keep_last=cfg.checkpoint.keep_last,
+            asynchronous=cfg.checkpoint["async"],
+            timeout_s=cfg.distributed_timeout,
+            tell=lambda sentence, is_bad: self._say(sentence, logging.WARNING if is_bad else logging.INFO),
+        )
         self._model = self._setup_model(cfg, decoder)
         is_fresh = state is None
         wants_pass = "pretrained_token_loss" in self._objective.needs or (is_fresh and self._starts_at_mean(cfg))
@@ -185,8 +196,11 @@ class FinchFullFinetune(FTRecipeInterface):
             every=cfg.log_every_n_steps,
             world_size=self._parallel.world_size,
             first_step=self.step,
+            first_lines=None if state is None else state["metrics_lines"],
         )
         self._profiler = self._setup_profiler(cfg)
+        if state is not None and self._resume_folder is not None:
+            checkpoint.restore_rng(self._resume_folder, state, self._parallel)
 
     def train(self) -> None:
         """The training loop: epochs, steps, and what happens between them."""
@@ -197,7 +211,7 @@ class FinchFullFinetune(FTRecipeInterface):
         for epoch in range(self.epoch, cfg.epochs):
             self.epoch = epoch
             steps = self._steps_per_epoch
-            first = self.consumed // self._order.global_batch
+            first = -(-self.consumed // self._order.global_batch)  # the last batch of an epoch may be short
             batches = self._batches(epoch)
             self._log_metrics.start_epoch(epoch, cfg.epochs, steps, first)
             for _ in range(first, steps):
@@ -210,6 +224,10 @@ class FinchFullFinetune(FTRecipeInterface):
                     and self._validation is not None
                 ):
                     self.validate()
+                # An epoch's last step is saved with the epoch.
+                if self._saver.is_due(self.step) and self.consumed < self._order.samples_in(steps):
+                    self.save_state()
+                self._saver.poll()
             self._end_epoch(cfg)
         self._profiler.stop()
 
@@ -325,15 +343,20 @@ class FinchFullFinetune(FTRecipeInterface):
         name = f"epoch_{self.epoch}"
         if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best["validation_loss"]):
             self.best = {"epoch": name, "validation_loss": loss}
+        self._export_epoch(name)
         self.epoch, self.consumed = self.epoch + 1, 0
-        self.save_checkpoint(name)
+        self.save_state(wait=self.epoch == cfg.epochs)
 
-    def save_checkpoint(self, name: str) -> None:
-        """The Hugging Face folder of the epoch that has ended, then the state to resume from."""
+    def _export_epoch(self, name: str) -> None:
+        """The Hugging Face folder of the epoch that has ended, and the link to the best one."""
         began = time.perf_counter()
         self._export(name)
         if self._parallel.is_rank_zero and self.best is not None:
             _point(self._run / "best", self._exported(self.best["epoch"]))
+        self._say(f"saved {self._run / self._exported(name)} in {time.perf_counter() - began:.1f} s")
+
+    def save_state(self, wait: bool = False) -> bool:
+        """Saves all that a run needs to go on after this step, see :meth:`finch.saver.Saver.save`; a collective."""
         state = {
             "step": self.step,
             "epoch": self.epoch,
@@ -342,13 +365,12 @@ class FinchFullFinetune(FTRecipeInterface):
             "best": self.best,
             "schedule": self._schedule_state(),
             "median": self._median.last,
+            "metrics_lines": self._log_metrics.lines(),
             "identity": self._state_identity,
         }
-        checkpoint.save_checkpoint(self._run, self.step, self._model, self._optimizers, state, self._parallel)
-        self._say(
-            f"saved {self._run / self._exported(name)} and the state of step {self.step} in {time.perf_counter() - began:.1f} s"
-        )
+        is_well = self._saver.save(self.step, self._model, self._optimizers, state, wait=wait)
         self._log_metrics.pause()
+        return is_well
 
     def _export(self, name: str) -> None:
         """What a user takes away from an epoch; a collective."""
@@ -381,19 +403,35 @@ class FinchFullFinetune(FTRecipeInterface):
             for group in groups:
                 group["lr"] = rates[0]
             self._share_learning_rate()
-        self._say(f"resumed from step {self.step} of {self._resume_folder}")
 
-    def close_log(self) -> None:
-        """Writes out what the metrics log still holds."""
+    def close(self) -> None:
+        """After an end of any kind: writes out what the metrics log still holds, and lets a save that runs come to its end."""
         if hasattr(self, "_log_metrics"):
             self._log_metrics.close()
+        if hasattr(self, "_saver"):
+            self._saver.close()
 
     def cleanup(self) -> None:
         """Ends a run that went well. After an error the process group is left alone: closing NCCL's waits for lost ranks."""
-        self.close_log()
+        self.close()
         parallel.stop()
 
     # Building blocks
+
+    def _choose_checkpoint(self, cfg: DictConfig) -> dict[str, Any] | None:
+        """The scalars of the checkpoint to go on from, the latest whole one; None: a fresh run."""
+        self._resume_folder, damages = checkpoint.first_whole(self._found_checkpoints, self._parallel)
+        state = None
+        if self._resume_folder is not None:
+            state = checkpoint.read_state(self._resume_folder)
+            self._say(f"resumed from step {state['step']} of {self._resume_folder}")
+        elif damages:
+            raise UserError(
+                f"resume_from_checkpoint={cfg.resume_from_checkpoint}: {damages[0]}, and there is no other; start afresh with overwrite=True"
+            )
+        for sentence in damages:
+            self._say(sentence, logging.WARNING)
+        return state
 
     def _setup_data(self, cfg: DictConfig) -> None:
         self._samples = load_dataset(cfg, "dataset", self._tokenizer)
@@ -703,6 +741,8 @@ class FinchFullFinetune(FTRecipeInterface):
                     *self._run.glob("epoch_*"),
                 ):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            if self._resume_folder is not None:
+                checkpoint.set_aside_later(self._run, self._resume_folder)
             OmegaConf.save(as_config_of_its_own(cfg, self.options), self._run / "config.yaml")
         except OSError as error:
             raise UserError(
@@ -729,10 +769,10 @@ def run(recipe_class: type[FinchFullFinetune], cfg: DictConfig) -> None:
         recipe.setup(cfg)
         recipe.train()
     except FloatingPointError as error:
-        recipe.close_log()
+        recipe.close()
         raise UserError(str(error)) from error
     except BaseException:
-        recipe.close_log()
+        recipe.close()
         raise
     recipe.cleanup()
 

@@ -49,6 +49,10 @@ class GlobalOrder:
         whole, rest = divmod(self.num_samples, self.global_batch)
         return whole + (1 if rest and not self.drop_last else 0)
 
+    def samples_in(self, steps: int) -> int:
+        """Samples that an epoch's first ``steps`` steps consume."""
+        return min(steps * self.global_batch, self.num_samples)
+
     def permutation(self, epoch: int) -> list[int]:
         """Dataset indices of an epoch in the order in which they are consumed."""
         if not self.shuffle:
