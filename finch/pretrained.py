@@ -34,7 +34,7 @@ class Pretrained:
     """The pretrained model's losses on the training rows.
 
     Attributes:
-        losses: [target tokens] fp32, nats, row after row in the dataset's order.
+        losses: [target tokens] fp32 (fp64 of an fp64 model), nats, row after row in the dataset's order.
         ends: [rows] int64, where each row's losses end.
         sequence_losses: [sequences with targets] fp32, nats, each one's mean; in packed rows there are several a row.
     """
@@ -134,7 +134,7 @@ def pretrained_pass(
         ),
         strict=True,
     ):
-        token_loss = model(**model_inputs(to_device(batch))).float().cpu()
+        token_loss = model(**model_inputs(to_device(batch))).cpu()
         places += rows
         numbers.append((batch["labels"] != IGNORE_INDEX).sum(1))
         losses.append(token_loss.flatten()[batch["targets"]])

@@ -167,7 +167,8 @@ def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]
     batch["labels"] = shift_labels(batch["labels"])
     batch["targets"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     if pretrained:
-        losses = torch.zeros(batch["labels"].numel()).index_copy(0, batch["targets"], torch.cat(pretrained))
+        values = torch.cat(pretrained)
+        losses = values.new_zeros(batch["labels"].numel()).index_copy(0, batch["targets"], values)
         batch["pretrained_token_loss"] = losses.view_as(batch["labels"])
     return batch
 
