@@ -41,7 +41,7 @@ from finch.data.inspection import inspect
 from finch.data.loading import Batch, Samples, collator, load_dataset, loader, model_inputs, to_device
 from finch.data.order import GlobalOrder
 from finch.dataset_loss import dataset_loss
-from finch.errors import UserError
+from finch.errors import UserError, WriteFailed
 from finch.formats import open_checkpoint
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
@@ -371,24 +371,45 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _end_epoch(self, cfg: DictConfig) -> None:
         self._log_metrics.end_epoch()
+        lines = self._log_metrics.lines()
         loss = self.validate()
         name = f"epoch_{self.epoch}"
-        if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best["validation_loss"]):
-            self.best = {"epoch": name, "validation_loss": loss}
-        self._export_epoch(name)
+        is_last = self.epoch + 1 == cfg.epochs
+        if self._export_epoch(name):
+            if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best["validation_loss"]):
+                self.best = {"epoch": name, "validation_loss": loss}
+            if self._parallel.is_rank_zero and self.best is not None:
+                _point(self._run / "best", self._exported(self.best["epoch"]))
+        elif is_last:
+            self.save_state(wait=True, lines=lines)
+            raise UserError(
+                f"output_dir={self._run} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
+            )
         self.epoch, self.consumed = self.epoch + 1, 0
-        self.save_state(wait=self.epoch == cfg.epochs)
+        self.save_state(wait=is_last)
 
-    def _export_epoch(self, name: str) -> None:
-        """The Hugging Face folder of the epoch that has ended, and the link to the best one."""
+    def _export_epoch(self, name: str) -> bool:
+        """The Hugging Face folder of the epoch that has ended; a collective. Returns whether it could be written."""
         began = time.perf_counter()
-        self._export(name)
-        if self._parallel.is_rank_zero and self.best is not None:
-            _point(self._run / "best", self._exported(self.best["epoch"]))
-        self._say(f"saved {self._run / self._exported(name)} in {time.perf_counter() - began:.1f} s")
+        told = None
+        try:
+            self._export(name)
+        except WriteFailed as error:
+            told = str(error)
+        told = self._parallel.gather_all(told)[0]
+        if told is not None:
+            self._say(f"{self._run / name} could not be written ({told})", logging.WARNING)
+        else:
+            self._say(f"saved {self._run / self._exported(name)} in {time.perf_counter() - began:.1f} s")
+        return told is None
 
-    def save_state(self, wait: bool = False) -> bool:
-        """Saves all that a run needs to go on after this step, see :meth:`finch.saver.Saver.save`; a collective."""
+    def save_state(self, wait: bool = False, lines: int | None = None) -> bool:
+        """Saves all that a run needs to go on after this step, see :meth:`finch.saver.Saver.save`; a collective.
+
+        Args:
+            wait: until it is on the disk.
+            lines: of metrics.jsonl that belong to the steps so far; None: all.
+        """
         state = {
             "step": self.step,
             "epoch": self.epoch,
@@ -397,7 +418,7 @@ class FinchFullFinetune(FTRecipeInterface):
             "best": self.best,
             "schedule": self._schedule_state(),
             "median": self._median.last,
-            "metrics_lines": self._log_metrics.lines(),
+            "metrics_lines": self._log_metrics.lines() if lines is None else lines,
             "identity": self._state_identity,
         }
         is_well = self._saver.save(self.step, self._model, self._optimizers, state, wait=wait)
