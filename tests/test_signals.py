@@ -1,5 +1,6 @@
 """Signals are noted, agreed on by all ranks, and given back; a second one ends the process."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import torch
 from ranks import on_ranks
 
 from finch.parallel import Parallel
+from finch.processes import become_loader_worker
 from finch.signals import Asked, Signals
 
 ALONE = Parallel(torch.device("cpu"))
@@ -98,6 +100,28 @@ def test_what_one_rank_is_asked_all_do(tmp_path):
     """
     expected = [[False, False, False], [False, True, False], [False, True, True], [True, True, True]]
     assert on_ranks(2, code, tmp_path) == [expected, expected]
+
+
+def sleep_as_worker(told):
+    become_loader_worker(0)
+    told.set()
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_loaders_worker_obeys_its_trainer_alone():
+    context = multiprocessing.get_context("fork")
+    told = context.Event()
+    worker = context.Process(target=sleep_as_worker, args=(told,))
+    worker.start()
+    assert told.wait(20)
+    for name in ("TERM", "INT", "USR1"):
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # from another process
+    worker.join(0.5)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 143
 
 
 CHILD = """
