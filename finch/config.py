@@ -150,11 +150,11 @@ def check(cfg: DictConfig, options: Mapping[str, Option], own_keys: Collection[s
                 f"unknown key {key}={_short(cfg[key], key)}{did_you_mean(key, options) or '; see finch.options for the known ones'}"
             )
     for key, option in options.items():
-        if option.kinds == COMPONENT and isinstance(cfg.get(key), str):
-            cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
         if option.block is not None:
             cfg[key] = _check_block(key, cfg.get(key), option.block)
             continue
+        if option.kinds == COMPONENT and isinstance(cfg.get(key), str):
+            cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
         value = cfg.get(key)
         if isinstance(value, DictConfig) and isinstance(option.default, dict) and "_component_" not in value:
             value = cfg[key] = OmegaConf.merge(option.default, value)  # `loss.x=y` on top of the default

@@ -15,6 +15,10 @@ class UserError(ValueError):
     """Something the user can mend: the message names key, value and remedy in one sentence."""
 
 
+class WriteFailed(OSError):
+    """Files could not be written, most often for want of room; what was there before is as it was."""
+
+
 # What gloo and NCCL say when another process of the group has gone; that process has its own, better message.
 _LOST_PEER = (
     "Connection closed by peer",

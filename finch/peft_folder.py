@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torchtune.modules.peft import DoRALinear
 
 from finch.adapter import AdapterLayer, adapter_layers, scaling
-from finch.errors import UserError
+from finch.errors import UserError, WriteFailed
 from finch.huggingface import HuggingFaceFolder
 from finch.models.conversion import Conversion, StateDict, conversion_for
 from finch.parallel import full
@@ -62,6 +63,9 @@ class PeftFolder:
 
         Every rank must call it, since sharded tensors are gathered one at a time; only the writer keeps them.
 
+        Raises:
+            WriteFailed: on the writer, after all have gathered.
+
         Args:
             decoder: the one checked, trained since.
             target: the folder; replaced if it is there.
@@ -81,13 +85,17 @@ class PeftFolder:
         if not is_writer:
             return
         partial = target.with_name(target.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file(content, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        config = self._config(next(iter(layers.values())), sorted(modules))
-        (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_file(content, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            config = self._config(next(iter(layers.values())), sorted(modules))
+            (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise WriteFailed(str(error)) from error
 
     def _to_peft(self, name: str, tensors: StateDict) -> tuple[str, StateDict]:
         """A layer's name in Hugging Face's model, and its tensors under PEFT's names.

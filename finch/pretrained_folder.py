@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from finch.adapter import adapter_parameters
-from finch.errors import UserError
+from finch.errors import UserError, WriteFailed
 from finch.models.conversion import HEAD, StateDict
 from finch.parallel import full
 
@@ -106,6 +106,9 @@ class PretrainedFolder(ABC):
 
         Every rank must call it, since sharded weights are gathered one at a time; only the writer keeps them.
 
+        Raises:
+            WriteFailed: on the writer, after all have gathered.
+
         Args:
             weights: torchtune's names and tensors, sharded or not.
             target: the folder; replaced if it is there.
@@ -121,11 +124,17 @@ class PretrainedFolder(ABC):
                 pass
             return
         partial = target.with_name(target.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        self._write_into(partial, whole)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            self._write_into(partial, whole)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+        except (OSError, SafetensorError) as error:
+            for _ in whole:  # the other ranks gather on
+                pass
+            shutil.rmtree(partial, ignore_errors=True)  # it takes the room that is missing
+            raise WriteFailed(str(error)) from error
 
     def _expected(self) -> str:
         """The model that a stored weight should belong to, for messages."""

@@ -23,14 +23,11 @@ from torch.utils._pytree import tree_map
 
 from finch import durable, manifest, rng
 from finch.checkpoint import FOLDER, REPLACED, STATE_FILE, checkpoints, remove, rng_file, silence_dcp, tensors_of
+from finch.errors import WriteFailed
 from finch.parallel import Parallel
 
 PARTIAL = ".partial"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
-
-
-class SaveFailed(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
 
 
 class Saver:
@@ -135,7 +132,7 @@ class Saver:
         if self._outcome is None:
             return True
         (sentence, error), self._outcome = self._outcome, None
-        if error is not None and not isinstance(error, SaveFailed):
+        if error is not None and not isinstance(error, WriteFailed):
             raise error
         self._tell(sentence, error is not None)
         return error is None
@@ -150,7 +147,7 @@ class Saver:
     def _write(self, step: int, tensors: dict[str, Any], text: str, random_states: str) -> None:
         try:
             self._outcome = (self._write_whole(step, tensors, text, random_states), None)
-        except SaveFailed as error:
+        except WriteFailed as error:
             if self._parallel.is_rank_zero:  # what has been written takes the room that is missing
                 shutil.rmtree(self._folder / f"step_{step}{PARTIAL}", ignore_errors=True)
             last = next(iter(checkpoints(self._run)), None)
@@ -221,7 +218,7 @@ class Saver:
         """Runs ``action`` on every rank and returns what each returned; a failure of one is a failure of all.
 
         Raises:
-            SaveFailed: a file could not be written, on any rank.
+            WriteFailed: a file could not be written, on any rank.
         """
         value, told = None, None
         failure: BaseException | None = None
@@ -243,7 +240,7 @@ class Saver:
                 raise RuntimeError(f"another rank failed while saving: {reason}")
         for _, reason, _ in outcomes:
             if reason is not None:
-                raise SaveFailed(reason)
+                raise WriteFailed(reason)
         return [each for each, _, _ in outcomes]
 
 

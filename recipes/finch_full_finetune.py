@@ -6,11 +6,13 @@ tune run --nproc_per_node 2 finch_full_finetune --config stories260k/tofu_finch 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -39,7 +41,7 @@ from finch.data.inspection import inspect
 from finch.data.loading import Batch, Samples, collator, load_dataset, loader, model_inputs, to_device
 from finch.data.order import GlobalOrder
 from finch.dataset_loss import dataset_loss
-from finch.errors import UserError
+from finch.errors import UserError, WriteFailed
 from finch.formats import open_checkpoint
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
@@ -51,7 +53,10 @@ from finch.options import FULL_FINETUNE
 from finch.precision import check_hardware, precision_of
 from finch.pretrained import FILE_NAME as PRETRAINED_FILE
 from finch.pretrained import Pretrained, fingerprint_of, load_pretrained, pretrained_pass
+from finch.processes import die_with_parent
+from finch.run_lock import RunLock
 from finch.saver import Saver
+from finch.signals import REQUEUE, Asked, Signals
 from finch.step_median import StepMedian
 from finch.stochastic_rounding import adapt, stochastic_optimizer
 from finch.tensor_parallel import apply_plan, build_plan
@@ -83,6 +88,7 @@ class FinchFullFinetune(FTRecipeInterface):
           the best epoch.
         - Each epoch ends with a Hugging Face folder. A checkpoint to resume from (``resume_from_checkpoint``), on any
           number of ranks, is saved there and between (``checkpoint``), while training goes on.
+        - SIGTERM, SIGUSR1 and Ctrl-C end the run after a step, its state saved.
 
     Args:
         cfg: a config that :func:`finch.config.check` has passed.
@@ -106,6 +112,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self._is_finch = self._loss_schedule_kind is not None and issubclass(self._loss_schedule_kind, FinchLR)
         check_combinations(cfg, self._device)
         self._run = Path(cfg.output_dir)
+        self._lock = RunLock(self._run)
+        self._lock.check()
         self._found_checkpoints = check_output_folder(cfg)
         self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
         self._mesh_sizes = parallel.MeshSizes(
@@ -117,6 +125,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self.epoch = 0
         self.consumed = 0
         self.best: dict[str, Any] | None = None
+        self.interrupted = False
+        """Whether Ctrl-C has ended the run."""
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything, cheap and fallible things first, weights last."""
@@ -127,6 +137,8 @@ class FinchFullFinetune(FTRecipeInterface):
             timeout_s=cfg.distributed_timeout,
             sizes=self._mesh_sizes,
         )
+        if self._found_checkpoints and self._parallel.is_rank_zero:
+            self._hold_folder()
         state = self._choose_checkpoint(cfg)
         self.seed = training.set_seed(
             cfg.seed if cfg.seed is not None or state is None else state["seed"], cfg.cudnn_deterministic_mode
@@ -154,6 +166,10 @@ class FinchFullFinetune(FTRecipeInterface):
         self._state_identity = identity
 
         self._start_output_folder(cfg)
+        self._signals = Signals(
+            self._parallel, timeout_s=cfg.distributed_timeout, before_training=self._leave_requeue_file
+        )
+        self._signals.install()
         self._saver = Saver(
             self._run,
             self._parallel,
@@ -207,6 +223,7 @@ class FinchFullFinetune(FTRecipeInterface):
         cfg = self._cfg
         if self.epoch >= cfg.epochs:
             self._say(f"nothing to do: {self._run} has finished its {cfg.epochs} epochs; set epochs higher to go on")
+        self._signals.start()
         self._profiler.start()
         for epoch in range(self.epoch, cfg.epochs):
             self.epoch = epoch
@@ -224,12 +241,27 @@ class FinchFullFinetune(FTRecipeInterface):
                     and self._validation is not None
                 ):
                     self.validate()
-                # An epoch's last step is saved with the epoch.
-                if self._saver.is_due(self.step) and self.consumed < self._order.samples_in(steps):
+                asked = self._signals.agree(self._saver.is_due(self.step))
+                if asked.stop:
+                    self._stop(asked)
+                    return
+                if asked.save and self.consumed < self._order.samples_in(steps):  # else it is saved with the epoch
                     self.save_state()
                 self._saver.poll()
             self._end_epoch(cfg)
         self._profiler.stop()
+
+    def _stop(self, asked: Asked) -> None:
+        """Saves the state and leaves the loop, as a signal has asked for."""
+        self._log_metrics.end_epoch()
+        is_saved = self.save_state(wait=True)
+        if asked.requeue:
+            self._leave_requeue_file()
+        self.interrupted = not asked.requeue
+        last = f"step {self.step}" if is_saved else "the last checkpoint"
+        self._say(
+            f"stopped by a signal after step {self.step}; the same command with resume_from_checkpoint=True goes on from {last}"
+        )
 
     def _train_step(self, batches: list[Batch]) -> None:
         """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here."""
@@ -339,24 +371,45 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _end_epoch(self, cfg: DictConfig) -> None:
         self._log_metrics.end_epoch()
+        lines = self._log_metrics.lines()
         loss = self.validate()
         name = f"epoch_{self.epoch}"
-        if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best["validation_loss"]):
-            self.best = {"epoch": name, "validation_loss": loss}
-        self._export_epoch(name)
+        is_last = self.epoch + 1 == cfg.epochs
+        if self._export_epoch(name):
+            if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best["validation_loss"]):
+                self.best = {"epoch": name, "validation_loss": loss}
+            if self._parallel.is_rank_zero and self.best is not None:
+                _point(self._run / "best", self._exported(self.best["epoch"]))
+        elif is_last:
+            self.save_state(wait=True, lines=lines)
+            raise UserError(
+                f"output_dir={self._run} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
+            )
         self.epoch, self.consumed = self.epoch + 1, 0
-        self.save_state(wait=self.epoch == cfg.epochs)
+        self.save_state(wait=is_last)
 
-    def _export_epoch(self, name: str) -> None:
-        """The Hugging Face folder of the epoch that has ended, and the link to the best one."""
+    def _export_epoch(self, name: str) -> bool:
+        """The Hugging Face folder of the epoch that has ended; a collective. Returns whether it could be written."""
         began = time.perf_counter()
-        self._export(name)
-        if self._parallel.is_rank_zero and self.best is not None:
-            _point(self._run / "best", self._exported(self.best["epoch"]))
-        self._say(f"saved {self._run / self._exported(name)} in {time.perf_counter() - began:.1f} s")
+        told = None
+        try:
+            self._export(name)
+        except WriteFailed as error:
+            told = str(error)
+        told = self._parallel.gather_all(told)[0]
+        if told is not None:
+            self._say(f"{self._run / name} could not be written ({told})", logging.WARNING)
+        else:
+            self._say(f"saved {self._run / self._exported(name)} in {time.perf_counter() - began:.1f} s")
+        return told is None
 
-    def save_state(self, wait: bool = False) -> bool:
-        """Saves all that a run needs to go on after this step, see :meth:`finch.saver.Saver.save`; a collective."""
+    def save_state(self, wait: bool = False, lines: int | None = None) -> bool:
+        """Saves all that a run needs to go on after this step, see :meth:`finch.saver.Saver.save`; a collective.
+
+        Args:
+            wait: until it is on the disk.
+            lines: of metrics.jsonl that belong to the steps so far; None: all.
+        """
         state = {
             "step": self.step,
             "epoch": self.epoch,
@@ -365,7 +418,7 @@ class FinchFullFinetune(FTRecipeInterface):
             "best": self.best,
             "schedule": self._schedule_state(),
             "median": self._median.last,
-            "metrics_lines": self._log_metrics.lines(),
+            "metrics_lines": self._log_metrics.lines() if lines is None else lines,
             "identity": self._state_identity,
         }
         is_well = self._saver.save(self.step, self._model, self._optimizers, state, wait=wait)
@@ -408,8 +461,11 @@ class FinchFullFinetune(FTRecipeInterface):
         """After an end of any kind: writes out what the metrics log still holds, and lets a save that runs come to its end."""
         if hasattr(self, "_log_metrics"):
             self._log_metrics.close()
+        if hasattr(self, "_signals"):
+            self._signals.restore()
         if hasattr(self, "_saver"):
             self._saver.close()
+        self._lock.release()
 
     def cleanup(self) -> None:
         """Ends a run that went well. After an error the process group is left alone: closing NCCL's waits for lost ranks."""
@@ -728,11 +784,27 @@ class FinchFullFinetune(FTRecipeInterface):
             "max_steps_per_epoch": cfg.max_steps_per_epoch,
         }
 
+    def _hold_folder(self) -> None:
+        try:
+            self._lock.hold()
+        except OSError as error:
+            raise UserError(
+                f"output_dir={self._run} cannot be written ({error.strerror}); give another folder"
+            ) from error
+
+    def _leave_requeue_file(self) -> None:
+        if self._parallel.is_rank_zero:
+            with contextlib.suppress(OSError):
+                (self._run / REQUEUE).touch()
+
     def _start_output_folder(self, cfg: DictConfig) -> None:
         if not self._parallel.is_rank_zero:
             return
         try:
             self._run.mkdir(parents=True, exist_ok=True)
+            self._hold_folder()
+            self._lock.sign()
+            (self._run / REQUEUE).unlink(missing_ok=True)
             if not cfg.resume_from_checkpoint and cfg.overwrite:
                 for path in (
                     self._run / METRICS_FILE,
@@ -763,6 +835,8 @@ def _point(link: Path, target: str) -> None:
 
 def run(recipe_class: type[FinchFullFinetune], cfg: DictConfig) -> None:
     """A recipe from its checks to its end."""
+    if parallel.is_launched():
+        die_with_parent()
     recipe = recipe_class(cfg)
     log.setLevel(str(cfg.log_level).upper())
     try:
@@ -775,6 +849,8 @@ def run(recipe_class: type[FinchFullFinetune], cfg: DictConfig) -> None:
         recipe.close()
         raise
     recipe.cleanup()
+    if recipe.interrupted:
+        sys.exit(128 + signal.SIGINT)
 
 
 @parse(FULL_FINETUNE)

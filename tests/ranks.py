@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -36,7 +37,7 @@ def on_ranks(ranks: int, code: str, folder: Path, timeout: int = 120) -> list:
         str(file),
         str(folder),
     ]
-    tests = str(Path(__file__).parent)
+    tests = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     launcher = subprocess.Popen(command, env=environment(PYTHONPATH=tests), **pipes)
     try:

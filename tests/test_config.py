@@ -151,3 +151,21 @@ def test_torchtunes_other_names_of_a_key():
         OmegaConf.create({**MINIMAL, "dataset_val": MINIMAL["dataset"], "run_val_every_n_steps": 5}), FULL_FINETUNE
     )
     assert (cfg.dataset_validation, cfg.validate_every_n_steps) == (MINIMAL["dataset"], 5)
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ({"every_n_step": 5}, r"^unknown key checkpoint\.every_n_step=5, did you mean checkpoint\.every_n_steps\?"),
+        ({"often": 5}, r"^unknown key checkpoint\.often=5; checkpoint takes every_n_steps, "),
+        ({"every_n_steps": "five"}, r"^checkpoint\.every_n_steps=five must be int: "),
+        ({"every_n_steps": 0}, r"^checkpoint\.every_n_steps=0 must be at least 1: "),
+        ({"async": 1}, r"^checkpoint\.async=1 must be bool: "),
+        ("often", r"^checkpoint=often must be a block with some of every_n_steps, "),
+    ],
+)
+def test_a_block_without_a_component(block, told):
+    filled = check(OmegaConf.create({**MINIMAL, "checkpoint": {"every_n_minutes": 0.5}}), FULL_FINETUNE).checkpoint
+    assert filled == {"every_n_steps": None, "every_n_minutes": 0.5, "keep_last": 1, "async": True}
+    with pytest.raises(UserError, match=told):
+        check(OmegaConf.create({**MINIMAL, "checkpoint": block}), FULL_FINETUNE)

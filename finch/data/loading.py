@@ -18,6 +18,7 @@ from finch.config import build, component_of
 from finch.data.order import EMPTY, GlobalOrder
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
+from finch.processes import become_loader_worker
 from finch.torchtune_names import shift_labels
 
 Batch = dict[str, Any]
@@ -142,6 +143,7 @@ def loader(
             batch_sampler=batches,
             collate_fn=collate,
             num_workers=num_workers,
+            worker_init_fn=become_loader_worker,
             pin_memory=pin_memory,
             generator=torch.Generator().manual_seed(0),  # for its workers; it would draw from the training's otherwise
         )

@@ -1,0 +1,82 @@
+"""A disk without room: what is there stays, the run says so and goes on; a folder that cannot be written is refused."""
+
+import errno
+import os
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from conftest import make_config, run_here
+from test_resume import assert_same_run
+
+from finch.huggingface import HuggingFaceFolder
+from finch.run_lock import RunLock
+
+pytestmark = pytest.mark.slow
+
+
+def full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_state_that_finds_no_room(tmp_path, base_folder, rows_file, monkeypatch):
+    config = make_config(base_folder, rows_file, tmp_path / "straight")
+    straight = run_here(tmp_path / "s", config)
+    save, left = dcp.save, []
+
+    def fails_at_six(*args, **kwargs):
+        if kwargs["checkpoint_id"].endswith("step_6.partial"):
+            left.append(sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()))
+            full()
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(dcp, "save", fails_at_six)
+    config = {**config, "output_dir": str(tmp_path / "run"), "checkpoint": {"every_n_steps": 3}}
+    run = run_here(tmp_path / "r", config)
+    assert left == [["step_3", "step_6.partial"]]
+    assert "the state of step 6 could not be saved (No space left on device); " in run.output
+    assert "checkpoints/step_3 stays, and the next save tries again" in run.output
+    assert "saved the state of step 9 in" in run.output
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_11"]
+    assert_same_run(run, straight)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epochs_folder_that_finds_no_room(epoch, tmp_path, base_folder, rows_file, monkeypatch):
+    config = make_config(base_folder, rows_file, tmp_path / "straight", epochs=2)
+    config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
+    straight = run_here(tmp_path / "s", config)
+    write = HuggingFaceFolder._write_into
+
+    def fails(folder, target, weights):
+        if target.name == f"epoch_{epoch}.partial":
+            (target / "part-1").write_bytes(b"half")
+            next(weights)
+            full()
+        write(folder, target, weights)
+
+    config = {**config, "output_dir": str(tmp_path / "run")}
+    with monkeypatch.context() as patch:
+        patch.setattr(HuggingFaceFolder, "_write_into", fails)
+        run = run_here(tmp_path / "r", config)
+    assert f"epoch_{epoch} could not be written ([Errno 28] No space left on device)" in run.output
+    assert not list(run.folder.glob("*.partial"))
+    assert run.column("loss") == straight.column("loss")
+    if epoch == 0:
+        assert run.returncode == 0
+        assert (run.folder / "best").readlink().name == "epoch_1"
+    else:
+        assert "has no room for the last epoch's folder; make room" in run.error()
+        resumed = run_here(tmp_path / "r", config, "resume_from_checkpoint=auto")
+        assert "resumed from step 22 of" in resumed.output
+        assert_same_run(resumed, straight)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(base_folder, rows_file, tmp_path, monkeypatch):
+    """Also by root, whom permissions do not stop."""
+    (tmp_path / "file").write_text("")
+    run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "file" / "run"))
+    assert "cannot be written (Not a directory); give another folder" in run.error()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(RunLock, "hold", lambda lock: full())
+    run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "run"))
+    assert "cannot be written (No space left on device); give another folder" in run.error()

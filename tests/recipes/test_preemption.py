@@ -1,0 +1,126 @@
+"""A run that is told to leave: it saves, leaves REQUEUE, and goes on later as if nothing had happened; through the recipe."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import environment, make_config, run_here
+from test_resume import assert_same_run
+from test_signals import is_running
+
+from finch import run_lock
+
+pytestmark = pytest.mark.slow
+
+
+def raise_signal_in(monkeypatch, step, number):
+    import finch_full_finetune
+
+    train_step = finch_full_finetune.FinchFullFinetune._train_step
+
+    def signalled(recipe, batches):
+        if recipe.step + 1 == step:
+            os.kill(os.getpid(), number)
+        train_step(recipe, batches)
+
+    monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "_train_step", signalled)
+
+
+@pytest.mark.parametrize(
+    ("number", "step"), [(signal.SIGTERM, 7), (signal.SIGUSR1, 11), (signal.SIGTERM, 22), (signal.SIGINT, 3)]
+)
+def test_the_step_is_finished_saved_and_gone_on_from(number, step, tmp_path, base_folder, rows_file, monkeypatch):
+    """Also in the last step of an epoch, whose end then comes after the resume, and in the very last step."""
+    config = make_config(base_folder, rows_file, tmp_path / "straight", epochs=2, num_workers=2)
+    straight = run_here(tmp_path / "s", config)
+    config = {**config, "output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto"}
+    with monkeypatch.context() as patch:
+        raise_signal_in(patch, step, number)
+        stopped = run_here(tmp_path / "r", config)
+    assert stopped.column("step") == list(range(1, step + 1))
+    assert f"stopped by a signal after step {step}; the same command with resume_from_checkpoint=True" in stopped.output
+    is_interrupt = number == signal.SIGINT
+    assert stopped.returncode == (130 if is_interrupt else 0)
+    assert (stopped.folder / "REQUEUE").exists() != is_interrupt
+    resumed = run_here(tmp_path / "r", config)
+    assert f"resumed from step {step} of" in resumed.output
+    assert not (resumed.folder / "REQUEUE").exists()
+    assert_same_run(resumed, straight)
+
+
+def start(folder, config, ranks):
+    """`tune run` that does not wait for the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "slow_rows.py").write_text(
+        "import time\n"
+        "from torchtune.datasets import instruct_dataset\n"
+        "class Slow:\n"
+        "    def __init__(self, inner): self.inner = inner\n"
+        "    def __len__(self): return len(self.inner)\n"
+        "    def __getitem__(self, index):\n"
+        "        time.sleep(0.1)\n"
+        "        return self.inner[index]\n"
+        "def dataset(tokenizer, **kwargs): return Slow(instruct_dataset(tokenizer, **kwargs))\n"
+    )
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc_per_node", str(ranks)]
+    command += ["finch_full_finetune", "--config", str(folder / "config.yaml")]
+    output = (folder / "output.txt").open("w")
+    return subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, env=environment())
+
+
+def wait_for_step(run, step, timeout=100):
+    end = time.monotonic() + timeout
+    while True:
+        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+        if len(lines) >= step:
+            return
+        assert time.monotonic() < end, (run.parent / "output.txt").read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def workers_of(launcher):
+    return [int(each) for each in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+def test_two_ranks_leave_together_and_die_with_their_launcher(tmp_path, base_folder, rows_file, monkeypatch):
+    config = make_config(base_folder, rows_file, tmp_path / "straight", epochs=2, batch_size=2, check_dataset=False)
+    config["lr_scheduler"] = {**config["lr_scheduler"], "init": 4.0}
+    straight = run_here(tmp_path / "s", {**config, "batch_size": 4})
+    config = {**config, "output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto"}
+    config["checkpoint"] = {"every_n_steps": 2}
+    slow = {**config, "dataset": {**config["dataset"], "_component_": "slow_rows.dataset"}}
+
+    # Killed with its launcher; meanwhile a second start is refused.
+    launcher = start(tmp_path, slow, ranks=2)
+    wait_for_step(tmp_path / "run", 4)
+    workers = workers_of(launcher.pid)
+    holder = json.loads((tmp_path / "run" / ".lock").read_text())["pid"]
+    assert holder in workers
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.2)
+    assert f"is in use by process {holder} on " in run_here(tmp_path / "second", config).error()
+    launcher.kill()
+    launcher.wait()
+    end = time.monotonic() + 20
+    while any(is_running(worker) for worker in workers):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+    # Told to leave: torchrun hands SIGTERM on.
+    launcher = start(tmp_path, slow, ranks=2)
+    wait_for_step(tmp_path / "run", len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) + 2)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.wait(timeout=40)
+    told = (tmp_path / "output.txt").read_text()
+    assert "resumed from step" in told
+    assert "stopped by a signal after step" in told, told[-3000:]
+    assert (tmp_path / "run" / "REQUEUE").exists()
+    resumed = run_here(tmp_path / "r", {**config, "batch_size": 4})
+    assert resumed.column("step") == straight.column("step")
+    assert max(abs(a - b) for a, b in zip(resumed.column("loss"), straight.column("loss"), strict=True)) < 1e-5

@@ -1,0 +1,155 @@
+"""Signals are noted, agreed on by all ranks, and given back; a second one ends the process."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from finch.parallel import Parallel
+from finch.processes import become_loader_worker
+from finch.signals import Asked, Signals
+
+ALONE = Parallel(torch.device("cpu"))
+SCRIPT = """
+import os, signal, sys, torch
+from finch.parallel import Parallel
+from finch.signals import Signals
+signals = Signals(Parallel(torch.device("cpu")), before_training=lambda: print("before", flush=True))
+signals.install()
+if "train" in sys.argv:
+    signals.start()
+for name in sys.argv[2:]:
+    os.kill(os.getpid(), getattr(signal, name))
+print(signals.agree(False).stop)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "asked"),
+    [
+        (signal.SIGTERM, Asked(stop=True, requeue=True)),
+        (signal.SIGUSR1, Asked(stop=True, requeue=True)),
+        (signal.SIGINT, Asked(stop=True, requeue=False)),
+    ],
+)
+def test_a_signal_asks_to_stop(number, asked):
+    former = signal.getsignal(number)
+    signals = Signals(ALONE)
+    signals.install()
+    signals.start()
+    assert signals.agree(False) == Asked()
+    assert signals.agree(True) == Asked(save=True)
+    os.kill(os.getpid(), number)
+    assert signals.agree(False) == asked
+    signals.restore()
+    assert signal.getsignal(number) is former
+
+
+def ended(*arguments, **environment):
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        env={**kept, **environment},
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_second_signal_leaves_at_once():
+    assert ended("train", "SIGTERM").stdout == "True\n"
+    done = ended("train", "SIGTERM", "SIGINT")
+    assert (done.returncode, done.stdout) == (130, "")
+    # Under a launcher the same signal comes twice: from the system to the whole tree, and handed on.
+    done = ended("train", "SIGTERM", "SIGTERM", RANK="0", WORLD_SIZE="1")
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+@pytest.mark.slow
+def test_before_training_there_is_no_step_to_finish():
+    done = ended("setup", "SIGUSR1")
+    assert (done.returncode, done.stdout) == (0, "before\n")
+
+
+@pytest.mark.slow
+def test_what_one_rank_is_asked_all_do(tmp_path):
+    code = """
+        import signal
+        from finch.parallel import start, stop
+        from finch.signals import Signals
+        parallel = start(device, shard=False)
+        signals = Signals(parallel)
+        signals.start()
+        found = []
+        for step in range(4):
+            if step == 1 and parallel.rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            if step == 2 and parallel.rank == 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            asked = signals.agree(step == 3 and parallel.rank == 1)
+            found.append([asked.save, asked.stop, asked.requeue])
+        tell(found)
+        stop()
+    """
+    expected = [[False, False, False], [False, True, False], [False, True, True], [True, True, True]]
+    assert on_ranks(2, code, tmp_path) == [expected, expected]
+
+
+def sleep_as_worker(told):
+    become_loader_worker(0)
+    told.set()
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_loaders_worker_obeys_its_trainer_alone():
+    context = multiprocessing.get_context("fork")
+    told = context.Event()
+    worker = context.Process(target=sleep_as_worker, args=(told,))
+    worker.start()
+    assert told.wait(20)
+    for name in ("TERM", "INT", "USR1"):
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # from another process
+    worker.join(0.5)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 143
+
+
+CHILD = """
+import os, subprocess, sys, time
+code = "from finch.processes import die_with_parent; import time; die_with_parent(); print('up', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_process_dies_with_its_parent():
+    parent = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 20
+    while is_running(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_running(process):
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
