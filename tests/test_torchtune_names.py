@@ -79,6 +79,7 @@ UNMOVED = {
         "set_seed",
     },
     "torchtune.training.activations": {"apply_selective_activation_checkpointing"},
+    "torchtune.training.lr_schedulers": {"get_cosine_schedule_with_warmup"},
     "torchtune.utils": {"get_logger", "log_rank_zero"},
 }
 MODULES = {
