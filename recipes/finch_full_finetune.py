@@ -41,7 +41,7 @@ from finch.data.inspection import inspect
 from finch.data.loading import Batch, Samples, collator, load_dataset, loader, model_inputs, to_device
 from finch.data.order import GlobalOrder
 from finch.dataset_loss import dataset_loss
-from finch.errors import UserError, WriteFailed
+from finch.errors import UserError, WriteFailed, leave_well
 from finch.formats import open_checkpoint
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.metrics import MetricsLog
@@ -860,4 +860,5 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    recipe_main()
+    leave_well()

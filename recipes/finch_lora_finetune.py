@@ -6,15 +6,13 @@ tune run --nproc_per_node 2 finch_lora_finetune --config my_lora.yaml
 
 from __future__ import annotations
 
-import sys
-
 from finch_full_finetune import FinchFullFinetune, run
 from omegaconf import DictConfig
 from torchtune import modules
 
 from finch.adapter import check_adapters, check_lora_settings, initialize_adapters, merged, train_adapters_only
 from finch.config import component_of, parse
-from finch.errors import UserError
+from finch.errors import UserError, leave_well
 from finch.options import LORA_FINETUNE
 from finch.peft_folder import PeftFolder
 from finch.precision import precision_of
@@ -80,4 +78,5 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    recipe_main()
+    leave_well()
