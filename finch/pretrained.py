@@ -18,10 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from finch.data.loading import Batch, Samples, loader, model_inputs
-from finch.data.order import EMPTY, GlobalOrder
-from finch.errors import UserError
-from finch.metrics import progress_bar
+from finch.data.loading import Batch, Samples
+from finch.data.order import EMPTY
+from finch.dataset_loss import no_targets, token_losses_of_rows
 from finch.objectives import IGNORE_INDEX, Objective
 from finch.parallel import Parallel
 
@@ -93,59 +92,30 @@ def fingerprint_of(files: Iterable[Path], rows: int, settings: Mapping[str, Any]
     return digest.hexdigest()
 
 
-@torch.no_grad()
 def pretrained_pass(
     model: nn.Module,
     samples: Samples,
     collate: Callable[[list[dict[str, Any]]], Batch],
     parallel: Parallel,
-    *,
-    batch_size: int,
-    to_device: Callable[[Batch], Batch],
-    num_workers: int = 0,
-    title: str = "",
+    **options: Any,
 ) -> Pretrained:
-    """The pass itself; each row once, on any number of ranks, in the dataset's order and without a random number.
-
-    Args:
-        model: returns token losses, [batch, seq], in nats.
-        batch_size: rows a forward pass and rank.
-        title: of the progress bar; empty: no bar.
+    """The pass itself. Arguments: see :func:`finch.dataset_loss.token_losses_of_rows`.
 
     Raises:
         UserError: no row has a target token.
     """
-    order = GlobalOrder(len(samples), micro_batch=batch_size, ranks=parallel.data_parallel_size, shuffle=False)
-    rank = parallel.data_parallel_rank
-    batches = loader(samples, order, collate, rank=rank, num_workers=num_workers)
     places: list[int] = []
     numbers, losses, sequences = [], [], []
-    was_training = model.training
-    model.eval()
-    # Ranks that run out of rows go on with empty ones, since FSDP2's forward is a collective.
-    for rows, batch in zip(
-        order.micro_batches(rank),
-        progress_bar(
-            batches,
-            desc=title,
-            total=order.steps_per_epoch,
-            unit="batch",
-            disable=not (title and parallel.is_rank_zero),
-        ),
-        strict=True,
-    ):
-        token_loss = model(**model_inputs(to_device(batch))).cpu()
+    for rows, batch, token_loss in token_losses_of_rows(model, samples, collate, parallel, **options):
+        token_loss = token_loss.cpu()
         places += rows
         numbers.append((batch["labels"] != IGNORE_INDEX).sum(1))
         losses.append(token_loss.flatten()[batch["targets"]])
         sequences.append(Objective().sequence_losses(token_loss, batch))
-    model.train(was_training)
     mine = (torch.tensor(places), torch.cat(numbers), torch.cat(losses), torch.cat(sequences))
     found = _in_order(parallel.gather(mine), len(samples))
     if found.losses.numel() == 0:
-        raise UserError(
-            f"{samples.key}: no sample of {samples.source} has a target token within tokenizer.max_seq_len; raise it, or check the template"
-        )
+        raise no_targets(samples)
     return found
 
 

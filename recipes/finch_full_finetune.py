@@ -802,7 +802,7 @@ class FinchFullFinetune(FTRecipeInterface):
             return
         try:
             self._run.mkdir(parents=True, exist_ok=True)
-            self._hold_folder()
+            self._lock.hold()
             self._lock.sign()
             (self._run / REQUEUE).unlink(missing_ok=True)
             if not cfg.resume_from_checkpoint and cfg.overwrite:
