@@ -19,6 +19,7 @@ from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.objectives import Objective
 from finch.parallel import launched_ranks
 from finch.precision import precision_of
+from finch.schedules import loss_schedule
 from finch.stochastic_rounding import stochastic_optimizer
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
 
@@ -31,17 +32,15 @@ _DEFAULT_LOSS_ARGUMENTS = (
 )
 
 
-def check_schedule(cfg: DictConfig) -> type[FinchLR | ReplayLR] | None:
-    """The schedule's class where it is stepped with the loss, before the optimizer; None: one of torch's, or none.
-
-    Its arguments are tried out on a stand-in, so that a wrong one is found at once.
+def check_schedule(cfg: DictConfig) -> None:
+    """Tries out the arguments of a schedule that is stepped with the loss on a stand-in, so that a wrong one is found at once.
 
     Raises:
         UserError: an argument outside its range, or no learning rate to start from.
     """
-    kind = _loss_schedule(cfg)
+    kind = loss_schedule(cfg)
     if kind is None:
-        return None
+        return
     eta_base = cfg.optimizer.get("lr")
     if not isinstance(eta_base, (int, float)) or eta_base <= 0:
         raise UserError(
@@ -53,7 +52,20 @@ def check_schedule(cfg: DictConfig) -> type[FinchLR | ReplayLR] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said later, with the loss of the data
         build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
-    return kind
+
+
+def check_replay(cfg: DictConfig, num_steps: int) -> None:
+    """
+    Raises:
+        UserError: the log to replay ends before the run does.
+    """
+    if loss_schedule(cfg) is not ReplayLR:
+        return
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=float(cfg.optimizer.lr))
+    try:
+        build(cfg.lr_scheduler, "lr_scheduler", stand_in).check_length(num_steps)
+    except ValueError as error:
+        raise UserError(f"lr_scheduler: {error}") from error
 
 
 def check_combinations(cfg: DictConfig, device: torch.device) -> None:
@@ -107,6 +119,8 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
         )
     if cfg.export_dtype not in (None, "fp32", "bf16", "fp64"):
         raise UserError(f"export_dtype={cfg.export_dtype} must be fp32, bf16, fp64 or null")
+    if cfg.on_nonfinite not in ("raise", "skip", "rollback"):
+        raise UserError(f"on_nonfinite={cfg.on_nonfinite} must be raise, skip or rollback")
     _check_loss(cfg)
     if cfg.regularizer is not None:
         build(cfg.regularizer, "regularizer")
@@ -196,16 +210,10 @@ def _check_loss(cfg: DictConfig) -> None:
 def _check_optimizer(cfg: DictConfig) -> None:
     """Builds optimizer and torch's schedulers on a stand-in, so that wrong arguments are found before weights are loaded."""
     optimizer = build(cfg.optimizer, "optimizer", [nn.Parameter(torch.zeros(1))])
-    if cfg.lr_scheduler is not None and _loss_schedule(cfg) is None:
+    if cfg.lr_scheduler is not None and loss_schedule(cfg) is None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             build(cfg.lr_scheduler, "lr_scheduler", optimizer, num_training_steps=100, last_epoch=-1)
-
-
-def _loss_schedule(cfg: DictConfig) -> type[FinchLR | ReplayLR] | None:
-    path = component_of(cfg.lr_scheduler)
-    component = None if path is None else locate(path, "lr_scheduler")
-    return component if isinstance(component, type) and issubclass(component, (FinchLR, ReplayLR)) else None
 
 
 def _is_positive(value: float | str) -> bool:

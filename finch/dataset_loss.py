@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finch import hang
 from finch.data.loading import Batch, Samples, loader, model_inputs
 from finch.data.order import GlobalOrder
 from finch.errors import UserError
@@ -47,6 +48,7 @@ def token_losses_of_rows(
     was_training = model.training
     model.eval()
     for rows, batch in zip(order.micro_batches(rank), bar, strict=True):
+        hang.beat()
         yield rows, batch, model(**model_inputs(to_device(batch)))
     model.train(was_training)
 

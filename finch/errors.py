@@ -27,6 +27,7 @@ _LOST_PEER = (
     "remote process exited",
     "Broken pipe",
 )
+_TIMED_OUT = "Timed out waiting"  # gloo's; NCCL ends the process itself
 
 
 def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
@@ -45,7 +46,7 @@ def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
             # A loader's worker hands on its own traceback as the message, which ends in the sentence.
             sentence = str(error).rpartition("UserError: ")[2].strip()
             if os.environ.get("RANK", "0") != "0":
-                time.sleep(3)
+                time.sleep(10)
             print(f"\nfinch: error: {sentence}", file=sys.stderr, flush=True)  # a progress bar may stand on the line
             _leave(1)
         except KeyboardInterrupt:
@@ -54,6 +55,14 @@ def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
         except Exception as error:
             if "LOCAL_RANK" not in os.environ:
                 raise
+            if isinstance(error, RuntimeError) and _TIMED_OUT in str(error):
+                print(
+                    f"\nfinch: error: rank {os.environ.get('RANK')} has waited for another rank as long as distributed_timeout allows; the stacks above "
+                    "show where each rank is stuck",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                _leave(1)
             if not (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)):
                 traceback.print_exc()
                 _leave(1)

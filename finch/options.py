@@ -104,6 +104,11 @@ FULL_FINETUNE: dict[str, Option] = {
     "clip_grad_norm": Option(
         None, (int, float, str), "largest gradient norm; null does not clip; the paper clips to 1.0"
     ),
+    "on_nonfinite": Option(
+        "raise",
+        (str,),
+        "a loss or a gradient that is not finite: raise, skip the update, or rollback to the last checkpoint and go on past the batch",
+    ),
     "optimizer_in_bwd": Option(
         False,
         (bool,),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from torch import nn
 from finch.data.loading import Batch, Samples
 from finch.data.order import EMPTY
 from finch.dataset_loss import no_targets, token_losses_of_rows
+from finch.errors import UserError
+from finch.log import say
 from finch.objectives import IGNORE_INDEX, Objective
 from finch.parallel import Parallel
 
@@ -90,6 +94,45 @@ def fingerprint_of(files: Iterable[Path], rows: int, settings: Mapping[str, Any]
                 content.seek(size * piece // _SAMPLES)
                 digest.update(content.read(_SAMPLED_BYTES))
     return digest.hexdigest()
+
+
+class KeptPass:
+    """A run's one pass: kept in a file under its fingerprint, used again where it fits.
+
+    Args:
+        file: where it is kept.
+        fingerprint: see :func:`fingerprint_of`.
+    """
+
+    def __init__(self, file: Path, fingerprint: str) -> None:
+        self._file, self._fingerprint = file, fingerprint
+
+    def load(self, parallel: Parallel) -> Pretrained | None:
+        """An earlier pass of this model over these rows, if every rank finds it."""
+        found = load_pretrained(self._file, self._fingerprint)
+        if not parallel.agree(found is not None):
+            return None
+        say(f"the pretrained model's losses are those of {self._file}")
+        return found
+
+    def take(self, model: nn.Module, **whole: Any) -> Pretrained:
+        """Makes the pass and keeps it. Arguments: see :func:`pretrained_pass`.
+
+        Raises:
+            UserError: no row has a target token, or the mean is not finite.
+        """
+        began = time.perf_counter()
+        found = pretrained_pass(model, **whole)
+        if not math.isfinite(found.mean):
+            raise UserError(
+                f"the pretrained model's mean loss over the training rows is {found.mean}; check the weights in checkpointer.checkpoint_dir, and dtype"
+            )
+        say(
+            f"pretrained model's mean loss over {len(whole['samples'])} training samples: {found.mean:.4f} nats ({time.perf_counter() - began:.1f} s)"
+        )
+        if whole["parallel"].is_rank_zero:
+            found.save(self._file, self._fingerprint)
+        return found
 
 
 def pretrained_pass(

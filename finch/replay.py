@@ -7,7 +7,6 @@ apart.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from finch.metrics import FILE_NAME, read_metrics
+from finch.nonfinite import NonFiniteLosses
 
 
 class ReplayLR:
@@ -27,6 +27,7 @@ class ReplayLR:
     Args:
         optimizer: one optimizer or a list of them.
         log: the earlier run's metrics.jsonl, or its folder.
+        on_nonfinite, max_nonfinite: see :class:`finch.nonfinite.NonFiniteLosses`.
 
     Attributes:
         num_steps: how many steps the log holds.
@@ -36,7 +37,15 @@ class ReplayLR:
             param group's lr is not above 0.
     """
 
-    def __init__(self, optimizer: Optimizer | Iterable[Optimizer], *, log: str | Path) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer | Iterable[Optimizer],
+        *,
+        log: str | Path,
+        on_nonfinite: str = "raise",
+        max_nonfinite: int = 10,
+    ) -> None:
+        self._losses = NonFiniteLosses(on_nonfinite, max_nonfinite)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         bases = [float(group["lr"]) for group in self._groups()]
         if not bases:
@@ -85,13 +94,10 @@ class ReplayLR:
         """
         self.check_length(self._taken + 1)
         has_targets = targets is None or float(targets) > 0
-        if has_targets and not math.isfinite(float(loss)):
-            raise FloatingPointError(
-                f"the loss was not finite at step {self._taken + 1}: replay a run with a lower learning rate, or check the data"
-            )
+        is_finite = not has_targets or self._losses.take(float(loss), self._taken + 1)
         self._taken += 1
         self._write()
-        return has_targets
+        return has_targets and is_finite
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each param group as last set, optimizer by optimizer; before the first step, that of step 1."""
@@ -102,12 +108,13 @@ class ReplayLR:
         """The keys of :meth:`finch.FinchLR.metrics`; there is no EMA and no cap here."""
         return {"ema_loss": None, "lr": self.get_last_lr()[0], "lr_is_capped": False}
 
-    def check(self) -> None:
-        """As in FinchLR, where losses may wait on a device to be looked at; here ``step`` has looked at them."""
+    def check(self) -> int:
+        """How many losses have not been finite since the last call."""
+        return self._losses.new()
 
     def state_dict(self) -> dict[str, int]:
         """Steps taken. The learning rates stay in the log, which a resumed run reads again."""
-        return {"steps_taken": self._taken}
+        return {"steps_taken": self._taken, **self._losses.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores ``state_dict`` and writes the learning rate that belongs to it.
@@ -118,6 +125,7 @@ class ReplayLR:
         taken = int(state["steps_taken"])
         self.check_length(taken)
         self._taken = taken
+        self._losses.load_state_dict(state)
         self._write()
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -136,7 +144,7 @@ def _read_rates(log: Path) -> list[float]:
         raise ValueError(f"log={log} does not exist: give the metrics.jsonl of an earlier run, or its folder")
     rates: list[float] = []
     for line in read_metrics(log):
-        if "validation_loss" in line:
+        if "validation_loss" in line or "rolled_back_to" in line:
             continue
         if line.get("step") != len(rates) + 1:
             raise ValueError(

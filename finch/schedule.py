@@ -173,13 +173,13 @@ class FinchLR:
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each param group as last set, optimizer by optimizer. Reads the device."""
-        self.check()
+        self._raise_if_asked()
         return [float(self._eta) * ratio for ratio in self._ratios]
 
     @property
     def ema_loss(self) -> float | None:
         """Lbar in nats, or None before the first loss of ``init="first_batch"``. Reads the device."""
-        self.check()
+        self._raise_if_asked()
         value = float(self._ema_loss)
         return None if math.isnan(value) else value
 
@@ -187,24 +187,18 @@ class FinchLR:
         """``ema_loss``, ``lr`` (the first group's) and ``lr_is_capped`` as they are: tensors where the state lives on a device, unread."""
         return {"ema_loss": self._ema_loss, "lr": self._eta, "lr_is_capped": self._eta >= self.eta_max}
 
-    def check(self) -> None:
+    def check(self) -> int:
         """Reads the counters of non-finite losses and raises where ``on_nonfinite`` asks for it.
+
+        Returns:
+            How many have come since the last call.
 
         Raises:
             FloatingPointError: see ``step``.
         """
-        total, longest = int(self._nonfinite), int(self._longest_row)
-        new, self._reported = total - self._reported, total
-        if self.on_nonfinite == "raise" and new > 0:
-            raise FloatingPointError(
-                f"the loss was not finite at {'a step' if new == 1 else f'{new} steps'} after step {int(self._num_steps)}; EMA and learning "
-                "rate are unchanged: lower eta_base, check the data, or set on_nonfinite: skip"
-            )
-        if longest >= self.max_nonfinite:
-            raise FloatingPointError(
-                f"the loss was not finite {longest} times in a row after step {int(self._num_steps)}: the weights or the data are broken; "
-                "go back to a checkpoint and lower eta_base"
-            )
+        new = self._raise_if_asked()
+        self._reported += new
+        return new
 
     def state_dict(self) -> dict[str, Any]:
         """What the run has learned so far, as plain numbers. Reads the device.
@@ -212,7 +206,7 @@ class FinchLR:
         Kept: the EMA and the counters, which nothing else could restore. Not kept: eta_base, eta_max, ema, eps and
         the groups' ratios, which the config states and a resumed run may change on purpose.
         """
-        self.check()
+        self._raise_if_asked()
         return {
             "ema_loss": self.ema_loss,
             "num_steps": int(self._num_steps),
@@ -230,6 +224,23 @@ class FinchLR:
             self._write(self._eta_of(self._ema_loss))
 
     # Private
+
+    def _raise_if_asked(self) -> int:
+        """Returns how many non-finite losses ``check`` has not told of."""
+        total, longest = int(self._nonfinite), int(self._longest_row)
+        new = total - self._reported
+        if self.on_nonfinite == "raise" and new > 0:
+            self._reported = total
+            raise FloatingPointError(
+                f"the loss was not finite at {'a step' if new == 1 else f'{new} steps'} after step {int(self._num_steps)}; EMA and learning "
+                "rate are unchanged: lower eta_base, check the data, or set on_nonfinite: skip"
+            )
+        if longest >= self.max_nonfinite:
+            raise FloatingPointError(
+                f"the loss was not finite {longest} times in a row after step {int(self._num_steps)}: the weights or the data are broken; "
+                "go back to a checkpoint and lower eta_base"
+            )
+        return new
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -260,7 +271,7 @@ class FinchLR:
             self._nonfinite += 1
             self._in_a_row += 1
             self._longest_row = max(int(self._longest_row), int(self._in_a_row))
-            self.check()
+            self._raise_if_asked()
             return False
         self._in_a_row = 0
         self._num_steps += 1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from finch import hang
 from finch.parallel import Parallel, is_launched
 
 REQUEUE = "REQUEUE"
@@ -102,6 +103,8 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked process inherits this handler
             return
+        if hang.is_stuck():  # the step will not end
+            os._exit(128 + number)
         if not self._is_training:
             if self._before_training is not None:
                 self._before_training()

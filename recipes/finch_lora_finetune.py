@@ -15,7 +15,6 @@ from finch.config import component_of, parse
 from finch.errors import UserError, leave_well
 from finch.options import LORA_FINETUNE
 from finch.peft_folder import PeftFolder
-from finch.precision import precision_of
 
 
 class FinchLoRAFinetune(FinchFullFinetune):
@@ -61,7 +60,7 @@ class FinchLoRAFinetune(FinchFullFinetune):
         initialize_adapters(self._model.decoder, self.seed)
 
     def _export(self, name: str) -> None:
-        dtype = None if self._cfg.export_dtype is None else precision_of(self._cfg.export_dtype).weights
+        dtype = self._export_dtype
         decoder, is_writer = self._model.decoder, self._parallel.is_rank_zero
         self._adapter.write(decoder, self._run / f"{name}_adapter", is_writer=is_writer, dtype=dtype)
         if not self._cfg.save_adapter_weights_only:

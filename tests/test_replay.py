@@ -87,7 +87,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, loss):
     replay.step(1.0)
     with pytest.raises(FloatingPointError, match="not finite at step 2"):
         replay.step(loss)
-    assert replay.state_dict() == {"steps_taken": 1}
+    assert replay.state_dict()["steps_taken"] == 1
 
 
 def test_resuming_goes_on_where_it_stopped(run):

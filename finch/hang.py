@@ -1,0 +1,84 @@
+"""Where a rank is when it does not get on: the stack of every thread, a little before collectives give up waiting.
+
+One rank that is stuck makes all others wait, and the first of them to give up ends the job. Only the stacks of all ranks
+tell who waits for whom.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+import time
+
+_EARLIER = 0.9
+_GRACE_S = 5.0  # for the watching thread to print its line, if it gets to run
+_PAUSE_S = 1.0
+_STDERR = 2  # the descriptor: whatever sys.stderr has become, a progress bar included
+
+
+class Watchdog:
+    """Prints where every thread is once :meth:`beat` has not been called for a while; ends nothing.
+
+    Args:
+        timeout_s: after which a collective fails; the stacks come at nine tenths of it.
+
+    Attributes:
+        has_told: whether the stacks have been printed, and nothing has been heard since.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._limit = _EARLIER * timeout_s
+        self._is_over = threading.Event()
+        self.has_told = False
+        self.beat()
+        threading.Thread(target=self._watch, name="finch-watchdog", daemon=True).start()
+
+    def beat(self) -> None:
+        """Says that this rank gets on."""
+        self._last, self.has_told = time.monotonic(), False
+        # The interpreter's own watchdog needs no lock of it: it speaks also where a call into C keeps the thread below from running.
+        faulthandler.dump_traceback_later(self._limit + _GRACE_S, exit=False, file=_STDERR)
+
+    def stop(self) -> None:
+        self._is_over.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(max(self._last + self._limit - time.monotonic(), _PAUSE_S)):
+            if self.has_told or time.monotonic() < self._last + self._limit:
+                continue
+            self.has_told = True
+            faulthandler.cancel_dump_traceback_later()
+            rank = os.environ.get("RANK", "0")
+            line = f"\nfinch: rank {rank} has not got on for {self._limit:.0f} s; it is here:\n"
+            os.write(_STDERR, line.encode())
+            faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+
+
+_watchdog: Watchdog | None = None
+
+
+def watch(timeout_s: float) -> None:
+    """Starts this process's watchdog."""
+    global _watchdog
+    stop()
+    _watchdog = Watchdog(timeout_s)
+
+
+def beat() -> None:
+    """Says that this rank gets on; nothing without a watchdog. To be called at each batch and at the end of whatever takes long."""
+    if _watchdog is not None:
+        _watchdog.beat()
+
+
+def is_stuck() -> bool:
+    """Whether this rank has been found not to get on."""
+    return _watchdog is not None and _watchdog.has_told
+
+
+def stop() -> None:
+    global _watchdog
+    if _watchdog is not None:
+        _watchdog.stop()
+        _watchdog = None

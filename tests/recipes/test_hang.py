@@ -1,0 +1,37 @@
+"""A rank that is stuck: every rank shows where it is, and none is left waiting."""
+
+import pytest
+from conftest import make_config, tune_run
+
+pytestmark = pytest.mark.slow
+
+STUCK_ROWS = """
+import os, time
+from torchtune.datasets import instruct_dataset
+
+class Stuck:
+    def __init__(self, inner): self.inner, self.reads = inner, 0
+    def __len__(self): return len(self.inner)
+    def __getitem__(self, index):
+        self.reads += 1
+        if os.environ["RANK"] == "1" and self.reads == 6:
+            wait_for_a_disk_that_does_not_answer()
+        return self.inner[index]
+
+def wait_for_a_disk_that_does_not_answer(): time.sleep(1000)
+def dataset(tokenizer, **kwargs): return Stuck(instruct_dataset(tokenizer, **kwargs))
+"""
+
+
+def test_a_collective_that_hangs_shows_every_ranks_stack(tmp_path, base_folder, rows_file):
+    (tmp_path / "stuck_rows.py").write_text(STUCK_ROWS)
+    config = make_config(base_folder, rows_file, tmp_path / "run", batch_size=2, check_dataset=False)
+    config["lr_scheduler"]["init"] = 4.0
+    config["dataset"]["_component_"] = "stuck_rows.dataset"
+    run = tune_run(tmp_path, config, "distributed_timeout=8", ranks=2, timeout=120)
+    assert run.returncode != 0
+    assert "finch: rank 0 has not got on for 7 s; it is here:" in run.output
+    assert "finch: rank 1 has not got on for 7 s; it is here:" in run.output
+    assert "in wait_for_a_disk_that_does_not_answer" in run.output
+    assert "finch: error: rank 0 has waited for another rank as long as distributed_timeout allows" in run.output
+    assert "Signal 9" not in run.output  # the stuck rank has left by itself when it was told to
