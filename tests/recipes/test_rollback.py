@@ -1,0 +1,197 @@
+"""A loss or a gradient that is not finite: raised, skipped, or answered by going back to the last checkpoint; through the recipe."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import make_config, relative_l2, run_here, tune_run, weights
+from test_resume import run_broken
+
+from finch import manifest
+
+pytestmark = pytest.mark.slow
+
+COSINE = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 3}
+COLUMNS = ("step", "loss", "ema_loss", "lr", "grad_norm")
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    import finch_full_finetune
+
+    return finch_full_finetune.FinchFullFinetune
+
+
+def spoil_losses(patch, recipe, *steps):
+    token_losses = recipe._token_losses
+
+    def spoilt(self, batch):
+        losses = token_losses(self, batch)
+        return losses * math.nan if self.step + 1 in steps else losses
+
+    patch.setattr(recipe, "_token_losses", spoilt)
+
+
+def lines_of(run, first):
+    return [[line[name] for name in COLUMNS] for line in run.metrics() if "loss" in line and line["step"] >= first]
+
+
+def notes_of(run):
+    return [(line["step"], line["rolled_back_to"]) for line in run.metrics() if "rolled_back_to" in line]
+
+
+@pytest.fixture
+def config(base_folder, rows_file, tmp_path):
+    """22 steps in two epochs, a checkpoint every 3."""
+
+    def make(name="run", **changes):
+        changes = {
+            "epochs": 2,
+            "checkpoint": {"every_n_steps": 3, "keep_last": 9},
+            "on_nonfinite": "rollback",
+            **changes,
+        }
+        return make_config(base_folder, rows_file, tmp_path / name, **changes)
+
+    return make
+
+
+def test_back_to_the_checkpoint_and_on_past_the_batch(config, recipe, tmp_path, monkeypatch):
+    """As a run that was broken after step 6 and goes on from there with batch 9: its checkpoint is edited by hand."""
+    with monkeypatch.context() as patch:
+        spoil_losses(patch, recipe, 8)
+        run = run_here(tmp_path / "r", config())
+    assert run.returncode == 0, run.output[-3000:]
+    assert "the loss was not finite at step 8: back to " in run.output
+    assert notes_of(run) == [(8, 6)]
+    assert [line["loss"] for line in run.metrics() if line["step"] == 8 and "loss" in line] == [None]
+
+    edited = config("edited")
+    run_broken(tmp_path / "e", edited, monkeypatch, 6)
+    folder = tmp_path / "edited" / "checkpoints" / "step_6"
+    state = json.loads((folder / "state.json").read_text())
+    state.update(step=8, consumed=state["consumed"] + 2 * 4)
+    (folder / "state.json").write_text(json.dumps(state))
+    entries = manifest.read(folder)
+    manifest.write(folder, {**entries, "state.json": manifest.digest_of(folder / "state.json")})
+    reference = run_here(tmp_path / "e", edited, "resume_from_checkpoint=True")
+    assert lines_of(run, 9) == lines_of(reference, 9)
+    assert len(lines_of(run, 9)) == 14
+    ours, theirs = weights(run.folder / "epoch_1"), weights(reference.folder / "epoch_1")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    # Killed after the return and resumed from before it: the same run.
+    broken = {**config("broken"), "resume_from_checkpoint": "auto"}
+    with monkeypatch.context() as patch:
+        spoil_losses(patch, recipe, 8)
+        run_broken(tmp_path / "b", broken, monkeypatch, 9)
+        for path in (tmp_path / "broken" / "checkpoints").glob("step_9*"):
+            path.rename(path.with_name("away"))
+        resumed = run_here(tmp_path / "b", broken)
+    assert "resumed from step 6 of" in resumed.output
+    assert notes_of(resumed) == [(8, 6)]
+    assert lines_of(resumed, 1) == lines_of(run, 1)
+    assert all(torch.equal(ours[name], other) for name, other in weights(resumed.folder / "epoch_1").items())
+
+
+def test_before_the_first_checkpoint_it_is_back_to_the_pretrained_model(config, recipe, tmp_path, monkeypatch):
+    """Then step 1 has not been: as if both steps had been skipped."""
+    with monkeypatch.context() as patch:
+        spoil_losses(patch, recipe, 2)
+        run = run_here(tmp_path / "r", config())
+    assert "back to the pretrained model, and on with the next batch" in run.output
+    with monkeypatch.context() as patch:
+        spoil_losses(patch, recipe, 1, 2)
+        skipped = run_here(tmp_path / "s", config("skipped", on_nonfinite="skip"))
+    assert lines_of(run, 3) == lines_of(skipped, 3)
+    assert [line[1] for line in lines_of(skipped, 1)[:2]] == [None, None]
+
+
+def test_schedules_that_go_by_the_step_go_on(config, recipe, tmp_path, monkeypatch):
+    straight = run_here(tmp_path / "s", config("straight", lr_scheduler=COSINE))
+    spoil_losses(monkeypatch, recipe, 8)
+    for action in ("rollback", "skip"):
+        run = run_here(tmp_path / "r", config(action, lr_scheduler=COSINE, on_nonfinite=action))
+        assert [line[3] for line in lines_of(run, 1)] == straight.column("lr")
+        assert (lines_of(run, 9)[0][1] == straight.column("loss")[8]) is False
+        assert lines_of(run, 1)[:7] == lines_of(straight, 1)[:7]
+    replay = {"_component_": "finch.ReplayLR", "log": str(tmp_path / "straight")}
+    replayed = run_here(tmp_path / "p", config("replayed", lr_scheduler=replay))
+    assert lines_of(replayed, 1) == lines_of(run_here(tmp_path / "q", config("again", lr_scheduler=COSINE)), 1)
+    assert notes_of(replayed) == [(8, 6)]
+
+
+def test_it_gives_up_where_going_back_does_not_help(config, recipe, tmp_path, monkeypatch):
+    spoil_losses(monkeypatch, recipe, *range(5, 99))
+    told = run_here(tmp_path / "r", config()).error()
+    assert "the loss was not finite at step 15, after 10 returns to " in told
+    assert told.endswith("step_12: lower optimizer.lr or check the data")
+
+
+def test_a_gradient_that_is_not_finite(config, recipe, tmp_path, monkeypatch):
+    """Its loss is finite; taken, it would leave nothing of the weights."""
+    clip, seen = recipe._clip_gradients, []
+
+    def overflows(self):
+        seen.append({name: weight.detach().clone() for name, weight in self._model.named_parameters()})
+        if self.step + 1 == 5:
+            next(self._model.parameters()).grad[0] = math.inf
+        return clip(self)
+
+    monkeypatch.setattr(recipe, "_clip_gradients", overflows)
+    run = run_here(tmp_path / "r", config(on_nonfinite="skip"))
+    assert run.returncode == 0, run.output[-2000:]
+    assert all(torch.equal(seen[4][name], seen[5][name]) for name in seen[4])
+    assert not all(torch.equal(seen[3][name], seen[4][name]) for name in seen[4])
+    line = run.metrics()[4]
+    assert (line["step"], line["grad_norm"], math.isfinite(line["loss"])) == (5, None, True)
+    told = run_here(tmp_path / "r", config("raises", on_nonfinite="raise")).error()
+    assert "not finite" in told
+
+
+def test_losses_that_stay_on_a_device(config, recipe, tmp_path, monkeypatch):
+    """They come to light when the device is read; a state is not saved before that."""
+    import finch_full_finetune
+
+    build = finch_full_finetune.build_optimizers
+
+    def with_tensor_rates(*args, **kwargs):
+        optimizers = build(*args, **kwargs)
+        for group in optimizers[0].param_groups:
+            group["lr"] = torch.tensor(float(group["lr"]))
+        return optimizers
+
+    monkeypatch.setattr(finch_full_finetune, "build_optimizers", with_tensor_rates)
+    spoil_losses(monkeypatch, recipe, 5, 13)
+    run = run_here(tmp_path / "r", config(log_every_n_steps=100))
+    assert run.returncode == 0, run.output[-2000:]
+    assert notes_of(run) == [(6, 3), (15, 12)]
+    run = run_here(tmp_path / "r", config("often", log_every_n_steps=2))
+    assert notes_of(run) == [(6, 3), (14, 12)]
+
+
+def test_on_two_ranks(config, tmp_path):
+    """Weights that an update has broken; 2 ranks as 1."""
+    (tmp_path / "breaking.py").write_text(
+        "import torch\n"
+        "class AdamW(torch.optim.AdamW):\n"
+        "    taken = 0\n"
+        "    def step(self, closure=None):\n"
+        "        super().step(closure)\n"
+        "        self.taken += 1\n"
+        "        if self.taken == 7:\n"
+        "            for group in self.param_groups:\n"
+        "                for weight in group['params']: weight.data.mul_(float('nan'))\n"
+    )
+    changes = {"optimizer": {"_component_": "breaking.AdamW", "lr": 2e-3}, "epochs": 1}
+    one, two = (
+        tune_run(tmp_path, config(f"on_{ranks}", batch_size=4 // ranks, **changes), ranks=ranks) for ranks in (1, 2)
+    )
+    for run in (one, two):
+        assert run.returncode == 0, run.output[-3000:]
+        assert notes_of(run) == [(8, 6)]
+    for ours, theirs in zip(lines_of(two, 1), lines_of(one, 1), strict=True):
+        if ours[0] != 8:
+            assert ours == pytest.approx(theirs, rel=1e-5)
+    assert relative_l2(weights(two.folder / "epoch_0"), weights(one.folder / "epoch_0")) < 1e-5
