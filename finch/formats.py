@@ -169,7 +169,12 @@ class NativeFolder(PretrainedFolder):
             HEAD in self._to_tune({name: tensor}) for name, tensor in tensors_of(self.files[0])
         ):
             state[HEAD] = state[_EMBEDDING]
-        torch.save(self._rename_back(state), target / self.files[0].name)
+        try:
+            torch.save(self._rename_back(state), target / self.files[0].name)
+        except RuntimeError as error:  # all that its writer says of a full disk
+            if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
+                raise
+            raise OSError(f"{self.files[0].name} could not be written to its end") from error
         copy_side_files(self.folder, target)
 
 

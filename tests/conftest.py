@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,15 +180,17 @@ def tune_run(
     ranks: int | None = None,
     recipe: str = "finch_full_finetune",
     timeout: int = 240,
+    before: Sequence[str] = (),
 ) -> Run:
-    """Starts the real `tune run` in a process of its own, in ``folder``; with ``ranks`` through torchrun."""
+    """Starts the real `tune run` in a process of its own, in ``folder``; with ``ranks`` through torchrun. ``before``: a command that starts it."""
     import yaml
 
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
-    command = [sys.executable, "-m", "torchtune._cli.tune", "run", *launcher, recipe, "--config", str(file), *overrides]
+    command = [*before, sys.executable, "-m", "torchtune._cli.tune", "run", *launcher, recipe]
+    command += ["--config", str(file), *overrides]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False, env=environment()
     )

@@ -1,6 +1,7 @@
 """Meta's and torchtune's formats: the weights that torchtune's own checkpointers load, and what is written for them."""
 
 import json
+import resource
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.training import FullModelMetaCheckpointer, FullModelTorchTuneCheckpointer
 from transformers import AutoModelForCausalLM
 
-from finch.errors import UserError
+from finch.errors import UserError, WriteFailed
 from finch.formats import open_checkpoint
 from finch.huggingface import HuggingFaceFolder
 
@@ -176,6 +177,21 @@ def test_torchtunes_own_format(base_folder, tmp_path, with_config):
     )
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], original[name]) for name in original)
+
+
+def test_a_file_that_finds_no_room(base_folder, tmp_path):
+    """torch.save knows a full disk as a RuntimeError."""
+    weights = dict(HuggingFaceFolder(str(base_folder)).weights())
+    torch.save(weights, tmp_path / "model.pt")
+    folder = open_checkpoint(block(tmp_path, "TorchTune", ["model.pt"]))
+    ordinary = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, ordinary[1]))
+    try:
+        with pytest.raises(WriteFailed, match=r"model\.pt could not be written to its end"):
+            folder.write(weights.items(), tmp_path / "out", is_writer=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ordinary)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_run_from_metas_files_is_the_run_from_the_hugging_face_folder(base_folder, meta, rows_file, tmp_path):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from conftest import make_config, run_here
+from conftest import make_config, run_here, tune_run
 from test_resume import assert_same_run
 
 from finch.huggingface import HuggingFaceFolder
@@ -80,3 +80,20 @@ def test_a_folder_that_cannot_be_written_is_refused(base_folder, rows_file, tmp_
     monkeypatch.setattr(RunLock, "hold", lambda lock: full())
     run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "run"))
     assert "cannot be written (No space left on device); give another folder" in run.error()
+
+
+def test_on_two_ranks_a_real_limit_stops_the_epochs_folder(tmp_path, base_folder, rows_file):
+    """Files may grow to one and a half times the model: a rank's state under SGD fits, the model in fp64 does not."""
+    size = (base_folder / "model.safetensors").stat().st_size
+    config = make_config(base_folder, rows_file, tmp_path / "run", batch_size=2, epochs=2, export_dtype="fp64")
+    config["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 1e-2}
+    limited = tune_run(tmp_path, config, ranks=2, before=("prlimit", f"--fsize={size * 3 // 2}"))
+    assert limited.returncode != 0
+    assert "epoch_0 could not be written (" in limited.output
+    assert "has no room for the last epoch's folder; make room" in limited.error()
+    assert not list(limited.folder.glob("epoch_*"))
+    again = tune_run(tmp_path, config, "resume_from_checkpoint=True", ranks=2)
+    assert "resumed from step 22 of" in again.output
+    assert again.returncode == 0, again.output[-2000:]
+    assert len(again.column("loss")) == 22
+    assert [path.name for path in again.folder.glob("epoch_*")] == ["epoch_1"]
