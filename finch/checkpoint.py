@@ -45,11 +45,6 @@ def checkpoints(run: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
-def latest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint of a run that has come furthest, verified or not."""
-    return next(iter(checkpoints(run)), None)
-
-
 def candidates(run: Path, resume: bool | str) -> list[Path]:
     """What ``resume_from_checkpoint`` allows to go on from, in the order of preference; empty: start afresh.
 

@@ -17,7 +17,6 @@ from finch.checkpoint import (
     check_identity,
     checkpoints,
     first_whole,
-    latest_checkpoint,
     load_tensors,
     read_state,
     restore_rng,
@@ -50,8 +49,8 @@ def test_weights_and_moments_come_back_bit_for_bit(tmp_path):
     model, optimizer = trained(0, 3)
     save_checkpoint(tmp_path, 3, model, optimizer, {"step": 3})
     other, other_optimizer = trained(1, 0)
-    load_tensors(latest_checkpoint(tmp_path), other, other_optimizer, ALONE)
-    assert read_state(latest_checkpoint(tmp_path)) == {"step": 3, "world_size": 1}
+    load_tensors(checkpoints(tmp_path)[0], other, other_optimizer, ALONE)
+    assert read_state(checkpoints(tmp_path)[0]) == {"step": 3, "world_size": 1}
     for each in ((model, optimizer), (other, other_optimizer)):
         each[0](torch.ones(2, 3)).sum().backward()
         each[1].step()
@@ -69,8 +68,8 @@ def test_a_rate_that_is_a_tensor_stays_the_schedules(tmp_path):
     schedule.step(torch.tensor(1.0))
     save_checkpoint(tmp_path, 2, model, optimizer, {"schedule": schedule.state_dict()})
     other, other_optimizer, other_schedule = with_schedule(1, 0)
-    load_tensors(latest_checkpoint(tmp_path), other, other_optimizer, ALONE)
-    other_schedule.load_state_dict(read_state(latest_checkpoint(tmp_path))["schedule"])
+    load_tensors(checkpoints(tmp_path)[0], other, other_optimizer, ALONE)
+    other_schedule.load_state_dict(read_state(checkpoints(tmp_path)[0])["schedule"])
     for each_model, each_optimizer, each_schedule in (
         (model, optimizer, schedule),
         (other, other_optimizer, other_schedule),
@@ -92,7 +91,7 @@ def test_hyperparameters_are_the_configs_not_the_checkpoints(tmp_path, before, a
     model, optimizer = optimizer_of(before, 0, 2, 0.1)
     save_checkpoint(tmp_path, 2, model, optimizer, {})
     other, other_optimizer = optimizer_of(after, 1, 0, 0.5)
-    load_tensors(latest_checkpoint(tmp_path), other, other_optimizer, ALONE)
+    load_tensors(checkpoints(tmp_path)[0], other, other_optimizer, ALONE)
     (group,) = other_optimizer.param_groups
     assert isinstance(group["lr"], torch.Tensor) == (after == "tensor")
     assert group["weight_decay"] == 0.5
@@ -120,8 +119,8 @@ def test_the_last_ones_are_kept_and_a_torn_one_does_not_count(tmp_path, keep_las
     assert names(tmp_path) == sorted(f"step_{step}" for step in left)
     (tmp_path / "checkpoints" / "step_11.partial").mkdir()
     (tmp_path / "checkpoints" / "step_12").mkdir()
-    assert latest_checkpoint(tmp_path).name == "step_10"
-    assert latest_checkpoint(tmp_path / "nothing") is None
+    assert checkpoints(tmp_path)[0].name == "step_10"
+    assert checkpoints(tmp_path / "nothing") == []
 
 
 def test_a_step_saved_again_takes_the_place_of_the_first(tmp_path, monkeypatch):
@@ -233,13 +232,13 @@ def test_in_the_background_the_weights_of_the_step_are_saved_not_later_ones(tmp_
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     saver.poll()
-    assert latest_checkpoint(tmp_path) is None
+    assert checkpoints(tmp_path) == []
     assert told == []
     released.set()
     assert saver.finish()
     assert [is_bad for _, is_bad in told] == [False]
     other, other_optimizer = trained(1, 0)
-    load_tensors(latest_checkpoint(tmp_path), other, other_optimizer, ALONE)
+    load_tensors(checkpoints(tmp_path)[0], other, other_optimizer, ALONE)
     assert all(torch.equal(a, b) for a, b in zip(expected, other.parameters(), strict=True))
     for one, two in zip(moments, other_optimizer.state.values(), strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)
