@@ -1,0 +1,146 @@
+"""A small training job made on the spot: random Llama weights, a tokenizer, rows of words, and a config for the recipe."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+import yaml
+from torchtune.models.llama2 import llama2
+
+from finch.huggingface import HuggingFaceFolder
+
+VOCAB_SIZE = 64
+MAX_SEQ_LEN = 64
+WORDS = [
+    "the",
+    "a",
+    "small",
+    "old",
+    "red",
+    "bird",
+    "fox",
+    "tree",
+    "river",
+    "stone",
+    "sings",
+    "runs",
+    "sleeps",
+    "near",
+    "under",
+    "over",
+    "quietly",
+    "often",
+    "never",
+    "again",
+]
+TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "intermediate_dim": 48}
+
+
+def make_base(folder: Path, size: dict[str, int] = TINY) -> int:
+    """Writes a Hugging Face folder with random weights and a SentencePiece tokenizer; returns the number of parameters.
+
+    Args:
+        folder: does not exist yet.
+        size: torchtune's arguments of ``llama2``, see ``TINY``.
+    """
+    drawn = random.Random(0)
+    start = folder.with_name(folder.name + ".start")
+    start.mkdir(parents=True)
+    text = start / "text.txt"
+    text.write_text("\n".join(" ".join(drawn.choices(WORDS, k=8)) for _ in range(400)), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(start / "tokenizer"),
+        vocab_size=VOCAB_SIZE,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    text.unlink()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": size["embed_dim"],
+        "intermediate_size": size["intermediate_dim"],
+        "num_hidden_layers": size["num_layers"],
+        "num_attention_heads": size["num_heads"],
+        "num_key_value_heads": size["num_kv_heads"],
+        "max_position_embeddings": MAX_SEQ_LEN,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+    (start / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    torch.manual_seed(0)
+    decoder = llama2(vocab_size=VOCAB_SIZE, max_seq_len=MAX_SEQ_LEN, **size)
+    for name, parameter in decoder.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.2 if size is TINY else 0.02)
+    HuggingFaceFolder(str(start), checkpoint_files=[]).write(decoder.state_dict().items(), folder, is_writer=True)
+    shutil.rmtree(start)
+    return sum(parameter.numel() for parameter in decoder.parameters())
+
+
+def make_rows(file: Path, number: int, *, seed: int, words: tuple[int, int] = (1, 7)) -> None:
+    """Writes question-answer rows; answers have between ``words[0]`` and ``words[1]`` words."""
+    drawn = random.Random(seed)
+    rows = [
+        {
+            "question": " ".join(drawn.choices(WORDS, k=drawn.randint(1, 4))),
+            "answer": " ".join(drawn.choices(WORDS, k=drawn.randint(*words))),
+        }
+        for _ in range(number)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_config(file: Path, *, base: Path, rows: Path, run: Path, size: dict[str, int] = TINY, **changes: Any) -> None:
+    """Writes a config of the recipe: FINCH on the CPU in fp32, with attention dropout so that random states count.
+
+    Args:
+        changes: replace top-level keys; ``held_out``, a file, becomes the validation rows.
+    """
+
+    def dataset(source: Path) -> dict[str, Any]:
+        columns = {"input": "question", "output": "answer"}
+        component = "torchtune.datasets.instruct_dataset"
+        return {"_component_": component, "source": "json", "data_files": str(source), "column_map": columns}
+
+    held_out = changes.pop("held_out", None)
+    config = {
+        "output_dir": str(run),
+        "model": {
+            "_component_": "torchtune.models.llama2.llama2",
+            "vocab_size": VOCAB_SIZE,
+            "max_seq_len": MAX_SEQ_LEN,
+            "attn_dropout": 0.1,
+            **size,
+        },
+        "tokenizer": {
+            "_component_": "torchtune.models.llama2.llama2_tokenizer",
+            "path": str(base / "tokenizer.model"),
+            "max_seq_len": MAX_SEQ_LEN,
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(base),
+            "checkpoint_files": ["model.safetensors"],
+            "output_dir": str(run),
+            "model_type": "LLAMA2",
+        },
+        "dataset": dataset(rows),
+        **({} if held_out is None else {"dataset_validation": dataset(held_out)}),
+        "seed": 0,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-3, "weight_decay": 0.01, "fused": True},
+        "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5e-3, "init": "dataset"},
+        "clip_grad_norm": 1.0,
+        "device": "cpu",
+        "dtype": "fp32",
+        **changes,
+    }
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
