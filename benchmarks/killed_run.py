@@ -27,6 +27,8 @@ SIGTERM = "SIGTERM"
 KINDS = {"tree": 13, "launcher": 3, "rank": 2, SIGTERM: 2}
 SHARE_OF_KILLS_IN_THE_START = 0.15
 ATTEMPT_LIMIT_S = 240.0
+PATIENCE_S = 15.0  # for processes that end with their launcher
+LEAVING_S = 90.0  # for ranks that have lost a peer, or that were asked to leave and finish what they are doing
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,8 @@ def run_killed(job: Job, timing: Timing, kinds: Sequence[str], drawn: random.Ran
         launcher = job.start(attempt)
         try:
             kill = _attempt(launcher, job, timing, kind, drawn)
-            # A rank that has lost its peer, or that was asked to leave, may finish what it is doing.
-            patience_s = 15 if kill is None or kill.kind in ("tree", "launcher") else 90
-            left = process_tree.wait_until_gone(job.mark, patience_s)
+            is_ended = kill is None or kill.kind in ("tree", "launcher")
+            left = process_tree.wait_until_gone(job.mark, PATIENCE_S if is_ended else LEAVING_S)
         finally:
             process_tree.kill_all(job.mark, drawn)
         code = launcher.wait()

@@ -55,18 +55,17 @@ class Torture:
     Args:
         out: everything is written there.
         seed: of the kills and of the bytes.
-        recipe: the module that torchrun starts.
     """
 
-    def __init__(self, out: Path, seed: int, recipe: str = RECIPE) -> None:
-        self._out, self._seed, self._recipe = out, seed, recipe
+    def __init__(self, out: Path, seed: int) -> None:
+        self._out, self._seed = out, seed
         self._undisturbed: dict[str, tuple[Path, Timing]] = {}
         out.mkdir(parents=True)
         tiny_job.make_base(out / "base")
         tiny_job.make_rows(out / "rows.jsonl", ROWS, seed=1)
         tiny_job.make_rows(out / "held_out.jsonl", 8, seed=2)
 
-    def job(self, variant: str, name: str, recipe: str | None = None) -> Job:
+    def job(self, variant: str, name: str, recipe: str = RECIPE) -> Job:
         """A job of its own folder below ``out``."""
         folder = self._out / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -82,12 +81,12 @@ class Torture:
             checkpoint=checkpoint,
             **{"batch_size": 2, "epochs": EPOCHS, **changes},
         )
-        return Job(folder / "config.yaml", folder / "run", recipe or self._recipe)
+        return Job(folder / "config.yaml", folder / "run", recipe)
 
     def undisturbed(self, variant: str) -> tuple[Path, Timing]:
         """The finished run that others are compared with, and what it took."""
         if variant not in self._undisturbed:
-            job = self.job(variant, f"undisturbed_{variant}", RECIPE)
+            job = self.job(variant, f"undisturbed_{variant}")
             self._undisturbed[variant] = (job.run, run_undisturbed(job))
             timing = self._undisturbed[variant][1]
             print(
@@ -96,13 +95,13 @@ class Torture:
             )
         return self._undisturbed[variant]
 
-    def run(self, number: int, kinds: list[str] | None = None) -> Outcome:
-        """Run ``number``; its variant and its kills follow from the seed and the number."""
+    def run(self, number: int, kinds: list[str] | None = None, recipe: str = RECIPE) -> Outcome:
+        """Run ``number``; its variant and its kills follow from the seed and the number, the kinds of kills unless given."""
         variant = list(VARIANTS)[number % len(VARIANTS)]
         reference, timing = self.undisturbed(variant)
         drawn = random.Random(f"{self._seed} {number}")
         drawn_kinds = drawn.choices(list(KINDS), weights=list(KINDS.values()), k=drawn.randint(1, MOST_KILLS))
-        job = self.job(variant, f"run_{number}")
+        job = self.job(variant, f"run_{number}", recipe)
         # A save in the background may take until the next one is due; that one then waits, and is lost as well.
         most_lost = EVERY_N_STEPS if variant == "sync" else 2 * EVERY_N_STEPS
         outcome = run_killed(job, timing, kinds or drawn_kinds, drawn, most_lost)
