@@ -107,6 +107,7 @@ def slow_down(phases: Phases | None) -> None:
     slowed(FinchFullFinetune, "_train_step", STEP_S)
     slowed(torch, "save", TENSOR_S)  # torch.distributed.checkpoint writes a shard tensor by tensor
     slowed(Path, "rename", PAUSE_S, PAUSE_S)
+    slowed(Path, "replace", PAUSE_S)
     slowed(shutil, "rmtree", PAUSE_S)
     slowed(huggingface, "save_file", PAUSE_S, PAUSE_S)
     durable.write_text = write_text
