@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from finch.checkpoint import checkpoints
 from finch.metrics import FILE_NAME, read_metrics
 
 TIMED = "tokens_per_second_per_gpu"  # differs between any two runs
@@ -18,9 +19,13 @@ def differences(run: Path, reference: Path) -> list[str]:
     """What of ``run`` is not as in ``reference``, in words; empty: they are the same run.
 
     Compared are every weight of every epoch's folder, bit for bit, the other files of these folders, every line of
-    metrics.jsonl but for its time, the best epoch, the last checkpoint's scalars, and the names of all files.
+    metrics.jsonl but for its time, the best epoch, the last checkpoint's scalars, and the names of all files. The checkpoints
+    before the last are counted alone: a run that was asked to leave has saved at other steps.
     """
     found = []
+    kept, wanted_number = len(checkpoints(run)), len(checkpoints(reference))
+    if kept != wanted_number:
+        found.append(f"there are {kept} whole checkpoints in place of {wanted_number}")
     names, wanted = _names(run), _names(reference)
     found += [f"{name} is missing" for name in sorted(wanted - names)]
     found += [f"{name} is left over" for name in sorted(names - wanted)]
@@ -40,7 +45,12 @@ def differences(run: Path, reference: Path) -> list[str]:
 
 
 def _names(run: Path) -> set[str]:
-    return {str(path.relative_to(run)) for path in run.rglob("*") if path.name not in OF_ATTEMPTS}
+    earlier = checkpoints(run)[1:]
+    return {
+        str(path.relative_to(run))
+        for path in run.rglob("*")
+        if path.name not in OF_ATTEMPTS and not any(path.is_relative_to(folder) for folder in earlier)
+    }
 
 
 def _tensor_differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

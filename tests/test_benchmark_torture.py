@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -24,15 +25,18 @@ from finch import manifest
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two folders as two equal runs leave them, at different speeds."""
+    """Two folders as two equal runs leave them, at different speeds, the first one once asked to leave after step 5."""
 
-    def make(name, rate):
+    def make(name, rate, steps_before):
         run = tmp_path / name
         (run / "epoch_0").mkdir(parents=True)
-        (run / "checkpoints" / "step_8").mkdir(parents=True)
         save_file({"w": torch.tensor([0.0, 1.0, float("nan")])}, run / "epoch_0" / "model.safetensors")
         (run / "epoch_0" / "config.json").write_text("{}")
-        (run / "checkpoints" / "step_8" / "state.json").write_text('{"step": 8}')
+        for step in (steps_before, 8):
+            folder = run / "checkpoints" / f"step_{step}"
+            folder.mkdir(parents=True)
+            (folder / "state.json").write_text(json.dumps({"step": step}))
+            manifest.write(folder, {})
         (run / "best").symlink_to("epoch_0")
         lines = [
             {"step": step, "loss": 1.0 / step, "lr": 0.1, "tokens_per_second_per_gpu": rate / step} for step in (1, 2)
@@ -40,12 +44,12 @@ def pair(tmp_path):
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return run
 
-    run = make("one", 3.0)
+    run = make("one", 3.0, 5)
     (run / ".lock").write_text("held by an attempt")
-    return run, make("other", 5.0)
+    return run, make("other", 5.0, 4)
 
 
-def test_equal_runs_of_different_speed_are_the_same(pair):
+def test_equal_runs_are_the_same(pair):
     assert differences(*pair) == []
 
 
@@ -71,7 +75,10 @@ CHANGES = {
     "epoch_0/config.json has another content": lambda run: (run / "epoch_0" / "config.json").write_text("{ }"),
     "epoch_0/config.json is missing": lambda run: (run / "epoch_0" / "config.json").unlink(),
     "checkpoints/step_8.partial is left over": lambda run: (run / "checkpoints" / "step_8.partial").mkdir(),
-    "state.json has another content": lambda run: (run / "checkpoints" / "step_8" / "state.json").write_text("{}"),
+    "there are 1 whole checkpoints in place of 2": lambda run: shutil.rmtree(run / "checkpoints" / "step_5"),
+    "step_8/state.json has another content": lambda run: (run / "checkpoints" / "step_8" / "state.json").write_text(
+        "{}"
+    ),
     "best points to epoch_1 in place of epoch_0": change_best,
     "line 2 has lr 0.10000000000000002": lambda run: change_last_line(run, lr=0.10000000000000002),
     "line 2 has step 3 in place of 2": lambda run: change_last_line(run, step=3),
