@@ -28,7 +28,9 @@ KINDS = {"tree": 13, "launcher": 3, "rank": 2, SIGTERM: 2}
 SHARE_OF_KILLS_IN_THE_START = 0.15
 ATTEMPT_LIMIT_S = 240.0
 PATIENCE_S = 15.0  # for processes that end with their launcher
-LEAVING_S = 90.0  # for ranks that have lost a peer, or that were asked to leave and finish what they are doing
+# For ranks that have lost a peer, that were asked to leave and finish what they are doing, or that are still importing: until they
+# have asked the system to be killed with their launcher they do not see its end.
+LEAVING_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def run_killed(job: Job, timing: Timing, kinds: Sequence[str], drawn: random.Ran
         launcher = job.start(attempt)
         try:
             kill = _attempt(launcher, job, timing, kind, drawn)
-            is_ended = kill is None or kill.kind in ("tree", "launcher")
+            is_ended = kill is None or kill.kind == "tree" or (kill.kind == "launcher" and kill.phase != START)
             left = process_tree.wait_until_gone(job.mark, PATIENCE_S if is_ended else LEAVING_S)
         finally:
             process_tree.kill_all(job.mark, drawn)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 
@@ -12,9 +14,29 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """This process is killed when its parent ends, however that ends; on Linux alone, and a no-op elsewhere."""
+    """This process is killed when its parent ends, however that ends; on Linux alone, and a no-op elsewhere.
+
+    A parent that has ended before, while a rank was still importing, is not noticed by the system. The rank ends itself then:
+    it would wait for its launcher's store until ``distributed_timeout``.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if multiprocessing.parent_process() is None and _launcher_is_gone():
+            print("finch: the launcher of this rank has ended, and so does the rank", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _launcher_is_gone() -> bool:
+    """Whether torchrun's store, which opens before the first rank starts, takes no connections; False where that is not known."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, KeyError, ValueError):
+        pass
+    return False
 
 
 def become_loader_worker(worker_id: int) -> None:

@@ -3,12 +3,14 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from conftest import environment
 from ranks import on_ranks
 
 from finch.parallel import Parallel
@@ -145,6 +147,29 @@ def test_a_process_dies_with_its_parent():
     while is_running(child):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("launcher", ["runs", "has ended", "is not torchrun"])
+def test_a_rank_that_starts_without_its_launcher_ends(launcher):
+    """The kernel tells of a parent's end alone to those who have asked before: a launcher killed while its ranks import."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        if launcher != "runs":
+            store.close()
+        changes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if launcher != "is not torchrun":
+            changes["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        code = "from finch.processes import die_with_parent; die_with_parent(); print('up')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment(**changes), check=False
+        )
+    if launcher == "has ended":
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "the launcher of this rank has ended" in done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (0, "up\n")
 
 
 def is_running(process):
