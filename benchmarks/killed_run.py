@@ -9,19 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from benchmarks import process_tree
-from benchmarks.slowed_recipe import phases_file
+from benchmarks.phases import END, START, phases_file
 from finch.metrics import FILE_NAME, read_metrics
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "benchmarks.slowed_recipe"
-START = "start"
 SIGTERM = "SIGTERM"
 # What is killed, and how often: all processes, the launcher, one rank; SIGTERM asks the launcher to leave in good order.
 KINDS = {"tree": 13, "launcher": 3, "rank": 2, SIGTERM: 2}
@@ -92,7 +91,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds that an undisturbed run takes until its first step, and from there to its end; and its steps."""
+    """Seconds that an undisturbed run takes until its first step, and from there until its last save is done; and its steps."""
 
     start_s: float
     training_s: float
@@ -136,14 +135,16 @@ def run_undisturbed(job: Job) -> Timing:
     began = time.monotonic()
     launcher = job.start(0)
     try:
-        _wait(launcher, job, began + ATTEMPT_LIMIT_S, until_training=True)
+        _wait(launcher, job, began + ATTEMPT_LIMIT_S, lambda phase: phase != START)
         first = time.monotonic()
+        _wait(launcher, job, began + ATTEMPT_LIMIT_S, lambda phase: phase == END)
+        last = time.monotonic()
         _wait(launcher, job, began + ATTEMPT_LIMIT_S)
     finally:
         process_tree.kill_all(job.mark, random.Random(0))
     if launcher.wait() != 0:
         raise RuntimeError(f"the undisturbed run failed: {_tail(job.log(0))}")
-    return Timing(first - began, time.monotonic() - first, job.last_step())
+    return Timing(first - began, last - first, job.last_step())
 
 
 def run_killed(job: Job, timing: Timing, kinds: Sequence[str], drawn: random.Random, most_lost: int) -> Outcome:
@@ -192,7 +193,7 @@ def _attempt(
     if in_start:
         instant = now + place * timing.start_s
     else:
-        _wait(launcher, job, limit, until_training=True)
+        _wait(launcher, job, limit, lambda phase: phase != START)
         # What is left of the training; a kill after its end would be none.
         instant = time.monotonic() + place * timing.training_s * (1 - job.last_step() / timing.steps)
     if not _wait(launcher, job, min(instant, limit)):
@@ -214,11 +215,11 @@ def _attempt(
     return Kill(kind, phase, job.last_step())
 
 
-def _wait(launcher: subprocess.Popen[bytes], job: Job, until: float, until_training: bool = False) -> bool:
-    """Waits for an instant, or for the beginning of the training; returns whether the launcher still runs then."""
-    while launcher.poll() is None and time.monotonic() < until:
-        if until_training and job.phase() != START:
-            break
+def _wait(
+    launcher: subprocess.Popen[bytes], job: Job, until: float, is_reached: Callable[[str], bool] = lambda phase: False
+) -> bool:
+    """Waits for an instant, or for a phase; returns whether the launcher still runs then."""
+    while launcher.poll() is None and time.monotonic() < until and not is_reached(job.phase()):
         time.sleep(0.002)
     return launcher.poll() is None
 

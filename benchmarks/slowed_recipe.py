@@ -12,9 +12,8 @@ import contextlib
 import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import finch_full_finetune
 import torch
 from finch_full_finetune import FinchFullFinetune
 
+from benchmarks.phases import Phases, phases_file
 from finch import durable, huggingface, saver
 from finch.config import parse
 from finch.errors import leave_well
@@ -39,34 +39,6 @@ PARTS = {
     "rename": "save: names",
 }
 EXPORT = "export"
-
-
-class Phases:
-    """Notes what rank 0 is doing; what has begun last counts, since a save runs beside the training."""
-
-    def __init__(self, file: Path) -> None:
-        self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._active: list[str] = []
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        with self._lock:
-            self._active.append(name)
-            self._note()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._active.remove(name)
-                self._note()
-
-    def _note(self) -> None:
-        os.write(self._descriptor, ((self._active or ["end"])[-1] + "\n").encode())
-
-
-def phases_file(run: Path) -> Path:
-    return run.with_name(run.name + ".phases")
 
 
 def slow_down(phases: Phases | None) -> None:

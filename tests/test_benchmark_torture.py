@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import byte_flips, process_tree
 from benchmarks.killed_run import SIGTERM, Job, Kill, Outcome, Timing, run_killed
+from benchmarks.phases import END, Phases, phases_file
 from benchmarks.same_run import differences
-from benchmarks.slowed_recipe import phases_file
 from benchmarks.torture import Torture, summary
 from finch import manifest
 
@@ -126,6 +126,21 @@ def test_changes_are_detected_but_not_without_the_checksums(two_checkpoints, mon
     assert all(byte_flips.is_detected(two_checkpoints, flip) for flip in flips)
     monkeypatch.setattr(manifest, "verify", lambda *_: None)
     assert {flip.file for flip in flips if byte_flips.is_detected(two_checkpoints, flip)} == {"manifest.json"}
+
+
+# What a run is doing
+
+
+def test_what_has_begun_last_counts(tmp_path):
+    file = tmp_path / "phases"
+    phases = Phases(file)
+    with phases.of("training"):
+        saving = phases.of("save")
+        saving.__enter__()  # in another thread
+        with phases.of("export"):
+            pass
+        saving.__exit__(None, None, None)
+    assert file.read_text().split() == ["training", "save", "export", "save", "training", END]
 
 
 # Kills and starts, of a job that is a few lines of Python
