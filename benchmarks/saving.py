@@ -4,8 +4,9 @@
 
 A random Llama of 14 M parameters is trained by the recipe on the CPU in fp32; its state, with AdamW's two moments, is three times
 its weights. Stretches of 20 steps without a save, with one in the background and with one that training waits for follow each other in
-changing order (benchmarks/saving_recipe.py); a round is one of each, and its ratio that of their rates. Here the writing thread
-takes its time from the same cores as the training; beside a GPU it does not.
+changing order (benchmarks/saving_recipe.py); a round is one of each, and its ratio that of their rates. A save
+takes a fixed time: the ratio is one of these steps. The writing thread shares cores and interpreter lock with the training; beside a
+GPU the lock alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from finch.errors import UserError, exit_with_a_sentence
 
 ROOT = Path(__file__).parent.parent
 SIZE = {"num_layers": 8, "num_heads": 6, "num_kv_heads": 6, "embed_dim": 384, "intermediate_dim": 1024}
-GLOBAL_BATCH = 4
+GLOBAL_BATCH = 12
 
 
 @dataclass(frozen=True)
