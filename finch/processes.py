@@ -17,7 +17,7 @@ def die_with_parent() -> None:
     """This process is killed when its parent ends, however that ends; on Linux alone, and a no-op elsewhere.
 
     A parent that has ended before, while a rank was still importing, is not noticed by the system. The rank ends itself then:
-    it would wait for its launcher's store until ``distributed_timeout``.
+    it would go on to wait for its launcher's store, which is gone.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
