@@ -10,6 +10,8 @@ from typing import Any
 
 from finch import __version__
 from finch.errors import UserError, exit_with_a_sentence
+from finch.slurm import add_arguments as add_submit_arguments
+from finch.slurm import submit as submit_to_slurm
 
 
 @exit_with_a_sentence
@@ -42,7 +44,19 @@ def main(arguments: list[str] | None = None) -> None:
     )
     wise_ft.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets a folder alpha_A for each alpha")
 
-    chosen = parser.parse_args(arguments)
+    slurm = commands.add_parser("slurm", help="runs as jobs of Slurm")
+    jobs = slurm.add_subparsers(dest="action", metavar="ACTION", required=True)
+    submit = jobs.add_parser(
+        "submit",
+        help="check a run, fill in the sbatch script and submit it",
+        usage="finch slurm submit CONFIG [--nodes N] [--gpus-per-node N] [--option=value of sbatch ...] [key=value ...]",
+        allow_abbrev=False,
+    )
+    add_submit_arguments(submit)
+
+    chosen, rest = parser.parse_known_args(arguments)
+    if rest and chosen.command != "slurm":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if chosen.command == "configs":
         run = {"show": show_config, "cp": copy_config}.get(chosen.action, list_configs)
         run(chosen)
@@ -52,6 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
         from finch import doctor
 
         sys.exit(1 if doctor.main() else 0)
+    elif chosen.command == "slurm":
+        submit_to_slurm(chosen, rest)
     elif chosen.command == "wise-ft":
         from finch.wise_ft import wise_ft as interpolate
 

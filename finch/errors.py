@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+ERROR_FILE = "FINCH_ERROR_FILE"
+"""Name of the environment variable with the file that a user's mistake is also written to."""
 
 
 class UserError(ValueError):
@@ -45,6 +50,7 @@ def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
         except UserError as error:
             # A loader's worker hands on its own traceback as the message, which ends in the sentence.
             sentence = str(error).rpartition("UserError: ")[2].strip()
+            _leave_sentence(sentence)
             if os.environ.get("RANK", "0") != "0":
                 time.sleep(10)
             print(f"\nfinch: error: {sentence}", file=sys.stderr, flush=True)  # a progress bar may stand on the line
@@ -75,6 +81,13 @@ def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
             _leave(1)
 
     return wrapper
+
+
+def _leave_sentence(sentence: str) -> None:
+    """For whoever started the ranks: a mistake is not mended by starting them again, and the sentence goes into its log."""
+    if file := os.environ.get(ERROR_FILE):
+        with contextlib.suppress(OSError):
+            Path(file).write_text(sentence + "\n", encoding="utf-8")
 
 
 def leave_well() -> None:

@@ -1,0 +1,215 @@
+"""A real Slurm on one machine, for the tests: munge, one controller and two nodes, each with its own ports and folder.
+
+By hand, to look at a script at work (then `export SLURM_CONF=...`):  python tests/slurm/lab.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+NODES = ("n1", "n2")
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
+# Debian keeps the daemons where an ordinary user's PATH does not look.
+_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
+
+# Nodes claim more CPUs than there are, so that no job waits for another; a requeued job is considered after a second
+# instead of two minutes. KillWait is Slurm's own default.
+_CONF = """\
+ClusterName=finch
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/{proctrack}
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=1,sched_interval=2,requeue_delay=1
+ReturnToService=2
+KillWait=30
+MinJobAge=3600
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=1000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 RealMemory=1000
+PartitionName=main Nodes=n1,n2 Default=YES OverSubscribe=FORCE:8 MaxTime=INFINITE State=UP
+"""
+
+
+_CGROUP_CONF = "CgroupAutomount=no\n"
+
+
+class NoSlurm(RuntimeError):
+    """Slurm is not installed here, or does not start; says which."""
+
+
+class Lab:
+    """Starts on construction, ends with ``close``.
+
+    Args:
+        proctrack: how Slurm follows a job's processes. With ``cgroup``, what clusters use, a signal reaches the first process
+            of a task alone; it takes root here. With ``linuxproc`` it reaches all of them.
+
+    Raises:
+        NoSlurm: what is missing, or what the logs end in where a daemon does not start or a job does not run.
+    """
+
+    def __init__(self, proctrack: str = "cgroup") -> None:
+        missing = [program for program in NEEDED if shutil.which(program, path=_PATH) is None]
+        if missing:
+            raise NoSlurm(f"no {', '.join(missing)} here (Debian: apt-get install slurm-wlm munge)")
+        self._folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: a socket's path has room for 107 characters
+        self._folder.chmod(0o755)
+        self._daemons: list[subprocess.Popen] = []
+        conf = self._folder / "slurm.conf"
+        self.environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))},
+            "SLURM_CONF": str(conf),
+            "PATH": _PATH,
+        }
+        try:
+            for name in ("state", *(f"spool/{node}" for node in NODES)):
+                (self._folder / name).mkdir(parents=True)
+            conf.write_text(
+                _CONF.format(
+                    host=socket.gethostname().split(".")[0],
+                    user=getpass.getuser(),
+                    folder=self._folder,
+                    ports=_free_ports(3),
+                    proctrack=proctrack,
+                )
+            )
+            (self._folder / "cgroup.conf").write_text(_CGROUP_CONF)
+            self._start_munge()
+            self._start("slurmctld", "-D", "-f", str(conf))
+            for node in NODES:
+                self._start("slurmd", "-D", "-N", node, "-f", str(conf))
+            self._wait_until_idle()
+            self._try_a_job()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, *command: str, check: bool = True) -> str:
+        """What a command of Slurm's prints."""
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False, timeout=60, cwd=self._folder
+        )
+        assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def close(self) -> None:
+        """Ends all jobs and daemons, also where something failed."""
+        if len(self._daemons) > 1:
+            self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), check=False)
+            self.run("scancel", "--user", getpass.getuser(), check=False)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in reversed(self._daemons):
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        for pid in processes_with(f"SLURM_CONF={self._folder / 'slurm.conf'}"):  # a step's daemon outlives the node's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for group in Path("/sys/fs/cgroup").glob("*/slurm_n[12]"):
+            for folder in [*sorted(group.rglob("*/"), reverse=True), group]:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start_munge(self) -> None:
+        key = self._folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        names = {"key-file": key, "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
+        names["seed-file"] = "munge.seed"
+        options = [f"--{option}={self._folder / name}" for option, name in names.items()]
+        self._start("munged", "--foreground", "--force", *options)
+
+    def _start(self, *command: str) -> None:
+        output = (self._folder / f"{Path(command[0]).name}{len(self._daemons)}.out").open("wb")
+        self._daemons.append(
+            subprocess.Popen(command, env=self.environment, stdout=output, stderr=output, start_new_session=True)
+        )
+
+    def _wait_until_idle(self) -> None:
+        end = time.monotonic() + 30
+        while self.run("sinfo", "--noheader", "--states=idle", "--format=%D", check=False).strip() != str(len(NODES)):
+            ended = [daemon for daemon in self._daemons if daemon.poll() is not None]
+            if ended or time.monotonic() > end:
+                raise NoSlurm(f"Slurm does not start here: {self._logs()}")
+            time.sleep(0.2)
+
+    def _try_a_job(self) -> None:
+        command = ("srun", "--immediate=20", f"--nodes={len(NODES)}", "--ntasks-per-node=1", "--quiet", "echo", "well")
+        try:
+            ran = self.run(*command, check=False).split() == ["well"] * len(NODES)
+        except subprocess.TimeoutExpired:
+            ran = False
+        if not ran:
+            raise NoSlurm(f"Slurm runs no job here: {self._logs()}")
+
+    def _logs(self) -> str:
+        return "".join(
+            f"\n{log.name}: {line}"
+            for log in sorted([*self._folder.glob("*.log"), *self._folder.glob("*.out")])
+            for line in log.read_text(errors="replace").splitlines()[-3:]
+        )
+
+
+def processes_with(variable: str) -> list[int]:
+    """The processes that were started with ``NAME=value`` in their environment."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
+    return found
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+if __name__ == "__main__":
+    import sys
+
+    lab = Lab(*sys.argv[1:])
+    print(f"export SLURM_CONF={lab.environment['SLURM_CONF']}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        lab.close()
