@@ -109,9 +109,9 @@ def prepare(chosen: argparse.Namespace, rest: Sequence[str]) -> Submission:
         header["gpus-per-node"] = None
     elif gpus is not None:
         header["gpus-per-node"] = chosen.gpus_per_node
-    ranks_per_node = chosen.ranks_per_node or (gpus if gpus else None)
-    if ranks_per_node is None and header.get("gpus-per-node", "") is not None:
-        ranks_per_node = 1  # the script's one GPU
+    ranks_per_node = chosen.ranks_per_node
+    if ranks_per_node is None and not (gpus is None and "gpus-per-node" in header):
+        ranks_per_node = gpus or 1  # with another option for GPUs only Slurm knows
     if chosen.nodes < 1 or (ranks_per_node or 1) < 1:
         raise UserError(
             f"--nodes {chosen.nodes} with {ranks_per_node} ranks each starts nothing; both must be at least 1"
@@ -135,9 +135,9 @@ def prepare(chosen: argparse.Namespace, rest: Sequence[str]) -> Submission:
     filled = {name: shlex.quote(value) for name, value in variables.items() if value}
     words = [config, f"output_dir={output_dir}", *overrides]
     filled["ARGUMENTS"] = "(\n" + "".join(f"  {shlex.quote(word)}\n" for word in words) + ")"
-    each = "one rank a GPU" if ranks_per_node is None else f"{ranks_per_node} ranks"
     script = fill_in(_read_script(chosen.script), header, filled)
-    return Submission(script, output_dir, f"{chosen.nodes} nodes x {each}")
+    each = "a rank a GPU" if ranks_per_node is None else f"{ranks_per_node} rank{'s' if ranks_per_node > 1 else ''}"
+    return Submission(script, output_dir, f"{chosen.nodes} node{'s' if chosen.nodes > 1 else ''} with {each}")
 
 
 def fill_in(script: str, header: Mapping[str, str | None], variables: Mapping[str, str]) -> str:

@@ -1,0 +1,279 @@
+"""Jobs on a real Slurm of two nodes: submitted by `finch slurm submit`, disturbed in every way, and equal to one that was not."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, make_config, relative_l2, run_here, weights
+from lab import Lab, NoSlurm, processes_with
+
+from finch import cli
+
+pytestmark = pytest.mark.slow
+
+# Rows take as long as the file `slow` says, in seconds, as long as it is there.
+SLOW_ROWS = """\
+import time
+from pathlib import Path
+from torchtune.datasets import instruct_dataset
+
+FILE = Path(__file__).with_name("slow")
+
+class Slow:
+    def __init__(self, inner):
+        self.inner = inner
+    def __len__(self):
+        return len(self.inner)
+    def __getitem__(self, index):
+        if FILE.exists():
+            time.sleep(float(FILE.read_text()))
+        return self.inner[index]
+
+def dataset(tokenizer, **kwargs):
+    return Slow(instruct_dataset(tokenizer, **kwargs))
+"""
+# What it is given before the image is dropped; the rest runs as a child, which a signal to this process does not reach.
+APPTAINER = """\
+#!/usr/bin/env bash
+echo "$*" >> "$APPTAINER_LOG"
+until [[ $1 == image.sif ]]; do shift; done
+shift
+"$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def lab():
+    try:
+        try:
+            started = Lab("cgroup")
+        except NoSlurm:
+            started = Lab("linuxproc")
+    except NoSlurm as reason:
+        pytest.skip(str(reason))
+    yield started
+    started.close()
+
+
+class Job:
+    """A submitted job."""
+
+    def __init__(self, lab, number, run):
+        self.lab, self.number, self.run = lab, number, run
+
+    def show(self):
+        """Slurm's fields of the job."""
+        words = self.lab.run("scontrol", "--oneliner", "show", "job", self.number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def output(self):
+        file = self.run / "slurm" / f"{self.number}.out"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def wait(self, condition, what, timeout=120):
+        end = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < end, f"no {what}: {self.show()}\n{self.output()[-6000:]}"
+            time.sleep(0.1)
+
+    def wait_for_step(self, step):
+        file = self.run / "metrics.jsonl"
+        self.wait(lambda: file.exists() and len(file.read_text().splitlines()) >= step, f"step {step}")
+
+    def wait_for_restart(self, number=1):
+        self.wait(lambda: int(self.show()["Restarts"]) >= number, f"restart {number}")
+
+    def end(self):
+        """The state that it ends in."""
+        done = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.wait(lambda: self.show()["JobState"] in done, "end")
+        return self.show()["JobState"]
+
+    def scontrol(self, *words):
+        self.lab.run("scontrol", *words)
+
+    def is_gone(self):
+        """No process of any of its steps is left."""
+        return not processes_with(f"SLURM_JOB_ID={self.number}")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, base_folder, rows_file):
+    """Of a run of 33 steps, in a folder with slow_rows.py."""
+    folder = tmp_path_factory.mktemp("slurm")
+    config = make_config(base_folder, rows_file, folder / "run", epochs=3, batch_size=2, check_dataset=False)
+    config["lr_scheduler"] = {**config["lr_scheduler"], "init": 4.0}
+    config["dataset"] = {**config["dataset"], "_component_": "slow_rows.dataset"}
+    config["checkpoint"] = {"every_n_steps": 4}
+    (folder / "slow_rows.py").write_text(SLOW_ROWS)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return config
+
+
+@pytest.fixture
+def submit(lab, config, monkeypatch, capsys):
+    """`finch slurm submit`: two nodes with a rank each, unless told otherwise."""
+    folder = Path(config["output_dir"]).parent
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    for key, value in lab.environment.items():
+        monkeypatch.setenv(key, value)
+    slow, jobs = folder / "slow", []
+
+    def start(name, *words, seconds=0.0, nodes=2):
+        slow.unlink(missing_ok=True)
+        if seconds:
+            slow.write_text(str(seconds))
+        capsys.readouterr()
+        given = ("--nodes", str(nodes), "--gpus-per-node", "0", "--time", "60", *words)
+        cli.main(["slurm", "submit", "config.yaml", *given, f"output_dir={folder / name}"])
+        jobs.append(Job(lab, capsys.readouterr().out.split()[1].rstrip(":"), folder / name))
+        return jobs[-1]
+
+    start.hurry = lambda: slow.unlink()
+    yield start
+    slow.unlink(missing_ok=True)
+    for job in jobs:
+        lab.run("scancel", "--full", "--signal=KILL", job.number, check=False)
+        lab.run("scancel", job.number, check=False)
+        job.wait(job.is_gone, "end of its processes", timeout=60)
+
+
+STRAIGHT = "straight"
+
+
+@pytest.fixture
+def straight(config):
+    """The run that nothing disturbs; the first test's."""
+    run = Path(config["output_dir"]).with_name(STRAIGHT)
+    if not (run / "epoch_2").exists():
+        pytest.skip("the run to compare with is made by test_two_nodes_to_the_end")
+    return run
+
+
+def assert_same_weights(run, straight):
+    for epoch in ("epoch_0", "epoch_1", "epoch_2"):
+        one, other = weights(run / epoch), weights(straight / epoch)
+        assert all(torch.equal(one[key], other[key]) for key in other), epoch
+
+
+def test_two_nodes_to_the_end(submit, config, tmp_path):
+    job = submit(STRAIGHT)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.show()["NumNodes"] == "2"
+    alone = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "alone"), "batch_size": 4})
+    assert relative_l2(weights(job.run / "epoch_2"), weights(alone.folder / "epoch_2")) < 1e-5
+    assert job.output().rstrip().endswith("done")
+    assert "2 ranks on cpu" in job.output()
+    logs = {path.parent.parent.parent.parent.name for path in job.run.glob("slurm/*/start_0/*/*/*/0/stderr.log")}
+    assert logs == {"node_0", "node_1"}
+
+
+def test_requeued_in_the_middle(submit, straight):
+    job = submit("requeued", seconds=0.3)
+    job.wait_for_step(6)
+    job.scontrol("requeue", job.number)
+    job.wait_for_restart()
+    submit.hurry()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.show()["Restarts"] == "1"
+    stopped = job.output().split("stopped by a signal after step ")[1].split(";")[0]
+    assert f"resumed from step {stopped} of" in job.output()
+    assert_same_weights(job.run, straight)
+
+
+def test_time_limit(submit, straight, tmp_path, monkeypatch):
+    """The warning passes through a container's program, as the ranks are its children's children."""
+    (tmp_path / "apptainer").write_text(APPTAINER)
+    (tmp_path / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("APPTAINER_LOG", str(tmp_path / "log"))
+    container = ("--container=image.sif", "--container-runtime=apptainer", f"--python={sys.executable}")
+    job = submit("limited", *container, "--signal=B:USR1@300", seconds=1)
+    job.wait_for_step(2)
+    job.scontrol("update", f"JobId={job.number}", "TimeLimit=5")  # less than 300 s are left now
+    job.wait_for_restart()
+    job.scontrol("update", f"JobId={job.number}", "TimeLimit=60")
+    submit.hurry()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.show()["Restarts"] == "1"
+    output = job.output()
+    assert "the time limit is near" in output
+    stopped = output.split("stopped by a signal after step ")[1].split(";")[0]
+    assert f"saved at step {stopped}; this job starts again from step {stopped}" in output
+    assert f"resumed from step {stopped} of" in output
+    assert "Traceback" not in output
+    assert_same_weights(job.run, straight)
+    told = (tmp_path / "log").read_text().splitlines()
+    assert len(told) == 4  # two nodes, two starts
+    assert all(f"--bind {job.run.parent},{job.run} image.sif {sys.executable} -m torch" in line for line in told)
+
+
+def test_cancelled(submit, config, straight, tmp_path):
+    job = submit("cancelled", seconds=0.3)
+    job.wait_for_step(6)
+    assert not job.is_gone()
+    job.lab.run("scancel", job.number)
+    assert job.end() == "CANCELLED"
+    job.wait(job.is_gone, "end of its processes", timeout=10)
+    time.sleep(3)
+    assert (job.show()["JobState"], job.show()["Restarts"]) == ("CANCELLED", "0")
+    steps = [int(path.name.split("_")[1]) for path in (job.run / "checkpoints").glob("step_*")]
+    assert len(steps) == 1
+    submit.hurry()
+    resumed = {**config, "output_dir": str(job.run), "batch_size": 4, "resume_from_checkpoint": "auto"}
+    run = run_here(tmp_path, resumed)
+    assert f"resumed from step {steps[0]} of" in run.output
+    assert relative_l2(weights(job.run / "epoch_2"), weights(straight / "epoch_2")) < 1e-5
+
+
+@pytest.mark.parametrize("loss", ["ranks", "node"])
+def test_lost(loss, submit, straight):
+    """One node's launcher and ranks are killed, or Slurm loses the node."""
+    job = submit(f"lost_{loss}", seconds=0.3)
+    job.wait_for_step(6)
+    if loss == "ranks":
+        killed = processes_with(f"FINCH_NODE={job.number}.0.1")
+        assert len(killed) == 2
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+    else:
+        job.scontrol("update", "NodeName=n2", "State=DOWN", "Reason=test")
+    job.wait_for_restart()
+    submit.hurry()
+    if loss == "node":
+        job.scontrol("update", "NodeName=n2", "State=RESUME")
+    assert job.end() == "COMPLETED", job.output()
+    assert job.show()["Restarts"] == "1"
+    assert "resumed from step" in job.output()
+    assert ("failed with exit code 137; this job starts again from step" in job.output()) == (loss == "ranks")
+    assert_same_weights(job.run, straight)
+
+
+def test_gives_up_without_progress(submit):
+    """Each start fails at once; three restarts are what the script allows."""
+    job = submit("hopeless", "--python", "false", nodes=1)
+    assert job.end() == "FAILED"
+    assert job.show()["Restarts"] == "3"
+    assert "gave up: no new checkpoint in 4 starts" in job.output().splitlines()[-1]
+
+
+def test_a_mistake_is_not_tried_again(submit):
+    job = submit("mistaken", "dataset.data_files=absent.jsonl", nodes=1)
+    assert job.end() == "FAILED"
+    assert job.show()["Restarts"] == "0"
+    assert "not tried again: dataset" in job.output().splitlines()[-1]
+
+
+def test_submitted_by_hand(submit, lab, config):
+    """The script as it lies in the repository, without `finch slurm submit`; it demands output_dir."""
+    script = str(ROOT / "slurm" / "finch_full_finetune.sbatch")
+    folder = Path(config["output_dir"]).parent
+    plain = ("--gpus-per-node=0", f"--output={folder}/by_hand.out", f"--chdir={folder}", "--wait")
+    lab.run("sbatch", *plain, script, "config.yaml", check=False)
+    assert "give CONFIG and output_dir=DIR after the script's name" in (folder / "by_hand.out").read_text()
