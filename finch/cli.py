@@ -101,9 +101,9 @@ def show_config(chosen: argparse.Namespace) -> None:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from finch.config import check, component_of, drop_null_blocks, merge
+    from finch.config import check, drop_null_blocks, merge, recipe_of
     from finch.names import find_config
-    from finch.options import FULL_FINETUNE, LORA_FINETUNE, REQUIRED
+    from finch.options import RECIPES, REQUIRED
 
     try:
         file = DictConfig(OmegaConf.load(find_config(chosen.name)))
@@ -112,8 +112,7 @@ def show_config(chosen: argparse.Namespace) -> None:
             in_file: Any = OmegaConf.to_container(file)
             cfg, _ = merge(in_file, chosen.overrides)
             drop_null_blocks(cfg)
-        builder = str(component_of(cfg.get("model"))).rpartition(".")[2]
-        options = LORA_FINETUNE if builder.startswith("lora_") else FULL_FINETUNE
+        options = RECIPES[recipe_of(cfg)]
         for key, option in options.items():
             if option.default is not REQUIRED and key not in cfg:
                 cfg[key] = option.default

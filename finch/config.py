@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from finch import methods
 from finch.errors import UserError, exit_with_a_sentence
 from finch.names import did_you_mean, find_config
-from finch.options import ALIASES, COMPONENT, FULL_FINETUNE, LORA_FINETUNE, REFUSED, REQUIRED, Option
+from finch.options import ALIASES, COMPONENT, FULL_FINETUNE, REFUSED, REQUIRED, Option
 
 # Keys whose values are never shown. pad_token and the like are words of a tokenizer, not secrets.
 _SECRETS = re.compile(
@@ -90,20 +90,24 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
     return cfg
 
 
-def recipe_for(name: str, overrides: list[str]) -> tuple[str, Mapping[str, Option]]:
-    """The recipe that trains a config's model, by the name of its builder, and that recipe's keys.
+def recipe_for(name: str, overrides: list[str]) -> str:
+    """The recipe that trains a config's model.
 
     Raises:
-        UserError: there is no such config; what is wrong inside is left to ``read``.
+        UserError: there is no such config; what is wrong inside it is left to ``read``.
     """
     file = _file(find_config(name))
     try:
         in_file: Any = OmegaConf.to_container(file)
-        cfg = merge(in_file, overrides)[0] if overrides or "method" in file else file
+        return recipe_of(merge(in_file, overrides)[0])
     except Exception:
-        cfg = file
-    is_lora = str(component_of(cfg.get("model"))).rpartition(".")[2].startswith("lora_")
-    return ("finch_lora_finetune", LORA_FINETUNE) if is_lora else ("finch_full_finetune", FULL_FINETUNE)
+        return recipe_of(file)
+
+
+def recipe_of(cfg: DictConfig) -> str:
+    """The name of the recipe that trains a config's model, by the name of the model's builder."""
+    builder = str(component_of(cfg.get("model"))).rpartition(".")[2]
+    return "finch_lora_finetune" if builder.startswith("lora_") else "finch_full_finetune"
 
 
 def merge(in_file: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, list[str]]:

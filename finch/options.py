@@ -180,3 +180,5 @@ LORA_FINETUNE: dict[str, Option] = {
         False, (bool,), "write the adapter alone at an epoch's end, without the merged model"
     ),
 }
+
+RECIPES: dict[str, dict[str, Option]] = {"finch_full_finetune": FULL_FINETUNE, "finch_lora_finetune": LORA_FINETUNE}

@@ -167,9 +167,8 @@ def fill_in(script: str, header: Mapping[str, str | None], variables: Mapping[st
     lines[after_header:after_header] = [_option(name, value) for name, value in left.items() if value is not None]
     filled = "\n".join(lines) + "\n"
     for name, value in variables.items():
-        filled, number = re.subn(
-            rf"^{name}=.*$", lambda _, name=name, value=value: f"{name}={value}", filled, count=1, flags=re.MULTILINE
-        )
+        line = f"{name}={value}".replace("\\", r"\\")
+        filled, number = re.subn(rf"^{name}=.*$", line, filled, count=1, flags=re.MULTILINE)
         if not number:
             raise UserError(f"--script has no line {name}=..., which is to be filled in; put one where the script's is")
     return filled
@@ -209,11 +208,12 @@ def _check(config: str, overrides: list[str], ranks: int | None) -> tuple[str, P
         sys.path.append(os.getcwd())  # components of the user's own, as `tune run` finds them
     from finch.checks import check_output_folder, check_schedule
     from finch.config import read, recipe_for
+    from finch.options import RECIPES
     from finch.parallel import MeshSizes
     from finch.precision import precision_of
 
-    recipe, options = recipe_for(config, overrides)
-    cfg = read(["--config", config, "resume_from_checkpoint=auto", *overrides], options)
+    recipe = recipe_for(config, overrides)
+    cfg = read(["--config", config, "resume_from_checkpoint=auto", *overrides], RECIPES[recipe])
     precision_of(cfg.dtype)
     check_schedule(cfg)
     check_output_folder(cfg)

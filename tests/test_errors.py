@@ -18,6 +18,16 @@ def test_a_users_mistake_is_one_line(capsys):
     assert capsys.readouterr().err.strip() == "finch: error: epochs=0 must be at least 1"
 
 
+def test_the_sentence_is_also_left_for_whoever_started_the_ranks(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FINCH_ERROR_FILE", str(tmp_path / "error"))
+    leaving(KeyboardInterrupt())
+    assert not (tmp_path / "error").exists()
+    leaving(UserError("epochs=0 must be at least 1"))
+    assert (tmp_path / "error").read_text() == "epochs=0 must be at least 1\n"
+    monkeypatch.setenv("FINCH_ERROR_FILE", str(tmp_path / "absent" / "error"))
+    assert leaving(UserError("epochs=0 must be at least 1")) == 1
+
+
 def test_ctrl_c(capsys):
     assert leaving(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err.strip() == "finch: interrupted"

@@ -16,6 +16,7 @@ def test_the_wheel_holds_recipe_and_configs(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"finch/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert configs <= names
+    assert {f"finch/slurm_scripts/{path.name}" for path in (ROOT / "slurm").iterdir()} <= names
     assert {path.name for path in (ROOT / "recipes").glob("*.py")} <= names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
         "finch",
@@ -59,6 +60,8 @@ def test_an_installed_wheel_finds_recipe_and_configs_away_from_the_checkout(tmp_
     where = run("-c", "import finch, finch_full_finetune; print(finch.__file__, finch_full_finetune.__file__)")
     assert where.count(str(site)) == 2, where
     assert "qwen3/4B_finch  " in run("-m", "finch.cli", "configs")
+    submit = ("slurm", "submit", "qwen3/4B_finch", "--dry-run", f"output_dir={tmp_path / 'run'}")
+    assert f"\n  output_dir={tmp_path / 'run'}\n" in run("-m", "finch.cli", *submit)
     # The name resolves, the config passes, its components are found: what is missing is the model, and that is said.
     tune = ("-m", "torchtune._cli.tune", "run", "finch_full_finetune", "--config", "qwen3/4B_finch")
     told = run(*tune, "device=cpu", f"model_dir={tmp_path / 'absent'}")

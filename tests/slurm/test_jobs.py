@@ -16,7 +16,7 @@ from finch import cli
 
 pytestmark = pytest.mark.slow
 
-# Rows take as long as the file `slow` says, in seconds, as long as it is there.
+# Rows take as long as the file ``slow`` says, in seconds, while it is there.
 SLOW_ROWS = """\
 import time
 from pathlib import Path
@@ -179,8 +179,8 @@ def test_two_nodes_to_the_end(submit, config, tmp_path):
 
 
 def test_requeued_in_the_middle(submit, straight):
-    job = submit("requeued", seconds=0.3)
-    job.wait_for_step(6)
+    job = submit("requeued", seconds=0.2)
+    job.wait_for_step(5)
     job.scontrol("requeue", job.number)
     job.wait_for_restart()
     submit.hurry()
@@ -209,7 +209,7 @@ def test_time_limit(submit, straight, tmp_path, monkeypatch):
     output = job.output()
     assert "the time limit is near" in output
     stopped = output.split("stopped by a signal after step ")[1].split(";")[0]
-    assert f"saved at step {stopped}; this job starts again from step {stopped}" in output
+    assert f"left before its end; this job starts again, from step {stopped}" in output
     assert f"resumed from step {stopped} of" in output
     assert "Traceback" not in output
     assert_same_weights(job.run, straight)
@@ -219,8 +219,8 @@ def test_time_limit(submit, straight, tmp_path, monkeypatch):
 
 
 def test_cancelled(submit, config, straight, tmp_path):
-    job = submit("cancelled", seconds=0.3)
-    job.wait_for_step(6)
+    job = submit("cancelled", seconds=0.2)
+    job.wait_for_step(5)
     assert not job.is_gone()
     job.lab.run("scancel", job.number)
     assert job.end() == "CANCELLED"
@@ -238,16 +238,16 @@ def test_cancelled(submit, config, straight, tmp_path):
 
 def test_lost(submit, straight):
     """One node's launcher and rank are killed; once it runs again, Slurm loses the node."""
-    job = submit("lost", seconds=0.3)
-    job.wait_for_step(6)
+    job = submit("lost", seconds=0.2)
+    job.wait_for_step(5)
     killed = processes_with(f"FINCH_NODE={job.number}.0.1")
     assert len(killed) == 2
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
     job.wait_for_restart()
-    assert "failed with exit code 137; this job starts again from step 4" in job.output()
+    assert "failed with exit code 137; this job starts again, from step 4" in job.output()
 
-    job.wait_for_step(10)
+    job.wait_for_step(8)
     job.scontrol("update", "NodeName=n2", "State=DOWN", "Reason=test")
     job.wait_for_restart(2)
     submit.hurry()
