@@ -26,12 +26,16 @@ _OTHER_WAYS_TO_GPUS = ("gpus", "gres", "gpus-per-task", "gpus-per-socket")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``submit``. Overrides and sbatch's other options are what the parser leaves over."""
+    parser.epilog = (
+        f"sbatch's {', '.join('--' + name for name in _KNOWN_OPTIONS)} take their value after a space or =; any other option of "
+        "sbatch's is handed on as --option=value. key=value and ~key change the config, as for `tune run`."
+    )
     parser.add_argument("config", metavar="CONFIG", help="a path, or a name of `finch configs`")
-    parser.add_argument("--nodes", type=int, default=1, help="default: 1")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default: 1")
     parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="default: 1; 0: ranks on the CPU")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: one a GPU")
     for name in _KNOWN_OPTIONS:
-        parser.add_argument(f"--{name}", metavar="VALUE", help="sbatch's")
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)  # the epilog has them
     parser.add_argument("--container", metavar="IMAGE", help="run in this image")
     parser.add_argument("--container-runtime", choices=["pyxis", "apptainer"], help="default: the script's, pyxis")
     parser.add_argument(
