@@ -87,7 +87,8 @@ def _leave_sentence(sentence: str) -> None:
     """For whoever started the ranks: a mistake is not mended by starting them again, and the sentence goes into its log."""
     if file := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError):
-            Path(file).write_text(sentence + "\n", encoding="utf-8")
+            with Path(file).open("x", encoding="utf-8") as opened:  # one rank's is enough
+                opened.write(sentence + "\n")
 
 
 def leave_well() -> None:
