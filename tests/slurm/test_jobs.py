@@ -259,12 +259,16 @@ def test_lost(submit, straight, lab):
     assert_same_weights(job.run, straight)
 
 
-def test_gives_up_without_progress(submit):
-    """Each start fails at once; three restarts are what the script allows."""
-    job = submit("hopeless", "--python", "false", nodes=1)
+def test_gives_up_without_progress(submit, tmp_path):
+    """Each start fails at once; the script allows one restart here."""
+    template = (ROOT / "slurm" / "finch_full_finetune.sbatch").read_text()
+    own = template.replace("MAX_RESTARTS_WITHOUT_PROGRESS=3", "MAX_RESTARTS_WITHOUT_PROGRESS=1")
+    assert own != template
+    (tmp_path / "own.sbatch").write_text(own)
+    job = submit("hopeless", "--python", "false", "--script", str(tmp_path / "own.sbatch"), nodes=1)
     assert job.end() == "FAILED"
-    assert job.show()["Restarts"] == "3"
-    assert "gave up: no new checkpoint in 4 starts" in job.output().splitlines()[-1]
+    assert job.show()["Restarts"] == "1"
+    assert "gave up: no new checkpoint in 2 starts" in job.output().splitlines()[-1]
 
 
 def test_a_mistake_is_not_tried_again(submit):
