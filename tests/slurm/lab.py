@@ -131,7 +131,11 @@ class Lab:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        for pid in processes_with(f"SLURM_CONF={self._folder / 'slurm.conf'}"):  # a step's daemon outlives the node's
+        left = set(processes_with(f"SLURM_CONF={self._folder / 'slurm.conf'}"))
+        for pid in left & {
+            *processes_with("SLURM_JOB_ID="),
+            *_daemons_of_steps(),
+        }:  # both may outlive the nodes' daemons
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for group in Path("/sys/fs/cgroup").glob("*/slurm_n[12]"):
@@ -181,11 +185,21 @@ class Lab:
 
 
 def processes_with(variable: str) -> list[int]:
-    """The processes that were started with ``NAME=value`` in their environment."""
+    """The processes that were started with ``NAME=value`` in their environment; with ``NAME=``, whatever its value."""
+    wanted = f"\0{variable}" if variable.endswith("=") else f"\0{variable}\0"
     found = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if variable.encode() in file.read_bytes().split(b"\0"):
+            if wanted.encode() in b"\0" + file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
+def _daemons_of_steps() -> list[int]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            if file.read_text().startswith("slurmstepd"):
                 found.append(int(file.parent.name))
     return found
 
