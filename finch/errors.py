@@ -86,9 +86,8 @@ def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
 def _leave_sentence(sentence: str) -> None:
     """For whoever started the ranks: a mistake is not mended by starting them again, and the sentence goes into its log."""
     if file := os.environ.get(ERROR_FILE):
-        with contextlib.suppress(OSError):
-            with Path(file).open("x", encoding="utf-8") as opened:  # one rank's is enough
-                opened.write(sentence + "\n")
+        with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as opened:  # one rank's is enough
+            opened.write(sentence + "\n")
 
 
 def leave_well() -> None:
