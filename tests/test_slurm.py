@@ -192,3 +192,27 @@ def test_a_script_of_ones_own_is_taken(capsys):
     Path("mine.sbatch").write_text(TEMPLATE.replace("WITHOUT_PROGRESS=3", "WITHOUT_PROGRESS=7"))
     _, script, _ = submit(capsys, "qwen3/4B_finch", "--script", "mine.sbatch", "--dry-run")
     assert "MAX_RESTARTS_WITHOUT_PROGRESS=7" in script.splitlines()
+
+
+def test_pyxis_is_given_image_mounts_and_place(capsys, tmp_path):
+    """Down to the command of srun, by a program in its place: pyxis is a plugin of a site's own."""
+    options = ("--nodes", "2", "--container", "nvcr.io#team/image:1", "--container-mounts", "/models,/data")
+    _, script, _ = submit(capsys, "qwen3/4B_finch", *options, "--dry-run")
+    (tmp_path / "srun").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" > given\n')
+    (tmp_path / "srun").chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"}
+    environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1].endswith("done"), done.stdout + done.stderr
+    given = (tmp_path / "given").read_text().splitlines()
+    run = tmp_path / "out/qwen3/4B_finch"
+    mounts = ",".join(f"{folder}:{folder}" for folder in (tmp_path, run, "/models", "/data"))
+    for option in (
+        "--container-image=nvcr.io#team/image:1",
+        f"--container-workdir={tmp_path}",
+        f"--container-mounts={mounts}",
+        "--nodes=2",
+        "--nproc-per-node=8",
+    ):
+        assert option in given
+    assert given.index("--container-image=nvcr.io#team/image:1") < given.index("bash")
