@@ -11,15 +11,17 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from finch import manifest, rng
@@ -43,6 +45,12 @@ def checkpoints(run: Path) -> list[Path]:
         if (name := _NAME.fullmatch(path.name)) and (path / manifest.FILE_NAME).is_file()
     ]
     return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def step_of(folder: Path) -> int:
+    """The step whose state a checkpoint holds, by its name."""
+    name = _NAME.fullmatch(folder.name)
+    return int(name[1]) if name else 0
 
 
 def candidates(run: Path, resume: bool | str) -> list[Path]:
@@ -171,7 +179,21 @@ def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, A
         name.replace(_CHECKPOINT_PREFIX, "") for name, weight in model.named_parameters() if weight.requires_grad
     }
     weights = {name: tensor for name, tensor in model.state_dict().items() if name in trained}
-    return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizers)["state"]}
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    state = get_optimizer_state_dict(model, optimizers)["state"]
+    if any(optimizer.state for optimizer in fresh):
+        # torch has made their states by a step with gradients of zero, which must not count as one.
+        for each in (each for optimizer in fresh for each in optimizer.state.values() if "step" in each):
+            each["step"] = torch.zeros_like(each["step"]) if isinstance(each["step"], torch.Tensor) else 0
+        state = get_optimizer_state_dict(model, optimizers)["state"]
+    return {"model": weights, "optimizer": state}
+
+
+def are_finite(weights: Iterable[torch.Tensor]) -> bool:
+    """Whether every number of this rank's shards is; reads their device once."""
+    shards = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
+    flags = [shard.detach().isfinite().all() for shard in shards]
+    return not flags or bool(torch.stack(flags).all())
 
 
 def silence_dcp() -> None:

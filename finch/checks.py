@@ -15,11 +15,11 @@ from finch import FinchLR, ReplayLR
 from finch.checkpoint import candidates
 from finch.config import build, component_of, locate
 from finch.errors import UserError
+from finch.lr_scheduler import loss_schedule
 from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.objectives import Objective
 from finch.parallel import launched_ranks
 from finch.precision import precision_of
-from finch.schedules import loss_schedule
 from finch.stochastic_rounding import stochastic_optimizer
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
 
@@ -119,8 +119,8 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
         )
     if cfg.export_dtype not in (None, "fp32", "bf16", "fp64"):
         raise UserError(f"export_dtype={cfg.export_dtype} must be fp32, bf16, fp64 or null")
-    if cfg.on_nonfinite not in ("raise", "skip", "rollback"):
-        raise UserError(f"on_nonfinite={cfg.on_nonfinite} must be raise, skip or rollback")
+    if cfg.on_nonfinite not in (None, "raise", "skip", "rollback"):
+        raise UserError(f"on_nonfinite={cfg.on_nonfinite} must be raise, skip, rollback or null")
     _check_loss(cfg)
     if cfg.regularizer is not None:
         build(cfg.regularizer, "regularizer")

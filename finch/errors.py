@@ -62,9 +62,10 @@ def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
             if "LOCAL_RANK" not in os.environ:
                 raise
             if isinstance(error, RuntimeError) and _TIMED_OUT in str(error):
+                traceback.print_exc()
                 print(
-                    f"\nfinch: error: rank {os.environ.get('RANK')} has waited for another rank as long as distributed_timeout allows; the stacks above "
-                    "show where each rank is stuck",
+                    f"\nfinch: error: rank {os.environ.get('RANK')} has waited for another rank as long as distributed_timeout allows; the stacks that "
+                    "each rank prints before that show where it is stuck",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -6,10 +6,12 @@ tell who waits for whom.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import threading
 import time
+from collections.abc import Iterator
 
 _EARLIER = 0.9
 _GRACE_S = 5.0  # for the watching thread to print its line, if it gets to run
@@ -22,23 +24,35 @@ class Watchdog:
 
     Args:
         timeout_s: after which a collective fails; the stacks come at nine tenths of it.
-
-    Attributes:
-        has_told: whether the stacks have been printed, and nothing has been heard since.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._limit = _EARLIER * timeout_s
         self._is_over = threading.Event()
-        self.has_told = False
+        self._in_step = False
+        self._has_told = False
         self.beat()
         threading.Thread(target=self._watch, name="finch-watchdog", daemon=True).start()
 
     def beat(self) -> None:
         """Says that this rank gets on."""
-        self._last, self.has_told = time.monotonic(), False
+        self._last, self._has_told = time.monotonic(), False
         # The interpreter's own watchdog needs no lock of it: it speaks also where a call into C keeps the thread below from running.
         faulthandler.dump_traceback_later(self._limit + _GRACE_S, exit=False, file=_STDERR)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a training step."""
+        self.beat()
+        self._in_step = True
+        yield
+        self._in_step = False
+        self.beat()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether this rank is in a step and has been found not to get on."""
+        return self._in_step and self._has_told
 
     def stop(self) -> None:
         self._is_over.set()
@@ -46,9 +60,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_over.wait(max(self._last + self._limit - time.monotonic(), _PAUSE_S)):
-            if self.has_told or time.monotonic() < self._last + self._limit:
+            if self._has_told or time.monotonic() < self._last + self._limit:
                 continue
-            self.has_told = True
+            self._has_told = True
             faulthandler.cancel_dump_traceback_later()
             rank = os.environ.get("RANK", "0")
             line = f"\nfinch: rank {rank} has not got on for {self._limit:.0f} s; it is here:\n"
@@ -67,14 +81,19 @@ def watch(timeout_s: float) -> None:
 
 
 def beat() -> None:
-    """Says that this rank gets on; nothing without a watchdog. To be called at each batch and at the end of whatever takes long."""
+    """Says that this rank gets on, at each batch of a pass and after whatever takes long; nothing without a watchdog."""
     if _watchdog is not None:
         _watchdog.beat()
 
 
+def step() -> contextlib.AbstractContextManager[None]:
+    """Around a training step; nothing without a watchdog."""
+    return contextlib.nullcontext() if _watchdog is None else _watchdog.step()
+
+
 def is_stuck() -> bool:
-    """Whether this rank has been found not to get on."""
-    return _watchdog is not None and _watchdog.has_told
+    """Whether this rank is in a step and has been found not to get on."""
+    return _watchdog is not None and _watchdog.is_stuck
 
 
 def stop() -> None:

@@ -44,10 +44,12 @@ class NonFiniteLosses:
         self._in_a_row += 1
         self._unseen += 1
         if self._raises:
-            raise FloatingPointError(f"the loss was not finite at step {step}: lower optimizer.lr or check the data")
+            raise FloatingPointError(
+                f"the loss was not finite at step {step}: lower the learning rate or check the data"
+            )
         if self._in_a_row >= self._max:
             raise FloatingPointError(
-                f"the loss was not finite {self._in_a_row} times in a row, last at step {step}: lower optimizer.lr or check the data"
+                f"the loss was not finite {self._in_a_row} times in a row, last at step {step}: lower the learning rate or check the data"
             )
         return False
 

@@ -105,9 +105,9 @@ FULL_FINETUNE: dict[str, Option] = {
         None, (int, float, str), "largest gradient norm; null does not clip; the paper clips to 1.0"
     ),
     "on_nonfinite": Option(
-        "raise",
+        None,
         (str,),
-        "a loss or a gradient that is not finite: raise, skip the update, or rollback to the last checkpoint and go on past the batch",
+        "a loss or gradient that is not finite: raise, skip the update, or rollback to the last checkpoint and on past the batch; null: as lr_scheduler says, else raise",
     ),
     "optimizer_in_bwd": Option(
         False,

@@ -102,10 +102,11 @@ class KeptPass:
     Args:
         file: where it is kept.
         fingerprint: see :func:`fingerprint_of`.
+        model_folder: of the pretrained model, for messages.
     """
 
-    def __init__(self, file: Path, fingerprint: str) -> None:
-        self._file, self._fingerprint = file, fingerprint
+    def __init__(self, file: Path, fingerprint: str, model_folder: Path) -> None:
+        self._file, self._fingerprint, self._model_folder = file, fingerprint, model_folder
 
     def load(self, parallel: Parallel) -> Pretrained | None:
         """An earlier pass of this model over these rows, if every rank finds it."""
@@ -125,7 +126,7 @@ class KeptPass:
         found = pretrained_pass(model, **whole)
         if not math.isfinite(found.mean):
             raise UserError(
-                f"the pretrained model's mean loss over the training rows is {found.mean}; check the weights in checkpointer.checkpoint_dir, and dtype"
+                f"the pretrained model's mean loss over the training rows is {found.mean}; check the weights in checkpointer.checkpoint_dir={self._model_folder}, and dtype"
             )
         say(
             f"pretrained model's mean loss over {len(whole['samples'])} training samples: {found.mean:.4f} nats ({time.perf_counter() - began:.1f} s)"

@@ -108,6 +108,8 @@ class ReplayLR:
         """The keys of :meth:`finch.FinchLR.metrics`; there is no EMA and no cap here."""
         return {"ema_loss": None, "lr": self.get_last_lr()[0], "lr_is_capped": False}
 
+    is_on_device = False  # the host has read every loss
+
     def check(self) -> int:
         """How many losses have not been finite since the last call."""
         return self._losses.new()

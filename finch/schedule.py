@@ -187,6 +187,11 @@ class FinchLR:
         """``ema_loss``, ``lr`` (the first group's) and ``lr_is_capped`` as they are: tensors where the state lives on a device, unread."""
         return {"ema_loss": self._ema_loss, "lr": self._eta, "lr_is_capped": self._eta >= self.eta_max}
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the state lives on a device, so that looking at it waits for the device."""
+        return isinstance(self._nonfinite, torch.Tensor)
+
     def check(self) -> int:
         """Reads the counters of non-finite losses and raises where ``on_nonfinite`` asks for it.
 

@@ -103,12 +103,12 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked process inherits this handler
             return
-        if hang.is_stuck():  # the step will not end
-            os._exit(128 + number)
         if not self._is_training:
             if self._before_training is not None:
                 self._before_training()
             os._exit(0)
+        if hang.is_stuck():  # the step will not end
+            os._exit(128 + number)
         if not self._noted:
             self._first = time.monotonic()
         elif not is_launched() or time.monotonic() - self._first > _SAME_SIGNAL_S:

@@ -37,6 +37,7 @@ from finch.errors import UserError, WriteFailed, leave_well
 from finch.formats import open_checkpoint
 from finch.identity import identity_of
 from finch.log import log, say, warn
+from finch.lr_scheduler import build_schedule, is_finch, on_nonfinite, starts_at_mean
 from finch.metrics import MetricsLog
 from finch.models.corrected import corrected
 from finch.objectives import EAFT, CrossEntropy, Objective
@@ -46,10 +47,10 @@ from finch.precision import check_hardware, precision_of
 from finch.pretrained import FILE_NAME as PRETRAINED_FILE
 from finch.pretrained import KeptPass, Pretrained, fingerprint_of
 from finch.processes import die_with_parent
+from finch.rollback import PRETRAINED, Returns
 from finch.run_folder import RunFolder
 from finch.run_lock import RunLock
 from finch.saver import Saver
-from finch.schedules import build_schedule, is_finch, on_nonfinite, starts_at_mean
 from finch.sharded_model import check_custom_layers, shard
 from finch.signals import Asked, Signals
 from finch.step_median import StepMedian
@@ -58,7 +59,6 @@ from finch.token_loss import TokenLoss
 from finch.training_data import TrainingData
 
 OBJECTIVE_CHUNKS = 8  # pieces in which an objective's logits are made; torchtune's default of its chunked cross-entropy
-MAX_RETURNS = 10  # to one checkpoint, with on_nonfinite=rollback
 
 
 class FinchFullFinetune(FTRecipeInterface):
@@ -122,8 +122,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self.epoch = 0
         self.consumed = 0
         self.best: dict[str, Any] | None = None
-        self._returns = 0  # to the last checkpoint
-        self._returned_at = -1  # step of the last one
+        self._returns = Returns()
         self.interrupted = False
         """Whether Ctrl-C has ended the run."""
 
@@ -159,6 +158,7 @@ class FinchFullFinetune(FTRecipeInterface):
         # What the pretrained model says of the rows is kept under their digest.
         wants_digest = "pretrained_token_loss" in self._objective.needs or starts_at_mean(cfg)
         self._data = TrainingData(cfg, tokenizer, self._parallel, seed=self.seed, wants_digest=wants_digest)
+        hang.beat()
         num_steps = cfg.epochs * self._data.steps_per_epoch
         check_replay(cfg, num_steps)
         self._state_identity = identity_of(cfg, self._data, self.seed)
@@ -179,7 +179,8 @@ class FinchFullFinetune(FTRecipeInterface):
             self._parallel,
             every_n_steps=cfg.checkpoint.every_n_steps,
             every_n_minutes=cfg.checkpoint.every_n_minutes,
-            keep_last=cfg.checkpoint.keep_last,
+            # The last one may hold what is about to break: another to go back to.
+            keep_last=max(cfg.checkpoint.keep_last, 2 if self._on_nonfinite == "rollback" else 1),
             asynchronous=cfg.checkpoint["async"],
             timeout_s=cfg.distributed_timeout,
             tell=lambda sentence, is_bad: say(sentence, logging.WARNING if is_bad else logging.INFO),
@@ -236,15 +237,17 @@ class FinchFullFinetune(FTRecipeInterface):
             batches = self._data.batches(epoch, self.consumed)
             self._log_metrics.start_epoch(epoch, cfg.epochs, steps, first)
             for _ in range(first, steps):
-                hang.beat()
-                self._train_step(list(itertools.islice(batches, order.micro_batches_in_step(self.consumed))))
+                with hang.step():
+                    self._train_step(list(itertools.islice(batches, order.micro_batches_in_step(self.consumed))))
                 self.consumed = min(self.consumed + order.global_batch, len(self._data.samples))
                 self._profiler.step()
-                if cfg.validate_every_n_steps and self.step % cfg.validate_every_n_steps == 0:
-                    self.validate()
                 asked = self._signals.agree(self._saver.is_due(self.step))
-                if asked.save or asked.stop or self.step % cfg.log_every_n_steps == 0:
+                wants_validation = cfg.validate_every_n_steps and self.step % cfg.validate_every_n_steps == 0
+                is_read = self.step % cfg.log_every_n_steps == 0 or not self._schedule.is_on_device
+                if is_read or wants_validation or asked.save or asked.stop:
                     self._look_at_losses()
+                if wants_validation:
+                    self.validate()
                 if asked.stop:
                     self._stop(asked)
                     return
@@ -338,43 +341,57 @@ class FinchFullFinetune(FTRecipeInterface):
         self._log_metrics.add(self.step, metrics)
 
     def _look_at_losses(self) -> None:
-        """Where losses stay on a device, those that are not finite come to light here, when it has just been read."""
-        if self._schedule.check() and self._on_nonfinite == "rollback":
+        """Where losses stay on a device, those that are not finite come to light here."""
+        if not self._schedule.check():
+            self._returns.note_finite(self.step)
+        elif self._on_nonfinite == "rollback":
             self._roll_back()
 
     def _roll_back(self) -> None:
-        """Weights, optimizer and FINCH's average as the last checkpoint has them, or as the run began. The position stays: what lies
+        """Weights, optimizer and FINCH's average as a checkpoint has them, or as the run began. The position stays: what lies
         between is not trained on again, since it led here."""
         self._saver.finish()
         found = checkpoint.checkpoints(self._run)
         if self._resume_folder is not None and self._resume_folder not in found:
             found.append(self._resume_folder)
-        folder, damages = checkpoint.first_whole(found, self._parallel)
+        folder, damages = checkpoint.first_whole(self._returns.candidates(self.step, found), self._parallel)
+        if damages and folder is None:
+            raise UserError(
+                f"on_nonfinite=rollback: {damages[0]}, and there is no other; lower the learning rate and start afresh"
+            )
         for sentence in damages:
             warn(sentence)
-        self._returns, self._returned_at = self._returns + 1, self.step
-        if self._returns > MAX_RETURNS or (damages and folder is None):
-            raise UserError(
-                f"the loss was not finite at step {self.step}, after {self._returns - 1} returns to {folder or 'the pretrained model'}: lower "
-                "optimizer.lr or check the data"
-            )
+        when = f"{'at or before' if self._schedule.is_on_device else 'at'} step {self.step}"
+        warn(
+            f"a loss or gradient was not finite {when}: back to {folder or 'the pretrained model'}, and on with the next batch"
+        )
         if folder is None:
             self._load_base()
             for optimizer in self._optimizers:
                 optimizer.state.clear()
-            kept, self._median.last = self._first_schedule, None
+            back_to, kept, self._median.last = PRETRAINED, self._first_schedule, None
         else:
-            state = checkpoint.read_state(folder)
             checkpoint.load_tensors(folder, self._model, self._optimizers, self._parallel)
-            kept, self._median.last = state["schedule"], state["median"]
+            state = checkpoint.read_state(folder)
+            back_to, kept, self._median.last = state["step"], state["schedule"], state["median"]
         if isinstance(self._schedule, FinchLR):  # the others go by the step
             self._schedule.load_state_dict(kept)
-        back_at = 0 if folder is None else state["step"]
-        self._log_metrics.note({"step": self.step, "epoch": self.epoch, "rolled_back_to": back_at})
-        warn(
-            f"the loss was not finite at step {self.step}: back to {folder or 'the pretrained model'}, and on with the next batch"
-        )
+        self._returns.note(self.step, back_to)
+        self._log_metrics.note({"step": self.step, "epoch": self.epoch, "rolled_back_to": back_to})
         self._log_metrics.pause()
+
+    def _check_weights(self) -> bool:
+        """Whether the state is worth saving; a collective. An update can break weights that no forward has seen yet."""
+        if self._returns.needs_proof:
+            return False
+        if self._parallel.agree(checkpoint.are_finite(self._trained_parameters().values())):
+            return True
+        if self._on_nonfinite != "rollback":
+            raise FloatingPointError(
+                f"weights were not finite after step {self.step}, whose loss was: lower the learning rate or check the data"
+            )
+        self._roll_back()
+        return False
 
     def validate(self) -> float | None:
         """Mean loss over ``dataset_validation`` in nats, noted in the metrics; None without one."""
@@ -389,6 +406,7 @@ class FinchFullFinetune(FTRecipeInterface):
     def _end_epoch(self, cfg: DictConfig) -> None:
         self._log_metrics.end_epoch()
         self._look_at_losses()
+        self._check_weights()
         lines = self._log_metrics.lines()
         loss = self.validate()
         name = f"epoch_{self.epoch}"
@@ -414,6 +432,7 @@ class FinchFullFinetune(FTRecipeInterface):
             self._export(name)
         except WriteFailed as error:
             told = str(error)
+        hang.beat()
         told = self._parallel.gather_all(told)[0]
         if told is not None:
             say(f"{self._run / name} could not be written ({told})", logging.WARNING)
@@ -428,8 +447,9 @@ class FinchFullFinetune(FTRecipeInterface):
             wait: until it is on the disk.
             lines: of metrics.jsonl that belong to the steps so far; None: all.
         """
-        if self.step > self._returned_at:
-            self._returns = 0
+        if not self._check_weights():
+            say(f"the state of step {self.step} is not saved: no finite step has followed the return yet")
+            return False
         state = {
             "step": self.step,
             "epoch": self.epoch,
@@ -438,12 +458,13 @@ class FinchFullFinetune(FTRecipeInterface):
             "best": self.best,
             "schedule": self._schedule.state_dict(),
             "median": self._median.last,
-            "returns": self._returns,
+            **self._returns.state_dict(),
             "metrics_lines": self._log_metrics.lines() if lines is None else lines,
             "identity": self._state_identity,
         }
         is_well = self._saver.save(self.step, self._model, self._optimizers, state, wait=wait)
         self._log_metrics.pause()
+        hang.beat()
         return is_well
 
     def _export(self, name: str) -> None:
@@ -459,7 +480,8 @@ class FinchFullFinetune(FTRecipeInterface):
         """Restores weights, optimizer, schedule and position. Base learning rates are the config's, as the schedule was built."""
         checkpoint.load_tensors(folder, self._model, self._optimizers, self._parallel)
         self.step, self.epoch, self.consumed = state["step"], state["epoch"], state["consumed"]
-        self.best, self._median.last, self._returns = state["best"], state["median"], state["returns"]
+        self.best, self._median.last = state["best"], state["median"]
+        self._returns.load_state_dict(state)
         self._schedule.load_state_dict(state["schedule"])
 
     def close(self) -> None:
@@ -519,6 +541,7 @@ class FinchFullFinetune(FTRecipeInterface):
             if name in stored:
                 parallel.copy_whole(stored[name], tensor)
         size = sum(parameter.numel() for parameter in self._model.parameters())
+        hang.beat()
         say(f"pretrained model of {size:,} parameters loaded in {time.perf_counter() - began:.1f} s")
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -532,7 +555,7 @@ class FinchFullFinetune(FTRecipeInterface):
             assert self._data.rows is not None
             settings = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype}
             fingerprint = fingerprint_of(self._base.files, self._data.rows.digest, settings)
-            kept = KeptPass(self._run / PRETRAINED_FILE, fingerprint)
+            kept = KeptPass(self._run / PRETRAINED_FILE, fingerprint, self._base.folder)
             pretrained = kept.load(self._parallel)
         is_missing = kept is not None and pretrained is None
         if is_fresh or is_missing or not self.saves_all_weights or self._regularizer is not None:

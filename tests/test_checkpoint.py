@@ -30,7 +30,7 @@ ALONE = Parallel(torch.device("cpu"))
 
 
 def save_checkpoint(run, step, model, optimizer, state, **options):
-    assert Saver(run, ALONE, **options).save(step, model, optimizer, state, wait=True)
+    assert Saver(run, ALONE, **options).save(step, model, [optimizer], state, wait=True)
     return run / "checkpoints" / f"step_{step}"
 
 
@@ -49,7 +49,7 @@ def test_weights_and_moments_come_back_bit_for_bit(tmp_path):
     model, optimizer = trained(0, 3)
     save_checkpoint(tmp_path, 3, model, optimizer, {"step": 3})
     other, other_optimizer = trained(1, 0)
-    load_tensors(checkpoints(tmp_path)[0], other, other_optimizer, ALONE)
+    load_tensors(checkpoints(tmp_path)[0], other, [other_optimizer], ALONE)
     assert read_state(checkpoints(tmp_path)[0]) == {"step": 3, "world_size": 1}
     for each in ((model, optimizer), (other, other_optimizer)):
         each[0](torch.ones(2, 3)).sum().backward()
@@ -68,7 +68,7 @@ def test_a_rate_that_is_a_tensor_stays_the_schedules(tmp_path):
     schedule.step(torch.tensor(1.0))
     save_checkpoint(tmp_path, 2, model, optimizer, {"schedule": schedule.state_dict()})
     other, other_optimizer, other_schedule = with_schedule(1, 0)
-    load_tensors(checkpoints(tmp_path)[0], other, other_optimizer, ALONE)
+    load_tensors(checkpoints(tmp_path)[0], other, [other_optimizer], ALONE)
     other_schedule.load_state_dict(read_state(checkpoints(tmp_path)[0])["schedule"])
     for each_model, each_optimizer, each_schedule in (
         (model, optimizer, schedule),
@@ -91,7 +91,7 @@ def test_hyperparameters_are_the_configs_not_the_checkpoints(tmp_path, before, a
     model, optimizer = optimizer_of(before, 0, 2, 0.1)
     save_checkpoint(tmp_path, 2, model, optimizer, {})
     other, other_optimizer = optimizer_of(after, 1, 0, 0.5)
-    load_tensors(checkpoints(tmp_path)[0], other, other_optimizer, ALONE)
+    load_tensors(checkpoints(tmp_path)[0], other, [other_optimizer], ALONE)
     (group,) = other_optimizer.param_groups
     assert isinstance(group["lr"], torch.Tensor) == (after == "tensor")
     assert group["weight_decay"] == 0.5
@@ -104,7 +104,7 @@ def test_a_checkpoint_with_a_missing_file_is_named(tmp_path):
     for file in folder.glob("*.distcp"):
         file.unlink()
     with pytest.raises(UserError, match="cannot be read"):
-        load_tensors(folder, model, optimizer, ALONE)
+        load_tensors(folder, model, [optimizer], ALONE)
 
 
 def names(run):
@@ -226,7 +226,7 @@ def test_in_the_background_the_weights_of_the_step_are_saved_not_later_ones(tmp_
     monkeypatch.setattr(dcp, "save", lambda *args, **kwargs: (released.wait(60), write(*args, **kwargs)))
     told = []
     saver = Saver(tmp_path, ALONE, asynchronous=True, tell=lambda sentence, is_bad: told.append((sentence, is_bad)))
-    assert saver.save(2, model, optimizer, {"step": 2})
+    assert saver.save(2, model, [optimizer], {"step": 2})
     expected = [weight.detach().clone() for weight in model.parameters()]
     moments = [{key: value.clone() for key, value in each.items()} for each in optimizer.state.values()]
     model(torch.ones(2, 3)).sum().backward()
@@ -238,7 +238,7 @@ def test_in_the_background_the_weights_of_the_step_are_saved_not_later_ones(tmp_
     assert saver.finish()
     assert [is_bad for _, is_bad in told] == [False]
     other, other_optimizer = trained(1, 0)
-    load_tensors(checkpoints(tmp_path)[0], other, other_optimizer, ALONE)
+    load_tensors(checkpoints(tmp_path)[0], other, [other_optimizer], ALONE)
     assert all(torch.equal(a, b) for a, b in zip(expected, other.parameters(), strict=True))
     for one, two in zip(moments, other_optimizer.state.values(), strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)
@@ -253,11 +253,11 @@ def test_no_room_leaves_the_one_before_and_the_next_save_tries_again(tmp_path, a
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = []
     saver = Saver(tmp_path, ALONE, asynchronous=asynchronous, tell=lambda sentence, is_bad: told.append(sentence))
-    assert saver.save(1, model, optimizer, {"step": 1}, wait=True)
+    assert saver.save(1, model, [optimizer], {"step": 1}, wait=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        fits = saver.save(2, model, optimizer, {"step": 2}) and saver.finish()
+        fits = saver.save(2, model, [optimizer], {"step": 2}) and saver.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not fits
@@ -265,7 +265,7 @@ def test_no_room_leaves_the_one_before_and_the_next_save_tries_again(tmp_path, a
     assert "step_1 stays" in told[-1]
     assert names(tmp_path) == ["step_1"]
     assert first_whole(checkpoints(tmp_path), ALONE)[1] == []
-    assert saver.save(3, model, optimizer, {"step": 3}, wait=True)
+    assert saver.save(3, model, [optimizer], {"step": 3}, wait=True)
     assert names(tmp_path) == ["step_3"]
 
 
@@ -273,3 +273,23 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
     check_identity({"identity": {"seed": 1, "shuffle": True}}, {"seed": 1}, tmp_path)
     with pytest.raises(UserError, match="belongs to a run with seed=1, this config says 2"):
         check_identity({"identity": {"seed": 1}}, {"seed": 2}, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_saving_before_the_first_update_changes_nothing(kind, tmp_path):
+    """torch makes the optimizer's state by a step of its own."""
+    model, straight = nn.Linear(3, 2), nn.Linear(3, 2)
+    straight.load_state_dict(model.state_dict())
+    options = {"lr": 0.1} if kind is torch.optim.AdamW else {"lr": 0.1, "momentum": 0.9}
+    optimizers = [kind(each.parameters(), **options) for each in (model, straight)]
+    Saver(tmp_path, ALONE).save(0, model, [optimizers[0]], {"step": 0}, wait=True)
+    other = nn.Linear(3, 2)
+    other_optimizer = kind(other.parameters(), **options)
+    load_tensors(checkpoints(tmp_path)[0], other, [other_optimizer], ALONE)
+    for _ in range(3):
+        for each, optimizer in zip((model, straight, other), (*optimizers, other_optimizer), strict=True):
+            each(torch.ones(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for each in (model, other):
+        assert torch.equal(each.weight, straight.weight)

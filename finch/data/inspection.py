@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtune.utils import get_logger, log_rank_zero
 
 from finch.data.loading import Samples
 from finch.errors import UserError
+from finch.log import say, warn
 from finch.objectives import IGNORE_INDEX
 from finch.parallel import Parallel
 from finch.torchtune_names import shift_labels
-
-log = get_logger("INFO")
 
 
 @dataclass(frozen=True)
@@ -74,11 +71,11 @@ def inspect(samples: Samples, limit: int | None, parallel: Parallel) -> Rows:
             f"{samples.key}: {rows.without} of {len(samples)} samples have no target token, since the prompt alone reaches "
             f"tokenizer.max_seq_len={limit}; they teach nothing"
         )
-        log_rank_zero(log, message, logging.WARNING)
+        warn(message)
     if rows.cut and not samples.packed:
         message = f"{samples.key}: {rows.cut} of {len(samples)} samples reach tokenizer.max_seq_len={limit} and are cut off there; raise it to keep their ends"
-        log_rank_zero(log, message, logging.WARNING)
-    log_rank_zero(log, f"{samples.key}: {rows.targets:,} target tokens, longest sample {rows.longest} tokens")
+        warn(message)
+    say(f"{samples.key}: {rows.targets:,} target tokens, longest sample {rows.longest} tokens")
     return rows
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
 from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.modules import TiedLinear, TransformerDecoder
-from torchtune.utils import get_logger, log_rank_zero
 
 from finch.errors import UserError
+from finch.log import warn
 from finch.models.conversion import is_tied
 from finch.torchtune_names import Gemma2Attention
-
-log = get_logger("INFO")
 
 # config.json's model_type, and the folders of builders that make such a model.
 FAMILIES = {
@@ -94,7 +91,7 @@ def _warn_of_a_window(decoder: TransformerDecoder, component: str, config: dict[
             f"config.json of {folder} limits attention to the last {window} tokens, {component} does not: longer rows are trained "
             f"with more context than the checkpoint uses; tokenizer.max_seq_len={window} avoids it"
         )
-        log_rank_zero(log, message, logging.WARNING)
+        warn(message)
 
 
 def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:

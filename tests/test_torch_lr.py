@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
-from finch.timed import TimedLR
+from finch.torch_lr import TorchLR
 
 SCHEDULERS = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
@@ -34,15 +34,15 @@ def test_the_rates_are_those_of_torchs_own_order(name):
             scheduler.step()
 
     ours = optimizers(2)
-    timed, seen = TimedLR(ours, SCHEDULERS[name](ours[0])), []
+    schedule, seen = TorchLR(ours, SCHEDULERS[name](ours[0])), []
     for step in range(9):
         if step == 5:
-            state = json.loads(json.dumps(timed.state_dict()))
+            state = json.loads(json.dumps(schedule.state_dict()))
             ours = optimizers(2)
-            timed = TimedLR(ours, SCHEDULERS[name](ours[0]))
-            timed.load_state_dict(state)
-        assert timed.step(1.0, 3)
-        seen.append((rate(ours[0]), rate(ours[1]), timed.metrics()["lr"]))
+            schedule = TorchLR(ours, SCHEDULERS[name](ours[0]))
+            schedule.load_state_dict(state)
+        assert schedule.step(1.0, 3)
+        seen.append((rate(ours[0]), rate(ours[1]), schedule.metrics()["lr"]))
         for optimizer in ours:
             optimizer.step()
     assert seen == [(value,) * 3 for value in expected]
@@ -50,23 +50,23 @@ def test_the_rates_are_those_of_torchs_own_order(name):
 
 def test_a_step_without_targets_or_with_a_loss_that_is_not_finite_uses_up_its_rate():
     (optimizer,) = optimizers()
-    timed = TimedLR([optimizer], SCHEDULERS["lambda"](optimizer), on_nonfinite="skip", max_nonfinite=2)
-    assert timed.step(1.0)
-    assert not timed.step(0.0, 0)
-    assert not timed.step(torch.tensor(float("nan")), 4)
-    assert timed.check() == 1
-    assert timed.check() == 0
-    assert timed.step(1.0)
+    schedule = TorchLR([optimizer], SCHEDULERS["lambda"](optimizer), on_nonfinite="skip", max_nonfinite=2)
+    assert schedule.step(1.0)
+    assert not schedule.step(0.0, 0)
+    assert not schedule.step(torch.tensor(float("nan")), 4)
+    assert schedule.check() == 1
+    assert schedule.check() == 0
+    assert schedule.step(1.0)
     assert rate(optimizer) == 0.5 / 4
-    assert not timed.step(float("inf"))
+    assert not schedule.step(float("inf"))
     with pytest.raises(FloatingPointError, match="2 times in a row, last at step 6: lower"):
-        timed.step(float("nan"))
+        schedule.step(float("nan"))
 
 
 def test_it_raises_unless_told_otherwise():
     with pytest.raises(FloatingPointError, match="not finite at step 1"):
-        TimedLR(optimizers()).step(float("nan"))
+        TorchLR(optimizers()).step(float("nan"))
     with pytest.raises(ValueError, match="on_nonfinite='ignore' must be"):
-        TimedLR(optimizers(), on_nonfinite="ignore")
+        TorchLR(optimizers(), on_nonfinite="ignore")
     with pytest.raises(ValueError, match="max_nonfinite=0 must be"):
-        TimedLR(optimizers(), max_nonfinite=0)
+        TorchLR(optimizers(), max_nonfinite=0)

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from finch import FinchLR, ReplayLR
 from finch.config import build, component_of, locate
 from finch.log import say, warn
-from finch.timed import TimedLR
+from finch.torch_lr import TorchLR
 
-Schedule: TypeAlias = FinchLR | ReplayLR | TimedLR
+Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
 _WITHOUT_END = 10**9
 
 
@@ -36,10 +36,10 @@ def starts_at_mean(cfg: DictConfig) -> bool:
 
 
 def on_nonfinite(cfg: DictConfig) -> str:
-    """What the run does about a loss that is not finite; FINCH's own key counts where the recipe's is left alone."""
-    if cfg.on_nonfinite == "raise" and loss_schedule(cfg) is not None:
+    """What the run does about a loss that is not finite: the recipe's key, else the schedule's own."""
+    if cfg.on_nonfinite is None and loss_schedule(cfg) is not None:
         return cfg.lr_scheduler.get("on_nonfinite", "raise")
-    return cfg.on_nonfinite
+    return cfg.on_nonfinite or "raise"
 
 
 def build_schedule(
@@ -51,7 +51,7 @@ def build_schedule(
         num_steps: of the whole run, for schedulers that end.
     """
     action = on_nonfinite(cfg)
-    nonfinite: dict[str, Any] = {"on_nonfinite": "raise" if action == "raise" else "skip"}
+    nonfinite: dict[str, Any] = {} if action == "raise" else {"on_nonfinite": "skip"}
     if action == "rollback":  # the recipe counts
         nonfinite["max_nonfinite"] = _WITHOUT_END
     if loss_schedule(cfg) is None:
@@ -62,8 +62,10 @@ def build_schedule(
             scheduler = build(
                 cfg.lr_scheduler, "lr_scheduler", optimizers[0], num_training_steps=num_steps, last_epoch=-1
             )
-        return TimedLR(optimizers, scheduler, **nonfinite)
+        return TorchLR(optimizers, scheduler, **nonfinite)
     node = {**cfg.lr_scheduler, **nonfinite}
+    if action == "raise" and "on_nonfinite" in node:
+        node["on_nonfinite"] = "raise"
     if not is_finch(cfg):
         say(f"replaying the learning rates of {cfg.lr_scheduler.log}")
         return build(node, "lr_scheduler", optimizers)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from finch.nonfinite import NonFiniteLosses
 
 
-class TimedLR:
+class TorchLR:
     """A scheduler of torch's behind :class:`finch.FinchLR`'s interface: ``step`` comes before the optimizer, and the
     first one leaves the learning rate as the scheduler has set it.
 
@@ -59,6 +59,8 @@ class TimedLR:
     def metrics(self) -> dict[str, Any]:
         """The keys of :meth:`finch.FinchLR.metrics`; there is no EMA and no cap here."""
         return {"ema_loss": None, "lr": self._optimizers[0].param_groups[0]["lr"], "lr_is_capped": False}
+
+    is_on_device = False  # the host has read every loss
 
     def check(self) -> int:
         """How many losses have not been finite since the last call."""
