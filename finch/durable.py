@@ -22,6 +22,11 @@ def replace_text(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def is_disk_error(error: BaseException | None) -> bool:
+    """Whether torch's writer failed on a file: it is a RuntimeError that keeps nothing of what the disk said."""
+    return isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "inline_container" in str(error))
+
+
 def sync_folder(folder: Path) -> None:
     """Waits until the disk has the names in a folder: a file that is synced can still lose its name to a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

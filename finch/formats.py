@@ -16,6 +16,7 @@ from torchtune.training import (
     FullModelTorchTuneCheckpointer,
 )
 
+from finch import durable
 from finch.config import build, locate
 from finch.errors import UserError
 from finch.huggingface import CONFIG, HuggingFaceFolder
@@ -171,8 +172,8 @@ class NativeFolder(PretrainedFolder):
             state[HEAD] = state[_EMBEDDING]
         try:
             torch.save(self._rename_back(state), target / self.files[0].name)
-        except RuntimeError as error:  # all that its writer says of a full disk
-            if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
+        except RuntimeError as error:
+            if not durable.is_disk_error(error):
                 raise
             raise OSError(f"{self.files[0].name} could not be written to its end") from error
         copy_side_files(self.folder, target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -64,10 +65,18 @@ class Watchdog:
                 continue
             self._has_told = True
             faulthandler.cancel_dump_traceback_later()
-            rank = os.environ.get("RANK", "0")
-            line = f"\nfinch: rank {rank} has not got on for {self._limit:.0f} s; it is here:\n"
-            os.write(_STDERR, line.encode())
-            faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+            os.write(_STDERR, self._stacks())
+
+    def _stacks(self) -> bytes:
+        """In one piece: faulthandler itself writes word by word, and ranks that share a terminal would mix theirs."""
+        line = f"\nfinch: rank {os.environ.get('RANK', '0')} has not got on for {self._limit:.0f} s; it is here:\n"
+        # Not on a disk, which may be what hangs.
+        with (
+            open(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile() as file
+        ):
+            faulthandler.dump_traceback(file=file.fileno(), all_threads=True)
+            file.seek(0)
+            return line.encode() + file.read()
 
 
 _watchdog: Watchdog | None = None

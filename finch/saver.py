@@ -259,6 +259,4 @@ def _disk_error(error: BaseException | None) -> str | None:
         if isinstance(seen, OSError):
             return seen.strerror or str(seen)
         seen = seen.__cause__ or seen.__context__
-    if isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "inline_container" in str(error)):
-        return "a file could not be written to its end"
-    return None
+    return "a file could not be written to its end" if durable.is_disk_error(error) else None
