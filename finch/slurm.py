@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finch.errors import UserError
+from finch.sbatch import fill_in, options_of, seconds_of, value_of
 
 SCRIPT_FOLDERS = [
     Path(__file__).parent / "slurm_scripts",  # in an installed wheel
@@ -22,6 +23,8 @@ SCRIPT = "finch_full_finetune.sbatch"
 # sbatch's options that may stand apart from their value; the others are handed on as --option=value.
 _KNOWN_OPTIONS = ("time", "partition", "account", "qos", "job-name", "cpus-per-task", "mem", "constraint", "output")
 _OTHER_WAYS_TO_GPUS = ("gpus", "gres", "gpus-per-task", "gpus-per-socket")
+# What a start takes before its first step; a time limit that leaves less than this before its warning brings a run nowhere.
+_TIME_TO_BEGIN_S = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,18 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sbatch's is handed on as --option=value. key=value and ~key change the config, as for `tune run`."
     )
     parser.add_argument("config", metavar="CONFIG", help="a path, or a name of `finch configs`")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="default: 1; 0: ranks on the CPU")
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: one a GPU")
+    parser.add_argument("--nodes", type=int, metavar="N", help="default: the script's, 1")
+    parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="default: the script's, 1; 0: ranks on the CPU")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: the script's, one a GPU")
     for name in _KNOWN_OPTIONS:
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)  # the epilog has them
     parser.add_argument("--container", metavar="IMAGE", help="run in this image")
     parser.add_argument("--container-runtime", choices=["pyxis", "apptainer"], help="default: the script's, pyxis")
     parser.add_argument(
-        "--container-mounts", metavar="DIR,DIR", help="besides the working directory and output_dir; same paths inside"
+        "--container-mounts",
+        metavar="DIR,FROM:TO",
+        help="besides the working directory and output_dir; DIR: the same path inside",
     )
     parser.add_argument("--setup", type=Path, metavar="FILE", help="a shell file to source first: modules, variables")
-    parser.add_argument("--python", metavar="PROGRAM", help="default: this one; with a container: python")
+    parser.add_argument(
+        "--python", metavar="PROGRAM", help="default: the script's, else this one; with a container: python"
+    )
     parser.add_argument("--script", type=Path, metavar="FILE", help="your own copy of the script")
     parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
 
@@ -55,11 +62,13 @@ class Submission:
         script: the whole script.
         output_dir: the run's folder, absolute.
         ranks: how many in all, in words.
+        output: where sbatch writes, in its own pattern (``%j``: the job's id).
     """
 
     script: str
     output_dir: Path
     ranks: str
+    output: str
 
 
 def submit(chosen: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -80,10 +89,9 @@ def submit(chosen: argparse.Namespace, rest: Sequence[str]) -> None:
             f"output_dir={submission.output_dir} cannot be written ({error.strerror}); give another folder"
         ) from error
     job = _sbatch(submission.script)
-    output = chosen.output or folder / f"{job}.out"
     print(f"job {job}: {submission.ranks}, output_dir={submission.output_dir}")
     print(f"  squeue --jobs {job}")
-    print(f"  tail -F {output}")
+    print(f"  tail -F {submission.output.replace('%j', job)}")
     print(f"  scancel {job}    # saves and ends it; the same command goes on from there")
 
 
@@ -107,79 +115,102 @@ def prepare(chosen: argparse.Namespace, rest: Sequence[str]) -> Submission:
             header[name] = value if equals else ""
     header.update({name: getattr(chosen, name.replace("-", "_")) for name in _KNOWN_OPTIONS})
     header = {name: value for name, value in header.items() if value is not None}
-    header["nodes"] = str(chosen.nodes)
+    if chosen.nodes is not None:
+        header["nodes"] = str(chosen.nodes)
     gpus = _gpus(chosen.gpus_per_node)
     if gpus == 0 or (gpus is None and any(name in header for name in _OTHER_WAYS_TO_GPUS)):
         header["gpus-per-node"] = None
     elif gpus is not None:
         header["gpus-per-node"] = chosen.gpus_per_node
-    ranks_per_node = chosen.ranks_per_node
-    if ranks_per_node is None and not (gpus is None and "gpus-per-node" in header):
-        ranks_per_node = gpus or 1  # with another option for GPUs only Slurm knows
-    if chosen.nodes < 1 or (ranks_per_node or 1) < 1:
-        raise UserError(
-            f"--nodes {chosen.nodes} with {ranks_per_node} ranks each starts nothing; both must be at least 1"
-        )
+    for name, number in (("nodes", chosen.nodes), ("ranks-per-node", chosen.ranks_per_node)):
+        if number is not None and number < 1:
+            raise UserError(f"--{name} {number} starts nothing; give at least 1")
+    if chosen.setup is not None and not chosen.setup.is_file():
+        raise UserError(f"--setup {chosen.setup} is no file here; give one that is")
 
+    template = _read_script(chosen.script)
+    options = {name: value for name, value in {**options_of(template), **header}.items() if value is not None}
+    _check_time(options)
+    nodes = _number(options.get("nodes", "1"))
+    ranks = chosen.ranks_per_node or _ranks_per_node(template, options)
     config = os.path.abspath(chosen.config) if Path(chosen.config).is_file() else chosen.config
-    recipe, output_dir = _check(config, overrides, None if ranks_per_node is None else chosen.nodes * ranks_per_node)
-    header.setdefault("output", f"{output_dir}/slurm/%j.out")
+    recipe, output_dir = _check(config, overrides, None if nodes is None or ranks is None else nodes * ranks)
+
+    if not options.get("output"):
+        options["output"] = header["output"] = f"{output_dir}/slurm/%j.out"
     overrides = [word for word in overrides if not word.startswith("output_dir=")]
-    variables = {
-        "RECIPE": recipe,
-        "PYTHON": chosen.python or ("python" if chosen.container else sys.executable),
-        "RANKS_PER_NODE": "" if chosen.ranks_per_node is None else str(chosen.ranks_per_node),
+    words = [config, f"output_dir={output_dir}", *overrides]
+    filled = {
+        **_variables(template, chosen, recipe, output_dir),
+        "ARGUMENTS": "(\n" + "".join(f"  {shlex.quote(word)}\n" for word in words) + ")",
+    }
+    each = "a rank a GPU" if ranks is None else f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return Submission(
+        fill_in(template, header, filled),
+        output_dir,
+        f"{options.get('nodes', '1')} node{'' if nodes == 1 else 's'} with {each}",
+        options["output"],
+    )
+
+
+def _variables(template: str, chosen: argparse.Namespace, recipe: str, output_dir: Path) -> dict[str, str]:
+    """The shell variables to set, quoted: what the command gives. What the script has by itself is the site's, and stays."""
+    from finch.options import RECIPES
+
+    given = {
+        "PYTHON": chosen.python,
+        "RANKS_PER_NODE": None if chosen.ranks_per_node is None else str(chosen.ranks_per_node),
         "SETUP": None if chosen.setup is None else os.path.abspath(chosen.setup),
         "CONTAINER": chosen.container,
         "CONTAINER_RUNTIME": chosen.container_runtime,
     }
-    if chosen.container:
-        mounts = [os.getcwd(), str(output_dir), *(chosen.container_mounts or "").split(",")]
-        variables["CONTAINER_MOUNTS"] = ",".join(dict.fromkeys(filter(None, mounts)))
-    filled = {name: shlex.quote(value) for name, value in variables.items() if value}
-    words = [config, f"output_dir={output_dir}", *overrides]
-    filled["ARGUMENTS"] = "(\n" + "".join(f"  {shlex.quote(word)}\n" for word in words) + ")"
-    script = fill_in(_read_script(chosen.script), header, filled)
-    each = "a rank a GPU" if ranks_per_node is None else f"{ranks_per_node} rank{'s' if ranks_per_node > 1 else ''}"
-    return Submission(script, output_dir, f"{chosen.nodes} node{'s' if chosen.nodes > 1 else ''} with {each}")
-
-
-def fill_in(script: str, header: Mapping[str, str | None], variables: Mapping[str, str]) -> str:
-    """The script with sbatch's options and its own variables set.
-
-    Args:
-        script: a shell script with a block of ``#SBATCH --name=value`` lines and lines ``NAME=...``.
-        header: sbatch's options without their dashes; an empty value is a flag, None removes the script's line.
-        variables: shell variables, their values quoted as the shell needs it.
-
-    Raises:
-        UserError: the script has no ``#SBATCH`` lines, or sets a variable nowhere.
-    """
-    lines: list[str] = []
-    after_header, left = None, dict(header)
-    for line in script.splitlines():
-        found = re.match(r"#SBATCH\s+--([\w-]+)", line)
-        if found and found[1] in header:
-            value = left.pop(found[1], None)
-            lines += [] if value is None else [_option(found[1], value)]
-        else:
-            lines.append(line)
-        if found:
-            after_header = len(lines)
-    if after_header is None:
-        raise UserError("--script has no #SBATCH lines; start from what --dry-run prints without it")
-    lines[after_header:after_header] = [_option(name, value) for name, value in left.items() if value is not None]
-    filled = "\n".join(lines) + "\n"
-    for name, value in variables.items():
-        line = f"{name}={value}".replace("\\", r"\\")
-        filled, number = re.subn(rf"^{name}=.*$", line, filled, count=1, flags=re.MULTILINE)
-        if not number:
-            raise UserError(f"--script has no line {name}=..., which is to be filled in; put one where the script's is")
+    if value_of(template, "RECIPE") in RECIPES:
+        given["RECIPE"] = recipe
+    has_container = chosen.container or value_of(template, "CONTAINER")
+    if not has_container and value_of(template, "PYTHON") == "python":
+        given["PYTHON"] = chosen.python or sys.executable
+    filled = {name: shlex.quote(value) for name, value in given.items() if value}
+    if has_container:
+        mounts = value_of(template, "CONTAINER_MOUNTS", quoted=True)  # a variable in it is the script's to expand
+        if chosen.container_mounts is not None:
+            mounts = ",".join(shlex.quote(folder) for folder in chosen.container_mounts.split(","))
+        every = [shlex.quote(os.getcwd()), shlex.quote(str(output_dir)), *mounts.split(",")]
+        filled["CONTAINER_MOUNTS"] = ",".join(dict.fromkeys(filter(None, every)))
     return filled
 
 
-def _option(name: str, value: str) -> str:
-    return f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")
+def _number(text: str) -> int | None:
+    """None where only Slurm, or the shell, knows: ``2-4``, ``$N``."""
+    return int(text) if text.isdigit() else None
+
+
+def _ranks_per_node(script: str, options: Mapping[str, str]) -> int | None:
+    """One rank a GPU, unless the script has another number."""
+    own = value_of(script, "RANKS_PER_NODE")
+    if own:
+        return _number(own)
+    if "gpus-per-node" in options:
+        gpus = _number(options["gpus-per-node"].rpartition(":")[2])
+        return 1 if gpus == 0 else gpus
+    return None if any(name in options for name in _OTHER_WAYS_TO_GPUS) else 1
+
+
+def _check_time(options: Mapping[str, str]) -> None:
+    """A warning that comes at once makes every start a short one.
+
+    Raises:
+        UserError: the time limit does not outlast the warning before it.
+    """
+    limit = seconds_of(options.get("time", ""))
+    signal = re.fullmatch(r"(?:[RB]{1,2}:)?\w+(?:@(\d+))?", options.get("signal", "@"))
+    if limit is None or signal is None:
+        return  # none, or for sbatch to refuse
+    warning = int(signal[1] or 60)
+    if limit < warning + _TIME_TO_BEGIN_S:
+        raise UserError(
+            f"--time {options['time']} is not a minute longer than the {warning} s of its warning, --signal={options['signal']}, "
+            "so that no start would get far; give a longer --time or a shorter warning"
+        )
 
 
 def _gpus(given: str | None) -> int | None:

@@ -106,14 +106,23 @@ class Lab:
                 self._start("slurmd", "-D", "-N", node, "-f", str(conf))
             self._wait_until_idle()
             self._try_a_job()
-        except BaseException:
+        except BaseException as error:
+            reason = self._logs()
             self.close()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise NoSlurm(f"{error.cmd[0]} gets no answer here: {reason}") from error
             raise
 
-    def run(self, *command: str, check: bool = True) -> str:
+    def run(self, *command: str, check: bool = True, timeout: float = 60) -> str:
         """What a command of Slurm's prints."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, check=False, timeout=60, cwd=self._folder
+            command,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+            cwd=self._folder,
         )
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -121,8 +130,11 @@ class Lab:
     def close(self) -> None:
         """Ends all jobs and daemons, also where something failed."""
         if len(self._daemons) > 1:
-            self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), check=False)
-            self.run("scancel", "--user", getpass.getuser(), check=False)
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # a controller that does not answer ends below all the same
+                self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), check=False, timeout=20)
+                self.run("scancel", "--user", getpass.getuser(), check=False, timeout=20)
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in reversed(self._daemons):
@@ -169,11 +181,7 @@ class Lab:
 
     def _try_a_job(self) -> None:
         command = ("srun", "--immediate=20", f"--nodes={len(NODES)}", "--ntasks-per-node=1", "--quiet", "echo", "well")
-        try:
-            ran = self.run(*command, check=False).split() == ["well"] * len(NODES)
-        except subprocess.TimeoutExpired:
-            ran = False
-        if not ran:
+        if self.run(*command, check=False).split() != ["well"] * len(NODES):
             raise NoSlurm(f"Slurm runs no job here: {self._logs()}")
 
     def _logs(self) -> str:

@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT, make_config, relative_l2, run_here, weights
+from conftest import ROOT, make_config, relative_l2, run_here, tune_run, weights
 from lab import Lab, NoSlurm, processes_with
 
 from finch import cli
 
 pytestmark = pytest.mark.slow
 
-# Rows take as long as the file ``slow`` says, in seconds, while it is there.
+# Rows take as long as a file says, in seconds, while it is there.
 SLOW_ROWS = """\
+import os
 import time
 from pathlib import Path
 from torchtune.datasets import instruct_dataset
 
-FILE = Path(__file__).with_name("slow")
+FILE = Path(os.environ.get("SLOW_ROWS", "absent"))
 
 class Slow:
     def __init__(self, inner):
@@ -60,11 +61,19 @@ def lab():
     started.close()
 
 
+def slow_file(run):
+    return run.with_suffix(".slow")
+
+
 class Job:
     """A submitted job."""
 
     def __init__(self, lab, number, run):
         self.lab, self.number, self.run = lab, number, run
+
+    def hurry(self):
+        """Its rows are slow no more."""
+        slow_file(self.run).unlink(missing_ok=True)
 
     def show(self):
         """Slurm's fields of the job."""
@@ -127,36 +136,32 @@ def submit(lab, config, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
     for key, value in lab.environment.items():
         monkeypatch.setenv(key, value)
-    slow, jobs = folder / "slow", []
+    jobs = []
 
     def start(name, *words, seconds=0.0, nodes=2):
-        slow.unlink(missing_ok=True)
+        run = folder / name
         if seconds:
-            slow.write_text(str(seconds))
+            slow_file(run).write_text(str(seconds))
+        monkeypatch.setenv("SLOW_ROWS", str(slow_file(run)))  # sbatch hands it on
         capsys.readouterr()
         given = ("--nodes", str(nodes), "--gpus-per-node", "0", "--time", "60", *words)
-        cli.main(["slurm", "submit", "config.yaml", *given, f"output_dir={folder / name}"])
-        jobs.append(Job(lab, capsys.readouterr().out.split()[1].rstrip(":"), folder / name))
+        cli.main(["slurm", "submit", "config.yaml", *given, f"output_dir={run}"])
+        jobs.append(Job(lab, capsys.readouterr().out.split()[1].rstrip(":"), run))
         return jobs[-1]
 
-    start.hurry = lambda: slow.unlink()
     yield start
-    slow.unlink(missing_ok=True)
     for job in jobs:
         lab.run("scancel", "--full", "--signal=KILL", job.number, check=False)
         lab.run("scancel", job.number, check=False)
         job.wait(job.is_gone, "end of its processes", timeout=60)
 
 
-STRAIGHT = "straight"
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def straight(config):
-    """The run that nothing disturbs; the first test's."""
-    run = Path(config["output_dir"]).with_name(STRAIGHT)
-    if not (run / "epoch_2").exists():
-        pytest.skip("the run to compare with is made by test_two_nodes_to_the_end")
+    """The folder of the run that nothing disturbs: two ranks of one torchrun, without Slurm."""
+    run = Path(config["output_dir"])
+    done = tune_run(run.parent, config, ranks=2)
+    assert done.returncode == 0, done.output[-3000:]
     return run
 
 
@@ -166,74 +171,64 @@ def assert_same_weights(run, straight):
         assert all(torch.equal(one[key], other[key]) for key in other), epoch
 
 
-def test_two_nodes_to_the_end(submit, config, tmp_path):
-    job = submit(STRAIGHT)
+def test_two_nodes_to_the_end(submit, request):
+    job = submit("whole")
+    straight = request.getfixturevalue("straight")  # runs beside it
     assert job.end() == "COMPLETED", job.output()
     assert job.show()["NumNodes"] == "2"
-    alone = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "alone"), "batch_size": 4})
-    assert relative_l2(weights(job.run / "epoch_2"), weights(alone.folder / "epoch_2")) < 1e-5
+    assert_same_weights(job.run, straight)
     assert job.output().rstrip().endswith("done")
     assert "2 ranks on cpu" in job.output()
     logs = {path.parent.parent.parent.parent.name for path in job.run.glob("slurm/*/start_0/*/*/*/0/stderr.log")}
     assert logs == {"node_0", "node_1"}
 
 
-def test_requeued_in_the_middle(submit, straight):
-    job = submit("requeued", seconds=0.2)
-    job.wait_for_step(5)
-    job.scontrol("requeue", job.number)
-    job.wait_for_restart()
-    submit.hurry()
-    assert job.end() == "COMPLETED", job.output()
-    assert job.show()["Restarts"] == "1"
-    stopped = job.output().split("stopped by a signal after step ")[1].split(";")[0]
-    assert f"resumed from step {stopped} of" in job.output()
-    assert_same_weights(job.run, straight)
-
-
-def test_time_limit(submit, straight, tmp_path, monkeypatch):
-    """The warning passes through a container's program, as the ranks are its children's children."""
+def test_time_limit_and_scancel(submit, config, straight, tmp_path, monkeypatch):
+    """Beside a job that waits for the warning of its time limit, one that is cancelled. The warning passes through a container's
+    program, as the ranks are its children's children."""
     (tmp_path / "apptainer").write_text(APPTAINER)
     (tmp_path / "apptainer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("APPTAINER_LOG", str(tmp_path / "log"))
     container = ("--container=image.sif", "--container-runtime=apptainer", f"--python={sys.executable}")
-    job = submit("limited", *container, "--signal=B:USR1@300", seconds=1)
-    job.wait_for_step(2)
-    job.scontrol("update", f"JobId={job.number}", "TimeLimit=5")  # less than 300 s are left now
-    job.wait_for_restart()
-    job.scontrol("update", f"JobId={job.number}", "TimeLimit=60")
-    submit.hurry()
-    assert job.end() == "COMPLETED", job.output()
-    assert job.show()["Restarts"] == "1"
-    output = job.output()
+    limited = submit("limited", *container, "--signal=B:USR1@300", seconds=1)
+    cancelled = submit("cancelled", seconds=0.5)
+    limited.wait_for_step(2)
+    limited.scontrol("update", f"JobId={limited.number}", "TimeLimit=5")  # less than 300 s are left now
+
+    cancelled.wait_for_step(5)
+    assert not cancelled.is_gone()
+    cancelled.lab.run("scancel", cancelled.number)
+    assert cancelled.end() == "CANCELLED"
+    cancelled.wait(cancelled.is_gone, "end of its processes", timeout=10)
+
+    limited.wait_for_restart()
+    limited.scontrol("update", f"JobId={limited.number}", "TimeLimit=60")
+    limited.hurry()
+
+    assert (cancelled.show()["JobState"], cancelled.show()["Restarts"]) == ("CANCELLED", "0")
+    steps = cancelled.checkpoints()
+    assert steps
+    cancelled.hurry()
+    resumed = {**config, "output_dir": str(cancelled.run), "batch_size": 4, "resume_from_checkpoint": "auto"}
+    run = run_here(tmp_path, resumed)
+    assert f"resumed from step {max(steps)} of" in run.output
+    assert relative_l2(weights(cancelled.run / "epoch_2"), weights(straight / "epoch_2")) < 1e-5
+
+    assert limited.end() == "COMPLETED", limited.output()
+    assert limited.show()["Restarts"] == "1"
+    output = limited.output()
     assert "the time limit is near" in output
     stopped = output.split("stopped by a signal after step ")[1].split(";")[0]
     assert f"left before its end; this job starts again, from step {stopped}" in output
     assert f"resumed from step {stopped} of" in output
     assert "Traceback" not in output
-    assert_same_weights(job.run, straight)
+    assert_same_weights(limited.run, straight)
     told = (tmp_path / "log").read_text().splitlines()
     assert len(told) == 4  # two nodes, two starts
-    assert all(f"--bind {job.run.parent},{job.run} image.sif {sys.executable} -m torch" in line for line in told)
-
-
-def test_cancelled(submit, config, straight, tmp_path):
-    job = submit("cancelled", seconds=0.2)
-    job.wait_for_step(5)
-    assert not job.is_gone()
-    job.lab.run("scancel", job.number)
-    assert job.end() == "CANCELLED"
-    job.wait(job.is_gone, "end of its processes", timeout=10)
-    time.sleep(3)
-    assert (job.show()["JobState"], job.show()["Restarts"]) == ("CANCELLED", "0")
-    steps = job.checkpoints()
-    assert len(steps) == 1
-    submit.hurry()
-    resumed = {**config, "output_dir": str(job.run), "batch_size": 4, "resume_from_checkpoint": "auto"}
-    run = run_here(tmp_path, resumed)
-    assert f"resumed from step {steps[0]} of" in run.output
-    assert relative_l2(weights(job.run / "epoch_2"), weights(straight / "epoch_2")) < 1e-5
+    assert all(
+        f"--bind {limited.run.parent},{limited.run} image.sif {sys.executable} -m torch" in line for line in told
+    )
 
 
 def test_lost(submit, straight, lab):
@@ -252,30 +247,40 @@ def test_lost(submit, straight, lab):
     job.wait(lambda: max(job.checkpoints(), default=-1) > resumed, "checkpoint")
     job.scontrol("update", "NodeName=n2", "State=DOWN", "Reason=test")
     job.wait_for_restart(2)
-    submit.hurry()
+    job.hurry()
     lab.run("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)  # it may have come back by itself
     assert job.end() == "COMPLETED", job.output()
     assert job.show()["Restarts"] == "2"
     assert_same_weights(job.run, straight)
 
 
-def test_gives_up_without_progress(submit, tmp_path):
-    """Each start fails at once; the script allows one restart here."""
+def test_requeued_beside_two_that_fail(submit, straight, tmp_path):
+    """`scontrol requeue` in the middle; a job of which each start fails at once, and may do so twice; a user's mistake."""
     template = (ROOT / "slurm" / "finch_full_finetune.sbatch").read_text()
     own = template.replace("MAX_RESTARTS_WITHOUT_PROGRESS=3", "MAX_RESTARTS_WITHOUT_PROGRESS=1")
     assert own != template
     (tmp_path / "own.sbatch").write_text(own)
-    job = submit("hopeless", "--python", "false", "--script", str(tmp_path / "own.sbatch"), nodes=1)
-    assert job.end() == "FAILED"
-    assert job.show()["Restarts"] == "1"
-    assert "gave up: no new checkpoint in 2 starts" in job.output().splitlines()[-1]
+    requeued = submit("requeued", seconds=0.5)
+    hopeless = submit("hopeless", "--python", "false", "--script", str(tmp_path / "own.sbatch"), nodes=1)
+    requeued.wait_for_step(5)
+    requeued.scontrol("requeue", requeued.number)
+    mistaken = submit("mistaken", "dataset.data_files=absent.jsonl", nodes=1)
+    requeued.wait_for_restart()
+    requeued.hurry()
 
+    assert hopeless.end() == "FAILED"
+    assert hopeless.show()["Restarts"] == "1"
+    assert "gave up: no new checkpoint in 2 starts" in hopeless.output().splitlines()[-1]
 
-def test_a_mistake_is_not_tried_again(submit):
-    job = submit("mistaken", "dataset.data_files=absent.jsonl", nodes=1)
-    assert job.end() == "FAILED"
-    assert job.show()["Restarts"] == "0"
-    assert "not tried again: dataset" in job.output().splitlines()[-1]
+    assert mistaken.end() == "FAILED"
+    assert mistaken.show()["Restarts"] == "0"
+    assert "not tried again: dataset" in mistaken.output().splitlines()[-1]
+
+    assert requeued.end() == "COMPLETED", requeued.output()
+    assert requeued.show()["Restarts"] == "1"
+    stopped = requeued.output().split("stopped by a signal after step ")[1].split(";")[0]
+    assert f"resumed from step {stopped} of" in requeued.output()
+    assert_same_weights(requeued.run, straight)
 
 
 def test_submitted_by_hand(submit, lab, config):

@@ -1,0 +1,30 @@
+"""The lab where Slurm is there and does not answer: a reason to skip, and nothing left behind."""
+
+import subprocess
+import tempfile
+
+import lab
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_slurm_that_gives_no_answer(tmp_path, monkeypatch):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in lab.NEEDED:
+        (programs / name).write_text("#!/bin/sh\nexec sleep 60\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setattr(lab, "_PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("THIS_LAB", str(tmp_path))
+
+    def no_answer(self, *command, **options):
+        assert len(lab.processes_with(f"THIS_LAB={tmp_path}")) == 4  # munge, the controller and two nodes
+        raise subprocess.TimeoutExpired(command, 60)
+
+    monkeypatch.setattr(lab.Lab, "run", no_answer)
+    with pytest.raises(lab.NoSlurm, match="sinfo gets no answer here"):
+        lab.Lab()
+    assert lab.processes_with(f"THIS_LAB={tmp_path}") == []
+    assert list(tmp_path.iterdir()) == [programs]
