@@ -16,7 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-NODES = ("n1", "n2")
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 # Debian keeps the daemons where an ordinary user's PATH does not look.
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
@@ -50,9 +49,9 @@ SchedulerParameters=batch_sched_delay=1,sched_interval=2
 ReturnToService=2
 KillWait=30
 MinJobAge=3600
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=1000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 RealMemory=1000
-PartitionName=main Nodes=n1,n2 Default=YES OverSubscribe=FORCE:8 MaxTime=INFINITE State=UP
+NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=1000
+NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 RealMemory=1000
+PartitionName=main Nodes={nodes[0]},{nodes[1]} Default=YES OverSubscribe=FORCE:8 MaxTime=INFINITE State=UP
 """
 
 
@@ -81,6 +80,9 @@ class Lab:
         self._folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: a socket's path has room for 107 characters
         self._folder.chmod(0o755)
         self._daemons: list[subprocess.Popen] = []
+        ports = _free_ports(3)
+        # Names of their own: the system keeps control groups by the name of the node and the number of the job.
+        self.nodes = [f"n{port}" for port in ports[1:]]
         conf = self._folder / "slurm.conf"
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))},
@@ -88,21 +90,22 @@ class Lab:
             "PATH": _PATH,
         }
         try:
-            for name in ("state", *(f"spool/{node}" for node in NODES)):
+            for name in ("state", *(f"spool/{node}" for node in self.nodes)):
                 (self._folder / name).mkdir(parents=True)
             conf.write_text(
                 _CONF.format(
                     host=socket.gethostname().split(".")[0],
                     user=getpass.getuser(),
                     folder=self._folder,
-                    ports=_free_ports(3),
+                    ports=ports,
+                    nodes=self.nodes,
                     proctrack=proctrack,
                 )
             )
             (self._folder / "cgroup.conf").write_text(_CGROUP_CONF)
             self._start_munge()
             self._start("slurmctld", "-D", "-f", str(conf))
-            for node in NODES:
+            for node in self.nodes:
                 self._start("slurmd", "-D", "-N", node, "-f", str(conf))
             self._wait_until_idle()
             self._try_a_job()
@@ -150,7 +153,7 @@ class Lab:
         }:  # both may outlive the nodes' daemons
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for group in Path("/sys/fs/cgroup").glob("*/slurm_n[12]"):
+        for group in [each for node in self.nodes for each in Path("/sys/fs/cgroup").glob(f"*/slurm_{node}")]:
             for folder in [*sorted(group.rglob("*/"), reverse=True), group]:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
@@ -173,15 +176,25 @@ class Lab:
 
     def _wait_until_idle(self) -> None:
         end = time.monotonic() + 30
-        while self.run("sinfo", "--noheader", "--states=idle", "--format=%D", check=False).strip() != str(len(NODES)):
+        while self.run("sinfo", "--noheader", "--states=idle", "--format=%D", check=False).strip() != str(
+            len(self.nodes)
+        ):
             ended = [daemon for daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > end:
                 raise NoSlurm(f"Slurm does not start here: {self._logs()}")
             time.sleep(0.2)
 
     def _try_a_job(self) -> None:
-        command = ("srun", "--immediate=20", f"--nodes={len(NODES)}", "--ntasks-per-node=1", "--quiet", "echo", "well")
-        if self.run(*command, check=False).split() != ["well"] * len(NODES):
+        command = (
+            "srun",
+            "--immediate=20",
+            f"--nodes={len(self.nodes)}",
+            "--ntasks-per-node=1",
+            "--quiet",
+            "echo",
+            "well",
+        )
+        if self.run(*command, check=False).split() != ["well"] * len(self.nodes):
             raise NoSlurm(f"Slurm runs no job here: {self._logs()}")
 
     def _logs(self) -> str:

@@ -245,10 +245,12 @@ def test_lost(submit, straight, lab):
     job.wait(lambda: "resumed from step " in job.output(), "resume")
     resumed = int(job.output().split("resumed from step ")[1].split()[0])
     job.wait(lambda: max(job.checkpoints(), default=-1) > resumed, "checkpoint")
-    job.scontrol("update", "NodeName=n2", "State=DOWN", "Reason=test")
+    job.scontrol("update", f"NodeName={lab.nodes[1]}", "State=DOWN", "Reason=test")
     job.wait_for_restart(2)
     job.hurry()
-    lab.run("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)  # it may have come back by itself
+    lab.run(
+        "scontrol", "update", f"NodeName={lab.nodes[1]}", "State=RESUME", check=False
+    )  # it may have come back by itself
     assert job.end() == "COMPLETED", job.output()
     assert job.show()["Restarts"] == "2"
     assert_same_weights(job.run, straight)

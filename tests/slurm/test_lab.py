@@ -2,6 +2,7 @@
 
 import subprocess
 import tempfile
+import time
 
 import lab
 import pytest
@@ -20,7 +21,9 @@ def test_a_slurm_that_gives_no_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("THIS_LAB", str(tmp_path))
 
     def no_answer(self, *command, **options):
-        assert len(lab.processes_with(f"THIS_LAB={tmp_path}")) == 4  # munge, the controller and two nodes
+        end = time.monotonic() + 10
+        while len(lab.processes_with(f"THIS_LAB={tmp_path}")) != 4:  # munge, the controller and two nodes
+            assert time.monotonic() < end
         raise subprocess.TimeoutExpired(command, 60)
 
     monkeypatch.setattr(lab.Lab, "run", no_answer)
