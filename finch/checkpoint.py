@@ -31,6 +31,7 @@ from finch.parallel import Parallel
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
+FORMAT = 1  # of state.json; another number: it cannot be read any more
 # Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False).
 UNKNOWN_WITHOUT_CHECK = ("number of target tokens", "digest of the tokenized rows")
 REPLACED = ".replaced"  # a checkpoint whose place the next save of the same step is about to take
@@ -144,8 +145,13 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path
         identity: what makes the run this run: the config keys that decide weights, data and order.
 
     Raises:
-        UserError: names the first key that differs.
+        UserError: names the first key that differs; or it is another version's checkpoint.
     """
+    if state.get("format") != FORMAT:
+        raise UserError(
+            f"resume_from_checkpoint: {folder} was written by another version of finch (format {state.get('format')} of its state, this one reads "
+            f"{FORMAT}); go on with that version, or start afresh in another output_dir"
+        )
     for key, value in identity.items():
         kept = state["identity"].get(key)
         if kept != value and not (key in UNKNOWN_WITHOUT_CHECK and None in (kept, value)):

@@ -451,6 +451,7 @@ class FinchFullFinetune(FTRecipeInterface):
             say(f"the state of step {self.step} is not saved: no finite step has followed the return yet")
             return False
         state = {
+            "format": checkpoint.FORMAT,
             "step": self.step,
             "epoch": self.epoch,
             "consumed": self.consumed,

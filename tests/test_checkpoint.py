@@ -270,9 +270,11 @@ def test_no_room_leaves_the_one_before_and_the_next_save_tries_again(tmp_path, a
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path):
-    check_identity({"identity": {"seed": 1, "shuffle": True}}, {"seed": 1}, tmp_path)
+    check_identity({"format": 1, "identity": {"seed": 1, "shuffle": True}}, {"seed": 1}, tmp_path)
     with pytest.raises(UserError, match="belongs to a run with seed=1, this config says 2"):
-        check_identity({"identity": {"seed": 1}}, {"seed": 2}, tmp_path)
+        check_identity({"format": 1, "identity": {"seed": 1}}, {"seed": 2}, tmp_path)
+    with pytest.raises(UserError, match="was written by another version of finch"):
+        check_identity({"identity": {"seed": 1}}, {"seed": 1}, tmp_path)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
