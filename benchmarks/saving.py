@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import re
 import statistics
 import subprocess
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 
 import finch
-from benchmarks import tiny_job
+from benchmarks import tiny_job, tiny_text
 from benchmarks.saving_recipe import ASYNC, FILE_NAME, MODES, NEVER, SYNC
 from finch.checkpoint import checkpoints
 from finch.errors import UserError, exit_with_a_sentence
@@ -64,7 +65,7 @@ def measure(folder: Path, ranks: int, rounds: int, every: int, size: dict[str, i
     base, rows, run = folder / "base", folder / "rows.jsonl", folder / "run"
     if not base.exists():
         tiny_job.make_base(base, size)
-    tiny_job.make_rows(rows, stretches * every * GLOBAL_BATCH, seed=1, words=(6, 8))
+    tiny_text.make_rows(rows, stretches * every * GLOBAL_BATCH, random.Random(1), words=(6, 8))
     tiny_job.write_config(
         folder / "config.yaml",
         base=base,

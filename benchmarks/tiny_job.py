@@ -1,4 +1,4 @@
-"""A small training job made on the spot: random Llama weights, a tokenizer, rows of words, and a config for the recipe."""
+"""A small training job made on the spot: random Llama weights, a tokenizer, and a config for the recipe."""
 
 from __future__ import annotations
 
@@ -8,37 +8,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import torch
 import yaml
 from torchtune.models.llama2 import llama2
 
+from benchmarks.tiny_text import VOCAB_SIZE, train_tokenizer
 from finch.huggingface import HuggingFaceFolder
 
-VOCAB_SIZE = 64
 MAX_SEQ_LEN = 64
-WORDS = [
-    "the",
-    "a",
-    "small",
-    "old",
-    "red",
-    "bird",
-    "fox",
-    "tree",
-    "river",
-    "stone",
-    "sings",
-    "runs",
-    "sleeps",
-    "near",
-    "under",
-    "over",
-    "quietly",
-    "often",
-    "never",
-    "again",
-]
 TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "intermediate_dim": 48}
 
 
@@ -49,19 +26,9 @@ def make_base(folder: Path, size: dict[str, int] = TINY) -> int:
         folder: does not exist yet.
         size: torchtune's arguments of ``llama2``, see ``TINY``.
     """
-    drawn = random.Random(0)
     start = folder.with_name(folder.name + ".start")
     start.mkdir(parents=True)
-    text = start / "text.txt"
-    text.write_text("\n".join(" ".join(drawn.choices(WORDS, k=8)) for _ in range(400)), encoding="utf-8")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text),
-        model_prefix=str(start / "tokenizer"),
-        vocab_size=VOCAB_SIZE,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    text.unlink()
+    train_tokenizer(start, random.Random(0))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -84,19 +51,6 @@ def make_base(folder: Path, size: dict[str, int] = TINY) -> int:
     HuggingFaceFolder(str(start), checkpoint_files=[]).write(decoder.state_dict().items(), folder, is_writer=True)
     shutil.rmtree(start)
     return sum(parameter.numel() for parameter in decoder.parameters())
-
-
-def make_rows(file: Path, number: int, *, seed: int, words: tuple[int, int] = (1, 7)) -> None:
-    """Writes question-answer rows; answers have between ``words[0]`` and ``words[1]`` words."""
-    drawn = random.Random(seed)
-    rows = [
-        {
-            "question": " ".join(drawn.choices(WORDS, k=drawn.randint(1, 4))),
-            "answer": " ".join(drawn.choices(WORDS, k=drawn.randint(*words))),
-        }
-        for _ in range(number)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_config(file: Path, *, base: Path, rows: Path, run: Path, size: dict[str, int] = TINY, **changes: Any) -> None:

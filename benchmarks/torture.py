@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 import finch
-from benchmarks import byte_flips, tiny_job
+from benchmarks import byte_flips, tiny_job, tiny_text
 from benchmarks.killed_run import KINDS, RECIPE, Job, Outcome, Timing, run_killed, run_undisturbed
 from benchmarks.same_run import differences
 from finch.checkpoint import checkpoints
@@ -63,8 +63,8 @@ class Torture:
         self._undisturbed: dict[str, tuple[Path, Timing]] = {}
         out.mkdir(parents=True)
         tiny_job.make_base(out / "base")
-        tiny_job.make_rows(out / "rows.jsonl", ROWS, seed=1)
-        tiny_job.make_rows(out / "held_out.jsonl", 8, seed=2)
+        tiny_text.make_rows(out / "rows.jsonl", ROWS, random.Random(1))
+        tiny_text.make_rows(out / "held_out.jsonl", 8, random.Random(2))
 
     def job(self, variant: str, name: str, recipe: str = RECIPE) -> Job:
         """A job of its own folder below ``out``."""

@@ -21,13 +21,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from finch import manifest, rng
 from finch.errors import UserError
 from finch.manifest import Damaged
-from finch.parallel import Parallel
+from finch.parallel import Parallel, shard_of
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
@@ -197,8 +196,7 @@ def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, A
 
 def are_finite(weights: Iterable[torch.Tensor]) -> bool:
     """Whether every number of this rank's shards is; reads their device once."""
-    shards = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
-    flags = [shard.detach().isfinite().all() for shard in shards]
+    flags = [shard_of(weight.detach()).isfinite().all() for weight in weights]
     return not flags or bool(torch.stack(flags).all())
 
 

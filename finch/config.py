@@ -100,7 +100,7 @@ def recipe_for(name: str, overrides: list[str]) -> str:
     try:
         in_file: Any = OmegaConf.to_container(file)
         return recipe_of(merge(in_file, overrides)[0])
-    except Exception:
+    except Exception:  # told by the reading that follows
         return recipe_of(file)
 
 

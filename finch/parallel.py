@@ -291,6 +291,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def shard_of(value: Any) -> Any:
+    """This rank's part of a tensor that may be sharded, sharing its memory; anything else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def copy_whole(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Copies a whole tensor into a parameter that may be sharded; every rank cuts out its own part, without communication."""
     with torch.no_grad():

@@ -93,7 +93,7 @@ class L2:
         for name, parameter in parameters:
             self._num_parameters += parameter.numel()
             if parameter.requires_grad:
-                origin = self._room_for(parameter).copy_(_local(parameter))
+                origin = self._room_for(parameter).copy_(parallel.shard_of(parameter))
                 self._anchored.append(_Anchored(name.replace(_CHECKPOINT_PREFIX, ""), parameter, origin))
         if not self._anchored:
             raise ValueError("parameters=[] holds nothing trainable: give the model's named parameters before training")
@@ -122,7 +122,7 @@ class L2:
                 )
             cut = torch.empty_like(anchored.parameter)  # takes its placement, which copy_whole needs
             parallel.copy_whole(cut, value)
-            anchored.origin.copy_(_local(cut))
+            anchored.origin.copy_(parallel.shard_of(cut))
         if missing:
             raise ValueError(
                 f"weights lack {next(iter(missing))}, a parameter in training: load the checkpoint this run began from"
@@ -143,7 +143,7 @@ class L2:
         norms: dict[DeviceMesh | None, dict[_Cut, list[torch.Tensor]]] = {}
         for anchored in self._anchored:
             parameter = anchored.parameter
-            local = _local(parameter)
+            local = parallel.shard_of(parameter)
             # theta0 - theta, made in the one temporary that also widens and uploads theta0.
             dtype = torch.promote_types(local.dtype, torch.float32)
             back = anchored.origin.to(local.device, dtype, non_blocking=True, copy=True).sub_(local)
@@ -152,12 +152,12 @@ class L2:
             if self.strength > 0:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                _local(parameter.grad).add_(back, alpha=-slope)
+                parallel.shard_of(parameter.grad).add_(back, alpha=-slope)
         total = torch.stack([_sum_of_squares(mesh, groups) for mesh, groups in norms.items()]).sum()
         return {"l2_penalty": total * (slope / 2), "distance": total.sqrt()}
 
     def _room_for(self, parameter: torch.Tensor) -> torch.Tensor:
-        local = _local(parameter)
+        local = parallel.shard_of(parameter)
         if not self.offload:
             return torch.empty_like(local)
         return torch.empty_like(local, device="cpu", pin_memory=local.device.type == "cuda")
@@ -165,11 +165,6 @@ class L2:
     def _check_started(self) -> None:
         if not self._anchored:
             raise RuntimeError("L2.start was not called: give it the model's named parameters before training")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _layout(parameter: torch.Tensor) -> tuple[DeviceMesh | None, _Cut]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finch.errors import UserError
+from finch.parallel import shard_of
 
 # torch's optimizers and their twins in torchao that can round stochastically.
 TWINS = {"torch.optim.AdamW": "torchao.optim._AdamW", "torch.optim.Adam": "torchao.optim._Adam"}
@@ -70,7 +71,7 @@ class _LocalStep:
             self.state = defaultdict(dict)
             for parameter, local in locals_of.items():
                 if parameter in state:
-                    self.state[local] = {key: _local(value) for key, value in state[parameter].items()}
+                    self.state[local] = {key: shard_of(value) for key, value in state[parameter].items()}
             result = super().step(closure)  # type: ignore[misc]
             for parameter, local in locals_of.items():
                 for key, value in self.state[local].items():
@@ -84,14 +85,10 @@ class _LocalStep:
 
 
 def _local_parameter(parameter: torch.Tensor) -> nn.Parameter:
-    local = nn.Parameter(_local(parameter).detach(), requires_grad=False)  # the same memory
+    local = nn.Parameter(shard_of(parameter).detach(), requires_grad=False)  # the same memory
     if parameter.grad is not None:
-        local.grad = _local(parameter.grad)
+        local.grad = shard_of(parameter.grad)
     return local
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _as_sharded_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

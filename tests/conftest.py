@@ -22,29 +22,9 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import torch
 
+from benchmarks.tiny_text import make_rows, train_tokenizer
+
 ROOT = Path(__file__).parent.parent
-WORDS = [
-    "the",
-    "a",
-    "small",
-    "old",
-    "red",
-    "bird",
-    "fox",
-    "tree",
-    "river",
-    "stone",
-    "sings",
-    "runs",
-    "sleeps",
-    "near",
-    "under",
-    "over",
-    "quietly",
-    "often",
-    "never",
-    "again",
-]
 
 
 @dataclass
@@ -87,17 +67,11 @@ def llama_args(**changes: object) -> dict:
 @pytest.fixture(scope="session")
 def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: random Llama weights as transformers saves them, and a SentencePiece tokenizer trained here."""
-    import sentencepiece
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("base")
-    text = folder / "text.txt"
     random.seed(0)
-    text.write_text("\n".join(" ".join(random.choices(WORDS, k=8)) for _ in range(400)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=64, hard_vocab_limit=False, minloglevel=2
-    )
-    text.unlink()
+    train_tokenizer(folder, random)
     size = llama_args()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -126,14 +100,8 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_rows(file: Path, number: int) -> None:
-    rows = [
-        {
-            "question": " ".join(random.choices(WORDS, k=random.randint(1, 4))),
-            "answer": " ".join(random.choices(WORDS, k=random.randint(1, 7))),
-        }
-        for _ in range(number)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Rows that follow from where ``random`` stands."""
+    make_rows(file, number, random)
 
 
 def make_config(base: Path, rows: Path, run: Path, **changes: object) -> dict:

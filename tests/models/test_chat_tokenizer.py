@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from conftest import WORDS
 from torchtune.data import Message
 from transformers import AutoTokenizer
 
+from benchmarks.tiny_text import WORDS
 from finch.errors import UserError
 from finch.models.qwen3 import qwen3_tokenizer
 from models.fixtures import QWEN3_SPECIAL, write_qwen3_tokenizer

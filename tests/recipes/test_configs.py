@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import WORDS, environment, run_here, tune_run
+from conftest import environment, run_here, tune_run
 from models.fixtures import write_llama3_tokenizer, write_qwen3_tokenizer
 from models.test_llama3 import SIZE as LLAMA_SIZE
 from models.test_llama3 import scaling
@@ -18,6 +18,7 @@ from models.test_qwen3 import SIZE as QWEN3_SIZE
 from models.test_qwen3 import save_qwen3
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.tiny_text import WORDS
 from finch.config import read
 from finch.names import config_names, find_config
 from finch.options import FULL_FINETUNE

@@ -11,10 +11,12 @@ from unittest import mock
 
 import pytest
 import torchtune
-from conftest import WORDS, run_here
+from conftest import run_here
 from models.fixtures import write_llama3_tokenizer
 from models.test_families import FAMILIES, SIZE, save
 from omegaconf import OmegaConf
+
+from benchmarks.tiny_text import WORDS
 
 pytestmark = pytest.mark.slow
 
