@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from finch.checkpoint import candidates, first_whole
-from finch.parallel import Parallel
+from finch.checkpoint.reader import candidates, first_whole
+from finch.distributed.parallel import Parallel
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Worker:
         best = min(losses, key=lambda epoch: losses[epoch])
         rows = [self._row(run, folder / f"epoch_{best}", best, losses[best], seconds)]
         if run.method == "sft":
-            from finch.wise_ft import wise_ft
+            from finch.weights.wise_ft import wise_ft
 
             [mean] = wise_ft(base, folder / f"epoch_{best}", [0.5], folder / "wise_ft")
             rows.append(self._row(Run("wise_ft", run.learning_rate, run.seed), mean, best, None, 0.0))

@@ -13,11 +13,11 @@ from torchtune import config
 from torchtune.data import InputOutputToMessages, padded_collate_sft
 from torchtune.datasets._sft import SFTTransform
 
-from finch.huggingface import HuggingFaceFolder
-from finch.names import find_config
+from finch.config.registry import find_config
 from finch.objectives import IGNORE_INDEX
-from finch.token_loss import TokenLoss
 from finch.torchtune_names import shift_labels
+from finch.training.token_loss import TokenLoss
+from finch.weights.huggingface import HuggingFaceFolder
 
 NUM_STORIES = 200
 FIRST_ROW = 3600  # of TOFU's 4,000: the questions that come with paraphrases and wrong answers are 3600 to 3999

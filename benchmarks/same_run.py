@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from finch.checkpoint import checkpoints
+from finch.checkpoint.reader import checkpoints
 from finch.metrics import FILE_NAME, read_metrics
 
 TIMED = "tokens_per_second_per_gpu"  # differs between any two runs

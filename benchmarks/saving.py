@@ -30,7 +30,7 @@ import torch
 import finch
 from benchmarks import tiny_job, tiny_text
 from benchmarks.saving_recipe import ASYNC, FILE_NAME, MODES, NEVER, SYNC
-from finch.checkpoint import checkpoints
+from finch.checkpoint.reader import checkpoints
 from finch.errors import UserError, exit_with_a_sentence
 
 ROOT = Path(__file__).parent.parent

@@ -17,10 +17,10 @@ from typing import Any
 import finch_full_finetune
 from finch_full_finetune import FinchFullFinetune
 
-from finch.config import parse
+from finch.checkpoint.writer import Saver
+from finch.config.parser import parse
+from finch.config.schema import FULL_FINETUNE
 from finch.errors import leave_well
-from finch.options import FULL_FINETUNE
-from finch.saver import Saver
 
 FILE_NAME = "stretches.jsonl"
 NEVER, ASYNC, SYNC = MODES = ("never", "async", "sync")

@@ -22,10 +22,12 @@ import torch
 from finch_full_finetune import FinchFullFinetune
 
 from benchmarks.phases import Phases, phases_file
-from finch import durable, huggingface, saver
-from finch.config import parse
+from finch import files as durable
+from finch.checkpoint import writer as saver
+from finch.config.parser import parse
+from finch.config.schema import FULL_FINETUNE
 from finch.errors import leave_well
-from finch.options import FULL_FINETUNE
+from finch.weights import huggingface
 
 STEP_S = 0.1
 PAUSE_S = 0.04

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from finch.names import find_config
+from finch.config.registry import find_config
 
 EPOCHS = 3
 STEPS_PER_EPOCH = 25

@@ -13,7 +13,7 @@ import yaml
 from torchtune.models.llama2 import llama2
 
 from benchmarks.tiny_text import VOCAB_SIZE, train_tokenizer
-from finch.huggingface import HuggingFaceFolder
+from finch.weights.huggingface import HuggingFaceFolder
 
 MAX_SEQ_LEN = 64
 TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "intermediate_dim": 48}

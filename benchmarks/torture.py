@@ -34,7 +34,7 @@ import finch
 from benchmarks import byte_flips, tiny_job, tiny_text
 from benchmarks.killed_run import KINDS, RECIPE, Job, Outcome, Timing, run_killed, run_undisturbed
 from benchmarks.same_run import differences
-from finch.checkpoint import checkpoints
+from finch.checkpoint.reader import checkpoints
 from finch.errors import UserError, exit_with_a_sentence
 
 EVERY_N_STEPS = 4

@@ -13,12 +13,13 @@ import torchtune
 from omegaconf import OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
-from finch.checks import check_combinations, check_schedule, check_text_decoder
-from finch.config import build, component_of, read
+from finch.config.instantiate import build, component_of
+from finch.config.parser import read
+from finch.config.schema import FULL_FINETUNE, REFUSED
+from finch.distributed.tensor_parallel import build_plan
 from finch.errors import UserError
-from finch.models.corrected import corrected
-from finch.options import FULL_FINETUNE, REFUSED
-from finch.tensor_parallel import build_plan
+from finch.models.overrides import corrected
+from finch.training.config_checks import check_combinations, check_schedule, check_text_decoder
 
 CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
 RECIPES = ("full_finetune_single_device", "full_finetune_distributed")

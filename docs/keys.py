@@ -1,8 +1,8 @@
-"""Prints the table of keys for docs/recipe.md from finch.options, so that the page and the code cannot differ."""
+"""Prints the table of keys for docs/recipe.md from finch.config.schema, so that the page and the code cannot differ."""
 
 from collections.abc import Iterator
 
-from finch.options import FULL_FINETUNE, REQUIRED, Option
+from finch.config.schema import FULL_FINETUNE, REQUIRED, Option
 
 
 def _keys() -> Iterator[tuple[str, Option]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from finch import durable
+from finch import files as durable
 
 FILE_NAME = "metrics.jsonl"
 

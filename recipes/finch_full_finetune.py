@@ -21,8 +21,27 @@ from torch import nn
 from torchtune import modules, training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from finch import FinchLR, checkpoint, hang, parallel
-from finch.checks import (
+from finch import FinchLR, dtensor
+from finch.checkpoint import reader as checkpoint
+from finch.checkpoint.writer import Saver
+from finch.config.instantiate import build, component_of
+from finch.config.parser import parse
+from finch.config.resolved import as_config_of_its_own, redacted
+from finch.config.schema import FULL_FINETUNE
+from finch.data.loading import Batch, model_inputs, to_device
+from finch.data.training_data import TrainingData
+from finch.distributed import fsdp, parallel
+from finch.distributed import watchdog as hang
+from finch.distributed.precision import check_hardware, precision_of
+from finch.distributed.processes import die_with_parent
+from finch.distributed.signals import Asked, Signals
+from finch.distributed.tensor_parallel import build_plan
+from finch.errors import UserError, WriteFailed, leave_well
+from finch.log import log, say, warn
+from finch.metrics import MetricsLog
+from finch.models.overrides import corrected
+from finch.objectives import EAFT, CrossEntropy, Objective
+from finch.training.config_checks import (
     check_combinations,
     check_output_folder,
     check_replay,
@@ -30,33 +49,19 @@ from finch.checks import (
     check_text_decoder,
     is_objective,
 )
-from finch.config import as_config_of_its_own, build, component_of, parse, redacted
-from finch.data.loading import Batch, model_inputs, to_device
-from finch.dataset_loss import dataset_loss
-from finch.errors import UserError, WriteFailed, leave_well
-from finch.formats import open_checkpoint
-from finch.identity import identity_of
-from finch.log import log, say, warn
-from finch.lr_scheduler import build_schedule, is_finch, on_nonfinite, starts_at_mean
-from finch.metrics import MetricsLog
-from finch.models.corrected import corrected
-from finch.objectives import EAFT, CrossEntropy, Objective
-from finch.optimizers import build_optimizers
-from finch.options import FULL_FINETUNE
-from finch.precision import check_hardware, precision_of
-from finch.pretrained import FILE_NAME as PRETRAINED_FILE
-from finch.pretrained import KeptPass, Pretrained, fingerprint_of
-from finch.processes import die_with_parent
-from finch.rollback import PRETRAINED, Returns
-from finch.run_folder import RunFolder
-from finch.run_lock import RunLock
-from finch.saver import Saver
-from finch.sharded_model import check_custom_layers, shard
-from finch.signals import Asked, Signals
-from finch.step_median import StepMedian
-from finch.tensor_parallel import build_plan
-from finch.token_loss import TokenLoss
-from finch.training_data import TrainingData
+from finch.training.dataset_loss import dataset_loss
+from finch.training.identity import identity_of
+from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, starts_at_mean
+from finch.training.model import check_custom_layers, shard
+from finch.training.optimizer import build_optimizers
+from finch.training.reference_loss import FILE_NAME as PRETRAINED_FILE
+from finch.training.reference_loss import KeptPass, Pretrained, fingerprint_of
+from finch.training.rollback import PRETRAINED, Returns
+from finch.training.run_folder import RunFolder
+from finch.training.run_lock import RunLock
+from finch.training.step_median import StepMedian
+from finch.training.token_loss import TokenLoss
+from finch.weights.formats import open_checkpoint
 
 OBJECTIVE_CHUNKS = 8  # pieces in which an objective's logits are made; torchtune's default of its chunked cross-entropy
 
@@ -64,7 +69,7 @@ OBJECTIVE_CHUNKS = 8  # pieces in which an objective's logits are made; torchtun
 class FinchFullFinetune(FTRecipeInterface):
     """Full fine-tuning of a torchtune decoder.
 
-    Features, and the keys that control them (all of them: :mod:`finch.options`):
+    Features, and the keys that control them (all of them: :mod:`finch.config.schema`):
         - FINCH (``lr_scheduler: {_component_: finch.FinchLR, eta_max, ema, init}``): the learning rate of a step
           comes from the loss of that step, over all micro-batches and ranks, weighted by target tokens. ``init:
           dataset`` starts the EMA at the pretrained model's mean loss over the training rows. torchtune's schedulers
@@ -88,7 +93,7 @@ class FinchFullFinetune(FTRecipeInterface):
           (``on_nonfinite``). A rank that hangs shows its stack before collectives time out.
 
     Args:
-        cfg: a config that :func:`finch.config.check` has passed.
+        cfg: a config that :func:`finch.config.validation.check` has passed.
 
     Raises:
         UserError: options that exclude each other, files that are missing, data that cannot be used; in one sentence,
@@ -319,9 +324,9 @@ class FinchFullFinetune(FTRecipeInterface):
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
         parameters = list(self._trained_parameters().values())
         if self._clip_grad_norm is None:
-            norm = parallel.grad_norm(parameters)
+            norm = fsdp.grad_norm(parameters)
         else:
-            norm = parallel.clip_grad_norm(parameters, self._clip_grad_norm)
+            norm = fsdp.clip_grad_norm(parameters, self._clip_grad_norm)
         return norm.to(self._device, non_blocking=True)  # offloaded gradients live on the CPU
 
     def _report(self, loss: torch.Tensor, targets: torch.Tensor, norms: dict[str, torch.Tensor | None]) -> None:
@@ -441,7 +446,7 @@ class FinchFullFinetune(FTRecipeInterface):
         return told is None
 
     def save_state(self, wait: bool = False, lines: int | None = None) -> bool:
-        """Saves all that a run needs to go on after this step, see :meth:`finch.saver.Saver.save`; a collective.
+        """Saves all that a run needs to go on after this step, see :meth:`finch.checkpoint.writer.Saver.save`; a collective.
 
         Args:
             wait: until it is on the disk.
@@ -540,7 +545,7 @@ class FinchFullFinetune(FTRecipeInterface):
         stored = self._model.decoder.state_dict(keep_vars=True)
         for name, tensor in self._base.weights():
             if name in stored:
-                parallel.copy_whole(stored[name], tensor)
+                dtensor.copy_whole(stored[name], tensor)
         size = sum(parameter.numel() for parameter in self._model.parameters())
         hang.beat()
         say(f"pretrained model of {size:,} parameters loaded in {time.perf_counter() - began:.1f} s")

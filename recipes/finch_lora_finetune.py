@@ -10,11 +10,12 @@ from finch_full_finetune import FinchFullFinetune, run
 from omegaconf import DictConfig
 from torchtune import modules
 
-from finch.adapter import check_adapters, check_lora_settings, initialize_adapters, merged, train_adapters_only
-from finch.config import component_of, parse
+from finch.config.instantiate import component_of
+from finch.config.parser import parse
+from finch.config.schema import LORA_FINETUNE
 from finch.errors import UserError, leave_well
-from finch.options import LORA_FINETUNE
-from finch.peft_folder import PeftFolder
+from finch.models.lora import check_adapters, check_lora_settings, initialize_adapters, merged, train_adapters_only
+from finch.weights.peft import PeftFolder
 
 
 class FinchLoRAFinetune(FinchFullFinetune):
@@ -27,7 +28,7 @@ class FinchLoRAFinetune(FinchFullFinetune):
         - The adapters begin with the same values on any number of ranks.
 
     Args:
-        cfg: a config that :func:`finch.config.check` has passed.
+        cfg: a config that :func:`finch.config.validation.check` has passed.
 
     Raises:
         UserError: a model without LoRA layers, or an option that has no meaning for adapters.

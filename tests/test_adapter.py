@@ -12,8 +12,10 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 
-from finch import parallel
-from finch.adapter import (
+from finch import dtensor
+from finch.distributed import fsdp, parallel
+from finch.errors import UserError
+from finch.models.lora import (
     adapter_layers,
     adapter_parameters,
     check_adapters,
@@ -22,10 +24,9 @@ from finch.adapter import (
     merged,
     train_adapters_only,
 )
-from finch.errors import UserError
-from finch.huggingface import HuggingFaceFolder
 from finch.models.qwen3 import lora_qwen3
-from finch.peft_folder import PeftFolder
+from finch.weights.huggingface import HuggingFaceFolder
+from finch.weights.peft import PeftFolder
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
 LLAMA = {"vocab_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "max_seq_len": 16}
@@ -43,7 +44,7 @@ def randomized(decoder):
     torch.manual_seed(1)
     initialize_adapters(decoder, seed=0)
     for parameter in adapter_parameters(decoder).values():
-        parallel.copy_whole(parameter, torch.randn(parameter.shape) / 4)
+        dtensor.copy_whole(parameter, torch.randn(parameter.shape) / 4)
     return decoder
 
 
@@ -129,15 +130,15 @@ def begin_and_write(folder, ranks):
     train_adapters_only(decoder)
     base = HuggingFaceFolder(str(folder / "base"))
     peft = PeftFolder(decoder, base)
-    parallel.shard_model(decoder, decoder.layers, ranks)
+    fsdp.shard_model(decoder, decoder.layers, ranks)
     decoder.to_empty(device="cpu")
     decoder.layers[0].attn.pos_embeddings.rope_init()
     stored = decoder.state_dict(keep_vars=True)
     for name, tensor in base.weights():
-        parallel.copy_whole(stored[name], tensor)
+        dtensor.copy_whole(stored[name], tensor)
     initialize_adapters(decoder, seed=3)
     adapters = adapter_parameters(decoder)
-    begun = {name: parallel.full(parameter.detach()).flatten().tolist() for name, parameter in adapters.items()}
+    begun = {name: dtensor.full(parameter.detach()).flatten().tolist() for name, parameter in adapters.items()}
     randomized(decoder)
     out = folder / f"of_{ranks.world_size}"
     peft.write(decoder, out / "adapter", is_writer=ranks.is_rank_zero)
@@ -153,7 +154,7 @@ def test_two_ranks_begin_and_write_what_one_does(tmp_path):
     save_qwen3(tmp_path / "base", tied=False)
     alone = begin_and_write(tmp_path, parallel.start(torch.device("cpu"), shard=False))
     code = """
-        from finch import parallel
+        from finch.distributed import parallel
         from test_adapter import begin_and_write
         ranks = parallel.start(device, shard=False)
         tell([ranks.world_size, begin_and_write(folder, ranks)])

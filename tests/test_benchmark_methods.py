@@ -18,9 +18,9 @@ from benchmarks.methods_results import (
     small_rate,
     stages,
 )
-from finch.config import read
+from finch.config.parser import read
+from finch.config.schema import FULL_FINETUNE
 from finch.errors import UserError
-from finch.options import FULL_FINETUNE
 
 
 def row(method, rate, seed, *, validation=2.0, accuracy=0.5, story=2.0):

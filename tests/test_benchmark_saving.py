@@ -9,7 +9,7 @@ import torch
 from benchmarks import tiny_job
 from benchmarks.saving import Measured, lines_of, measure
 from benchmarks.saving_recipe import ASYNC, FILE_NAME, MODES, NEVER, SYNC, SavingInTurns
-from finch.parallel import Parallel
+from finch.distributed.parallel import Parallel
 
 
 def test_each_round_has_each_mode_and_six_rounds_have_each_order(tmp_path):

@@ -18,7 +18,7 @@ from benchmarks.killed_run import SIGTERM, Job, Kill, Outcome, Timing, run_kille
 from benchmarks.phases import END, Phases, phases_file
 from benchmarks.same_run import differences
 from benchmarks.torture import Torture, summary
-from finch import manifest
+from finch.checkpoint import manifest
 
 # Two runs compared
 

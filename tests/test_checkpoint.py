@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from finch import FinchLR
-from finch.checkpoint import (
+from finch.checkpoint.reader import (
     candidates,
     check_identity,
     checkpoints,
@@ -22,9 +22,9 @@ from finch.checkpoint import (
     restore_rng,
     set_aside_later,
 )
+from finch.checkpoint.writer import Saver
+from finch.distributed.parallel import Parallel
 from finch.errors import UserError
-from finch.parallel import Parallel
-from finch.saver import Saver
 
 ALONE = Parallel(torch.device("cpu"))
 

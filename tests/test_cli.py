@@ -7,8 +7,9 @@ import sys
 import pytest
 import yaml
 
-from finch import cli, doctor
-from finch.names import config_names, find_config
+from finch.cli import doctor
+from finch.cli import main as cli
+from finch.config.registry import config_names, find_config
 
 
 def finch(capsys, *arguments):
@@ -23,7 +24,7 @@ def finch(capsys, *arguments):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; from finch.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert not {'torch', 'omegaconf'} & set(sys.modules)"
+    code = "import sys; from finch.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert not {'torch', 'omegaconf'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

@@ -4,9 +4,12 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from finch.config import build, check, read, redacted
+from finch.config.instantiate import build
+from finch.config.parser import read
+from finch.config.resolved import redacted
+from finch.config.schema import FULL_FINETUNE, REFUSED, REQUIRED
+from finch.config.validation import check
 from finch.errors import UserError
-from finch.options import FULL_FINETUNE, REFUSED, REQUIRED
 
 MINIMAL = {
     "model": {"_component_": "torchtune.models.llama2.llama2_7b"},

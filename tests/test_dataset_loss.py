@@ -10,10 +10,10 @@ from torchtune.config import instantiate
 from torchtune.data import padded_collate_sft
 from torchtune.models.llama2 import llama2
 
-from finch import parallel
 from finch.data.loading import collator, load_dataset
-from finch.dataset_loss import dataset_loss
-from finch.token_loss import TokenLoss
+from finch.distributed import parallel
+from finch.training.dataset_loss import dataset_loss
+from finch.training.token_loss import TokenLoss
 
 
 def float64_mean(config):
@@ -68,17 +68,17 @@ def test_401_rows_on_several_ranks(config, tmp_path, ranks):
         from torchtune.config import instantiate
         from torchtune.data import padded_collate_sft
         from torchtune.models.llama2 import llama2
-        from finch import parallel
+        from finch.distributed import parallel
         from finch.data.loading import collator, load_dataset
-        from finch.dataset_loss import dataset_loss
-        from finch.token_loss import TokenLoss
+        from finch.training.dataset_loss import dataset_loss
+        from finch.training.token_loss import TokenLoss
         config = OmegaConf.load(folder.parent / "config.yaml")
         ranks = parallel.start(device, shard=False)
         tokenizer = instantiate(config.tokenizer)
         samples = load_dataset(config, "dataset", tokenizer)
         torch.manual_seed(0)
         model = TokenLoss(llama2(**llama_args()))
-        parallel.shard_model(model, model.decoder.layers, ranks)
+        fsdp.shard_model(model, model.decoder.layers, ranks)
         tell(dataset_loss(model, samples, collator(samples, tokenizer, padded_collate_sft), ranks, batch_size=4, to_device=lambda batch: batch))
         parallel.stop()
     """

@@ -15,8 +15,8 @@ from torchtune.training import FullModelMetaCheckpointer, FullModelTorchTuneChec
 from transformers import AutoModelForCausalLM
 
 from finch.errors import UserError, WriteFailed
-from finch.formats import open_checkpoint
-from finch.huggingface import HuggingFaceFolder
+from finch.weights.formats import open_checkpoint
+from finch.weights.huggingface import HuggingFaceFolder
 
 LLAMA2 = "torchtune.models.llama2.llama2"
 # torchtune's names and Meta's; the first that occurs in a name counts.
@@ -243,7 +243,7 @@ def test_files_that_are_not_what_they_should_be(meta):
 
 
 @pytest.mark.parametrize(
-    "component", ["torchtune.training.FullModelHFCheckpointer", "finch.huggingface.HuggingFaceFolder"]
+    "component", ["torchtune.training.FullModelHFCheckpointer", "finch.weights.huggingface.HuggingFaceFolder"]
 )
 def test_hugging_face_folders_are_opened_as_before(base_folder, component):
     assert type(open_checkpoint({"_component_": component, "checkpoint_dir": str(base_folder)})) is HuggingFaceFolder

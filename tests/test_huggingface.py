@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torchtune.models.llama2 import llama2
 from transformers import AutoModelForCausalLM
 
-from finch import huggingface
 from finch.errors import UserError
-from finch.huggingface import HuggingFaceFolder
+from finch.weights import huggingface
+from finch.weights.huggingface import HuggingFaceFolder
 
 
 def decoder_of(folder):

@@ -12,12 +12,13 @@ from test_cli import finch as finch_command
 from test_config import MINIMAL
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
-from finch.config import locate, merge, read
-from finch.cosine import cosine_with_warmup
+from finch.config.instantiate import locate
+from finch.config.methods import METHODS
+from finch.config.parser import merge, read
+from finch.config.registry import config_names
+from finch.config.schema import FULL_FINETUNE, LORA_FINETUNE
 from finch.errors import UserError
-from finch.methods import METHODS
-from finch.names import config_names
-from finch.options import FULL_FINETUNE, LORA_FINETUNE
+from finch.optim.cosine import cosine_with_warmup
 
 COSINE = {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.05}
 CROSS_ENTROPY = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
+from finch.config.registry import config_names, did_you_mean, find_config
 from finch.errors import UserError
-from finch.names import config_names, did_you_mean, find_config
 
 
 def test_configs_resolve_by_name_and_by_path(tmp_path):
@@ -34,7 +34,7 @@ def test_did_you_mean():
 
 
 def test_the_command_lists_configs_without_importing_torch():
-    code = "import sys; from finch.cli import main; main(['configs']); assert 'torch' not in sys.modules"
+    code = "import sys; from finch.cli.main import main; main(['configs']); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "stories260k/tofu_finch  " in done.stdout
     assert all(len(line.split(None, 1)[1]) > 20 for line in done.stdout.splitlines())

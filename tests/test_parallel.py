@@ -5,7 +5,7 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
-from finch import parallel
+from finch.distributed import fsdp, parallel
 from finch.errors import UserError
 
 
@@ -20,7 +20,7 @@ def test_one_process_needs_no_group():
     alone.barrier()
     alone.check_equal("x", values)
     model = nn.Linear(2, 2)
-    parallel.shard_model(model, [], alone)
+    fsdp.shard_model(model, [], alone)
     assert type(model) is nn.Linear
 
 
@@ -28,14 +28,14 @@ def test_one_process_needs_no_group():
 def test_two_ranks(tmp_path):
     code = """
         from torch import nn
-        from finch import parallel
+        from finch.distributed import parallel
         ranks = parallel.start(device, shard=False)
         total = ranks.sum(torch.tensor([0.1, 1.0 + ranks.rank], dtype=torch.float64))
         torch.manual_seed(0)
         whole = torch.randn(5, 3)  # does not divide by two
         model = nn.Linear(3, 5, bias=False)
-        parallel.shard_model(model, [], ranks)
-        parallel.copy_whole(model.weight, whole)
+        fsdp.shard_model(model, [], ranks)
+        dtensor.copy_whole(model.weight, whole)
         try:
             ranks.check_equal("the rate", torch.tensor([float(ranks.rank)]))
             differs = ""
@@ -46,7 +46,7 @@ def test_two_ranks(tmp_path):
             "sum": total.tolist(),
             "gathered": ranks.gather(ranks.rank * 10),
             "local": list(model.weight.to_local().shape),
-            "whole": bool(torch.equal(parallel.full(model.weight), whole)),
+            "whole": bool(torch.equal(dtensor.full(model.weight), whole)),
             "differs": differs,
         })
         parallel.stop()

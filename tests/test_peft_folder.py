@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from finch.adapter import adapter_layers, adapter_parameters, initialize_adapters, merged
-from finch.config import locate
+from finch.config.instantiate import locate
 from finch.errors import UserError
-from finch.formats import NativeFolder
-from finch.huggingface import HuggingFaceFolder
-from finch.peft_folder import PeftFolder
+from finch.models.lora import adapter_layers, adapter_parameters, initialize_adapters, merged
+from finch.weights.formats import NativeFolder
+from finch.weights.huggingface import HuggingFaceFolder
+from finch.weights.peft import PeftFolder
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
 LORA = {"lora_rank": 6, "lora_alpha": 9}

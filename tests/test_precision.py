@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from finch import parallel
+from finch import dtensor
+from finch.distributed import fsdp, parallel
+from finch.distributed.precision import PRECISIONS, precision_of
 from finch.errors import UserError
-from finch.precision import PRECISIONS, precision_of
-from finch.stochastic_rounding import adapt, stochastic_optimizer
+from finch.optim.stochastic_rounding import adapt, stochastic_optimizer
 
 
 @pytest.fixture
@@ -29,8 +30,8 @@ def displacement(dtype, mesh_of=None):
     nn.init.normal_(layer.weight, std=0.02)
     model = nn.Sequential(layer)
     if mesh_of is not None:
-        parallel.shard_model(model, [layer], mesh_of, mixed_precision=precision.policy())
-    start = parallel.full(model[0].weight.detach()).double().clone()
+        fsdp.shard_model(model, [layer], mesh_of, mixed_precision=precision.policy())
+    start = dtensor.full(model[0].weight.detach()).double().clone()
     component, arguments = "torch.optim.AdamW", {"lr": 1e-5, "weight_decay": 0.0}
     if precision.stochastic:
         import torchao.optim
@@ -45,7 +46,7 @@ def displacement(dtype, mesh_of=None):
         model(inputs).sum().backward()  # the gradient of every weight is 1: Adam moves each by lr, downwards
         optimizer.step()
         optimizer.zero_grad()
-    return float((start - parallel.full(model[0].weight.detach()).double()).mean())
+    return float((start - dtensor.full(model[0].weight.detach()).double()).mean())
 
 
 def test_mixed_and_stochastic_move_as_fp32_does_and_pure_bf16_does_not(one_rank, monkeypatch):
@@ -62,7 +63,7 @@ def test_mixed_computes_in_bf16_and_keeps_and_reduces_in_fp32(one_rank):
     layer = nn.Linear(4, 4)
     layer.register_forward_hook(lambda module, inputs, output: seen.append((module.weight.dtype, output.dtype)))
     model = nn.Sequential(layer)
-    parallel.shard_model(model, [layer], one_rank, mixed_precision=PRECISIONS["bf16_mixed"].policy())
+    fsdp.shard_model(model, [layer], one_rank, mixed_precision=PRECISIONS["bf16_mixed"].policy())
     model(torch.ones(1, 4)).sum().backward()
     assert seen == [(torch.bfloat16, torch.bfloat16)]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -74,7 +75,7 @@ def test_the_states_of_a_stochastic_optimizer_are_sharded_like_their_parameter(o
 
     monkeypatch.setattr(torch, "compile", _eager)
     model = nn.Sequential(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16))
-    parallel.shard_model(model, [], one_rank)
+    fsdp.shard_model(model, [], one_rank)
     optimizer = torchao.optim._AdamW(model.parameters(), lr=1e-2, bf16_stochastic_round=True)
     adapt(optimizer)
     for _ in range(2):

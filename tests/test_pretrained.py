@@ -10,12 +10,12 @@ from torchtune.config import instantiate
 from torchtune.data import padded_collate_sft
 from torchtune.models.llama2 import llama2
 
-from finch import parallel
 from finch.data.loading import collator, load_dataset, loader
 from finch.data.order import EMPTY, GlobalOrder
+from finch.distributed import parallel
 from finch.errors import UserError
-from finch.pretrained import fingerprint_of, load_pretrained, pretrained_pass
-from finch.token_loss import TokenLoss
+from finch.training.reference_loss import fingerprint_of, load_pretrained, pretrained_pass
+from finch.training.token_loss import TokenLoss
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_two_ranks_equal_one(config, tmp_path):
     code = """
         from omegaconf import OmegaConf
         from test_pretrained import take
-        from finch import parallel
+        from finch.distributed import parallel
         ranks = parallel.start(device, shard=False)
         found, _, _ = take(OmegaConf.load(folder / "config.yaml"), ranks=ranks)
         tell([found.mean, found.losses.tolist(), found.ends.tolist(), sorted(found.sequence_losses.tolist())])

@@ -9,10 +9,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 
-from finch import parallel
+from finch import dtensor
+from finch.distributed import fsdp, parallel
+from finch.distributed.tensor_parallel import apply_plan
 from finch.models.qwen3 import qwen3, qwen3_tp_plan
-from finch.regularization import FORMS, L2
-from finch.tensor_parallel import apply_plan
+from finch.objectives.regularization import FORMS, L2
 
 CPU = torch.device("cpu")
 SIZE = {
@@ -40,7 +41,7 @@ def values(decoder, seed):
 
 def fill(decoder, tensors):
     for name, parameter in decoder.named_parameters():
-        parallel.copy_whole(parameter, tensors[name])
+        dtensor.copy_whole(parameter, tensors[name])
 
 
 def build(ranks, size):
@@ -51,7 +52,7 @@ def build(ranks, size):
     tuned = {name: tensor + 0.1 * steps[name] for name, tensor in pretrained.items()}
     if ranks.tensor_mesh is not None:
         apply_plan(decoder, qwen3_tp_plan(), ranks.tensor_mesh)
-    parallel.shard_model(decoder, decoder.layers, ranks)
+    fsdp.shard_model(decoder, decoder.layers, ranks)
     return decoder, pretrained, tuned
 
 
@@ -103,7 +104,7 @@ def one_step(ranks, form, size=UNEVEN, *, resumed=False, **options):
     return {
         **{name: metric.item() for name, metric in metrics.items()},
         "collectives": communication.get_total_counts(),
-        "gradients": {name: parallel.full(parameter.grad) for name, parameter in decoder.named_parameters()},
+        "gradients": {name: dtensor.full(parameter.grad) for name, parameter in decoder.named_parameters()},
     }
 
 

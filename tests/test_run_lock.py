@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from finch import run_lock
 from finch.errors import UserError
-from finch.run_lock import RunLock
+from finch.training import run_lock
+from finch.training.run_lock import RunLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from finch.run_lock import RunLock
+from finch.training.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.hold()
 lock.sign()

@@ -2,8 +2,8 @@
 
 import pytest
 
+from finch.cli.sbatch import fill_in, options_of, seconds_of, value_of
 from finch.errors import UserError
-from finch.sbatch import fill_in, options_of, seconds_of, value_of
 
 
 def test_filling_in_a_script_of_ones_own():

@@ -13,15 +13,15 @@ import torch
 from conftest import environment
 from ranks import on_ranks
 
-from finch.parallel import Parallel
-from finch.processes import become_loader_worker
-from finch.signals import Asked, Signals
+from finch.distributed.parallel import Parallel
+from finch.distributed.processes import become_loader_worker
+from finch.distributed.signals import Asked, Signals
 
 ALONE = Parallel(torch.device("cpu"))
 SCRIPT = """
 import os, signal, sys, torch
-from finch.parallel import Parallel
-from finch.signals import Signals
+from finch.distributed.parallel import Parallel
+from finch.distributed.signals import Signals
 signals = Signals(Parallel(torch.device("cpu")), before_training=lambda: print("before", flush=True))
 signals.install()
 if "train" in sys.argv:
@@ -84,8 +84,8 @@ def test_before_training_there_is_no_step_to_finish():
 def test_what_one_rank_is_asked_all_do(tmp_path):
     code = """
         import signal
-        from finch.parallel import start, stop
-        from finch.signals import Signals
+        from finch.distributed.parallel import start, stop
+        from finch.distributed.signals import Signals
         parallel = start(device, shard=False)
         signals = Signals(parallel)
         signals.start()
@@ -128,7 +128,7 @@ def test_a_loaders_worker_obeys_its_trainer_alone():
 
 CHILD = """
 import os, subprocess, sys, time
-code = "from finch.processes import die_with_parent; import time; die_with_parent(); print('up', flush=True); time.sleep(60)"
+code = "from finch.distributed.processes import die_with_parent; import time; die_with_parent(); print('up', flush=True); time.sleep(60)"
 child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print(child.pid, flush=True)
@@ -161,7 +161,7 @@ def test_a_rank_that_starts_without_its_launcher_ends(launcher):
         changes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if launcher != "is not torchrun":
             changes["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        code = "from finch.processes import die_with_parent; die_with_parent(); print('up')"
+        code = "from finch.distributed.processes import die_with_parent; die_with_parent(); print('up')"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=environment(**changes), check=False
         )

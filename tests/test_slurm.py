@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from finch import cli
-from finch.slurm import SCRIPT
+from finch.cli import main as cli
+from finch.cli.slurm import SCRIPT
 
 TEMPLATE = (ROOT / "slurm" / SCRIPT).read_text()
 

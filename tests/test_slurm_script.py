@@ -8,9 +8,9 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from finch import cli
-from finch.sbatch import fill_in
-from finch.slurm import SCRIPT
+from finch.cli import main as cli
+from finch.cli.sbatch import fill_in
+from finch.cli.slurm import SCRIPT
 
 TEMPLATE = (ROOT / "slurm" / SCRIPT).read_text()
 

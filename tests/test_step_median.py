@@ -6,9 +6,9 @@ import statistics
 import pytest
 import torch
 
+from finch.distributed.parallel import Parallel
 from finch.objectives import TALR, CrossEntropy
-from finch.parallel import Parallel
-from finch.step_median import StepMedian
+from finch.training.step_median import StepMedian
 
 
 def batch_of(*losses):

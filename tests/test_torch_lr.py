@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
-from finch.torch_lr import TorchLR
+from finch.optim.torch_lr import TorchLR
 
 SCHEDULERS = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),

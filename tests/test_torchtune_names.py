@@ -227,14 +227,15 @@ names = [module.name for module in pkgutil.walk_packages(finch.__path__, "finch.
 for name in [*names, "finch_full_finetune"]:
     importlib.import_module(name)
 
-from finch import checks, torchtune_names
+from finch.training import config_checks as checks
+from finch import torchtune_names
 assert checks.PLAIN_CROSS_ENTROPY == (torch.nn.CrossEntropyLoss, LinearCrossEntropyLoss)
 assert torchtune_names.labels_come_shifted()
 assert torchtune_names.plan_arguments(base_llama_tp_plan, "decoder") == {"model": "decoder", "inference": True}
 
 # A decoder ends in `unembed` in both: TokenLoss takes its place.
 from torchtune.models.llama3 import llama3
-from finch.token_loss import TokenLoss
+from finch.training.token_loss import TokenLoss
 torch.manual_seed(0)
 decoder = llama3(vocab_size=17, num_layers=1, num_heads=2, num_kv_heads=1, embed_dim=16, max_seq_len=8, intermediate_dim=24)
 tokens = torch.randint(0, 17, (2, 8))

@@ -11,8 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finch import cli, wise_ft
+from finch.cli import main as cli
 from finch.errors import UserError
+from finch.weights import wise_ft
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -127,7 +128,7 @@ def test_fp64_stays_fp64_and_integers_are_copied(folders, tmp_path):
 def test_the_command_prints_its_folders_and_needs_no_torchtune(folders, tmp_path):
     base, tuned = map(str, folders)
     arguments = ["wise-ft", "--base", base, "--tuned", tuned, "--alpha", "0.5", "0.25", "--out", str(tmp_path / "out")]
-    code = f"import sys; from finch.cli import main; main({arguments!r}); assert 'torchtune' not in sys.modules"
+    code = f"import sys; from finch.cli.main import main; main({arguments!r}); assert 'torchtune' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == [str(tmp_path / "out" / name) for name in ("alpha_0.5", "alpha_0.25")]
     # alpha is 0.5 unless given

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset, PackedDataset
 
-from finch.config import build, component_of
+from finch.config.instantiate import build, component_of
 from finch.data.order import EMPTY, GlobalOrder
+from finch.distributed.processes import become_loader_worker
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
-from finch.processes import become_loader_worker
 from finch.torchtune_names import shift_labels
 
 Batch = dict[str, Any]

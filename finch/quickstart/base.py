@@ -14,11 +14,11 @@ import torch
 from torchtune.models.llama2 import llama2
 from torchtune.modules import TransformerDecoder
 
+from finch.config.registry import find_config
 from finch.errors import UserError
-from finch.huggingface import HuggingFaceFolder
-from finch.names import find_config
 from finch.quickstart.launch import tune_run
 from finch.quickstart.world import World, new_world, old_world
+from finch.weights.huggingface import HuggingFaceFolder
 
 VOCAB_SIZE = 1024
 FREE_BYTES_NEEDED = 500 * 10**6

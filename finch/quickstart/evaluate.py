@@ -11,11 +11,11 @@ from torchtune.data import InputOutputToMessages, padded_collate_sft
 from torchtune.datasets._sft import SFTTransform
 from torchtune.models.llama2 import llama2_tokenizer
 
-from finch.huggingface import HuggingFaceFolder
 from finch.objectives import IGNORE_INDEX
 from finch.quickstart.base import decoder_of
 from finch.quickstart.world import World
 from finch.torchtune_names import shift_labels
+from finch.weights.huggingface import HuggingFaceFolder
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 from torchtune.config import instantiate
 from torchtune.data import padded_collate_packed, padded_collate_sft
 
-from finch.data.inspection import Rows, look_at
 from finch.data.loading import collator, load_dataset, loader
 from finch.data.order import GlobalOrder
+from finch.data.stats import Rows, look_at
 from finch.errors import UserError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from finch.config import build, locate
-from finch.models.corrected import _BUILDERS, corrected
+from finch.config.instantiate import build, locate
+from finch.models.overrides import _BUILDERS, corrected
 
 
 @pytest.mark.parametrize("name", _BUILDERS)

@@ -13,11 +13,11 @@ from torch import nn
 from torchtune.models.gemma2 import _convert_weights as torchtune_gemma2_weights
 from torchtune.models.gemma2 import gemma2 as torchtune_gemma2
 
-from finch.config import locate
+from finch.config.instantiate import locate
 from finch.errors import UserError
-from finch.huggingface import HuggingFaceFolder
 from finch.models import gemma2, phi4
-from finch.token_loss import TokenLoss
+from finch.training.token_loss import TokenLoss
+from finch.weights.huggingface import HuggingFaceFolder
 
 VOCAB = 96
 SIZE = {"vocab_size": VOCAB, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
@@ -291,7 +291,7 @@ def test_sizes(builder, parameters):
 def test_every_text_family_of_torchtune_is_known():
     from torchtune import models
 
-    from finch.models.agreement import FAMILIES as KNOWN
+    from finch.weights.validation import FAMILIES as KNOWN
 
     folders = {path.name for path in importlib.resources.files(models).iterdir() if (path / "__init__.py").is_file()}
     # Images, encoders, and a decoder that needs an image encoder.

@@ -11,8 +11,8 @@ from torchtune.models.llama3_2 import llama3_2
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from finch.errors import UserError
-from finch.huggingface import HuggingFaceFolder
-from finch.token_loss import TokenLoss
+from finch.training.token_loss import TokenLoss
+from finch.weights.huggingface import HuggingFaceFolder
 
 SIZE = {
     "vocab_size": 96,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from finch.adapter import adapter_layers, adapter_parameters, initialize_adapters
 from finch.errors import UserError
 from finch.models import qwen3 as family
+from finch.models.lora import adapter_layers, adapter_parameters, initialize_adapters
 from finch.models.qwen3 import lora_qwen3, qwen3
 from models.test_qwen3 import SIZE
 

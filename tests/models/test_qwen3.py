@@ -8,10 +8,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from finch.errors import UserError
-from finch.huggingface import HuggingFaceFolder
 from finch.models import qwen3 as family
 from finch.models.qwen3 import qwen3, qwen3_hf_to_tune, qwen3_tune_to_hf
-from finch.token_loss import TokenLoss
+from finch.training.token_loss import TokenLoss
+from finch.weights.huggingface import HuggingFaceFolder
 
 SIZE = {
     "vocab_size": 96,

@@ -9,8 +9,8 @@ from conftest import run_here, tune_run
 from torchtune.models.llama2 import llama2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finch.huggingface import HuggingFaceFolder
-from finch.names import find_config
+from finch.config.registry import find_config
+from finch.weights.huggingface import HuggingFaceFolder
 
 pytestmark = pytest.mark.slow
 

@@ -225,7 +225,7 @@ def test_a_broken_row_in_a_worker_process_is_one_sentence(tmp_path, base_folder,
 def test_after_an_error_the_process_group_is_not_waited_for(tmp_path, base_folder, rows_file, monkeypatch):
     """NCCL's end waits for ranks that may be gone: only a run that went well takes the group down."""
     stopped = []
-    monkeypatch.setattr("finch.parallel.stop", lambda: stopped.append(True))
+    monkeypatch.setattr("finch.distributed.parallel.stop", lambda: stopped.append(True))
     config = make_config(base_folder, rows_file, tmp_path / "run", clip_grad_norm=None, log_every_n_steps=50)
     config["optimizer"]["lr"] = 1e30
     config["lr_scheduler"] = {"_component_": "finch.FinchLR", "eta_max": 1e30, "init": "first_batch"}

@@ -19,9 +19,9 @@ from models.test_qwen3 import save_qwen3
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.tiny_text import WORDS
-from finch.config import read
-from finch.names import config_names, find_config
-from finch.options import FULL_FINETUNE
+from finch.config.parser import read
+from finch.config.registry import config_names, find_config
+from finch.config.schema import FULL_FINETUNE
 
 LARGE = ["qwen3/4B_finch", "qwen3/4B_sft", "llama3/8B_finch", "llama3/8B_sft"]
 

@@ -64,7 +64,7 @@ def test_every_objective_on_every_layout(ranks, config, alone, tmp_path):
     code = """
         import torch.distributed as dist
         import finch_full_finetune
-        from finch import parallel
+        from finch.distributed import parallel
         start_group = dist.init_process_group  # once for all runs
         dist.init_process_group = lambda *args, **options: dist.is_initialized() or start_group(*args, **options)
         parallel.stop = lambda: None

@@ -8,8 +8,8 @@ import torch.distributed.checkpoint as dcp
 from conftest import make_config, run_here, tune_run
 from test_resume import assert_same_run
 
-from finch.huggingface import HuggingFaceFolder
-from finch.run_lock import RunLock
+from finch.training.run_lock import RunLock
+from finch.weights.huggingface import HuggingFaceFolder
 
 pytestmark = pytest.mark.slow
 

@@ -90,7 +90,7 @@ def test_the_saved_config_starts_the_same_run_elsewhere(two_epochs, tmp_path):
 def test_every_epoch_leaves_a_folder_that_transformers_loads_with_equal_logits(two_epochs, base_folder):
     from torchtune.models.llama2 import llama2
 
-    from finch.huggingface import HuggingFaceFolder
+    from finch.weights.huggingface import HuggingFaceFolder
 
     run, _ = two_epochs
     for epoch in range(2):
@@ -241,7 +241,7 @@ def _float64_reference(base, config):
     from torchtune.models.llama2 import llama2
     from torchtune.training import set_default_dtype
 
-    from finch.huggingface import HuggingFaceFolder
+    from finch.weights.huggingface import HuggingFaceFolder
 
     with set_default_dtype(torch.float64):
         model = llama2(**llama_args())

@@ -172,10 +172,10 @@ def test_plans_and_models_that_do_not_fit():
     from torchtune.models.llama2 import llama2
     from torchtune.models.llama3 import base_llama_tp_plan
 
+    from finch.distributed.tensor_parallel import check_plan
     from finch.errors import UserError
     from finch.models.gemma2 import gemma2
     from finch.models.qwen3 import qwen3, qwen3_tp_plan
-    from finch.tensor_parallel import check_plan
 
     small = qwen3(**SIZE)
     check_plan(small, qwen3_tp_plan(), 2)

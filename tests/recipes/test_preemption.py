@@ -14,7 +14,7 @@ from conftest import environment, make_config, run_here
 from test_resume import assert_same_run
 from test_signals import is_running
 
-from finch import run_lock
+from finch.training import run_lock
 
 pytestmark = pytest.mark.slow
 

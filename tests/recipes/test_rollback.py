@@ -8,7 +8,7 @@ import torch
 from conftest import llama_args, make_config, relative_l2, run_here, tune_run, weights
 from test_resume import run_broken
 
-from finch import manifest
+from finch.checkpoint import manifest
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import yaml
 from conftest import ROOT, make_config, relative_l2, run_here, tune_run, weights
 from lab import Lab, NoSlurm, processes_with
 
-from finch import cli
+from finch.cli import main as cli
 
 pytestmark = pytest.mark.slow
 

@@ -9,17 +9,9 @@ from torch import nn
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from finch.adapter import check_attention_modules
 from finch.errors import UserError
-from finch.models.qwen3.builders import (
-    BASE_CONTEXT,
-    INSTRUCT_CONTEXT,
-    SIZE_0_6B,
-    SIZE_1_7B,
-    SIZE_4B,
-    SIZE_8B,
-    assemble,
-)
+from finch.models.lora import check_attention_modules
+from finch.models.qwen3.builders import BASE_CONTEXT, INSTRUCT_CONTEXT, SIZE_0_6B, SIZE_1_7B, SIZE_4B, SIZE_8B, assemble
 
 _MLP = ("w1", "w2", "w3")
 

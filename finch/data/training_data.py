@@ -1,0 +1,111 @@
+"""The rows a run trains and validates on, checked and put in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from finch.config.instantiate import locate
+from finch.data.loading import Batch, Samples, collator, load_dataset, loader, to_device
+from finch.data.order import GlobalOrder
+from finch.data.stats import inspect
+from finch.distributed.parallel import Parallel
+from finch.errors import UserError
+from finch.log import say
+
+
+class TrainingData:
+    """
+    Args:
+        cfg: a recipe's config.
+        tokenizer: torchtune's.
+        seed: of the order.
+        wants_digest: read every row even with ``check_dataset=False``.
+
+    Attributes:
+        samples, validation: the rows, and the held-out ones or None.
+        order: how ``samples`` are dealt to steps and ranks.
+        rows: what reading them ahead has found; None: they have not been read.
+
+    Raises:
+        UserError: rows that cannot be used, or fewer than a step takes.
+    """
+
+    def __init__(self, cfg: DictConfig, tokenizer: Any, parallel: Parallel, *, seed: int, wants_digest: bool) -> None:
+        self._cfg, self._parallel = cfg, parallel
+        self.samples = load_dataset(cfg, "dataset", tokenizer)
+        self.validation = None
+        if cfg.dataset_validation is not None:
+            self.validation = load_dataset(cfg, "dataset_validation", tokenizer)
+        self.order = GlobalOrder(
+            len(self.samples),
+            micro_batch=cfg.batch_size,
+            accumulation=cfg.gradient_accumulation_steps,
+            ranks=parallel.data_parallel_size,
+            shuffle=cfg.shuffle,
+            seed=seed,
+            drop_last=cfg.drop_last,
+        )
+        self._check_sizes()
+        parts = [samples for samples in (self.samples, self.validation) if samples is not None]
+        collate = locate(cfg.collate_fn, "collate_fn")
+        self._collate = {id(samples): collator(samples, tokenizer, collate) for samples in parts}
+        limit = getattr(tokenizer, "max_seq_len", None)
+        self.rows = inspect(self.samples, limit, parallel) if cfg.check_dataset or wants_digest else None
+        if self.validation is not None and cfg.check_dataset:
+            inspect(self.validation, limit, parallel)
+        say(
+            f"{len(self.samples)} samples; {self.order.global_batch} per optimizer step, {self.order.steps_per_epoch} steps per epoch"
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return min(self.order.steps_per_epoch, self._cfg.max_steps_per_epoch or self.order.steps_per_epoch)
+
+    def batches(self, epoch: int, consumed: int) -> Iterator[Batch]:
+        """This rank's micro-batches of an epoch from ``consumed`` samples on, on the host."""
+        return loader(
+            self.samples,
+            self.order,
+            self._collate[id(self.samples)],
+            rank=self._parallel.data_parallel_rank,
+            epoch=epoch,
+            consumed=consumed,
+            num_workers=self._num_workers(self.samples),
+            pin_memory=self._parallel.device.type == "cuda",
+        )
+
+    def whole(self, samples: Samples, title: str) -> dict[str, Any]:
+        """The arguments of :func:`finch.training.dataset_loss.token_losses_of_rows` for all rows of ``samples``, but for the model."""
+        return {
+            "samples": samples,
+            "collate": self._collate[id(samples)],
+            "parallel": self._parallel,
+            "batch_size": self._cfg.batch_size,
+            "to_device": partial(to_device, device=self._parallel.device),
+            "num_workers": self._num_workers(samples),
+            "title": title,
+        }
+
+    def _num_workers(self, samples: Samples) -> int:
+        # torchtune builds the block mask of packed rows on the GPU while it collates, which a forked worker cannot.
+        return 0 if samples.packed and torch.cuda.is_available() else self._cfg.num_workers
+
+    def _check_sizes(self) -> None:
+        cfg = self._cfg
+        if self.order.global_batch > len(self.samples):
+            raise UserError(
+                f"the global batch of {self.order.global_batch} (batch_size {cfg.batch_size} x gradient_accumulation_steps "
+                f"{cfg.gradient_accumulation_steps} x {self._parallel.data_parallel_size} ranks) is larger than the dataset of {len(self.samples)} "
+                "samples; lower batch_size or gradient_accumulation_steps"
+            )
+        packed = self.samples.packed or (self.validation is not None and self.validation.packed)
+        if packed and self._parallel.device.type == "cpu" and torch.cuda.is_available():
+            raise UserError(
+                "dataset.packed=True with device=cpu: torchtune builds the mask of packed rows on the GPU where there is one; use device=cuda, "
+                "or hide the GPU with CUDA_VISIBLE_DEVICES="
+            )

@@ -1,0 +1,104 @@
+"""torchao's optimizers with stochastic rounding, on FSDP2's shards as well.
+
+A bf16 weight of 0.02 has neighbours 1.2e-4 apart: an update of 1e-5 rounds back to where it came from, each time.
+Rounding up with the probability of the part that is cut off keeps the mean of many such updates right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from finch.dtensor import shard_of
+from finch.errors import UserError
+
+# torch's optimizers and their twins in torchao that can round stochastically.
+TWINS = {"torch.optim.AdamW": "torchao.optim._AdamW", "torch.optim.Adam": "torchao.optim._Adam"}
+# These choose a kernel of torch's; torchao compiles its own.
+_KERNEL_ARGUMENTS = ("fused", "foreach", "capturable")
+
+
+def stochastic_optimizer(component: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The optimizer and its arguments that take the place of a config's under ``dtype: bf16_stochastic``.
+
+    Raises:
+        UserError: the optimizer has no form that rounds stochastically.
+    """
+    twin = TWINS.get(component, component)
+    if not twin.startswith("torchao.optim."):
+        raise UserError(
+            f"optimizer._component_={component} cannot round stochastically: with dtype=bf16_stochastic use torch.optim.AdamW or one of torchao.optim"
+        )
+    kept = {key: value for key, value in arguments.items() if twin == component or key not in _KERNEL_ARGUMENTS}
+    return twin, {**kept, "bf16_stochastic_round": True}
+
+
+def adapt(optimizer: torch.optim.Optimizer) -> None:
+    """Mends two things in a torchao optimizer that is to round stochastically, in place.
+
+    - On FSDP2's shards torchao 0.15 fails: it draws random bits in the shape of the whole parameter and compares them
+      with a shard. Here each rank updates its shard as a plain tensor, which gives the same result, since the updates
+      are elementwise. Parameters and states stay DTensors to everybody else: checkpoints do not notice.
+    - The states of its unquantized optimizers become fp32. In bf16 and with beta2 0.999 the second moment of a
+      gradient of 1 cannot pass 0.5, since each increment is rounded away, and the steps grow by up to 41%. The 8-bit
+      and 4-bit optimizers stay as they are.
+    """
+    fp32_states = (_Fp32States,) if type(optimizer).__name__ in ("_AdamW", "_Adam") else ()
+    optimizer.__class__ = type(f"Adapted{type(optimizer).__name__}", (_LocalStep, *fp32_states, type(optimizer)), {})
+
+
+class _Fp32States:
+    def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
+        return torch.zeros_like(parameter, dtype=torch.float32)
+
+
+class _LocalStep:
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[torch.Tensor, Any]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        groups = [group["params"] for group in self.param_groups]
+        state = self.state
+        locals_of = {parameter: _local_parameter(parameter) for group in groups for parameter in group}
+        try:
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                group["params"] = [locals_of[parameter] for parameter in parameters]
+            self.state = defaultdict(dict)
+            for parameter, local in locals_of.items():
+                if parameter in state:
+                    self.state[local] = {key: shard_of(value) for key, value in state[parameter].items()}
+            result = super().step(closure)  # type: ignore[misc]
+            for parameter, local in locals_of.items():
+                for key, value in self.state[local].items():
+                    if key not in state[parameter]:  # made in the first step; later ones are updated in place
+                        state[parameter][key] = _as_sharded_as(parameter, value)
+        finally:
+            self.state = state
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                group["params"] = parameters
+        return result
+
+
+def _local_parameter(parameter: torch.Tensor) -> nn.Parameter:
+    local = nn.Parameter(shard_of(parameter).detach(), requires_grad=False)  # the same memory
+    if parameter.grad is not None:
+        local.grad = shard_of(parameter.grad)
+    return local
+
+
+def _as_sharded_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor) or value.shape != parameter.to_local().shape:
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

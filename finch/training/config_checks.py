@@ -1,0 +1,223 @@
+"""Checks of a recipe's config that need neither weights nor other ranks: options that exclude each other, and the run's folder."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune.modules import TransformerDecoder
+
+from finch import FinchLR, ReplayLR
+from finch.checkpoint.reader import candidates
+from finch.config.instantiate import build, component_of, locate
+from finch.distributed.parallel import launched_ranks
+from finch.distributed.precision import precision_of
+from finch.errors import UserError
+from finch.metrics import FILE_NAME as METRICS_FILE
+from finch.objectives import Objective
+from finch.optim.stochastic_rounding import stochastic_optimizer
+from finch.torchtune_names import PLAIN_CROSS_ENTROPY
+from finch.training.lr_scheduler import loss_schedule
+
+_DEFAULT_LOSS_ARGUMENTS = (
+    ("ignore_index", -100),
+    ("reduction", "mean"),
+    ("label_smoothing", 0.0),
+    ("mask_ignored_tokens", True),  # these two are of torchtune's main branch
+    ("tp_enabled", False),
+)
+
+
+def check_schedule(cfg: DictConfig) -> None:
+    """Tries out the arguments of a schedule that is stepped with the loss on a stand-in, so that a wrong one is found at once.
+
+    Raises:
+        UserError: an argument outside its range, or no learning rate to start from.
+    """
+    kind = loss_schedule(cfg)
+    if kind is None:
+        return
+    eta_base = cfg.optimizer.get("lr")
+    if not isinstance(eta_base, (int, float)) or eta_base <= 0:
+        raise UserError(
+            f"optimizer.lr={eta_base} must be a number above 0: under FinchLR it is eta_base, 2e-5 in the paper"
+        )
+    node = dict(cfg.lr_scheduler)
+    if issubclass(kind, FinchLR) and node.get("init", "dataset") == "dataset":
+        node["init"] = "first_batch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said later, with the loss of the data
+        build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
+
+
+def check_replay(cfg: DictConfig, num_steps: int) -> None:
+    """
+    Raises:
+        UserError: the log to replay ends before the run does.
+    """
+    if loss_schedule(cfg) is not ReplayLR:
+        return
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=float(cfg.optimizer.lr))
+    try:
+        build(cfg.lr_scheduler, "lr_scheduler", stand_in).check_length(num_steps)
+    except ValueError as error:
+        raise UserError(f"lr_scheduler: {error}") from error
+
+
+def check_combinations(cfg: DictConfig, device: torch.device) -> None:
+    """Refuses options that exclude each other.
+
+    Raises:
+        UserError: names both, and what to set.
+    """
+    if cfg.optimizer_in_bwd and cfg.clip_grad_norm is not None:
+        raise UserError(
+            f"optimizer_in_bwd=True excludes clip_grad_norm={cfg.clip_grad_norm}: the norm over all gradients is known only after the backward; set "
+            "optimizer_in_bwd=False, or clip_grad_norm=null"
+        )
+    if cfg.optimizer_in_bwd and cfg.gradient_accumulation_steps > 1:
+        raise UserError(
+            f"optimizer_in_bwd=True excludes gradient_accumulation_steps={cfg.gradient_accumulation_steps}: each backward updates the weights; set "
+            "optimizer_in_bwd=False, or gradient_accumulation_steps=1 with a larger batch_size"
+        )
+    is_sharded = launched_ranks() > 1 or precision_of(cfg.dtype).is_mixed or cfg.fsdp_cpu_offload
+    if is_sharded and str(component_of(cfg.optimizer)).startswith("bitsandbytes."):
+        raise UserError(
+            f"optimizer._component_={component_of(cfg.optimizer)} does not update sharded weights (several ranks, dtype=bf16_mixed, fsdp_cpu_offload); use "
+            "torchao.optim.AdamW8bit"
+        )
+    if cfg.data_parallel_shard_dim == 0:
+        raise UserError("data_parallel_shard_dim=0 must be at least 1, or -1 for all ranks that are left")
+    if cfg.tensor_parallel_dim > 1 and cfg.tensor_parallel_plan is None:
+        raise UserError(
+            f"tensor_parallel_dim={cfg.tensor_parallel_dim} needs tensor_parallel_plan; set it to torchtune.models.llama3.base_llama_tp_plan, or for Qwen3 "
+            "to finch.models.qwen3.qwen3_tp_plan"
+        )
+    if precision_of(cfg.dtype).stochastic:
+        stochastic_optimizer(cfg.optimizer["_component_"], {})
+    if cfg.enable_activation_offloading and device.type != "cuda":
+        raise UserError("enable_activation_offloading=True needs device=cuda; set it to False")
+    if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
+        raise UserError("enable_activation_offloading=True needs enable_activation_checkpointing=True; set both")
+    if cfg.ac_mode not in (None, "full", "selective"):
+        raise UserError(f"ac_mode={cfg.ac_mode} must be full, selective or null")
+    if cfg.ac_mode == "selective" and cfg.ac_option != "op" and not str(cfg.ac_option).isdigit():
+        raise UserError(
+            f"ac_option={cfg.ac_option} must be op, or a number n for every n-th layer, with ac_mode=selective"
+        )
+    if str(cfg.log_level).upper() not in logging.getLevelNamesMapping():
+        raise UserError(f"log_level={cfg.log_level} is not known: use DEBUG, INFO, WARNING or ERROR")
+    if cfg.cudnn_deterministic_mode not in (None, 0, 1, 2, "default", "warn", "error"):
+        raise UserError(f"cudnn_deterministic_mode={cfg.cudnn_deterministic_mode} must be default, warn, error or null")
+    if cfg.clip_grad_norm is not None and not _is_positive(cfg.clip_grad_norm):
+        raise UserError(
+            f"clip_grad_norm={cfg.clip_grad_norm} must be a number above 0, or null; the paper clips to 1.0"
+        )
+    if cfg.export_dtype not in (None, "fp32", "bf16", "fp64"):
+        raise UserError(f"export_dtype={cfg.export_dtype} must be fp32, bf16, fp64 or null")
+    if cfg.on_nonfinite not in (None, "raise", "skip", "rollback"):
+        raise UserError(f"on_nonfinite={cfg.on_nonfinite} must be raise, skip, rollback or null")
+    _check_loss(cfg)
+    if cfg.regularizer is not None:
+        build(cfg.regularizer, "regularizer")
+    if cfg.regularizer is not None and cfg.optimizer_in_bwd:
+        raise UserError(
+            f"optimizer_in_bwd=True excludes regularizer={component_of(cfg.regularizer)}, whose gradient is added after the backward; set "
+            "optimizer_in_bwd=False"
+        )
+    _check_optimizer(cfg)
+    if "left_pad_sequence" in cfg.collate_fn:
+        raise UserError(
+            f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
+        )
+    locate(cfg.collate_fn, "collate_fn")
+
+
+def check_text_decoder(model: nn.Module, component: str) -> None:
+    """
+    Raises:
+        UserError: the model is not a text decoder; multimodal models and encoders take other inputs.
+    """
+    if not isinstance(model, TransformerDecoder):
+        raise UserError(
+            f"model._component_={component} builds a {type(model).__name__}, and this recipe trains text decoders; give the builder of one"
+        )
+
+
+def check_output_folder(cfg: DictConfig) -> list[Path]:
+    """The checkpoints to resume from, the first one preferred. A run's folder is neither continued nor replaced by accident.
+
+    Raises:
+        UserError: nothing to resume from; a run that is there already; a folder inside the pretrained model's.
+    """
+    run = Path(cfg.output_dir)
+    resume = cfg.resume_from_checkpoint
+    if resume and cfg.overwrite:
+        raise UserError(
+            f"resume_from_checkpoint={resume} excludes overwrite=True, which would remove {run}; set one of them"
+        )
+    found = candidates(run, resume)
+    is_own = any(run.resolve() in path.resolve().parents for path in found)
+    if found and (is_own or not (run / METRICS_FILE).exists()):
+        return found
+    log = cfg.lr_scheduler.get("log") if cfg.lr_scheduler is not None else None
+    if (
+        cfg.overwrite
+        and log is not None
+        and run.resolve() in (Path(str(log)).resolve(), Path(str(log)).resolve().parent)
+    ):
+        raise UserError(
+            f"overwrite=True would remove lr_scheduler.log={log}, which this run replays; give another output_dir"
+        )
+    if (run / METRICS_FILE).exists() and not cfg.overwrite and resume != "auto":
+        raise UserError(
+            f"output_dir={run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder"
+        )
+    base = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))).resolve()
+    if base == run.resolve() or base in run.resolve().parents:
+        raise UserError(
+            f"output_dir={run} lies in checkpointer.checkpoint_dir={base}, whose files would be mixed up with the run's; give another folder"
+        )
+    return []
+
+
+def is_objective(cfg: DictConfig) -> bool:
+    """Whether the ``loss`` block names one of finch.objectives."""
+    component = locate(cfg.loss["_component_"], "loss")
+    return isinstance(component, type) and issubclass(component, Objective)
+
+
+def _check_loss(cfg: DictConfig) -> None:
+    if is_objective(cfg):
+        build(cfg.loss, "loss")
+        return
+    if locate(cfg.loss["_component_"], "loss") not in PLAIN_CROSS_ENTROPY:
+        raise UserError(
+            f"loss._component_={component_of(cfg.loss)} is not a plain cross-entropy; use torch.nn.CrossEntropyLoss, "
+            "torchtune.modules.loss.CEWithChunkedOutputLoss, or one of finch.objectives"
+        )
+    for key, value in cfg.loss.items():
+        if key not in ("_component_", "num_output_chunks") and (key, value) not in _DEFAULT_LOSS_ARGUMENTS:
+            raise UserError(
+                f"loss.{key}={value} would change plain cross-entropy, which this recipe computes; remove it"
+            )
+
+
+def _check_optimizer(cfg: DictConfig) -> None:
+    """Builds optimizer and torch's schedulers on a stand-in, so that wrong arguments are found before weights are loaded."""
+    optimizer = build(cfg.optimizer, "optimizer", [nn.Parameter(torch.zeros(1))])
+    if cfg.lr_scheduler is not None and loss_schedule(cfg) is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            build(cfg.lr_scheduler, "lr_scheduler", optimizer, num_training_steps=100, last_epoch=-1)
+
+
+def _is_positive(value: float | str) -> bool:
+    try:
+        return float(value) > 0
+    except ValueError:
+        return False

@@ -1,0 +1,34 @@
+"""What makes a run this run: what may not change when it is resumed. Paths may, and the number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from finch.config.instantiate import component_of
+from finch.data.training_data import TrainingData
+from finch.training.config_checks import is_objective
+
+
+def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any]:
+    """Config keys, and numbers of the data, with their values as plain JSON."""
+    rows = data.rows
+    return {
+        "model": OmegaConf.to_container(cfg.model, resolve=True),
+        "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,
+        "optimizer._component_": component_of(cfg.optimizer),
+        "lr_scheduler._component_": component_of(cfg.lr_scheduler),
+        "dtype": cfg.dtype,
+        "number of samples": len(data.samples),
+        "loss": OmegaConf.to_container(cfg.loss, resolve=True) if is_objective(cfg) else "cross-entropy",
+        "regularizer": None if cfg.regularizer is None else OmegaConf.to_container(cfg.regularizer, resolve=True),
+        "number of target tokens": rows.targets if rows is not None else None,
+        "digest of the tokenized rows": f"{rows.digest:016x}" if rows is not None else None,
+        "seed": seed,
+        "shuffle": cfg.shuffle,
+        "global batch": data.order.global_batch,
+        "drop_last": cfg.drop_last,
+        "max_steps_per_epoch": cfg.max_steps_per_epoch,
+    }

@@ -1,0 +1,44 @@
+"""The optimizers a config asks for: one, or with ``optimizer_in_bwd`` one for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+
+from finch import dtensor
+from finch.config.instantiate import build
+from finch.distributed.precision import Precision
+from finch.optim.in_backward import optimizers_in_backward
+from finch.optim.stochastic_rounding import adapt, stochastic_optimizer
+
+
+def build_optimizers(
+    cfg: DictConfig, parameters: Sequence[nn.Parameter], precision: Precision, device: torch.device, *, tensor_lr: bool
+) -> list[Optimizer]:
+    """
+    Args:
+        parameters: what is trained.
+        tensor_lr: keep the learning rate on ``device`` where the optimizer takes it from there, for a schedule that
+            never waits for a GPU.
+    """
+    node = {**cfg.optimizer}
+    if precision.stochastic:
+        component, arguments = stochastic_optimizer(node.pop("_component_"), node)
+        node = {"_component_": component, **arguments}
+    on_device = tensor_lr and device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload
+
+    def make(chosen: list[nn.Parameter]) -> Optimizer:
+        optimizer = build(node, "optimizer", [{"params": group} for group in dtensor.by_mesh(chosen)])
+        if precision.stochastic:
+            adapt(optimizer)
+        if on_device:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(float(group["lr"]), device=device)
+        return optimizer
+
+    chosen = list(parameters)
+    return optimizers_in_backward(chosen, make) if cfg.optimizer_in_bwd else [make(chosen)]

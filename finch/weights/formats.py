@@ -1,0 +1,200 @@
+"""The formats that torchtune's checkpointers read, by the component of the `checkpointer:` block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtune.models.convert_weights import meta_to_tune, tune_to_meta
+from torchtune.modules import TransformerDecoder
+from torchtune.training import (
+    FullModelHFCheckpointer,
+    FullModelMetaCheckpointer,
+    FullModelTorchTuneCheckpointer,
+)
+
+from finch import files as durable
+from finch.config.instantiate import build, locate
+from finch.errors import UserError
+from finch.weights.base import PretrainedFolder, check_files, check_folder, copy_side_files, tensors_of
+from finch.weights.conversion import HEAD, StateDict
+from finch.weights.huggingface import CONFIG, HuggingFaceFolder
+from finch.weights.validation import check_agreement
+
+PARAMS = "params.json"
+_EMBEDDING = "tok_embeddings.weight"
+_Rename = Callable[[StateDict], StateDict]
+
+
+def open_checkpoint(block: Mapping[str, Any]) -> PretrainedFolder:
+    """The pretrained folder of a config's ``checkpointer:`` block.
+
+    A Hugging Face folder is written for the tuned weights wherever config.json is known: in checkpoint_dir or, as for
+    ``original/`` in Meta's repositories, in its parent. Otherwise Meta's and torchtune's formats are written as they came.
+
+    Args:
+        block: torchtune's keys; ``_component_`` is one of its FullModel checkpointers.
+
+    Raises:
+        UserError: another component; a folder or file that is missing.
+    """
+    path = str(block["_component_"])
+    component = locate(path, "checkpointer")
+    for theirs, ours in _FORMATS.items():
+        if component is theirs:
+            return build({**block, "_component_": f"{ours.__module__}.{ours.__name__}"}, "checkpointer")
+    raise UserError(
+        f"checkpointer._component_={path} is not taken by this recipe; use torchtune.training.FullModelHFCheckpointer, "
+        "FullModelMetaCheckpointer or FullModelTorchTuneCheckpointer"
+    )
+
+
+def meta_folder(
+    checkpoint_dir: str,
+    checkpoint_files: list[str],
+    model_type: str | None = None,
+    output_dir: str | None = None,
+    recipe_checkpoint: str | None = None,
+    adapter_checkpoint: str | None = None,
+    should_load_recipe_state: bool = False,
+    resume_from_checkpoint: bool = False,
+) -> PretrainedFolder:
+    """A folder in Meta's format, such as ``original/`` with consolidated.00.pth and params.json.
+
+    Args:
+        checkpoint_dir: the folder.
+        checkpoint_files: its one weight file.
+
+    The other keys of torchtune's block are taken and not needed.
+
+    Raises:
+        UserError: a missing folder or file; weights in several files.
+    """
+    return _folder(checkpoint_dir, checkpoint_files, meta_to_tune, tune_to_meta)
+
+
+def torchtune_folder(
+    checkpoint_dir: str,
+    checkpoint_files: list[str],
+    model_type: str | None = None,
+    output_dir: str | None = None,
+    recipe_checkpoint: str | None = None,
+    adapter_checkpoint: str | None = None,
+    should_load_recipe_state: bool = False,
+    resume_from_checkpoint: bool = False,
+) -> PretrainedFolder:
+    """A folder whose weights have torchtune's names already. Arguments and errors: see :func:`meta_folder`."""
+    return _folder(checkpoint_dir, checkpoint_files, dict, dict)
+
+
+def _folder(checkpoint_dir: str, names: list[str], to_tune: _Rename, from_tune: _Rename) -> PretrainedFolder:
+    folder = check_folder(checkpoint_dir)
+    if not isinstance(names, list | tuple) or len(names) != 1:
+        raise UserError(
+            f"checkpointer.checkpoint_files={names} must name one file in this format; for weights in several files give the Hugging Face folder "
+            "and torchtune.training.FullModelHFCheckpointer"
+        )
+    files = check_files(folder, [str(name) for name in names])
+    for home in (folder, folder.resolve().parent):
+        if (home / CONFIG).is_file():
+            return ConvertedFolder(home, files, to_tune)
+    return NativeFolder(folder, files, to_tune, from_tune)
+
+
+class ConvertedFolder(HuggingFaceFolder):
+    """Weights in another format beside a Hugging Face config.json or below it; what is written is a Hugging Face folder.
+
+    Args:
+        home: the folder with config.json and the tokenizer files.
+        files: the weight files.
+        to_tune: from their format to torchtune's.
+    """
+
+    def __init__(self, home: Path, files: list[Path], to_tune: _Rename) -> None:
+        super().__init__(str(home), checkpoint_files=[])
+        self.files = files
+        self._rename = to_tune
+
+    def _to_tune(self, weights: StateDict) -> StateDict:
+        return self._rename(weights)
+
+
+class NativeFolder(PretrainedFolder):
+    """Weights in Meta's or torchtune's format without a config.json; the tuned ones are written in the same format.
+
+    Args:
+        folder: with the weights and, in Meta's format, params.json.
+        files: the one weight file.
+        to_tune: from its format to torchtune's.
+        from_tune: the way back.
+
+    Raises:
+        UserError: a params.json that is not JSON.
+    """
+
+    def __init__(self, folder: Path, files: list[Path], to_tune: _Rename, from_tune: _Rename) -> None:
+        self.folder, self.files = folder, files
+        self._rename, self._rename_back = to_tune, from_tune
+        self._params: dict[str, Any] = {}
+        if (folder / PARAMS).is_file():
+            try:
+                self._params = json.loads((folder / PARAMS).read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UserError(f"{folder / PARAMS} is not JSON ({error}); download it again") from error
+
+    def check_model(self, model: TransformerDecoder, component: str) -> None:
+        """Compares the model with params.json where there is one, then with the stored shapes.
+
+        Raises:
+            UserError: names the first difference.
+        """
+        if self._params:
+            check_agreement(model, component, _config_of(self._params), str(self.folder), PARAMS)
+        self.check_shapes(model)
+
+    def _to_tune(self, weights: StateDict) -> StateDict:
+        return self._rename(weights)
+
+    def _head_is_tied(self) -> bool:
+        """Meta's files of tied models store the head all the same."""
+        stored = dict(self.weights())
+        return _EMBEDDING in stored and torch.equal(stored[HEAD], stored[_EMBEDDING])
+
+    def _write_into(self, target: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """One file under the name it was read from; all weights are held at once, since it is pickled as a whole."""
+        state = dict(weights)
+        if HEAD not in state and any(
+            HEAD in self._to_tune({name: tensor}) for name, tensor in tensors_of(self.files[0])
+        ):
+            state[HEAD] = state[_EMBEDDING]
+        try:
+            torch.save(self._rename_back(state), target / self.files[0].name)
+        except RuntimeError as error:
+            if not durable.is_disk_error(error):
+                raise
+            raise OSError(f"{self.files[0].name} could not be written to its end") from error
+        copy_side_files(self.folder, target)
+
+
+def _config_of(params: dict[str, Any]) -> dict[str, Any]:
+    """What params.json tells, in the words of config.json; it does not say by how much a rotary embedding is scaled."""
+    return {
+        "num_attention_heads": params.get("n_heads"),
+        "num_key_value_heads": params.get("n_kv_heads") or params.get("n_heads"),
+        "rms_norm_eps": params.get("norm_eps"),
+        "rope_parameters": {
+            "rope_theta": params.get("rope_theta", 10000.0),
+            "rope_type": "llama3" if params.get("use_scaled_rope") else "default",
+        },
+    }
+
+
+_FORMATS: dict[Any, Any] = {
+    FullModelHFCheckpointer: HuggingFaceFolder,
+    HuggingFaceFolder: HuggingFaceFolder,
+    FullModelMetaCheckpointer: meta_folder,
+    FullModelTorchTuneCheckpointer: torchtune_folder,
+}

@@ -1,0 +1,137 @@
+"""A trained adapter as PEFT's folder: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from torchtune.modules.peft import DoRALinear
+
+from finch.dtensor import full
+from finch.errors import UserError, WriteFailed
+from finch.models.lora import AdapterLayer, adapter_layers, scaling
+from finch.weights.base import PretrainedFolder
+from finch.weights.conversion import Conversion, StateDict, conversion_for
+from finch.weights.huggingface import HuggingFaceFolder
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of PEFT's wrapper around a model
+
+
+class PeftFolder:
+    """Writes a decoder's adapter for PEFT, transformers and vLLM. Names and layouts come from the family's conversion.
+
+    Args:
+        decoder: with LoRA layers, on any device; sharded later or not.
+        base: the pretrained folder; ``base_model_name_or_path`` of what is written.
+
+    Raises:
+        UserError: an adapter that PEFT's format cannot hold: on layers that Hugging Face stores as one, or of several
+            ranks; a base folder without config.json.
+    """
+
+    def __init__(self, decoder: nn.Module, base: PretrainedFolder) -> None:
+        if not isinstance(base, HuggingFaceFolder):
+            raise UserError(
+                f"checkpointer.checkpoint_dir={base.folder} has no config.json, without which an adapter's layers have no names in PEFT's format; "
+                "give the model's folder in Hugging Face's format"
+            )
+        self._base = base
+        self._conversion: Conversion = conversion_for(base.config, str(base.folder))
+        layers = adapter_layers(decoder)
+        for name in layers:
+            if any(part in f"{name}.weight" for group in self._conversion.fused for part in group):
+                raise UserError(
+                    f"LoRA on {name} cannot be written in PEFT's format: {base.config['model_type']} models store it in one weight with others; "
+                    "leave it out of model.lora_attn_modules or apply_lora_to_mlp, or fine-tune in full"
+                )
+        shapes = {(layer.lora_a.out_features, scaling(layer)) for layer in layers.values()}
+        if len(shapes) > 1:
+            raise UserError(
+                "the model's LoRA layers differ in rank or alpha; build them with one lora_rank and lora_alpha"
+            )
+
+    def write(self, decoder: nn.Module, target: Path, *, is_writer: bool, dtype: torch.dtype | None = None) -> None:
+        """Writes the folder beside its place, then renames it, so that it is whole or absent.
+
+        Every rank must call it, since sharded tensors are gathered one at a time; only the writer keeps them.
+
+        Raises:
+            WriteFailed: on the writer, after all have gathered.
+
+        Args:
+            decoder: the one checked, trained since.
+            target: the folder; replaced if it is there.
+            is_writer: whether this rank writes.
+            dtype: of the stored tensors; None: as they are.
+        """
+        content: StateDict = {}
+        modules: set[str] = set()
+        layers = adapter_layers(decoder)
+        for name, layer in layers.items():
+            tensors = {part: full(layer.get_parameter(part).detach()) for part in layer.adapter_params()}
+            if is_writer:
+                tensors = {part: tensor.to("cpu", dtype or tensor.dtype) for part, tensor in tensors.items()}
+                module, stored = self._to_peft(name, tensors)
+                modules.add(module.rpartition(".")[2])
+                content.update({f"{_PREFIX}{module}.{part}": tensor for part, tensor in stored.items()})
+        if not is_writer:
+            return
+        partial = target.with_name(target.name + ".partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_file(content, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            config = self._config(next(iter(layers.values())), sorted(modules))
+            (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise WriteFailed(str(error)) from error
+
+    def _to_peft(self, name: str, tensors: StateDict) -> tuple[str, StateDict]:
+        """A layer's name in Hugging Face's model, and its tensors under PEFT's names.
+
+        Conversions rename a weight and may reorder its rows, which are outputs. B's rows are outputs as well, A's are
+        not, and DoRA's magnitudes are a column of them.
+        """
+        weight, b = self._convert(name, tensors["lora_b.weight"])
+        stored = {"lora_A.weight": tensors["lora_a.weight"].contiguous(), "lora_B.weight": b}
+        if "magnitude" in tensors:
+            stored["lora_magnitude_vector"] = self._convert(name, tensors["magnitude"].unsqueeze(1))[1].flatten()
+        return weight.removesuffix(".weight"), stored
+
+    def _convert(self, name: str, rows: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """``rows`` [outputs, columns] as the weight of a layer with so many inputs, which the hidden size is to conversions."""
+        config = self._base.config
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        narrow = {**config, "head_dim": head_dim, "hidden_size": rows.shape[1]}
+        [(stored, converted)] = self._conversion.to_hugging_face({f"{name}.weight": rows.contiguous()}, narrow).items()
+        return stored, converted.contiguous()
+
+    def _config(self, layer: AdapterLayer, target_modules: list[str]) -> dict[str, Any]:
+        rank = layer.lora_a.out_features
+        alpha = scaling(layer) * rank
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(self._base.folder),
+            "inference_mode": True,
+            "r": rank,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "lora_dropout": layer.dropout.p if isinstance(layer.dropout, nn.Dropout) else 0.0,
+            "target_modules": target_modules,
+            "bias": "none",
+            "use_dora": isinstance(layer, DoRALinear),
+            "use_rslora": False,
+            "fan_in_fan_out": False,
+            "modules_to_save": None,
+        }

@@ -1,0 +1,149 @@
+"""Whether a torchtune model is the one a pretrained folder describes, as far as shapes do not show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
+from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
+from torchtune.modules import TiedLinear, TransformerDecoder
+
+from finch.errors import UserError
+from finch.log import warn
+from finch.torchtune_names import Gemma2Attention
+from finch.weights.conversion import is_tied
+
+# config.json's model_type, and the folders of builders that make such a model.
+FAMILIES = {
+    "llama": ("llama2", "llama3", "llama3_1", "llama3_2", "llama3_3", "code_llama2"),
+    "mistral": ("mistral",),
+    "gemma": ("gemma",),
+    "gemma2": ("gemma2",),
+    "phi3": ("phi3", "phi4"),
+    "qwen2": ("qwen2", "qwen2_5"),
+    "qwen3": ("qwen3",),
+}
+# Families whose builders in torchtune 0.6.1 differ from the published models; finch has builders of the same names.
+_REBUILT = ("gemma2", "phi4")
+# Llama 3.1's stretching of the rotary embedding: its keys in config.json and in torchtune.
+_SCALING = {
+    "factor": "scale_factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "old_context_len",
+}
+
+
+def check_agreement(
+    decoder: TransformerDecoder, component: str, config: dict[str, Any], folder: str, file: str = "config.json"
+) -> None:
+    """Compares architecture, heads, norms and rotary embedding; weights that fit would otherwise be misread in silence.
+
+    A window of attention that the model does not have is told as a warning: rows within it are treated alike.
+
+    Args:
+        decoder: as built, on any device.
+        component: the dotted path of its builder.
+        config: the content of the folder's config.json, or as much of it as is known.
+        folder: its path, for messages.
+        file: where ``config`` comes from, for messages.
+
+    Raises:
+        UserError: names the first difference.
+    """
+    parts = component.split(".")
+    family = parts[2] if parts[:2] in (["torchtune", "models"], ["finch", "models"]) and len(parts) > 3 else None
+    expected = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and expected is not None and family not in expected:
+        raise UserError(
+            f"model._component_={component} builds a {family} model, but checkpointer.checkpoint_dir={folder} holds a {config['model_type']} "
+            f"model ({', '.join(config.get('architectures') or [])}); give a builder of {' or '.join(expected)}"
+        )
+    kind = _rope_settings(config)["rope_type"]
+    if kind not in ("default", "llama3"):
+        raise UserError(
+            f"{file} of checkpointer.checkpoint_dir={folder} asks for rope scaling {kind!r}, which torchtune's models do not have; "
+            "give a checkpoint without it, or remove it for sequences within the original context"
+        )
+    remedy = "give the builder and the settings of this checkpoint"
+    if parts[0] == "torchtune" and family in _REBUILT:
+        remedy = f"give finch.models.{family}.{parts[-1]}, which has them right"
+        if "lora" in parts[-1]:
+            remedy = f"finch has no LoRA builder for it, fine-tune it in full with finch.models.{family}"
+    if isinstance(decoder.norm, Gemma2FinalNorm):
+        raise UserError(
+            f"model._component_={component} caps hidden states where the Gemma 2 of checkpointer.checkpoint_dir={folder} caps logits; {remedy}"
+        )
+    for name, built, stored in _settings(decoder, config):
+        if stored is not None and built != stored:
+            raise UserError(
+                f"model._component_={component} has {name} {_shown(built)}, {file} of checkpointer.checkpoint_dir={folder} says {_shown(stored)}; {remedy}"
+            )
+    _warn_of_a_window(decoder, component, config, folder)
+
+
+def _warn_of_a_window(decoder: TransformerDecoder, component: str, config: dict[str, Any], folder: str) -> None:
+    uses_window = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
+    window = config.get("sliding_window") if uses_window else None
+    if window and decoder.max_seq_len > window and not isinstance(decoder.layers[0].attn, Gemma2Attention):
+        message = (
+            f"config.json of {folder} limits attention to the last {window} tokens, {component} does not: longer rows are trained "
+            f"with more context than the checkpoint uses; tokenizer.max_seq_len={window} avoids it"
+        )
+        warn(message)
+
+
+def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:
+    """(what, in the model, in config.json); None where config.json is silent."""
+    attention = decoder.layers[0].attn
+    heads = config.get("num_attention_heads")
+    yield "number of attention heads", attention.num_heads, heads
+    yield "number of key-value heads", attention.num_kv_heads, config.get("num_key_value_heads", heads)
+    yield "head dimension", attention.head_dim, config.get("head_dim")
+    yield "norm epsilon", decoder.norm.eps, config.get("rms_norm_eps")
+    if "model_type" in config:
+        tied = isinstance(decoder.output, TiedLinear)
+        yield "tied embeddings (1: the output layer is the embedding)", float(tied), float(is_tied(config))
+    rope = attention.pos_embeddings
+    settings = _rope_settings(config)
+    yield "rope base", rope.base, settings.get("rope_theta")
+    yield "a rotated share of each head of", 1.0, settings["partial_rotary_factor"]
+    kind = settings["rope_type"]
+    yield "Llama 3.1's rope scaling (1: on)", float(isinstance(rope, Llama3ScaledRoPE)), float(kind == "llama3")
+    if kind == "llama3":
+        for theirs, ours in _SCALING.items():
+            yield f"rope scaling {theirs}", getattr(rope, ours), settings.get(theirs)
+    if isinstance(attention, Gemma2Attention):
+        yield from _gemma2_settings(decoder, attention, config)
+
+
+def _gemma2_settings(
+    decoder: TransformerDecoder, attention: Gemma2Attention, config: dict[str, Any]
+) -> Iterator[tuple[str, float, float | None]]:
+    """Null means none to transformers, and a key that is left out the value that Gemma 2 was published with."""
+    for key, built, published in (
+        ("attn_logit_softcapping", attention.softcapping, 50.0),
+        ("final_logit_softcapping", getattr(decoder.output, "cap", None), 30.0),
+        ("sliding_window", attention.sliding_window_size, 4096),
+    ):
+        yield f"{key} (0: none)", built or 0, config.get(key, published) or 0
+    yield "query scale", attention.scaling, config.get("query_pre_attn_scalar", 256) ** -0.5
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding's settings; transformers 5 keeps them under one key, older files under two."""
+    settings = config.get("rope_parameters") or {
+        "rope_theta": config.get("rope_theta"),
+        **(config.get("rope_scaling") or {}),
+    }
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    # Old folders are silent about the base, which then is transformers' default; Qwen's never were.
+    silent = ("llama", "mistral", "gemma", "gemma2", "phi3")
+    base = settings.get("rope_theta") or (10000.0 if config.get("model_type") in silent else None)
+    share = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return {**settings, "rope_type": kind, "rope_theta": base, "partial_rotary_factor": share}
