@@ -15,10 +15,10 @@ from torchtune._recipe_registry import get_all_recipes
 
 from finch.config.instantiate import build, component_of
 from finch.config.parser import read
-from finch.config.schema import FULL_FINETUNE, REFUSED
+from finch.config.schema import FULL_FINETUNE, UNSUPPORTED_KEYS
 from finch.distributed.tensor_parallel import build_plan
 from finch.errors import UserError
-from finch.models.overrides import corrected
+from finch.models.overrides import replace_known_bad_builder
 from finch.training.config_checks import check_combinations, check_schedule, check_text_decoder
 
 CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
@@ -43,7 +43,7 @@ def outcome(name: str) -> str | None:
         check_schedule(cfg)
         check_combinations(cfg, torch.device("cuda"))
         with torch.device("meta"):
-            decoder = build(corrected(cfg.model)[0], "model")
+            decoder = build(replace_known_bad_builder(cfg.model)[0], "model")
         check_text_decoder(decoder, component_of(cfg.model) or "")
         if cfg.tensor_parallel_plan is not None:
             build_plan(cfg.tensor_parallel_plan, decoder, 2)
@@ -65,7 +65,7 @@ def remarks(name: str) -> str:
         said.append("CPU offload")
     if "Meta" in raw.checkpointer["_component_"]:
         said.append("Meta's checkpoint format")
-    if corrected(raw.model)[1] is not None:
+    if replace_known_bad_builder(raw.model)[1] is not None:
         said.append("finch's builder takes the place of torchtune's")
     return ", ".join(said)
 
@@ -82,7 +82,7 @@ def page() -> str:
     runs = sum("| runs |" in row for row in rows)
     keys = [
         f"| `{key}` | {option.harmless if option.harmless is not None else 'null'} | {option.instead} |"
-        for key, option in REFUSED.items()
+        for key, option in UNSUPPORTED_KEYS.items()
     ]
     return TEMPLATE.format(
         version=torchtune.__version__.split("+")[0],

@@ -9,17 +9,17 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded; a collective where it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_of(value: Any) -> Any:
+def to_local(value: Any) -> Any:
     """This rank's part of a tensor that may be sharded, sharing its memory; anything else as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def copy_whole(parameter: torch.Tensor, value: torch.Tensor) -> None:
+def load_full_tensor(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Copies a whole tensor into a parameter that may be sharded; every rank cuts out its own part, without communication."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
@@ -30,7 +30,7 @@ def copy_whole(parameter: torch.Tensor, value: torch.Tensor) -> None:
             parameter.copy_(value)
 
 
-def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def group_by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Groups tensors that lie on the same mesh. torch's fused and foreach kernels take one mesh at a time, and under tensor
     parallelism there are two: the plan's weights are cut by it, the norms are not."""
     groups: dict[Any, list[torch.Tensor]] = {}

@@ -35,7 +35,7 @@ _LOST_PEER = (
 _TIMED_OUT = "Timed out waiting"  # gloo's; NCCL ends the process itself
 
 
-def exit_with_a_sentence(main: Callable[..., Any]) -> Callable[..., None]:
+def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
     """Decorates a program's main function: a UserError becomes one line on stderr and exit code 1.
 
     Under torchrun the first process to leave ends all others. Rank 0 tells at once; another rank waits a moment
@@ -91,7 +91,7 @@ def _leave_sentence(sentence: str) -> None:
             opened.write(sentence + "\n")
 
 
-def leave_well() -> None:
+def exit_without_teardown() -> None:
     """Ends a rank whose work is done, without taking the interpreter apart; nothing to do for a process of its own.
 
     While the interpreter ends, a thread of gloo's now and then aborts the process ("terminate called without an active

@@ -1,36 +1,67 @@
-"""Files that are on the disk when the call returns."""
+"""Files and folders that are written completely or not at all: written beside their place, synced, then renamed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+PARTIAL = ".partial"
+"""Suffix of what is still being written; a reader never takes it for the finished file."""
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields the path to write to; on success it takes the place of ``path``. After an error ``path`` is as it was."""
+    partial = path.with_name(path.name + PARTIAL)
+    partial.unlink(missing_ok=True)
+    try:
+        yield partial
+        if not partial.is_symlink():
+            sync(partial)
+        partial.replace(path)
+        sync(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder to fill; on success it takes the place of ``path``. After an error ``path`` is as it was, and what
+    was written is removed: on a full disk it takes the space that is missing."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        shutil.rmtree(path, ignore_errors=True)  # a folder cannot replace another in one step
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a new file and waits until the disk has it."""
+    """Writes a new file and waits until it is on the disk."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Gives a file new content in one step: a reader, and a kill, find the old or the new, never a part."""
-    partial = path.with_name(path.name + ".partial")
-    write_text(partial, text)
-    partial.replace(path)
-    sync_folder(path.parent)
-
-
-def is_disk_error(error: BaseException | None) -> bool:
-    """Whether torch's writer failed on a file: it is a RuntimeError that keeps nothing of what the disk said."""
-    return isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "inline_container" in str(error))
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the disk has the names in a folder: a file that is synced can still lose its name to a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, is on the disk: a synced file can still lose its name to a power
+    cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_disk_error(error: BaseException | None) -> bool:
+    """Whether torch's writer failed on a file: it raises a RuntimeError that keeps nothing of the system's message."""
+    return isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "inline_container" in str(error))

@@ -1,17 +1,18 @@
-"""What a run tells its user: torchtune's log, on rank 0."""
+"""finch's logger. Rank 0 speaks for all ranks; the others are silent below ERROR."""
 
 from __future__ import annotations
 
 import logging
+import os
 
-from torchtune import utils
-
-log = utils.get_logger("INFO")
-
-
-def say(message: str, level: int = logging.INFO) -> None:
-    utils.log_rank_zero(log, message, level)
+logger = logging.getLogger("finch")
 
 
-def warn(message: str) -> None:
-    say(message, logging.WARNING)
+def _is_rank_zero_or_error(record: logging.LogRecord) -> bool:
+    return os.environ.get("RANK", "0") == "0" or record.levelno >= logging.ERROR
+
+
+if not logger.hasHandlers():
+    logger.addHandler(logging.StreamHandler())
+logger.setLevel(logging.INFO)
+logger.addFilter(_is_rank_zero_or_error)

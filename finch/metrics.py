@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from finch import files as durable
-
-FILE_NAME = "metrics.jsonl"
+from finch import files, run_files
 
 
 class MetricsLog:
@@ -49,7 +47,7 @@ class MetricsLog:
         first_lines: int | None = None,
     ) -> None:
         self.path, self._logger, self._is_writer, self._every, self._world_size = (
-            folder / FILE_NAME,
+            folder / run_files.METRICS,
             logger,
             is_writer,
             every,
@@ -162,17 +160,6 @@ def progress_bar(*args: Any, **kwargs: Any) -> tqdm:
     return tqdm(*args, mininterval=0.1 if sys.stderr.isatty() else 30, dynamic_ncols=True, **kwargs)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that was cut off is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
-
-
 def _read(waiting: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Brings all tensors of all waiting steps to the host in one transfer."""
     places = [(line, key) for line in waiting for key, value in line.items() if isinstance(value, torch.Tensor)]
@@ -192,8 +179,9 @@ def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:
     """Returns how many lines are left."""
     if not path.exists():
         return 0
-    kept = [line for line in read_metrics(path)[:first_lines] if line["step"] <= step]
-    durable.replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+    kept = [line for line in run_files.read_metrics(path)[:first_lines] if line["step"] <= step]
+    with files.atomic_file(path) as partial:
+        files.write_text(partial, "".join(json.dumps(line) + "\n" for line in kept))
     return len(kept)
 
 

@@ -36,7 +36,7 @@ PLAIN_CROSS_ENTROPY: tuple[Any, ...] = (
 def labels_come_shifted() -> bool:
     """Whether the installed torchtune's datasets put each label under the token that predicts it.
 
-    main's do, before rows are packed (its pull request 2613); 0.6.1 leaves it to the recipe. Asked of a row rather than
+    main's do, before rows are packed (its pull request 2613); 0.6.1 leaves it to the recipe. SignalDecision of a row rather than
     of a version, since a checkout's version is 0.0.0.
     """
     row = SFTTransform(model_transform=_three_tokens)({})

@@ -7,7 +7,6 @@ tune run --nproc_per_node 2 finch_full_finetune --config stories260k/tofu_finch 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import signal
 import sys
@@ -21,25 +20,24 @@ from torch import nn
 from torchtune import modules, training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from finch import FinchLR, dtensor
+from finch import FinchLR, dtensor, run_files
 from finch.checkpoint import reader as checkpoint
-from finch.checkpoint.writer import Saver
+from finch.checkpoint.writer import CheckpointWriter
 from finch.config.instantiate import build, component_of
 from finch.config.parser import parse
-from finch.config.resolved import as_config_of_its_own, redacted
+from finch.config.resolved import redacted, resolved_config
 from finch.config.schema import FULL_FINETUNE
 from finch.data.loading import Batch, model_inputs, to_device
 from finch.data.training_data import TrainingData
-from finch.distributed import fsdp, parallel
-from finch.distributed import watchdog as hang
+from finch.distributed import fsdp, parallel, watchdog
 from finch.distributed.precision import check_hardware, precision_of
 from finch.distributed.processes import die_with_parent
-from finch.distributed.signals import Asked, Signals
+from finch.distributed.signals import SignalDecision, Signals
 from finch.distributed.tensor_parallel import build_plan
-from finch.errors import UserError, WriteFailed, leave_well
-from finch.log import log, say, warn
+from finch.errors import UserError, WriteFailed, exit_without_teardown
+from finch.log import logger
 from finch.metrics import MetricsLog
-from finch.models.overrides import corrected
+from finch.models.overrides import replace_known_bad_builder
 from finch.objectives import EAFT, CrossEntropy, Objective
 from finch.training.config_checks import (
     check_combinations,
@@ -51,12 +49,11 @@ from finch.training.config_checks import (
 )
 from finch.training.dataset_loss import dataset_loss
 from finch.training.identity import identity_of
-from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, starts_at_mean
+from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, uses_dataset_init
 from finch.training.model import check_custom_layers, shard
 from finch.training.optimizer import build_optimizers
-from finch.training.reference_loss import FILE_NAME as PRETRAINED_FILE
-from finch.training.reference_loss import KeptPass, Pretrained, fingerprint_of
-from finch.training.rollback import PRETRAINED, Returns
+from finch.training.reference_loss import ReferenceLossCache, ReferenceLosses, fingerprint_of
+from finch.training.rollback import PRETRAINED, RollbackTracker
 from finch.training.run_folder import RunFolder
 from finch.training.run_lock import RunLock
 from finch.training.step_median import StepMedian
@@ -127,7 +124,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self.epoch = 0
         self.consumed = 0
         self.best: dict[str, Any] | None = None
-        self._returns = Returns()
+        self._rollbacks = RollbackTracker()
         self.interrupted = False
         """Whether Ctrl-C has ended the run."""
 
@@ -141,7 +138,7 @@ class FinchFullFinetune(FTRecipeInterface):
             sizes=self._mesh_sizes,
         )
         if self._parallel.world_size > 1:
-            hang.watch(cfg.distributed_timeout)
+            watchdog.start(cfg.distributed_timeout)
         self._folder = RunFolder(self._run, is_writer=self._parallel.is_rank_zero)
         if self._found_checkpoints:
             self._folder.hold()
@@ -150,7 +147,7 @@ class FinchFullFinetune(FTRecipeInterface):
             cfg.seed if cfg.seed is not None or state is None else state["seed"], cfg.cudnn_deterministic_mode
         )
         ranks = f"{self._parallel.world_size} rank{'s' if self._parallel.world_size > 1 else ''}"
-        say(f"{ranks} on {self._device.type}; dtype {cfg.dtype}: {self._precision.words}")
+        logger.info(f"{ranks} on {self._device.type}; dtype {cfg.dtype}: {self._precision.words}")
 
         decoder = self._build_decoder(cfg)
         check_custom_layers(decoder, cfg.custom_sharded_layers or [])
@@ -161,9 +158,9 @@ class FinchFullFinetune(FTRecipeInterface):
         self._median = StepMedian(self._objective, self._parallel)
         self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         # What the pretrained model says of the rows is kept under their digest.
-        wants_digest = "pretrained_token_loss" in self._objective.needs or starts_at_mean(cfg)
+        wants_digest = "pretrained_token_loss" in self._objective.needs or uses_dataset_init(cfg)
         self._data = TrainingData(cfg, tokenizer, self._parallel, seed=self.seed, wants_digest=wants_digest)
-        hang.beat()
+        watchdog.heartbeat()
         num_steps = cfg.epochs * self._data.steps_per_epoch
         check_replay(cfg, num_steps)
         self._state_identity = identity_of(cfg, self._data, self.seed)
@@ -171,15 +168,15 @@ class FinchFullFinetune(FTRecipeInterface):
             checkpoint.check_identity(state, self._state_identity, self._resume_folder)
 
         self._folder.start(
-            as_config_of_its_own(cfg, self.options),
+            resolved_config(cfg, self.options),
             afresh=cfg.overwrite and not cfg.resume_from_checkpoint,
             resumed_from=self._resume_folder,
         )
         self._signals = Signals(
-            self._parallel, timeout_s=cfg.distributed_timeout, before_training=self._folder.leave_requeue
+            self._parallel, timeout_s=cfg.distributed_timeout, before_training=self._folder.mark_requeue
         )
         self._signals.install()
-        self._saver = Saver(
+        self._checkpoint_writer = CheckpointWriter(
             self._run,
             self._parallel,
             every_n_steps=cfg.checkpoint.every_n_steps,
@@ -188,12 +185,11 @@ class FinchFullFinetune(FTRecipeInterface):
             keep_last=max(cfg.checkpoint.keep_last, 2 if self._on_nonfinite == "rollback" else 1),
             asynchronous=cfg.checkpoint["async"],
             timeout_s=cfg.distributed_timeout,
-            tell=lambda sentence, is_bad: say(sentence, logging.WARNING if is_bad else logging.INFO),
         )
         self._model: TokenLoss = shard(
             decoder, cfg, self._parallel, self._precision, num_chunks=num_chunks, tensor_plan=self._tensor_plan
         )
-        pretrained = self._load_pretrained(cfg, is_fresh=state is None)
+        pretrained = self._load_weights(cfg, is_fresh=state is None)
         if self._regularizer is not None:
             self._regularizer.start(self._trained_parameters().items())
         self._optimizers = build_optimizers(
@@ -204,19 +200,19 @@ class FinchFullFinetune(FTRecipeInterface):
             tensor_lr=is_finch(cfg),
         )
         init = "first_batch" if state is not None else cfg.lr_scheduler.get("init") if is_finch(cfg) else None
-        if state is None and starts_at_mean(cfg) and pretrained is not None:
+        if state is None and uses_dataset_init(cfg) and pretrained is not None:
             init = pretrained.mean
         self._schedule = build_schedule(cfg, self._optimizers, init=init, num_steps=num_steps)
         self._first_schedule = self._schedule.state_dict()
         if state is not None and self._resume_folder is not None:
             self.load_checkpoint(self._resume_folder, state)
-        logger = None
+        metric_logger = None
         if cfg.metric_logger is not None and self._parallel.is_rank_zero:
-            logger = build(cfg.metric_logger, "metric_logger")
-            logger.log_config(redacted(cfg))
+            metric_logger = build(cfg.metric_logger, "metric_logger")
+            metric_logger.log_config(redacted(cfg))
         self._log_metrics = MetricsLog(
             self._run,
-            logger,
+            metric_logger,
             is_writer=self._parallel.is_rank_zero,
             every=cfg.log_every_n_steps,
             world_size=self._parallel.world_size,
@@ -231,7 +227,7 @@ class FinchFullFinetune(FTRecipeInterface):
         """The training loop: epochs, steps, and what happens between them."""
         cfg = self._cfg
         if self.epoch >= cfg.epochs:
-            say(f"nothing to do: {self._run} has finished its {cfg.epochs} epochs; set epochs higher to go on")
+            logger.info(f"nothing to do: {self._run} has finished its {cfg.epochs} epochs; set epochs higher to go on")
         self._signals.start()
         self._profiler.start()
         order = self._data.order
@@ -242,15 +238,15 @@ class FinchFullFinetune(FTRecipeInterface):
             batches = self._data.batches(epoch, self.consumed)
             self._log_metrics.start_epoch(epoch, cfg.epochs, steps, first)
             for _ in range(first, steps):
-                with hang.step():
+                with watchdog.step():
                     self._train_step(list(itertools.islice(batches, order.micro_batches_in_step(self.consumed))))
                 self.consumed = min(self.consumed + order.global_batch, len(self._data.samples))
                 self._profiler.step()
-                asked = self._signals.agree(self._saver.is_due(self.step))
+                asked = self._signals.sync(self._checkpoint_writer.is_due(self.step))
                 wants_validation = cfg.validate_every_n_steps and self.step % cfg.validate_every_n_steps == 0
                 is_read = self.step % cfg.log_every_n_steps == 0 or not self._schedule.is_on_device
                 if is_read or wants_validation or asked.save or asked.stop:
-                    self._look_at_losses()
+                    self._check_nonfinite()
                 if wants_validation:
                     self.validate()
                 if asked.stop:
@@ -258,19 +254,19 @@ class FinchFullFinetune(FTRecipeInterface):
                     return
                 if asked.save and self.consumed < order.samples_in(steps):  # else it is saved with the epoch
                     self.save_state()
-                self._saver.poll()
+                self._checkpoint_writer.poll()
             self._end_epoch(cfg)
         self._profiler.stop()
 
-    def _stop(self, asked: Asked) -> None:
+    def _stop(self, asked: SignalDecision) -> None:
         """Saves the state and leaves the loop, as a signal has asked for."""
         self._log_metrics.end_epoch()
         is_saved = self.save_state(wait=True)
         if asked.requeue:
-            self._folder.leave_requeue()
+            self._folder.mark_requeue()
         self.interrupted = not asked.requeue
         last = f"step {self.step}" if is_saved else "the last checkpoint"
-        say(
+        logger.info(
             f"stopped by a signal after step {self.step}; the same command with resume_from_checkpoint=True goes on from {last}"
         )
 
@@ -279,7 +275,7 @@ class FinchFullFinetune(FTRecipeInterface):
         num_targets = sum(batch["targets"].numel() for batch in batches)
         num_counted = sum(self._objective.count(batch) for batch in batches)
         counts = torch.tensor([num_targets, num_counted], dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        targets, divisor = self._parallel.sum(counts.to(self._device, non_blocking=True)).unbind()
+        targets, divisor = self._parallel.all_reduce_sum_(counts.to(self._device, non_blocking=True)).unbind()
         scale = self._parallel.data_parallel_size / divisor.clamp(min=1)  # undoes FSDP2's mean over ranks
         batches = [to_device(batch, self._device) for batch in batches]
         self._median.before_step(batches, self._token_losses)
@@ -318,7 +314,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _mean_loss(self, raw: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The raw cross-entropy of the whole step, whatever the objective, in nats a target token."""
-        return self._parallel.sum(raw) / targets.clamp(min=1)
+        return self._parallel.all_reduce_sum_(raw) / targets.clamp(min=1)
 
     def _clip_gradients(self) -> torch.Tensor:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
@@ -345,29 +341,29 @@ class FinchFullFinetune(FTRecipeInterface):
                 )
         self._log_metrics.add(self.step, metrics)
 
-    def _look_at_losses(self) -> None:
+    def _check_nonfinite(self) -> None:
         """Where losses stay on a device, those that are not finite come to light here."""
         if not self._schedule.check():
-            self._returns.note_finite(self.step)
+            self._rollbacks.note_finite(self.step)
         elif self._on_nonfinite == "rollback":
             self._roll_back()
 
     def _roll_back(self) -> None:
         """Weights, optimizer and FINCH's average as a checkpoint has them, or as the run began. The position stays: what lies
         between is not trained on again, since it led here."""
-        self._saver.finish()
+        self._checkpoint_writer.finish()
         found = checkpoint.checkpoints(self._run)
         if self._resume_folder is not None and self._resume_folder not in found:
             found.append(self._resume_folder)
-        folder, damages = checkpoint.first_whole(self._returns.candidates(self.step, found), self._parallel)
+        folder, damages = checkpoint.latest_valid(self._rollbacks.candidates(self.step, found), self._parallel)
         if damages and folder is None:
             raise UserError(
                 f"on_nonfinite=rollback: {damages[0]}, and there is no other; lower the learning rate and start afresh"
             )
         for sentence in damages:
-            warn(sentence)
+            logger.warning(sentence)
         when = f"{'at or before' if self._schedule.is_on_device else 'at'} step {self.step}"
-        warn(
+        logger.warning(
             f"a loss or gradient was not finite {when}: back to {folder or 'the pretrained model'}, and on with the next batch"
         )
         if folder is None:
@@ -381,15 +377,15 @@ class FinchFullFinetune(FTRecipeInterface):
             back_to, kept, self._median.last = state["step"], state["schedule"], state["median"]
         if isinstance(self._schedule, FinchLR):  # the others go by the step
             self._schedule.load_state_dict(kept)
-        self._returns.note(self.step, back_to)
+        self._rollbacks.note(self.step, back_to)
         self._log_metrics.note({"step": self.step, "epoch": self.epoch, "rolled_back_to": back_to})
         self._log_metrics.pause()
 
     def _check_weights(self) -> bool:
         """Whether the state is worth saving; a collective. An update can break weights that no forward has seen yet."""
-        if self._returns.needs_proof:
+        if self._rollbacks.unconfirmed:
             return False
-        if self._parallel.agree(checkpoint.are_finite(self._trained_parameters().values())):
+        if self._parallel.all_true(checkpoint.are_finite(self._trained_parameters().values())):
             return True
         if self._on_nonfinite != "rollback":
             raise FloatingPointError(
@@ -404,13 +400,13 @@ class FinchFullFinetune(FTRecipeInterface):
             return None
         loss = dataset_loss(self._model, **self._data.whole(self._data.validation, "validation"))
         self._log_metrics.note({"step": self.step, "epoch": self.epoch, "validation_loss": loss})
-        say(f"epoch {self.epoch + 1}/{self._cfg.epochs}, step {self.step}: validation loss {loss:.4f}")
+        logger.info(f"epoch {self.epoch + 1}/{self._cfg.epochs}, step {self.step}: validation loss {loss:.4f}")
         self._log_metrics.pause()
         return loss
 
     def _end_epoch(self, cfg: DictConfig) -> None:
         self._log_metrics.end_epoch()
-        self._look_at_losses()
+        self._check_nonfinite()
         self._check_weights()
         lines = self._log_metrics.lines()
         loss = self.validate()
@@ -420,7 +416,7 @@ class FinchFullFinetune(FTRecipeInterface):
             if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best["validation_loss"]):
                 self.best = {"epoch": name, "validation_loss": loss}
             if self.best is not None:
-                self._folder.point_best(self._exported(self.best["epoch"]))
+                self._folder.link_best(self._exported(self.best["epoch"]))
         elif is_last:
             self.save_state(wait=True, lines=lines)
             raise UserError(
@@ -437,23 +433,23 @@ class FinchFullFinetune(FTRecipeInterface):
             self._export(name)
         except WriteFailed as error:
             told = str(error)
-        hang.beat()
-        told = self._parallel.gather_all(told)[0]
+        watchdog.heartbeat()
+        told = self._parallel.gather_all_ranks(told)[0]
         if told is not None:
-            say(f"{self._run / name} could not be written ({told})", logging.WARNING)
+            logger.warning(f"{self._run / name} could not be written ({told})")
         else:
-            say(f"saved {self._run / self._exported(name)} in {time.perf_counter() - began:.1f} s")
+            logger.info(f"saved {self._run / self._exported(name)} in {time.perf_counter() - began:.1f} s")
         return told is None
 
     def save_state(self, wait: bool = False, lines: int | None = None) -> bool:
-        """Saves all that a run needs to go on after this step, see :meth:`finch.checkpoint.writer.Saver.save`; a collective.
+        """Saves all that a run needs to go on after this step, see :meth:`finch.checkpoint.writer.CheckpointWriter.save`; a collective.
 
         Args:
             wait: until it is on the disk.
             lines: of metrics.jsonl that belong to the steps so far; None: all.
         """
         if not self._check_weights():
-            say(f"the state of step {self.step} is not saved: no finite step has followed the return yet")
+            logger.info(f"the state of step {self.step} is not saved: no finite step has followed the return yet")
             return False
         state = {
             "format": checkpoint.FORMAT,
@@ -464,13 +460,13 @@ class FinchFullFinetune(FTRecipeInterface):
             "best": self.best,
             "schedule": self._schedule.state_dict(),
             "median": self._median.last,
-            **self._returns.state_dict(),
+            **self._rollbacks.state_dict(),
             "metrics_lines": self._log_metrics.lines() if lines is None else lines,
             "identity": self._state_identity,
         }
-        is_well = self._saver.save(self.step, self._model, self._optimizers, state, wait=wait)
+        is_well = self._checkpoint_writer.save(self.step, self._model, self._optimizers, state, wait=wait)
         self._log_metrics.pause()
-        hang.beat()
+        watchdog.heartbeat()
         return is_well
 
     def _export(self, name: str) -> None:
@@ -487,7 +483,7 @@ class FinchFullFinetune(FTRecipeInterface):
         checkpoint.load_tensors(folder, self._model, self._optimizers, self._parallel)
         self.step, self.epoch, self.consumed = state["step"], state["epoch"], state["consumed"]
         self.best, self._median.last = state["best"], state["median"]
-        self._returns.load_state_dict(state)
+        self._rollbacks.load_state_dict(state)
         self._schedule.load_state_dict(state["schedule"])
 
     def close(self) -> None:
@@ -496,11 +492,11 @@ class FinchFullFinetune(FTRecipeInterface):
             self._log_metrics.close()
         if hasattr(self, "_signals"):
             self._signals.restore()
-        if hasattr(self, "_saver"):
-            self._saver.close()
+        if hasattr(self, "_checkpoint_writer"):
+            self._checkpoint_writer.close()
         if hasattr(self, "_folder"):
             self._folder.release()
-        hang.stop()
+        watchdog.stop()
 
     def cleanup(self) -> None:
         """Ends a run that went well. After an error the process group is left alone: closing NCCL's waits for lost ranks."""
@@ -511,24 +507,24 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _choose_checkpoint(self, cfg: DictConfig) -> dict[str, Any] | None:
         """The scalars of the checkpoint to go on from, the latest whole one; None: a fresh run."""
-        self._resume_folder, damages = checkpoint.first_whole(self._found_checkpoints, self._parallel)
+        self._resume_folder, damages = checkpoint.latest_valid(self._found_checkpoints, self._parallel)
         state = None
         if self._resume_folder is not None:
             state = checkpoint.read_state(self._resume_folder)
-            say(f"resumed from step {state['step']} of {self._resume_folder}")
+            logger.info(f"resumed from step {state['step']} of {self._resume_folder}")
         elif damages:
             raise UserError(
                 f"resume_from_checkpoint={cfg.resume_from_checkpoint}: {damages[0]}, and there is no other; start afresh with overwrite=True"
             )
         for sentence in damages:
-            warn(sentence)
+            logger.warning(sentence)
         return state
 
     def _build_decoder(self, cfg: DictConfig) -> modules.TransformerDecoder:
         """The decoder on the meta device, checked against the pretrained folder."""
-        node, told = corrected(cfg.model)
+        node, told = replace_known_bad_builder(cfg.model)
         if told is not None:
-            warn(told)
+            logger.warning(told)
         with training.set_default_dtype(self._precision.weights), torch.device("meta"):
             decoder = build(node, "model")
         check_text_decoder(decoder, component_of(node) or "")
@@ -545,23 +541,23 @@ class FinchFullFinetune(FTRecipeInterface):
         stored = self._model.decoder.state_dict(keep_vars=True)
         for name, tensor in self._base.weights():
             if name in stored:
-                dtensor.copy_whole(stored[name], tensor)
+                dtensor.load_full_tensor(stored[name], tensor)
         size = sum(parameter.numel() for parameter in self._model.parameters())
-        hang.beat()
-        say(f"pretrained model of {size:,} parameters loaded in {time.perf_counter() - began:.1f} s")
+        watchdog.heartbeat()
+        logger.info(f"pretrained model of {size:,} parameters loaded in {time.perf_counter() - began:.1f} s")
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         return {name: weight for name, weight in self._model.decoder.named_parameters() if weight.requires_grad}
 
-    def _load_pretrained(self, cfg: DictConfig, *, is_fresh: bool) -> Pretrained | None:
+    def _load_weights(self, cfg: DictConfig, *, is_fresh: bool) -> ReferenceLosses | None:
         """The pretrained weights where a run needs them, and their losses on the rows: for ``init: dataset`` and objectives alike."""
-        wants_pass = "pretrained_token_loss" in self._objective.needs or (is_fresh and starts_at_mean(cfg))
+        wants_pass = "pretrained_token_loss" in self._objective.needs or (is_fresh and uses_dataset_init(cfg))
         pretrained = kept = None
         if wants_pass:
             assert self._data.rows is not None
             settings = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype}
             fingerprint = fingerprint_of(self._base.files, self._data.rows.digest, settings)
-            kept = KeptPass(self._run / PRETRAINED_FILE, fingerprint, self._base.folder)
+            kept = ReferenceLossCache(self._run / run_files.REFERENCE_LOSSES, fingerprint, self._base.folder)
             pretrained = kept.load(self._parallel)
         is_missing = kept is not None and pretrained is None
         if is_fresh or is_missing or not self.saves_all_weights or self._regularizer is not None:
@@ -572,16 +568,16 @@ class FinchFullFinetune(FTRecipeInterface):
         self._prepare_objective(pretrained)
         return pretrained
 
-    def _prepare_objective(self, pretrained: Pretrained | None) -> None:
+    def _prepare_objective(self, pretrained: ReferenceLosses | None) -> None:
         if self._objective.statistic is not None:
-            say(
+            logger.info(
                 f"{type(self._objective).__name__}: tau is the median sequence loss of {'the step before' if self._objective.statistic == 'lagged' else 'the step'} ({self._objective.statistic})"
             )
         if pretrained is None or "pretrained_token_loss" not in self._objective.needs:
             return
         self._data.samples.pretrained = pretrained.row
         try:
-            say(self._objective.prepare(pretrained.losses, pretrained.sequence_losses))
+            logger.info(self._objective.prepare(pretrained.losses, pretrained.sequence_losses))
         except ValueError as error:
             raise UserError(f"loss: {error}") from error
 
@@ -597,7 +593,7 @@ def run(recipe_class: type[FinchFullFinetune], cfg: DictConfig) -> None:
     if parallel.is_launched():
         die_with_parent()
     recipe = recipe_class(cfg)
-    log.setLevel(str(cfg.log_level).upper())
+    logger.setLevel(str(cfg.log_level).upper())
     try:
         recipe.setup(cfg)
         recipe.train()
@@ -620,4 +616,4 @@ def recipe_main(cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     recipe_main()
-    leave_well()
+    exit_without_teardown()

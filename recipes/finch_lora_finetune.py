@@ -13,7 +13,7 @@ from torchtune import modules
 from finch.config.instantiate import component_of
 from finch.config.parser import parse
 from finch.config.schema import LORA_FINETUNE
-from finch.errors import UserError, leave_well
+from finch.errors import UserError, exit_without_teardown
 from finch.models.lora import check_adapters, check_lora_settings, initialize_adapters, merged, train_adapters_only
 from finch.weights.peft import PeftFolder
 
@@ -79,4 +79,4 @@ def recipe_main(cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     recipe_main()
-    leave_well()
+    exit_without_teardown()

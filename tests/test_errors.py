@@ -1,10 +1,10 @@
 import pytest
 
-from finch.errors import UserError, exit_with_a_sentence
+from finch.errors import UserError, report_user_errors
 
 
 def leaving(error, **environment):
-    @exit_with_a_sentence
+    @report_user_errors
     def main():
         raise error
 
@@ -34,7 +34,7 @@ def test_ctrl_c(capsys):
 
 
 def test_our_own_defects_keep_their_traceback():
-    @exit_with_a_sentence
+    @report_user_errors
     def main():
         raise RuntimeError("Connection closed by peer")  # without torchrun this is no lost rank
 

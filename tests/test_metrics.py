@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from finch.metrics import MetricsLog, read_metrics
+from finch.metrics import MetricsLog
+from finch.run_files import read_metrics
 
 
 class Recorder:

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finch import files as durable
+from finch import files
 
 FILE_NAME = "manifest.json"
 
 
-class Damaged(ValueError):
+class CorruptCheckpoint(ValueError):
     """A checkpoint that is not as it was written; the message names the file."""
 
 
@@ -29,41 +29,41 @@ def digest_of(file: Path) -> dict[str, Any]:
 
 def write(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes the manifest, last of all: a folder without one is not whole."""
-    durable.write_text(folder / FILE_NAME, _text(entries))
-    durable.sync_folder(folder)
+    files.write_text(folder / FILE_NAME, _text(entries))
+    files.sync(folder)
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """The entries by file name, from a manifest that is byte for byte as it was written.
 
     Raises:
-        Damaged: it is missing, or any byte of it has changed.
+        CorruptCheckpoint: it is missing, or any byte of it has changed.
     """
     try:
         text = (folder / FILE_NAME).read_bytes().decode()
         entries = json.loads(text)["files"]
         whole = _text(entries) == text
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{FILE_NAME} cannot be read ({type(error).__name__})") from error
+        raise CorruptCheckpoint(f"{FILE_NAME} cannot be read ({type(error).__name__})") from error
     if not whole:
-        raise Damaged(f"{FILE_NAME} is not as it was written")
+        raise CorruptCheckpoint(f"{FILE_NAME} is not as it was written")
     return entries
 
 
 def verify(folder: Path, names: Iterable[str], entries: Mapping[str, Mapping[str, Any]]) -> None:
     """
     Raises:
-        Damaged: one of the files ``names`` is missing or differs from its entry.
+        CorruptCheckpoint: one of the files ``names`` is missing or differs from its entry.
     """
     for name in names:
         file = folder / name
         try:
             if file.stat().st_size != entries[name]["bytes"]:
-                raise Damaged(f"{name} has {file.stat().st_size} bytes in place of {entries[name]['bytes']}")
+                raise CorruptCheckpoint(f"{name} has {file.stat().st_size} bytes in place of {entries[name]['bytes']}")
             if digest_of(file) != entries[name]:
-                raise Damaged(f"{name} is not as it was written")
+                raise CorruptCheckpoint(f"{name} is not as it was written")
         except OSError as error:
-            raise Damaged(f"{name} cannot be read ({error.strerror})") from error
+            raise CorruptCheckpoint(f"{name} cannot be read ({error.strerror})") from error
 
 
 def _text(entries: Mapping[str, Mapping[str, Any]]) -> str:

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
+from finch import run_files
 from finch.checkpoint import manifest, rng
-from finch.checkpoint.manifest import Damaged
+from finch.checkpoint.manifest import CorruptCheckpoint
 from finch.distributed.parallel import Parallel
-from finch.dtensor import shard_of
+from finch.dtensor import to_local
 from finch.errors import UserError
 
-FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 FORMAT = 1  # of state.json; another number: it cannot be read any more
 # Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False).
@@ -42,7 +42,7 @@ def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, the one that has come furthest first; a folder without a manifest is not whole."""
     found = [
         (int(name[1]), name[2] is None, path)
-        for path in (run / FOLDER).glob("step_*")
+        for path in (run / run_files.CHECKPOINTS).glob("step_*")
         if (name := _NAME.fullmatch(path.name)) and (path / manifest.FILE_NAME).is_file()
     ]
     return [path for _, _, path in sorted(found, reverse=True)]
@@ -72,12 +72,12 @@ def candidates(run: Path, resume: bool | str) -> list[Path]:
     path = Path(resume)
     if not (path / manifest.FILE_NAME).is_file():
         raise UserError(
-            f"resume_from_checkpoint={resume} is not a whole checkpoint; give True, auto, or a folder like {run / FOLDER}/step_100"
+            f"resume_from_checkpoint={resume} is not a whole checkpoint; give True, auto, or a folder like {run / run_files.CHECKPOINTS}/step_100"
         )
     return [path]
 
 
-def first_whole(found: Sequence[Path], parallel: Parallel) -> tuple[Path | None, list[str]]:
+def latest_valid(found: Sequence[Path], parallel: Parallel) -> tuple[Path | None, list[str]]:
     """The first of ``found`` that every rank finds as it was written, and a sentence about each one before it.
 
     The ranks share the reading and agree on the verdict. Nothing has been unpickled by then.
@@ -86,14 +86,14 @@ def first_whole(found: Sequence[Path], parallel: Parallel) -> tuple[Path | None,
         found: rank 0's counts, since a shared file system may show the ranks different folders.
     """
     damages: list[str] = []
-    for folder in parallel.gather_all(list(found))[0]:
+    for folder in parallel.gather_all_ranks(list(found))[0]:
         told = None
         try:
             entries = manifest.read(folder)
             manifest.verify(folder, sorted(entries)[parallel.rank :: parallel.world_size], entries)
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             told = str(error)
-        told = next((each for each in parallel.gather_all(told) if each is not None), None)
+        told = next((each for each in parallel.gather_all_ranks(told) if each is not None), None)
         if told is None:
             return folder, damages
         damages.append(f"{folder} is damaged ({told}) and is not used")
@@ -167,7 +167,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def set_aside_later(run: Path, folder: Path) -> None:
+def archive_newer(run: Path, folder: Path) -> None:
     """Renames the checkpoints of ``run`` that came after ``folder``, from which the run goes on, so that a later ``auto``
     does not return to what has been left; they go with the next save."""
     found = checkpoints(run)
@@ -197,7 +197,7 @@ def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, A
 
 def are_finite(weights: Iterable[torch.Tensor]) -> bool:
     """Whether every number of this rank's shards is; reads their device once."""
-    flags = [shard_of(weight.detach()).isfinite().all() for weight in weights]
+    flags = [to_local(weight.detach()).isfinite().all() for weight in weights]
     return not flags or bool(torch.stack(flags).all())
 
 

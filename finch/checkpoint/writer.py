@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 import shutil
 import threading
@@ -21,9 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from finch import files as durable
+from finch import files, run_files
 from finch.checkpoint.reader import (
-    FOLDER,
     REPLACED,
     STATE_FILE,
     checkpoints,
@@ -36,12 +36,12 @@ from finch.checkpoint.reader import (
 )
 from finch.distributed.parallel import Parallel
 from finch.errors import WriteFailed
+from finch.log import logger
 
-PARTIAL = ".partial"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
-class Saver:
+class CheckpointWriter:
     """Saves the state of a run when it is due.
 
     Args:
@@ -51,7 +51,6 @@ class Saver:
         keep_last: whole checkpoints that stay.
         asynchronous: whether ``save`` may return before the disk has everything.
         timeout_s: seconds after which a rank that does not answer fails the save.
-        tell: takes a sentence for the log, and whether it is bad news; called in the caller's thread.
     """
 
     def __init__(
@@ -64,15 +63,8 @@ class Saver:
         keep_last: int = 1,
         asynchronous: bool = False,
         timeout_s: float = 1800.0,
-        tell: Callable[[str, bool], None] = lambda sentence, is_bad: None,
     ) -> None:
-        self._folder, self._run, self._parallel, self._keep_last, self._tell = (
-            run / FOLDER,
-            run,
-            parallel,
-            keep_last,
-            tell,
-        )
+        self._folder, self._run, self._parallel, self._keep_last = run / run_files.CHECKPOINTS, run, parallel, keep_last
         self._every_n_steps, self._every_n_minutes, self._asynchronous = every_n_steps, every_n_minutes, asynchronous
         # Collectives of a save in the background must not mix with those of the training step.
         self._group = (
@@ -145,7 +137,7 @@ class Saver:
         (sentence, error), self._outcome = self._outcome, None
         if error is not None and not isinstance(error, WriteFailed):
             raise error
-        self._tell(sentence, error is not None)
+        logger.log(logging.INFO if error is None else logging.WARNING, sentence)
         return error is None
 
     def close(self) -> None:
@@ -157,10 +149,10 @@ class Saver:
 
     def _write(self, step: int, tensors: dict[str, Any], text: str, random_states: str) -> None:
         try:
-            self._outcome = (self._write_whole(step, tensors, text, random_states), None)
+            self._outcome = (self._write_checkpoint(step, tensors, text, random_states), None)
         except WriteFailed as error:
             if self._parallel.is_rank_zero:  # what has been written takes the room that is missing
-                shutil.rmtree(self._folder / f"step_{step}{PARTIAL}", ignore_errors=True)
+                shutil.rmtree(self._folder / f"step_{step}{files.PARTIAL}", ignore_errors=True)
             last = next(iter(checkpoints(self._run)), None)
             stays = "there is none before it" if last is None else f"{last} stays"
             self._outcome = (
@@ -170,11 +162,11 @@ class Saver:
         except BaseException as error:
             self._outcome = ("", error)
 
-    def _write_whole(self, step: int, tensors: dict[str, Any], text: str, random_states: str) -> str:
+    def _write_checkpoint(self, step: int, tensors: dict[str, Any], text: str, random_states: str) -> str:
         began = time.perf_counter()
         parallel = self._parallel
         target = self._folder / f"step_{step}"
-        partial = target.with_name(target.name + PARTIAL)
+        partial = target.with_name(target.name + files.PARTIAL)
 
         def prepare() -> None:
             if parallel.is_rank_zero:
@@ -186,7 +178,7 @@ class Saver:
 
         def write_rest() -> dict[str, Any]:
             """This rank's random states and, on rank 0, the scalars; the entries of all that this rank has written."""
-            durable.write_text(partial / rng_file(parallel.rank), random_states)
+            files.write_text(partial / rng_file(parallel.rank), random_states)
             mine = [rng_file(parallel.rank)]
             mine += [
                 file.name
@@ -194,20 +186,20 @@ class Saver:
                 if (shard := _SHARD.fullmatch(file.name)) and int(shard[1]) == parallel.rank
             ]
             if parallel.is_rank_zero:
-                durable.write_text(partial / STATE_FILE, text)
+                files.write_text(partial / STATE_FILE, text)
                 mine += [STATE_FILE, ".metadata"]
             return {name: manifest.digest_of(partial / name) for name in mine}
 
-        self._together(prepare)
-        self._together(write_shard)
-        entries = self._together(write_rest)
+        self._run_on_all_ranks(prepare)
+        self._run_on_all_ranks(write_shard)
+        entries = self._run_on_all_ranks(write_rest)
 
         def rename() -> None:
             if parallel.is_rank_zero:
                 manifest.write(partial, {name: entry for each in entries for name, entry in each.items()})
                 self._put_in_place(partial, target)
 
-        self._together(rename)
+        self._run_on_all_ranks(rename)
         return f"saved the state of step {step} in {time.perf_counter() - began:.1f} s"
 
     def _put_in_place(self, partial: Path, target: Path) -> None:
@@ -217,15 +209,15 @@ class Saver:
             remove(replaced)
             target.rename(replaced)
         partial.rename(target)
-        durable.sync_folder(self._folder)
-        durable.sync_folder(self._run)
+        files.sync(self._folder)
+        files.sync(self._run)
         found = [path for path in checkpoints(self._run) if not path.name.endswith(REPLACED)]
         kept = found[found.index(target) :][: self._keep_last]
         for other in self._folder.iterdir():
             if other not in kept:
                 remove(other)
 
-    def _together(self, action: Callable[[], Any]) -> list[Any]:
+    def _run_on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
         """Runs ``action`` on every rank and returns what each returned; a failure of one is a failure of all.
 
         Raises:
@@ -270,4 +262,4 @@ def _disk_error(error: BaseException | None) -> str | None:
         if isinstance(seen, OSError):
             return seen.strerror or str(seen)
         seen = seen.__cause__ or seen.__context__
-    return "a file could not be written to its end" if durable.is_disk_error(error) else None
+    return "a file could not be written to its end" if files.is_disk_error(error) else None

@@ -11,10 +11,10 @@ from typing import Any
 from finch import __version__
 from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
-from finch.errors import UserError, exit_with_a_sentence
+from finch.errors import UserError, report_user_errors
 
 
-@exit_with_a_sentence
+@report_user_errors
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="finch", description="Forgetting-aware fine-tuning for the PyTorch-native stack."

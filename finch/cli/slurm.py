@@ -253,7 +253,7 @@ def _check(config: str, overrides: list[str], ranks: int | None) -> tuple[str, P
     check_schedule(cfg)
     check_output_folder(cfg)
     if ranks is not None:
-        MeshSizes(cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim).over(ranks)
+        MeshSizes(cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim).resolve(ranks)
     return recipe, Path(os.path.abspath(cfg.output_dir))
 
 

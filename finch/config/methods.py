@@ -15,8 +15,6 @@ This file needs neither torch nor torchtune, so that `finch methods` answers at 
 from __future__ import annotations
 
 import copy
-import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from finch.config.registry import did_you_mean
 from finch.errors import UserError
+from finch.log import logger
 
 Blocks = dict[str, Any]
 """Top-level keys of a config, as read from YAML."""
@@ -49,7 +48,7 @@ LORA = {
     "lora_dropout": 0.0,
 }
 
-_OPEN = "???"  # omegaconf's mark of a value still to come
+UNRESOLVED = "???"  # omegaconf's mark of a value still to come
 _PLAIN_CROSS_ENTROPY = (
     "torch.nn.CrossEntropyLoss",
     "torchtune.modules.loss.CEWithChunkedOutputLoss",
@@ -58,7 +57,7 @@ _PLAIN_CROSS_ENTROPY = (
 
 
 @dataclass(frozen=True)
-class Merged:
+class MethodContext:
     """What a method may look at once file, method and command line are one config.
 
     Attributes:
@@ -88,60 +87,58 @@ class Method:
 
     summary: str
     blocks: Blocks = field(default_factory=dict)
-    complete: Callable[[Merged], None] | None = None
+    complete: Callable[[MethodContext], None] | None = None
 
 
-def _take_a_tenth(merged: Merged) -> None:
-    if not any(override.startswith("optimizer.lr=") for override in merged.overrides):
-        merged.cfg.optimizer.lr = _tidy(SMALL_LR_SHARE * merged.learning_rate())
+def _scale_lr(context: MethodContext) -> None:
+    if not any(override.startswith("optimizer.lr=") for override in context.overrides):
+        context.cfg.optimizer.lr = _tidy(SMALL_LR_SHARE * context.learning_rate())
 
 
-def _set_cap(merged: Merged) -> None:
+def _set_cap(context: MethodContext) -> None:
     """A cap belongs to the scale of its eta_base: the file's holds for the file's learning rate alone."""
-    schedule = merged.cfg.lr_scheduler
+    schedule = context.cfg.lr_scheduler
     if _component(schedule) is None or not OmegaConf.is_missing(schedule, "eta_max"):
         return  # the command line has removed the block, or set the cap
-    rate = merged.learning_rate()
-    cap = OmegaConf.select(merged.in_file, "lr_scheduler.eta_max")
-    unchanged = _component(merged.in_file.get("lr_scheduler")) == "finch.FinchLR" and cap is not None
-    if unchanged and OmegaConf.select(merged.in_file, "optimizer.lr") == rate:
+    rate = context.learning_rate()
+    cap = OmegaConf.select(context.in_file, "lr_scheduler.eta_max")
+    unchanged = _component(context.in_file.get("lr_scheduler")) == "finch.FinchLR" and cap is not None
+    if unchanged and OmegaConf.select(context.in_file, "optimizer.lr") == rate:
         schedule.eta_max = cap
     else:
         schedule.eta_max = _tidy(ETA_MAX_RATIO * rate)
 
 
-def _need_log(merged: Merged) -> None:
-    schedule = merged.cfg.lr_scheduler
+def _need_log(context: MethodContext) -> None:
+    schedule = context.cfg.lr_scheduler
     if _component(schedule) is not None and OmegaConf.is_missing(schedule, "log"):
         raise UserError(
-            f"method={merged.name} replays the learning rates of an earlier run: add lr_scheduler.log=RUN, its folder or metrics.jsonl"
+            f"method={context.name} replays the learning rates of an earlier run: add lr_scheduler.log=RUN, its folder or metrics.jsonl"
         )
 
 
-def _add_adapters(merged: Merged) -> None:
+def _add_adapters(context: MethodContext) -> None:
     """After the merge, so that a builder given on the command line is turned into its twin as well."""
-    model = merged.cfg.get("model")
+    model = context.cfg.get("model")
     path = _component(model)
     if path is None:
         return  # told by the check of the whole config
     if isinstance(model, str):
-        model = merged.cfg.model = {"_component_": path}
+        model = context.cfg.model = {"_component_": path}
     module, _, builder = path.rpartition(".")
     if not builder.startswith(("lora_", "qlora_")):
-        merged.cfg.model["_component_"] = f"{module}.lora_{builder}"
+        context.cfg.model["_component_"] = f"{module}.lora_{builder}"
     for key, value in LORA.items():
-        if key not in merged.cfg.model:
-            merged.cfg.model[key] = value
+        if key not in context.cfg.model:
+            context.cfg.model[key] = value
 
 
 METHODS: dict[str, Method] = {
     "sft": Method("plain fine-tuning: cross-entropy, 5% linear warm-up, cosine to 0", SFT),
-    "small_lr": Method(
-        "sft at a tenth of the config's optimizer.lr, unless optimizer.lr is given", complete=_take_a_tenth
-    ),
+    "small_lr": Method("sft at a tenth of the config's optimizer.lr, unless optimizer.lr is given", complete=_scale_lr),
     "finch": Method(
         "a learning rate that follows the loss: min(eta_base / sqrt(EMA of the loss), eta_max), eta_base = optimizer.lr",
-        {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": _OPEN, "ema": 0.9, "init": "dataset"}},
+        {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": UNRESOLVED, "ema": 0.9, "init": "dataset"}},
         _set_cap,
     ),
     "flow": Method(
@@ -171,7 +168,7 @@ METHODS: dict[str, Method] = {
     "wise_ft": Method("sft; `finch wise-ft` then makes the mean of the pretrained and the tuned weights"),
     "replay": Method(
         "sft with the learning rates of an earlier run, lr_scheduler.log=RUN",
-        {"lr_scheduler": {"_component_": "finch.ReplayLR", "log": _OPEN}},
+        {"lr_scheduler": {"_component_": "finch.ReplayLR", "log": UNRESOLVED}},
         _need_log,
     ),
 }
@@ -201,7 +198,7 @@ def split_name(name: str) -> list[str]:
     return names
 
 
-def over_file(in_file: Blocks, overrides: list[str]) -> tuple[Blocks, list[str], list[str]]:
+def apply_method(in_file: Blocks, overrides: list[str]) -> tuple[Blocks, list[str], list[str]]:
     """Puts the method's blocks over the file's; what depends on the command line is left open for ``complete``.
 
     Args:
@@ -234,28 +231,27 @@ def over_file(in_file: Blocks, overrides: list[str]) -> tuple[Blocks, list[str],
 
 
 def complete(names: list[str], cfg: DictConfig, in_file: Blocks, overrides: list[str]) -> None:
-    """Fills in, in place, what depends on the merged config ``cfg``.
+    """Fills in, in place, what depends on the context config ``cfg``.
 
     Raises:
         UserError: something it depends on is missing or not a number.
     """
-    merged = Merged(cfg, OmegaConf.create(in_file), overrides, "+".join(names))
+    context = MethodContext(cfg, OmegaConf.create(in_file), overrides, "+".join(names))
     for name, method in METHODS.items():  # in the table's order: small_lr sets the rate that finch's cap refers to
         if name in names and method.complete is not None:
-            method.complete(merged)
+            method.complete(context)
 
 
-def tell(names: list[str], cfg: DictConfig) -> None:
+def log_method(names: list[str], cfg: DictConfig) -> None:
     """Logs, on rank 0, the blocks that the method has become, and the command that follows the run if one does."""
-    if not names or os.environ.get("RANK", "0") != "0":
+    if not names:
         return
     blocks = ", ".join(f"{key} {_component(cfg.get(key)) or 'null'}" for key in SFT)
-    log = logging.getLogger("torchtune.utils._logging")  # the recipes'
-    log.info(f"method={'+'.join(names)}: {blocks}")
+    logger.info(f"method={'+'.join(names)}: {blocks}")
     if "wise_ft" in names:
         run = cfg.output_dir
         tuned = "best" if cfg.get("dataset_validation") is not None else f"epoch_{cfg.epochs - 1}"
-        log.info(
+        logger.info(
             f"method=wise_ft: when the run has ended, finch wise-ft --base {cfg.checkpointer.get('checkpoint_dir')} --tuned {run}/{tuned} --out {run}/wise_ft"
         )
 
@@ -264,7 +260,7 @@ def _keep_settings(block: Any, in_file: Any) -> Any:
     ours, theirs = _component(block), _component(in_file)
     if ours is not None and (theirs == ours or {ours, theirs} <= set(_PLAIN_CROSS_ENTROPY)):
         kept = {**block, **(in_file if isinstance(in_file, dict) else {"_component_": theirs})}
-        return {**kept, "eta_max": _OPEN} if "eta_max" in kept else kept
+        return {**kept, "eta_max": UNRESOLVED} if "eta_max" in kept else kept
     return copy.deepcopy(block)
 
 

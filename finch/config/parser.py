@@ -18,14 +18,14 @@ from finch.config.instantiate import component_of, first_line
 from finch.config.registry import find_config
 from finch.config.schema import COMPONENT, FULL_FINETUNE, Option
 from finch.config.validation import check, referred_keys
-from finch.errors import UserError, exit_with_a_sentence
+from finch.errors import UserError, report_user_errors
 
 
 def parse(options: Mapping[str, Option]) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
     """Decorates a recipe's main function: ``--config NAME_OR_PATH [key=value ...] [~key]`` becomes its checked config."""
 
     def decorate(main: Callable[[DictConfig], Any]) -> Callable[[], None]:
-        @exit_with_a_sentence
+        @report_user_errors
         @functools.wraps(main)
         def wrapper() -> None:
             main(read(sys.argv[1:], options))
@@ -76,7 +76,7 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
             f"method={'+'.join(names)} trains adapters, which another recipe does: tune run finch_lora_finetune {' '.join(arguments)}"
         )
     cfg = check(cfg, options, own_keys=referred_keys(_file(path)))
-    methods.tell(names, cfg)
+    methods.log_method(names, cfg)
     return cfg
 
 
@@ -112,7 +112,7 @@ def merge(in_file: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, li
     """
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    blocks, overrides, names = methods.over_file(in_file, overrides)
+    blocks, overrides, names = methods.apply_method(in_file, overrides)
     arguments = [_as_component(_without_block(override, blocks)) for override in overrides]
     cfg = _merge_yaml_and_cli_args(argparse.Namespace(**blocks), arguments)
     methods.complete(names, cfg, in_file, overrides)

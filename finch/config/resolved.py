@@ -47,7 +47,7 @@ def redacted(cfg: DictConfig) -> DictConfig:
     return OmegaConf.create(sweep(star(OmegaConf.to_container(cfg, resolve=True))))
 
 
-def as_config_of_its_own(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
+def resolved_config(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
     """The resolved config to keep beside a run: with another ``output_dir`` it starts the same run afresh there."""
     output = str(cfg.output_dir)
 

@@ -23,7 +23,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Refused:
+class UnsupportedKey:
     """A key of torchtune's recipes that finch's do not have: the value that asks for nothing, and what to do instead."""
 
     harmless: Any
@@ -32,18 +32,18 @@ class Refused:
 
 # Keys of torchtune's distributed recipes, 0.6.1's and its main branch's. Their harmless values pass, so that a config that
 # merely names them runs.
-REFUSED: dict[str, Refused] = {
-    "context_parallel_dim": Refused(
+UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
+    "context_parallel_dim": UnsupportedKey(
         1, "sequences are not cut over ranks here; set it to 1, and use tensor_parallel_dim"
     ),
-    "context_parallel_rotate_method": Refused("allgather", "there is no context parallelism here; leave it out"),
-    "enable_fp8_training": Refused(False, "linear layers are not trained in fp8 here; set it to False"),
-    "fp8_recipe_name": Refused(None, "linear layers are not trained in fp8 here; set it to null"),
-    "enable_async_checkpointing": Refused(False, "checkpoint.async says it here; set it to False"),
-    "save_every_n_steps": Refused(None, "checkpoint.every_n_steps says it here; set it to null"),
-    "batch_size_val": Refused(None, "validation uses batch_size; leave it out"),
-    "resize_token_embeddings": Refused(False, "embeddings keep the checkpoint's size; set it to False"),
-    "activation_offloading_use_streams": Refused(True, "offloading always uses streams; leave it out"),
+    "context_parallel_rotate_method": UnsupportedKey("allgather", "there is no context parallelism here; leave it out"),
+    "enable_fp8_training": UnsupportedKey(False, "linear layers are not trained in fp8 here; set it to False"),
+    "fp8_recipe_name": UnsupportedKey(None, "linear layers are not trained in fp8 here; set it to null"),
+    "enable_async_checkpointing": UnsupportedKey(False, "checkpoint.async says it here; set it to False"),
+    "save_every_n_steps": UnsupportedKey(None, "checkpoint.every_n_steps says it here; set it to null"),
+    "batch_size_val": UnsupportedKey(None, "validation uses batch_size; leave it out"),
+    "resize_token_embeddings": UnsupportedKey(False, "embeddings keep the checkpoint's size; set it to False"),
+    "activation_offloading_use_streams": UnsupportedKey(True, "offloading always uses streams; leave it out"),
 }
 
 # The same keys under the names of torchtune's main branch.

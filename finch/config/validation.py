@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from finch.config.instantiate import component_of, locate
 from finch.config.registry import did_you_mean
 from finch.config.resolved import shown
-from finch.config.schema import ALIASES, COMPONENT, REFUSED, REQUIRED, Option
+from finch.config.schema import ALIASES, COMPONENT, REQUIRED, UNSUPPORTED_KEYS, Option
 from finch.errors import UserError
 
 _NOT_TEXT = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")
@@ -64,7 +64,7 @@ def _translate(cfg: DictConfig) -> None:
     for theirs, ours in ALIASES.items():
         if theirs in cfg and ours not in cfg:
             cfg[ours] = cfg.pop(theirs)
-    for key, refused in REFUSED.items():
+    for key, refused in UNSUPPORTED_KEYS.items():
         if key in cfg and (value := cfg.pop(key)) != refused.harmless:
             raise UserError(f"{key}={shown(value)}: {refused.instead}")
 

@@ -1,1 +1,5 @@
-"""Datasets, their order and their collation."""
+"""Datasets and batches: from a config's ``dataset`` to micro-batches with shifted labels, their global order, statistics of the rows, and
+TOFU.
+
+May import distributed and config and what is below them; must not import models, weights or training.
+"""

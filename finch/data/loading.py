@@ -16,7 +16,7 @@ from torchtune.datasets import ConcatDataset, PackedDataset
 
 from finch.config.instantiate import build, component_of
 from finch.data.order import EMPTY, GlobalOrder
-from finch.distributed.processes import become_loader_worker
+from finch.distributed.processes import init_loader_worker
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import shift_labels
@@ -143,7 +143,7 @@ def loader(
             batch_sampler=batches,
             collate_fn=collate,
             num_workers=num_workers,
-            worker_init_fn=become_loader_worker,
+            worker_init_fn=init_loader_worker,
             pin_memory=pin_memory,
             generator=torch.Generator().manual_seed(0),  # for its workers; it would draw from the training's otherwise
         )

@@ -11,13 +11,13 @@ import torch
 from finch.data.loading import Samples
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
-from finch.log import say, warn
+from finch.log import logger
 from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import shift_labels
 
 
 @dataclass(frozen=True)
-class Rows:
+class DatasetStats:
     """What is known of rows, of one rank's share or of all.
 
     Attributes:
@@ -34,8 +34,8 @@ class Rows:
     longest: int = 0
     digest: int = 0
 
-    def __add__(self, other: Rows) -> Rows:
-        return Rows(
+    def __add__(self, other: DatasetStats) -> DatasetStats:
+        return DatasetStats(
             self.targets + other.targets,
             self.without + other.without,
             self.cut + other.cut,
@@ -44,7 +44,7 @@ class Rows:
         )
 
 
-def inspect(samples: Samples, limit: int | None, parallel: Parallel) -> Rows:
+def validate_dataset(samples: Samples, limit: int | None, parallel: Parallel) -> DatasetStats:
     """Reads every row once, divided over the ranks, and tells what is unusual.
 
     Args:
@@ -54,10 +54,12 @@ def inspect(samples: Samples, limit: int | None, parallel: Parallel) -> Rows:
         UserError: a row that cannot be read or tokenized; no row with a target token.
     """
     try:
-        mine: Rows | UserError = look_at(samples, parallel.data_parallel_rank, parallel.data_parallel_size, limit)
+        mine: DatasetStats | UserError = collect_stats(
+            samples, parallel.data_parallel_rank, parallel.data_parallel_size, limit
+        )
     except UserError as error:
         mine = error  # told by every rank, so that none waits for this one
-    rows = Rows()
+    rows = DatasetStats()
     for share in parallel.gather(mine):
         if isinstance(share, UserError):
             raise share
@@ -71,27 +73,27 @@ def inspect(samples: Samples, limit: int | None, parallel: Parallel) -> Rows:
             f"{samples.key}: {rows.without} of {len(samples)} samples have no target token, since the prompt alone reaches "
             f"tokenizer.max_seq_len={limit}; they teach nothing"
         )
-        warn(message)
+        logger.warning(message)
     if rows.cut and not samples.packed:
         message = f"{samples.key}: {rows.cut} of {len(samples)} samples reach tokenizer.max_seq_len={limit} and are cut off there; raise it to keep their ends"
-        warn(message)
-    say(f"{samples.key}: {rows.targets:,} target tokens, longest sample {rows.longest} tokens")
+        logger.warning(message)
+    logger.info(f"{samples.key}: {rows.targets:,} target tokens, longest sample {rows.longest} tokens")
     return rows
 
 
-def look_at(samples: Samples, rank: int, ranks: int, limit: int | None = None) -> Rows:
+def collect_stats(samples: Samples, rank: int, ranks: int, limit: int | None = None) -> DatasetStats:
     """One rank's share of the rows.
 
     Raises:
         UserError: a row that cannot be read or tokenized.
     """
-    rows = Rows()
+    rows = DatasetStats()
     for index in range(rank, len(samples), ranks):
         sample = samples[index]
         labels = torch.as_tensor(sample["labels"])
         targets = int((shift_labels(labels) != IGNORE_INDEX).sum())
         is_cut = limit is not None and len(labels) >= limit
-        rows += Rows(targets, int(targets == 0), int(is_cut), len(labels), _digest(index, sample))
+        rows += DatasetStats(targets, int(targets == 0), int(is_cut), len(labels), _digest(index, sample))
     return rows
 
 

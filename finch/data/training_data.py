@@ -12,10 +12,10 @@ from omegaconf import DictConfig
 from finch.config.instantiate import locate
 from finch.data.loading import Batch, Samples, collator, load_dataset, loader, to_device
 from finch.data.order import GlobalOrder
-from finch.data.stats import inspect
+from finch.data.stats import validate_dataset
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
-from finch.log import say
+from finch.log import logger
 
 
 class TrainingData:
@@ -55,10 +55,10 @@ class TrainingData:
         collate = locate(cfg.collate_fn, "collate_fn")
         self._collate = {id(samples): collator(samples, tokenizer, collate) for samples in parts}
         limit = getattr(tokenizer, "max_seq_len", None)
-        self.rows = inspect(self.samples, limit, parallel) if cfg.check_dataset or wants_digest else None
+        self.rows = validate_dataset(self.samples, limit, parallel) if cfg.check_dataset or wants_digest else None
         if self.validation is not None and cfg.check_dataset:
-            inspect(self.validation, limit, parallel)
-        say(
+            validate_dataset(self.validation, limit, parallel)
+        logger.info(
             f"{len(self.samples)} samples; {self.order.global_batch} per optimizer step, {self.order.steps_per_epoch} steps per epoch"
         )
 
@@ -80,7 +80,7 @@ class TrainingData:
         )
 
     def whole(self, samples: Samples, title: str) -> dict[str, Any]:
-        """The arguments of :func:`finch.training.dataset_loss.token_losses_of_rows` for all rows of ``samples``, but for the model."""
+        """The arguments of :func:`finch.training.dataset_loss.iter_token_losses` for all rows of ``samples``, but for the model."""
         return {
             "samples": samples,
             "collate": self._collate[id(samples)],

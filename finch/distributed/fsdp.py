@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from finch.distributed.parallel import Parallel
-from finch.dtensor import by_mesh, full
+from finch.dtensor import full_tensor, group_by_mesh
 
 
 def shard_model(
@@ -42,8 +42,8 @@ def shard_model(
 
 def grad_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all gradients over all shards, []; a collective where they are sharded."""
-    groups = by_mesh(parameter.grad for parameter in parameters if parameter.grad is not None)
-    norms = [full(nn.utils.get_total_norm(group)) for group in groups]
+    groups = group_by_mesh(parameter.grad for parameter in parameters if parameter.grad is not None)
+    norms = [full_tensor(nn.utils.get_total_norm(group)) for group in groups]
     if not norms:
         return torch.zeros(())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
@@ -53,6 +53,6 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     """Scales all gradients so that their norm is at most ``max_norm``; returns the norm before, []."""
     parameters = list(parameters)
     norm = grad_norm(parameters)
-    for group in by_mesh(parameters):
+    for group in group_by_mesh(parameters):
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm

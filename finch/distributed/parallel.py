@@ -29,7 +29,7 @@ class MeshSizes:
     shard: int = -1
     tensor: int = 1
 
-    def over(self, world_size: int) -> MeshSizes:
+    def resolve(self, world_size: int) -> MeshSizes:
         """The sizes with ``shard`` worked out.
 
         Raises:
@@ -75,7 +75,7 @@ class Parallel:
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum_(self, values: torch.Tensor) -> torch.Tensor:
         """Sums ``values`` over the data-parallel ranks, in place; every rank gets the same bits.
 
         The ranks of a tensor-parallel group hold the same values: they are counted once.
@@ -106,11 +106,11 @@ class Parallel:
         dist.all_gather_object(values, value, group=self.data_group)
         return values
 
-    def agree(self, value: bool) -> bool:
+    def all_true(self, value: bool) -> bool:
         """Whether it holds on every rank, those of a tensor-parallel group included."""
-        return all(self.gather_all(value))
+        return all(self.gather_all_ranks(value))
 
-    def gather_all(self, value: Any) -> list[Any]:
+    def gather_all_ranks(self, value: Any) -> list[Any]:
         """``value`` of every rank, in their order; small Python objects."""
         if self.world_size == 1:
             return [value]
@@ -144,7 +144,7 @@ def start(
     Raises:
         UserError: the sizes do not multiply to the number of ranks; before any rank waits for another.
     """
-    sizes = (sizes or MeshSizes()).over(launched_ranks())
+    sizes = (sizes or MeshSizes()).resolve(launched_ranks())
     backend = {"cuda": "nccl", "cpu": "gloo"}.get(device.type) or dist.get_default_backend_for_device(device)
     if offload and device.type != "cpu":
         backend = f"{device.type}:{backend},cpu:gloo"

@@ -39,7 +39,7 @@ def _launcher_is_gone() -> bool:
     return False
 
 
-def become_loader_worker(worker_id: int) -> None:
+def init_loader_worker(worker_id: int) -> None:
     """For DataLoader's ``worker_init_fn``. A signal to the whole process tree is the trainer's to answer: it still needs
     this worker to finish its step. SIGTERM of the trainer itself ends it, as multiprocessing does when the trainer ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

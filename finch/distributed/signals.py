@@ -15,11 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from finch.distributed import watchdog as hang
+from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel, is_launched
-
-REQUEUE = "REQUEUE"
-"""Name of the empty file in the run's folder that says: not done, start me again."""
 
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A launcher hands on what it gets. Where a signal reaches the whole process tree, as Slurm's does, a rank sees it twice.
@@ -27,7 +24,7 @@ _SAME_SIGNAL_S = 3.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class SignalDecision:
     """What the ranks have agreed to do after a step.
 
     Attributes:
@@ -80,7 +77,7 @@ class Signals:
             signal.signal(number, handler)
         self._former = {}
 
-    def agree(self, is_due: bool) -> Asked:
+    def sync(self, is_due: bool) -> SignalDecision:
         """What to do after this step; a collective.
 
         Args:
@@ -92,7 +89,7 @@ class Signals:
             flags = torch.tensor([is_due, terminated, interrupted], dtype=torch.int32)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
             is_due, terminated, interrupted = (bool(flag) for flag in flags.tolist())
-        return Asked(is_due, terminated or interrupted, terminated)
+        return SignalDecision(is_due, terminated or interrupted, terminated)
 
     def _take(self, *numbers: int) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -107,7 +104,7 @@ class Signals:
             if self._before_training is not None:
                 self._before_training()
             os._exit(0)
-        if hang.is_stuck():  # the step will not end
+        if watchdog.is_stuck():  # the step will not end
             os._exit(128 + number)
         if not self._noted:
             self._first = time.monotonic()

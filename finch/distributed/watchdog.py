@@ -21,7 +21,7 @@ _STDERR = 2  # the descriptor: whatever sys.stderr has become, a progress bar in
 
 
 class Watchdog:
-    """Prints where every thread is once :meth:`beat` has not been called for a while; ends nothing.
+    """Prints where every thread is once :meth:`heartbeat` has not been called for a while; ends nothing.
 
     Args:
         timeout_s: after which a collective fails; the stacks come at nine tenths of it.
@@ -32,10 +32,10 @@ class Watchdog:
         self._is_over = threading.Event()
         self._in_step = False
         self._has_told = False
-        self.beat()
+        self.heartbeat()
         threading.Thread(target=self._watch, name="finch-watchdog", daemon=True).start()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Says that this rank gets on."""
         self._last, self._has_told = time.monotonic(), False
         # The interpreter's own watchdog needs no lock of it: it speaks also where a call into C keeps the thread below from running.
@@ -44,11 +44,11 @@ class Watchdog:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around a training step."""
-        self.beat()
+        self.heartbeat()
         self._in_step = True
         yield
         self._in_step = False
-        self.beat()
+        self.heartbeat()
 
     @property
     def is_stuck(self) -> bool:
@@ -82,17 +82,17 @@ class Watchdog:
 _watchdog: Watchdog | None = None
 
 
-def watch(timeout_s: float) -> None:
+def start(timeout_s: float) -> None:
     """Starts this process's watchdog."""
     global _watchdog
     stop()
     _watchdog = Watchdog(timeout_s)
 
 
-def beat() -> None:
+def heartbeat() -> None:
     """Says that this rank gets on, at each batch of a pass and after whatever takes long; nothing without a watchdog."""
     if _watchdog is not None:
-        _watchdog.beat()
+        _watchdog.heartbeat()
 
 
 def step() -> contextlib.AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
 
-from finch.dtensor import copy_whole, full
+from finch.dtensor import full_tensor, load_full_tensor
 from finch.errors import UserError
 
 ATTENTION_MODULES: tuple[str, ...] = get_args(LORA_ATTN_MODULES)
@@ -128,10 +128,10 @@ def initialize_adapters(decoder: nn.Module, seed: int) -> None:
     for name, layer in adapter_layers(decoder).items():
         a = torch.empty(tuple(layer.lora_a.weight.shape), dtype=torch.float32, device="cpu")
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=_generator(seed, name))
-        copy_whole(layer.lora_a.weight, a)
-        copy_whole(layer.lora_b.weight, torch.zeros(tuple(layer.lora_b.weight.shape)))
+        load_full_tensor(layer.lora_a.weight, a)
+        load_full_tensor(layer.lora_b.weight, torch.zeros(tuple(layer.lora_b.weight.shape)))
         if isinstance(layer, DoRALinear):
-            copy_whole(layer.magnitude, _row_norms(_wide(full(layer.weight.detach()))))
+            load_full_tensor(layer.magnitude, _row_norms(_upcast(full_tensor(layer.weight.detach()))))
 
 
 @torch.no_grad()
@@ -159,15 +159,15 @@ def merged(decoder: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tup
             yield name, tensor
             continue
         layer = layers[layer_name]
-        a, b = (_wide(full(stored[f"{layer_name}.{part}.weight"])) for part in ("lora_a", "lora_b"))
-        weight = torch.addmm(_wide(full(tensor)), b, a, alpha=scaling(layer))
+        a, b = (_upcast(full_tensor(stored[f"{layer_name}.{part}.weight"])) for part in ("lora_a", "lora_b"))
+        weight = torch.addmm(_upcast(full_tensor(tensor)), b, a, alpha=scaling(layer))
         if isinstance(layer, DoRALinear):
-            magnitude = _wide(full(stored[f"{layer_name}.magnitude"]))
+            magnitude = _upcast(full_tensor(stored[f"{layer_name}.magnitude"]))
             weight *= (magnitude / _row_norms(weight)).unsqueeze(1)
         yield name, weight.to(dtype or tensor.dtype)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _upcast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -14,7 +14,7 @@ _WHY = {
 _BUILDERS = ("gemma2.gemma2_2b", "gemma2.gemma2_9b", "gemma2.gemma2_27b", "phi4.phi4_14b")
 
 
-def corrected(model: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
+def replace_known_bad_builder(model: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
     """The ``model`` block to build, and what to say where it is not the config's own.
 
     A torchtune config of these families runs unchanged, and trains the model that its checkpoint holds; the arguments

@@ -73,7 +73,7 @@ class Objective:
         Returns:
             [sequences with targets] in nats, in the order of the batch.
         """
-        means, num_targets, _ = _sequence_means(_wide(token_loss), batch)
+        means, num_targets, _ = _sequence_means(_upcast(token_loss), batch)
         return means[num_targets > 0]
 
 
@@ -81,7 +81,7 @@ class CrossEntropy(Objective):
     """Plain supervised fine-tuning: every target token weighs 1, the denominator is their number."""
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return torch.ones_like(_wide(token_loss))
+        return torch.ones_like(_upcast(token_loss))
 
 
 class FLOW(Objective):
@@ -125,9 +125,9 @@ class FLOW(Objective):
             raise ValueError(
                 "tau=None: set it to the pretrained model's median sequence loss over the training set before the first step"
             )
-        means, _, ids = _sequence_means(_wide(_given(batch, "pretrained_token_loss", self)), batch)
+        means, _, ids = _sequence_means(_upcast(_given(batch, "pretrained_token_loss", self)), batch)
         factors = torch.exp(-means / self.tau)
-        return factors.nan_to_num(nan=0.0)[ids].to(_wide(token_loss).dtype)
+        return factors.nan_to_num(nan=0.0)[ids].to(_upcast(token_loss).dtype)
 
 
 class DFT(Objective):
@@ -138,7 +138,7 @@ class DFT(Objective):
     """
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return torch.exp(-_wide(token_loss))
+        return torch.exp(-_upcast(token_loss))
 
 
 class TALR(Objective):
@@ -174,7 +174,7 @@ class TALR(Objective):
         self.w_min = float(w_min)
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        losses = _wide(token_loss)
+        losses = _upcast(token_loss)
         if self._tau is not None:
             return torch.exp(-losses / self._tau).clamp(min=self.w_min)
         tau = torch.as_tensor(_given(batch, "statistic", self), dtype=losses.dtype, device=losses.device)
@@ -205,7 +205,7 @@ class STM(Objective):
         self.threshold = float(threshold)
 
     def prepare(self, token_losses: torch.Tensor, sequence_losses: torch.Tensor) -> str:
-        kept, number = int((_wide(token_losses) <= math.log(self.threshold)).sum()), token_losses.numel()
+        kept, number = int((_upcast(token_losses) <= math.log(self.threshold)).sum()), token_losses.numel()
         if kept == 0:
             raise ValueError(
                 f"STM with threshold={self.threshold:g} keeps 0 of {number} target tokens, since each has a perplexity above it under the "
@@ -214,13 +214,13 @@ class STM(Objective):
         return f"STM: keeps {kept:,} of {number:,} target tokens ({kept / number:.1%})"
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return self._kept(batch).to(_wide(token_loss).dtype)
+        return self._kept(batch).to(_upcast(token_loss).dtype)
 
     def count(self, batch: Batch) -> torch.Tensor:
         return self._kept(batch).sum()
 
     def _kept(self, batch: Batch) -> torch.Tensor:
-        pretrained = _wide(_given(batch, "pretrained_token_loss", self))
+        pretrained = _upcast(_given(batch, "pretrained_token_loss", self))
         # In nats, so that a CPU that counts and a GPU that weighs cannot differ by a rounding of exp.
         return (pretrained <= math.log(self.threshold)) & (batch["labels"] != IGNORE_INDEX)
 
@@ -236,14 +236,14 @@ class EAFT(Objective):
     num_logits = 20
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        logits = _wide(_given(batch, "top_logits", self))
+        logits = _upcast(_given(batch, "top_logits", self))
         if logits.shape[-1] != self.num_logits:
             raise ValueError(
                 f"batch['top_logits'] of shape {list(logits.shape)} must hold the {self.num_logits} largest logits of each token; "
                 "a vocabulary smaller than that cannot be trained with EAFT"
             )
         entropy = torch.special.entr(logits.softmax(-1)).sum(-1)  # entr(0) = 0, where p * log(p) would be NaN
-        return (entropy / math.log(self.num_logits)).to(_wide(token_loss).dtype)
+        return (entropy / math.log(self.num_logits)).to(_upcast(token_loss).dtype)
 
 
 def median(values: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,7 @@ def median(values: torch.Tensor) -> torch.Tensor:
     return ordered[middle].mean()
 
 
-def _wide(values: torch.Tensor) -> torch.Tensor:
+def _upcast(values: torch.Tensor) -> torch.Tensor:
     """Detached, in fp32 or wider."""
     values = values.detach()
     return values if values.dtype == torch.float64 else values.float()

@@ -93,7 +93,7 @@ class L2:
         for name, parameter in parameters:
             self._num_parameters += parameter.numel()
             if parameter.requires_grad:
-                origin = self._room_for(parameter).copy_(dtensor.shard_of(parameter))
+                origin = self._room_for(parameter).copy_(dtensor.to_local(parameter))
                 self._anchored.append(_Anchored(name.replace(_CHECKPOINT_PREFIX, ""), parameter, origin))
         if not self._anchored:
             raise ValueError("parameters=[] holds nothing trainable: give the model's named parameters before training")
@@ -120,9 +120,9 @@ class L2:
                     f"weights give {name} the shape {list(value.shape)}, the model {list(anchored.parameter.shape)}: "
                     "load the checkpoint this run began from"
                 )
-            cut = torch.empty_like(anchored.parameter)  # takes its placement, which copy_whole needs
-            dtensor.copy_whole(cut, value)
-            anchored.origin.copy_(dtensor.shard_of(cut))
+            cut = torch.empty_like(anchored.parameter)  # takes its placement, which load_full_tensor needs
+            dtensor.load_full_tensor(cut, value)
+            anchored.origin.copy_(dtensor.to_local(cut))
         if missing:
             raise ValueError(
                 f"weights lack {next(iter(missing))}, a parameter in training: load the checkpoint this run began from"
@@ -143,7 +143,7 @@ class L2:
         norms: dict[DeviceMesh | None, dict[_Cut, list[torch.Tensor]]] = {}
         for anchored in self._anchored:
             parameter = anchored.parameter
-            local = dtensor.shard_of(parameter)
+            local = dtensor.to_local(parameter)
             # theta0 - theta, made in the one temporary that also widens and uploads theta0.
             dtype = torch.promote_types(local.dtype, torch.float32)
             back = anchored.origin.to(local.device, dtype, non_blocking=True, copy=True).sub_(local)
@@ -152,12 +152,12 @@ class L2:
             if self.strength > 0:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dtensor.shard_of(parameter.grad).add_(back, alpha=-slope)
+                dtensor.to_local(parameter.grad).add_(back, alpha=-slope)
         total = torch.stack([_sum_of_squares(mesh, groups) for mesh, groups in norms.items()]).sum()
         return {"l2_penalty": total * (slope / 2), "distance": total.sqrt()}
 
     def _room_for(self, parameter: torch.Tensor) -> torch.Tensor:
-        local = dtensor.shard_of(parameter)
+        local = dtensor.to_local(parameter)
         if not self.offload:
             return torch.empty_like(local)
         return torch.empty_like(local, device="cpu", pin_memory=local.device.type == "cuda")
@@ -189,4 +189,4 @@ def _sum_of_squares(mesh: DeviceMesh | None, norms: dict[_Cut, list[torch.Tensor
         return total
     placements = [Partial() if is_summed else Replicate() for is_summed in cut_at_all]
     total = total.to(mesh.device_type, non_blocking=True)  # offloaded shards live on the CPU
-    return dtensor.full(DTensor.from_local(total, mesh, placements, run_check=False))
+    return dtensor.full_tensor(DTensor.from_local(total, mesh, placements, run_check=False))

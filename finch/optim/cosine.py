@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 
 def cosine_with_warmup(
@@ -25,6 +24,10 @@ def cosine_with_warmup(
     Raises:
         ValueError: warmup_fraction lies outside its range.
     """
+    from torchtune.training.lr_schedulers import (
+        get_cosine_schedule_with_warmup,  # this package imports with torch alone
+    )
+
     if not (isinstance(warmup_fraction, (int, float)) and 0 <= warmup_fraction < 1):
         raise ValueError(f"warmup_fraction={warmup_fraction!r} must lie in [0, 1): it is a share of the run's steps")
     return get_cosine_schedule_with_warmup(

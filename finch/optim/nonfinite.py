@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 
-class NonFiniteLosses:
+class NonfiniteCounter:
     """Counts losses that are not finite, and raises where it is asked to.
 
     Args:

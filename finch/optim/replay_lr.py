@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from finch.metrics import FILE_NAME, read_metrics
-from finch.optim.nonfinite import NonFiniteLosses
+from finch import run_files
+from finch.optim.nonfinite import NonfiniteCounter
 
 
 class ReplayLR:
@@ -27,7 +27,7 @@ class ReplayLR:
     Args:
         optimizer: one optimizer or a list of them.
         log: the earlier run's metrics.jsonl, or its folder.
-        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite.NonFiniteLosses`.
+        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite.NonfiniteCounter`.
 
     Attributes:
         num_steps: how many steps the log holds.
@@ -45,7 +45,7 @@ class ReplayLR:
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
-        self._losses = NonFiniteLosses(on_nonfinite, max_nonfinite)
+        self._losses = NonfiniteCounter(on_nonfinite, max_nonfinite)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         bases = [float(group["lr"]) for group in self._groups()]
         if not bases:
@@ -57,7 +57,7 @@ class ReplayLR:
         self._ratios = [base / bases[0] for base in bases]
         self._log = Path(log)
         if self._log.is_dir():
-            self._log = self._log / FILE_NAME
+            self._log = self._log / run_files.METRICS
         self._rates = _read_rates(self._log)
         self._taken = 0
         self._write()
@@ -145,7 +145,7 @@ def _read_rates(log: Path) -> list[float]:
     if not log.is_file():
         raise ValueError(f"log={log} does not exist: give the metrics.jsonl of an earlier run, or its folder")
     rates: list[float] = []
-    for line in read_metrics(log):
+    for line in run_files.read_metrics(log):
         if "validation_loss" in line or "rolled_back_to" in line:
             continue
         if line.get("step") != len(rates) + 1:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from finch.dtensor import shard_of
+from finch.dtensor import to_local
 from finch.errors import UserError
 
 # torch's optimizers and their twins in torchao that can round stochastically.
@@ -71,7 +71,7 @@ class _LocalStep:
             self.state = defaultdict(dict)
             for parameter, local in locals_of.items():
                 if parameter in state:
-                    self.state[local] = {key: shard_of(value) for key, value in state[parameter].items()}
+                    self.state[local] = {key: to_local(value) for key, value in state[parameter].items()}
             result = super().step(closure)  # type: ignore[misc]
             for parameter, local in locals_of.items():
                 for key, value in self.state[local].items():
@@ -85,9 +85,9 @@ class _LocalStep:
 
 
 def _local_parameter(parameter: torch.Tensor) -> nn.Parameter:
-    local = nn.Parameter(shard_of(parameter).detach(), requires_grad=False)  # the same memory
+    local = nn.Parameter(to_local(parameter).detach(), requires_grad=False)  # the same memory
     if parameter.grad is not None:
-        local.grad = shard_of(parameter.grad)
+        local.grad = to_local(parameter.grad)
     return local
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from finch.optim.nonfinite import NonFiniteLosses
+from finch.optim.nonfinite import NonfiniteCounter
 
 
 class TorchLR:
@@ -19,7 +19,7 @@ class TorchLR:
     Args:
         optimizers: those that step together; with the optimizer inside the backward one for each parameter.
         scheduler: built on the first of them, whose learning rate the others get; None: constant.
-        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite.NonFiniteLosses`.
+        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite.NonfiniteCounter`.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class TorchLR:
         max_nonfinite: int = 10,
     ) -> None:
         self._optimizers, self._scheduler = list(optimizers), scheduler
-        self._losses = NonFiniteLosses(on_nonfinite, max_nonfinite)
+        self._losses = NonfiniteCounter(on_nonfinite, max_nonfinite)
         self._taken = 0
         self._share()
 

@@ -11,12 +11,12 @@ import statistics
 import time
 from pathlib import Path
 
-from finch.errors import UserError, exit_with_a_sentence
+from finch.errors import UserError, report_user_errors
 
 RUNS = {"SFT": "quickstart/sft", "FINCH": "quickstart/finch"}
 
 
-@exit_with_a_sentence
+@report_user_errors
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m finch.quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,17 +54,17 @@ def main() -> None:
 
 def _metrics(run: Path) -> tuple[list[float], float]:
     """The learning rate of each step, and the median of target tokens a second."""
-    from finch.metrics import FILE_NAME, read_metrics
+    from finch.run_files import METRICS, read_metrics
 
-    lines = [line for line in read_metrics(run / FILE_NAME) if "loss" in line]
+    lines = [line for line in read_metrics(run / METRICS) if "loss" in line]
     return [line["lr"] for line in lines], statistics.median(line["tokens_per_second_per_gpu"] for line in lines)
 
 
 def _ends(run: Path) -> list[tuple[int, int]]:
     """(epoch, its last step) of each epoch."""
-    from finch.metrics import FILE_NAME, read_metrics
+    from finch.run_files import METRICS, read_metrics
 
-    last = {line["epoch"]: line["step"] for line in read_metrics(run / FILE_NAME)}
+    last = {line["epoch"]: line["step"] for line in read_metrics(run / METRICS)}
     return sorted(last.items())
 
 

@@ -11,13 +11,12 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from finch import FinchLR, ReplayLR
+from finch import FinchLR, ReplayLR, run_files
 from finch.checkpoint.reader import candidates
 from finch.config.instantiate import build, component_of, locate
 from finch.distributed.parallel import launched_ranks
 from finch.distributed.precision import precision_of
 from finch.errors import UserError
-from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.objectives import Objective
 from finch.optim.stochastic_rounding import stochastic_optimizer
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
@@ -162,7 +161,7 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
         )
     found = candidates(run, resume)
     is_own = any(run.resolve() in path.resolve().parents for path in found)
-    if found and (is_own or not (run / METRICS_FILE).exists()):
+    if found and (is_own or not (run / run_files.METRICS).exists()):
         return found
     log = cfg.lr_scheduler.get("log") if cfg.lr_scheduler is not None else None
     if (
@@ -173,7 +172,7 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
         raise UserError(
             f"overwrite=True would remove lr_scheduler.log={log}, which this run replays; give another output_dir"
         )
-    if (run / METRICS_FILE).exists() and not cfg.overwrite and resume != "auto":
+    if (run / run_files.METRICS).exists() and not cfg.overwrite and resume != "auto":
         raise UserError(
             f"output_dir={run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder"
         )

@@ -10,14 +10,14 @@ from torch import nn
 
 from finch.data.loading import Batch, Samples, loader, model_inputs
 from finch.data.order import GlobalOrder
-from finch.distributed import watchdog as hang
+from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.metrics import progress_bar
 
 
 @torch.no_grad()
-def token_losses_of_rows(
+def iter_token_losses(
     model: nn.Module,
     samples: Samples,
     collate: Callable[[list[dict[str, Any]]], Batch],
@@ -48,7 +48,7 @@ def token_losses_of_rows(
     was_training = model.training
     model.eval()
     for rows, batch in zip(order.micro_batches(rank), bar, strict=True):
-        hang.beat()
+        watchdog.heartbeat()
         yield rows, batch, model(**model_inputs(to_device(batch)))
     model.train(was_training)
 
@@ -61,17 +61,17 @@ def dataset_loss(
     parallel: Parallel,
     **options: Any,
 ) -> float:
-    """Token-weighted mean cross-entropy in nats; every target token weighs the same. Arguments: see ``token_losses_of_rows``.
+    """Token-weighted mean cross-entropy in nats; every target token weighs the same. Arguments: see ``iter_token_losses``.
 
     Raises:
         UserError: no sample has a target token.
     """
     # [sum of losses, number of target tokens]; fp64, for a sum over millions of tokens.
     sums = torch.zeros(2, dtype=torch.float64, device=parallel.device)
-    for _, batch, token_loss in token_losses_of_rows(model, samples, collate, parallel, **options):
+    for _, batch, token_loss in iter_token_losses(model, samples, collate, parallel, **options):
         sums[0] += token_loss.sum(dtype=torch.float64)
         sums[1] += batch["targets"].numel()
-    total, targets = parallel.sum(sums).tolist()
+    total, targets = parallel.all_reduce_sum_(sums).tolist()
     if targets == 0:
         raise no_targets(samples)
     return total / targets

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from finch import FinchLR, ReplayLR
 from finch.config.instantiate import build, component_of, locate
-from finch.log import say, warn
+from finch.log import logger
 from finch.optim.torch_lr import TorchLR
 
 Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
@@ -30,7 +30,7 @@ def is_finch(cfg: DictConfig) -> bool:
     return kind is not None and issubclass(kind, FinchLR)
 
 
-def starts_at_mean(cfg: DictConfig) -> bool:
+def uses_dataset_init(cfg: DictConfig) -> bool:
     """Whether FINCH's average begins at the pretrained model's mean loss: ``init: dataset``, the default, as the authors'."""
     return is_finch(cfg) and cfg.lr_scheduler.get("init", "dataset") == "dataset"
 
@@ -57,7 +57,7 @@ def build_schedule(
     if loss_schedule(cfg) is None:
         scheduler = None
         if cfg.lr_scheduler is None:
-            say(f"constant learning rate {float(optimizers[0].param_groups[0]['lr']):g}")
+            logger.info(f"constant learning rate {float(optimizers[0].param_groups[0]['lr']):g}")
         else:
             scheduler = build(
                 cfg.lr_scheduler, "lr_scheduler", optimizers[0], num_training_steps=num_steps, last_epoch=-1
@@ -67,15 +67,15 @@ def build_schedule(
     if action == "raise" and "on_nonfinite" in node:
         node["on_nonfinite"] = "raise"
     if not is_finch(cfg):
-        say(f"replaying the learning rates of {cfg.lr_scheduler.log}")
+        logger.info(f"replaying the learning rates of {cfg.lr_scheduler.log}")
         return build(node, "lr_scheduler", optimizers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         finch = build({**node, "init": init}, "lr_scheduler", optimizers)
     for warning in caught:
-        warn(str(warning.message))
+        logger.warning(str(warning.message))
     begins = f", EMA begins at {init:.4f} nats" if isinstance(init, float) else ""
-    say(
+    logger.info(
         f"FINCH: eta_base {finch.eta_base:g}, eta_max {finch.eta_max:g} "
         f"(reached below {(finch.eta_base / finch.eta_max) ** 2:.2g} nats), ema {finch.ema:g}{begins}"
     )

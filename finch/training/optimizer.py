@@ -32,7 +32,7 @@ def build_optimizers(
     on_device = tensor_lr and device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload
 
     def make(chosen: list[nn.Parameter]) -> Optimizer:
-        optimizer = build(node, "optimizer", [{"params": group} for group in dtensor.by_mesh(chosen)])
+        optimizer = build(node, "optimizer", [{"params": group} for group in dtensor.group_by_mesh(chosen)])
         if precision.stochastic:
             adapt(optimizer)
         if on_device:

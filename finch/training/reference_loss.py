@@ -20,20 +20,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from finch import files
 from finch.data.loading import Batch, Samples
 from finch.data.order import EMPTY
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
-from finch.log import say
+from finch.log import logger
 from finch.objectives import IGNORE_INDEX, Objective
-from finch.training.dataset_loss import no_targets, token_losses_of_rows
+from finch.training.dataset_loss import iter_token_losses, no_targets
 
-FILE_NAME = "pretrained.safetensors"
 _SAMPLED_BYTES, _SAMPLES = 65536, 64
 
 
 @dataclass(frozen=True)
-class Pretrained:
+class ReferenceLosses:
     """The pretrained model's losses on the training rows.
 
     Attributes:
@@ -58,20 +58,19 @@ class Pretrained:
         return float(self.losses.sum(dtype=torch.float64) / self.losses.numel())
 
     def save(self, file: Path, fingerprint: str) -> None:
-        """Writes beside ``file`` and renames."""
-        partial = file.with_name(file.name + ".partial")
+        """Writes all of it to ``file``, or nothing."""
         tensors = {"losses": self.losses, "ends": self.ends, "sequence_losses": self.sequence_losses}
-        save_file(tensors, partial, metadata={"fingerprint": fingerprint})
-        partial.replace(file)
+        with files.atomic_file(file) as partial:
+            save_file(tensors, partial, metadata={"fingerprint": fingerprint})
 
 
-def load_pretrained(file: Path, fingerprint: str) -> Pretrained | None:
+def load_reference_losses(file: Path, fingerprint: str) -> ReferenceLosses | None:
     """What an earlier pass left, or None: there is nothing, it is of another model or other rows, or it is damaged."""
     try:
         with safe_open(file, framework="pt") as content:
             if (content.metadata() or {}).get("fingerprint") != fingerprint:
                 return None
-            return Pretrained(*(content.get_tensor(name) for name in ("losses", "ends", "sequence_losses")))
+            return ReferenceLosses(*(content.get_tensor(name) for name in ("losses", "ends", "sequence_losses")))
     except Exception:  # safetensors has no class of its own for a file cut off; the pass is then made again
         return None
 
@@ -96,7 +95,7 @@ def fingerprint_of(files: Iterable[Path], rows: int, settings: Mapping[str, Any]
     return digest.hexdigest()
 
 
-class KeptPass:
+class ReferenceLossCache:
     """A run's one pass: kept in a file under its fingerprint, used again where it fits.
 
     Args:
@@ -108,27 +107,27 @@ class KeptPass:
     def __init__(self, file: Path, fingerprint: str, model_folder: Path) -> None:
         self._file, self._fingerprint, self._model_folder = file, fingerprint, model_folder
 
-    def load(self, parallel: Parallel) -> Pretrained | None:
+    def load(self, parallel: Parallel) -> ReferenceLosses | None:
         """An earlier pass of this model over these rows, if every rank finds it."""
-        found = load_pretrained(self._file, self._fingerprint)
-        if not parallel.agree(found is not None):
+        found = load_reference_losses(self._file, self._fingerprint)
+        if not parallel.all_true(found is not None):
             return None
-        say(f"the pretrained model's losses are those of {self._file}")
+        logger.info(f"the pretrained model's losses are those of {self._file}")
         return found
 
-    def take(self, model: nn.Module, **whole: Any) -> Pretrained:
-        """Makes the pass and keeps it. Arguments: see :func:`pretrained_pass`.
+    def take(self, model: nn.Module, **whole: Any) -> ReferenceLosses:
+        """Makes the pass and keeps it. Arguments: see :func:`compute_reference_losses`.
 
         Raises:
             UserError: no row has a target token, or the mean is not finite.
         """
         began = time.perf_counter()
-        found = pretrained_pass(model, **whole)
+        found = compute_reference_losses(model, **whole)
         if not math.isfinite(found.mean):
             raise UserError(
                 f"the pretrained model's mean loss over the training rows is {found.mean}; check the weights in checkpointer.checkpoint_dir={self._model_folder}, and dtype"
             )
-        say(
+        logger.info(
             f"pretrained model's mean loss over {len(whole['samples'])} training samples: {found.mean:.4f} nats ({time.perf_counter() - began:.1f} s)"
         )
         if whole["parallel"].is_rank_zero:
@@ -136,21 +135,21 @@ class KeptPass:
         return found
 
 
-def pretrained_pass(
+def compute_reference_losses(
     model: nn.Module,
     samples: Samples,
     collate: Callable[[list[dict[str, Any]]], Batch],
     parallel: Parallel,
     **options: Any,
-) -> Pretrained:
-    """The pass itself. Arguments: see :func:`finch.training.dataset_loss.token_losses_of_rows`.
+) -> ReferenceLosses:
+    """The pass itself. Arguments: see :func:`finch.training.dataset_loss.iter_token_losses`.
 
     Raises:
         UserError: no row has a target token.
     """
     places: list[int] = []
     numbers, losses, sequences = [], [], []
-    for rows, batch, token_loss in token_losses_of_rows(model, samples, collate, parallel, **options):
+    for rows, batch, token_loss in iter_token_losses(model, samples, collate, parallel, **options):
         token_loss = token_loss.cpu()
         places += rows
         numbers.append((batch["labels"] != IGNORE_INDEX).sum(1))
@@ -163,7 +162,7 @@ def pretrained_pass(
     return found
 
 
-def _in_order(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> Pretrained:
+def _in_order(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> ReferenceLosses:
     """The ranks' shares as one, by row."""
     rows: list[torch.Tensor] = [torch.empty(0)] * num_rows
     for places, numbers, losses, _ in shares:
@@ -171,4 +170,4 @@ def _in_order(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> Pretrain
             if place != EMPTY:
                 rows[place] = row
     ends = torch.tensor([len(row) for row in rows]).cumsum(0)
-    return Pretrained(torch.cat(rows), ends, torch.cat([share[3] for share in shares]))
+    return ReferenceLosses(torch.cat(rows), ends, torch.cat([share[3] for share in shares]))

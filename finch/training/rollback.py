@@ -11,27 +11,27 @@ from finch.errors import UserError
 
 PRETRAINED = 0
 """In place of a checkpoint's step: the run goes back to where it began."""
-MAX_RETURNS = 10
-APART = 100
+MAX_ROLLBACKS = 10
+ROLLBACK_WINDOW_STEPS = 100
 
 
-class Returns:
+class RollbackTracker:
     """The returns of a run to earlier states.
 
     A state that no finite step has followed may be what is broken: the next return goes further back. Until there is one,
     nothing should be saved, since that would drive out checkpoints that are good.
 
     Attributes:
-        needs_proof: whether no finite step has followed the last return yet.
+        unconfirmed: whether no finite step has followed the last return yet.
     """
 
     def __init__(self) -> None:
         self._number = 0
-        self._at = -APART
+        self._at = -ROLLBACK_WINDOW_STEPS
         self._to: int | None = None
 
     @property
-    def needs_proof(self) -> bool:
+    def unconfirmed(self) -> bool:
         return self._to is not None
 
     def candidates(self, step: int, found: Sequence[Path]) -> list[Path]:
@@ -44,8 +44,8 @@ class Returns:
             UserError: more than ten returns with fewer than a hundred steps between them, or none is left to go to.
         """
         left = list(found) if self._to is None else [path for path in found if step_of(path) < self._to]
-        self._number = self._number + 1 if step - self._at <= APART else 1
-        if self._number > MAX_RETURNS or (self._to is not None and not left):
+        self._number = self._number + 1 if step - self._at <= ROLLBACK_WINDOW_STEPS else 1
+        if self._number > MAX_ROLLBACKS or (self._to is not None and not left):
             raise UserError(
                 f"a loss or gradient was not finite at step {step}, and going back has not helped ({self._number - 1}x before): lower the "
                 "learning rate or check the data"

@@ -9,10 +9,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from finch import files, run_files
 from finch.checkpoint import reader as checkpoint
-from finch.distributed.signals import REQUEUE
 from finch.errors import UserError
-from finch.metrics import FILE_NAME as METRICS_FILE
 from finch.training.run_lock import RunLock
 
 
@@ -54,28 +53,26 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.hold()
             self._lock.sign()
-            (self.path / REQUEUE).unlink(missing_ok=True)
+            (self.path / run_files.REQUEUE).unlink(missing_ok=True)
             if afresh:
-                named = [self.path / name for name in (METRICS_FILE, "best", checkpoint.FOLDER)]
+                named = [self.path / name for name in (run_files.METRICS, run_files.BEST, run_files.CHECKPOINTS)]
                 for path in (*named, *self.path.glob("epoch_*")):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
             if resumed_from is not None:
-                checkpoint.set_aside_later(self.path, resumed_from)
-            OmegaConf.save(config, self.path / "config.yaml")
+                checkpoint.archive_newer(self.path, resumed_from)
+            OmegaConf.save(config, self.path / run_files.CONFIG)
 
-    def leave_requeue(self) -> None:
+    def mark_requeue(self) -> None:
         """Leaves the file that says: not done, start me again."""
         if self._is_writer:
             with contextlib.suppress(OSError):
-                (self.path / REQUEUE).touch()
+                (self.path / run_files.REQUEUE).touch()
 
-    def point_best(self, name: str) -> None:
+    def link_best(self, name: str) -> None:
         """Makes ``best`` a relative link to the folder ``name``, replacing it in one step."""
         if self._is_writer:
-            fresh = self.path / "best.partial"
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(name)
-            fresh.replace(self.path / "best")
+            with files.atomic_file(self.path / run_files.BEST) as link:
+                link.symlink_to(name)
 
     def release(self) -> None:
         self._lock.release()

@@ -15,9 +15,9 @@ import time
 import warnings
 from pathlib import Path
 
+from finch import run_files
 from finch.errors import UserError
 
-FILE_NAME = ".lock"
 PATIENCE_S = 5.0  # a holder that has been killed may take a moment to be gone
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
@@ -29,7 +29,7 @@ class RunLock:
     """
 
     def __init__(self, run: Path) -> None:
-        self._path = run / FILE_NAME
+        self._path = run / run_files.LOCK
         self._descriptor: int | None = None
 
     def check(self) -> None:

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from finch.dtensor import full
+from finch.dtensor import full_tensor
 from finch.errors import UserError, WriteFailed
+from finch.files import atomic_folder
 from finch.models.lora import adapter_parameters
 from finch.weights.conversion import HEAD, StateDict
 
@@ -117,23 +118,18 @@ class PretrainedFolder(ABC):
         """
         whole = (
             (name, gathered.to("cpu", dtype or gathered.dtype) if is_writer else gathered)
-            for name, gathered in ((name, full(tensor.detach())) for name, tensor in weights)
+            for name, gathered in ((name, full_tensor(tensor.detach())) for name, tensor in weights)
         )
         if not is_writer:
             for _ in whole:
                 pass
             return
-        partial = target.with_name(target.name + ".partial")
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            self._write_into(partial, whole)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
+            with atomic_folder(target) as partial:
+                self._write_into(partial, whole)
         except (OSError, SafetensorError) as error:
-            for _ in whole:  # the other ranks gather on
+            for _ in whole:  # the other ranks still gather
                 pass
-            shutil.rmtree(partial, ignore_errors=True)  # it takes the room that is missing
             raise WriteFailed(str(error)) from error
 
     def _expected(self) -> str:

@@ -16,13 +16,13 @@ from torchtune.training import (
     FullModelTorchTuneCheckpointer,
 )
 
-from finch import files as durable
+from finch import files
 from finch.config.instantiate import build, locate
 from finch.errors import UserError
 from finch.weights.base import PretrainedFolder, check_files, check_folder, copy_side_files, tensors_of
 from finch.weights.conversion import HEAD, StateDict
 from finch.weights.huggingface import CONFIG, HuggingFaceFolder
-from finch.weights.validation import check_agreement
+from finch.weights.validation import validate_against_hf_config
 
 PARAMS = "params.json"
 _EMBEDDING = "tok_embeddings.weight"
@@ -152,7 +152,7 @@ class NativeFolder(PretrainedFolder):
             UserError: names the first difference.
         """
         if self._params:
-            check_agreement(model, component, _config_of(self._params), str(self.folder), PARAMS)
+            validate_against_hf_config(model, component, _config_of(self._params), str(self.folder), PARAMS)
         self.check_shapes(model)
 
     def _to_tune(self, weights: StateDict) -> StateDict:
@@ -173,7 +173,7 @@ class NativeFolder(PretrainedFolder):
         try:
             torch.save(self._rename_back(state), target / self.files[0].name)
         except RuntimeError as error:
-            if not durable.is_disk_error(error):
+            if not files.is_disk_error(error):
                 raise
             raise OSError(f"{self.files[0].name} could not be written to its end") from error
         copy_side_files(self.folder, target)

@@ -18,7 +18,7 @@ from torchtune.modules import TransformerDecoder
 from finch.errors import UserError
 from finch.weights.base import PretrainedFolder, check_files, check_folder, copy_side_files
 from finch.weights.conversion import StateDict, conversion_for, is_tied
-from finch.weights.validation import check_agreement
+from finch.weights.validation import validate_against_hf_config
 
 CONFIG = "config.json"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -72,9 +72,9 @@ class HuggingFaceFolder(PretrainedFolder):
         """Compares the model with config.json, then with the stored shapes.
 
         Raises:
-            UserError: see :func:`finch.weights.validation.check_agreement` and ``check_shapes``.
+            UserError: see :func:`finch.weights.validation.validate_against_hf_config` and ``check_shapes``.
         """
-        check_agreement(model, component, self.config, str(self.folder))
+        validate_against_hf_config(model, component, self.config, str(self.folder))
         self.check_shapes(model)
 
     def _to_tune(self, weights: StateDict) -> StateDict:

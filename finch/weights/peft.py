@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torchtune.modules.peft import DoRALinear
 
-from finch.dtensor import full
+from finch.dtensor import full_tensor
 from finch.errors import UserError, WriteFailed
+from finch.files import atomic_folder
 from finch.models.lora import AdapterLayer, adapter_layers, scaling
 from finch.weights.base import PretrainedFolder
 from finch.weights.conversion import Conversion, StateDict, conversion_for
@@ -76,7 +76,7 @@ class PeftFolder:
         modules: set[str] = set()
         layers = adapter_layers(decoder)
         for name, layer in layers.items():
-            tensors = {part: full(layer.get_parameter(part).detach()) for part in layer.adapter_params()}
+            tensors = {part: full_tensor(layer.get_parameter(part).detach()) for part in layer.adapter_params()}
             if is_writer:
                 tensors = {part: tensor.to("cpu", dtype or tensor.dtype) for part, tensor in tensors.items()}
                 module, stored = self._to_peft(name, tensors)
@@ -84,17 +84,12 @@ class PeftFolder:
                 content.update({f"{_PREFIX}{module}.{part}": tensor for part, tensor in stored.items()})
         if not is_writer:
             return
-        partial = target.with_name(target.name + ".partial")
+        config = self._config(next(iter(layers.values())), sorted(modules))
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            save_file(content, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-            config = self._config(next(iter(layers.values())), sorted(modules))
-            (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
+            with atomic_folder(target) as partial:
+                save_file(content, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+                (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
             raise WriteFailed(str(error)) from error
 
     def _to_peft(self, name: str, tensors: StateDict) -> tuple[str, StateDict]:

@@ -10,7 +10,7 @@ from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.modules import TiedLinear, TransformerDecoder
 
 from finch.errors import UserError
-from finch.log import warn
+from finch.log import logger
 from finch.torchtune_names import Gemma2Attention
 from finch.weights.conversion import is_tied
 
@@ -35,7 +35,7 @@ _SCALING = {
 }
 
 
-def check_agreement(
+def validate_against_hf_config(
     decoder: TransformerDecoder, component: str, config: dict[str, Any], folder: str, file: str = "config.json"
 ) -> None:
     """Compares architecture, heads, norms and rotary embedding; weights that fit would otherwise be misread in silence.
@@ -91,7 +91,7 @@ def _warn_of_a_window(decoder: TransformerDecoder, component: str, config: dict[
             f"config.json of {folder} limits attention to the last {window} tokens, {component} does not: longer rows are trained "
             f"with more context than the checkpoint uses; tokenizer.max_seq_len={window} avoids it"
         )
-        warn(message)
+        logger.warning(message)
 
 
 def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:

@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from conftest import make_config
+from helpers.runs import make_config
 from omegaconf import OmegaConf
 from torchtune.config import instantiate
 from torchtune.data import padded_collate_packed, padded_collate_sft
 
 from finch.data.loading import collator, load_dataset, loader
 from finch.data.order import GlobalOrder
-from finch.data.stats import Rows, look_at
+from finch.data.stats import DatasetStats, collect_stats
 from finch.errors import UserError
 
 
@@ -69,13 +69,13 @@ def test_counts_are_those_of_the_batches_on_any_number_of_ranks(config, tokenize
     expected = sum(
         int((batch["labels"] != -100).sum()) for batch in batches(samples, tokenizer, GlobalOrder(41, micro_batch=4))
     )
-    alone = look_at(samples, 0, 1)
+    alone = collect_stats(samples, 0, 1)
     assert (alone.targets, alone.without, alone.cut) == (expected, 0, 0)
     assert alone.longest == max(len(samples[place]["tokens"]) for place in range(41))
     for ranks in (2, 3):
-        assert sum((look_at(samples, rank, ranks) for rank in range(ranks)), Rows()) == alone
+        assert sum((collect_stats(samples, rank, ranks) for rank in range(ranks)), DatasetStats()) == alone
     reaching = sum(len(samples[place]["tokens"]) >= alone.longest for place in range(41))
-    assert look_at(samples, 0, 1, limit=alone.longest).cut == reaching > 0
+    assert collect_stats(samples, 0, 1, limit=alone.longest).cut == reaching > 0
 
 
 def test_the_digest_tells_rows_and_their_order_apart(config, tokenizer):
@@ -83,11 +83,11 @@ def test_the_digest_tells_rows_and_their_order_apart(config, tokenizer):
     for split in ("train[:5]", "train[1:6]", "train[:4]"):
         config.dataset.split = split
         samples = load_dataset(config, "dataset", tokenizer)
-        digests.add(look_at(samples, 0, 1).digest)
+        digests.add(collect_stats(samples, 0, 1).digest)
     config.dataset.update(split="train[:5]", train_on_input=True)  # the same tokens, other labels
-    digests.add(look_at(load_dataset(config, "dataset", tokenizer), 0, 1).digest)
+    digests.add(collect_stats(load_dataset(config, "dataset", tokenizer), 0, 1).digest)
     samples.data = [samples.data[place] for place in (1, 0, 2, 3)]
-    digests.add(look_at(samples, 0, 1).digest)
+    digests.add(collect_stats(samples, 0, 1).digest)
     assert len(digests) == 5
 
 

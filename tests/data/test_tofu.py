@@ -1,5 +1,5 @@
 import pytest
-from conftest import make_config, write_rows
+from helpers.runs import make_config, write_rows
 from omegaconf import OmegaConf
 from torchtune.config import instantiate
 

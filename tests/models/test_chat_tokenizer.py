@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from helpers.tokenizers import QWEN3_SPECIAL, write_qwen3_tokenizer
 from torchtune.data import Message
 from transformers import AutoTokenizer
 
 from benchmarks.tiny_text import WORDS
 from finch.errors import UserError
 from finch.models.qwen3 import qwen3_tokenizer
-from models.fixtures import QWEN3_SPECIAL, write_qwen3_tokenizer
 
 
 @pytest.fixture

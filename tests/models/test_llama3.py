@@ -4,37 +4,18 @@ import json
 
 import pytest
 import torch
+from helpers.models import LLAMA3_SIZE as SIZE
+from helpers.models import llama3_scaling as scaling
+from helpers.models import save_llama3
 from torchtune.models.convert_weights import hf_to_tune
 from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from finch.errors import UserError
 from finch.training.token_loss import TokenLoss
 from finch.weights.huggingface import HuggingFaceFolder
-
-SIZE = {
-    "vocab_size": 96,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 64,
-    "max_seq_len": 512,
-    "intermediate_dim": 48,
-    "norm_eps": 1e-5,
-}
-
-
-def scaling(factor):
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
 
 # builder, its own arguments, transformers' rope scaling, tied
 FAMILY = {
@@ -42,26 +23,6 @@ FAMILY = {
     "3.1": (llama3_1, {"rope_base": 5e5}, scaling(8.0), False),
     "3.2": (llama3_2, {"rope_base": 5e5, "scale_factor": 32}, scaling(32.0), True),
 }
-
-
-def save_llama3(folder, rope_scaling, tied):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        rope_theta=5e5,
-        rope_scaling=None if rope_scaling is None else {**rope_scaling, "rope_theta": 5e5},
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def ours(name, folder):

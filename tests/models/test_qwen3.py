@@ -4,50 +4,15 @@ import json
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from helpers.models import QWEN3_SIZE as SIZE
+from helpers.models import save_qwen3
+from transformers import AutoModelForCausalLM
 
 from finch.errors import UserError
 from finch.models import qwen3 as family
 from finch.models.qwen3 import qwen3, qwen3_hf_to_tune, qwen3_tune_to_hf
 from finch.training.token_loss import TokenLoss
 from finch.weights.huggingface import HuggingFaceFolder
-
-SIZE = {
-    "vocab_size": 96,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 32,
-    "intermediate_dim": 48,
-    "head_dim": 16,  # apart from embed_dim / num_heads, as in Qwen3-4B
-    "max_seq_len": 64,
-    "rope_base": 1e4,
-    "norm_eps": 1e-6,
-}
-
-
-def save_qwen3(folder, tied, vocab_size=96, head_dim=16):
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=64,
-        rope_theta=1e4,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
-    model = Qwen3ForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # scales of 1 would hide norms in the wrong place
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    model.save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("tied", [False, True])

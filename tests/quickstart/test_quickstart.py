@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import environment
+from helpers.runs import environment
 from transformers import AutoModelForCausalLM
 
 from finch.errors import UserError

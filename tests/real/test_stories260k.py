@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import yaml
-from conftest import run_here, tune_run
+from helpers.runs import run_here, tune_run
 from torchtune.models.llama2 import llama2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

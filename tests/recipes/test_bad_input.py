@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import llama_args, make_config, run_here, tune_run
+from helpers.runs import llama_args, make_config, run_here, tune_run
 
 pytestmark = pytest.mark.slow
 

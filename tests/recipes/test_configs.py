@@ -10,12 +10,11 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import environment, run_here, tune_run
-from models.fixtures import write_llama3_tokenizer, write_qwen3_tokenizer
-from models.test_llama3 import SIZE as LLAMA_SIZE
-from models.test_llama3 import scaling
-from models.test_qwen3 import SIZE as QWEN3_SIZE
-from models.test_qwen3 import save_qwen3
+from helpers.models import LLAMA3_SIZE as LLAMA_SIZE
+from helpers.models import QWEN3_SIZE, save_qwen3
+from helpers.models import llama3_scaling as scaling
+from helpers.runs import environment, run_here, tune_run
+from helpers.tokenizers import write_llama3_tokenizer, write_qwen3_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.tiny_text import WORDS

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 import yaml
-from conftest import make_config, relative_l2, run_here, weights, write_rows
-from ranks import on_ranks
+from helpers.ranks import on_ranks
+from helpers.runs import make_config, relative_l2, run_here, weights, write_rows
 
 pytestmark = pytest.mark.slow
 

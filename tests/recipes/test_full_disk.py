@@ -5,8 +5,7 @@ import os
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from conftest import make_config, run_here, tune_run
-from test_resume import assert_same_run
+from helpers.runs import assert_same_run, make_config, run_here, tune_run
 
 from finch.training.run_lock import RunLock
 from finch.weights.huggingface import HuggingFaceFolder

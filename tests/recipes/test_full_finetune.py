@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from conftest import llama_args, make_config, relative_l2, run_here, tune_run, weights, write_rows
+from helpers.runs import llama_args, make_config, relative_l2, run_here, tune_run, weights, write_rows
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,7 @@
 """A rank that is stuck: every rank shows where it is, and none is left waiting."""
 
 import pytest
-from conftest import make_config, tune_run
+from helpers.runs import make_config, tune_run
 
 pytestmark = pytest.mark.slow
 

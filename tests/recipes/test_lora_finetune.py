@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import llama_args, make_config, relative_l2, run_here, tune_run, weights
+from helpers.runs import llama_args, make_config, relative_l2, run_here, tune_run, weights
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from conftest import llama_args, make_config, relative_l2, run_here, tune_run, weights
-from models.test_qwen3 import SIZE, save_qwen3
+from helpers.models import QWEN3_SIZE as SIZE
+from helpers.models import save_qwen3
+from helpers.runs import llama_args, make_config, relative_l2, run_here, tune_run, weights
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import environment, make_config, run_here
-from test_resume import assert_same_run
-from test_signals import is_running
+from helpers.runs import assert_same_run, environment, is_running, make_config, run_here
 
 from finch.training import run_lock
 

@@ -4,8 +4,15 @@ import json
 import shutil
 
 import pytest
-import torch
-from conftest import llama_args, make_config, run_here, tune_run, weights
+from helpers.runs import (
+    Broken,
+    assert_same_run,
+    llama_args,
+    make_config,
+    run_broken,
+    run_here,
+    tune_run,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -27,45 +34,6 @@ CASES = {
     "talr": {"loss": {"_component_": "finch.objectives.TALR", "tau": "lagged"}},
     "dropout": {"model": LORA},
 }
-
-
-class Broken(BaseException):
-    """Stands for a kill: nothing of the run's own clearing up for signals is reached."""
-
-
-def break_at(monkeypatch, step):
-    """The run ends before the step after ``step``; what it has saved by then is on the disk."""
-    import finch_full_finetune
-
-    train_step = finch_full_finetune.FinchFullFinetune._train_step
-
-    def broken(recipe, batches):
-        if recipe.step == step:
-            recipe._saver.finish()
-            raise Broken
-        train_step(recipe, batches)
-
-    monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "_train_step", broken)
-
-
-def run_broken(folder, config, monkeypatch, step, *overrides, recipe="finch_full_finetune"):
-    with monkeypatch.context() as patch:
-        break_at(patch, step)
-        with pytest.raises(Broken):
-            run_here(folder, config, *overrides, recipe=recipe)
-
-
-def assert_same_run(resumed, straight):
-    assert resumed.returncode == 0, resumed.output[-3000:]
-    for name in ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens"):
-        assert resumed.column(name) == straight.column(name), name
-    assert resumed.metrics(validation=True) == straight.metrics(validation=True)
-    folders = sorted(path.name for path in straight.folder.glob("epoch_*"))
-    assert sorted(path.name for path in resumed.folder.glob("epoch_*")) == folders
-    for name in folders:
-        if (straight.folder / name / "model.safetensors").exists():
-            one, other = weights(resumed.folder / name), weights(straight.folder / name)
-            assert all(torch.equal(one[key], other[key]) for key in other), name
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import llama_args, make_config, relative_l2, run_here, tune_run, weights
-from test_resume import run_broken
+from helpers.runs import llama_args, make_config, relative_l2, run_broken, run_here, tune_run, weights
 
 from finch.checkpoint import manifest
 
@@ -163,7 +162,7 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(config, recipe, tmp_path, monk
 
     def damaged(self, batch):
         if self.step + 1 == 8:
-            self._saver.finish()
+            self._checkpoint_writer.finish()
             for name in damaged_ones:
                 (self._run / "checkpoints" / name / "__0_0.distcp").write_bytes(b"?")
             return token_losses(self, batch) * math.nan

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torchtune
-from conftest import run_here
-from models.fixtures import write_llama3_tokenizer
+from helpers.runs import run_here
+from helpers.tokenizers import write_llama3_tokenizer
 from models.test_families import FAMILIES, SIZE, save
 from omegaconf import OmegaConf
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT, make_config, relative_l2, run_here, tune_run, weights
-from lab import Lab, NoSlurm, processes_with
+from helpers.runs import ROOT, make_config, relative_l2, run_here, tune_run, weights
+from helpers.slurm_lab import Lab, NoSlurm, processes_with
 
 from finch.cli import main as cli
 

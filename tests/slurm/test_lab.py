@@ -4,8 +4,8 @@ import subprocess
 import tempfile
 import time
 
-import lab
 import pytest
+from helpers import slurm_lab as lab
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,3 @@
+from benchmarks.methods.sweep import main
+
+main()

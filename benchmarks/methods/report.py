@@ -1,0 +1,147 @@
+"""Table and figure of benchmarks.methods."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.methods.results import PRETRAINED, Results, Row, selected
+
+LABELS = {
+    "sft": "SFT",
+    "finch": "FINCH",
+    "flow": "FLOW",
+    "dft": "DFT",
+    "talr": "TALR",
+    "stm": "STM",
+    "l2": "L2",
+    "lora": "LoRA",
+    "small_lr": "SFT, small lr",
+    "wise_ft": "WiSE-FT",
+    "replay": "FINCH replayed",
+}
+COLOURS = {
+    "sft": "#b5533c",
+    "small_lr": "#e0a08f",
+    "wise_ft": "#7a2f1d",
+    "finch": "#1f6f9f",
+    "replay": "#7fbfe0",
+    "flow": "#3f8f5b",
+    "dft": "#8a6fb0",
+    "talr": "#c9a227",
+    "stm": "#d16ba5",
+    "l2": "#6b6b6b",
+    "lora": "#2aa198",
+}
+
+
+def write_report(out: Path, results: Results) -> str:
+    """Writes table.md, front.csv and front.png; returns the table."""
+    text = table(results)
+    (out / "table.md").write_text(text, encoding="utf-8")
+    best = front(list(results.rows.values()))
+    with (out / "front.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["method", "learning_rate", "seed", "story_loss", "accuracy", "on_front"])
+        for row in sorted(results.rows.values(), key=lambda row: row.story_loss):
+            writer.writerow([row.method, row.learning_rate, row.seed, row.story_loss, row.accuracy, row in best])
+    draw(results, out / "front.png")
+    return text
+
+
+def table(results: Results) -> str:
+    """Markdown: mean and standard deviation over the seeds."""
+    [base] = results.of(PRETRAINED)
+    lines = [
+        "| method | learning rate | accuracy, % | story loss, nats | its rise | validation loss, nats |",
+        "|---|---|---|---|---|---|",
+        f"| pretrained | | {100 * base.accuracy:.1f} | {base.story_loss:.3f} | | |",
+    ]
+    for method, rows in selected(results).items():
+        accuracy, story = ([100 * row.accuracy for row in rows], [row.story_loss for row in rows])
+        losses = [row.validation_loss for row in rows if row.validation_loss is not None]
+        lines.append(
+            f"| {LABELS[method]} | {rows[0].learning_rate:g} | {spread(accuracy, 1)} | {spread(story, 3)} "
+            f"| {statistics.mean(story) - base.story_loss:+.3f} | {spread(losses, 3) if losses else ''} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Mean and sample standard deviation."""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def front(rows: Sequence[Row]) -> list[Row]:
+    """The runs that no other one beats in accuracy at the same or a lower story loss, by rising story loss."""
+    kept: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.story_loss, -row.accuracy)):
+        if not kept or row.accuracy > kept[-1].accuracy:
+            kept.append(row)
+    return kept
+
+
+def draw(results: Results, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.4), layout="constrained")
+    [base] = results.of(PRETRAINED)
+    for method, rows in selected(results).items():
+        colour = COLOURS[method]
+        if method not in ("small_lr", "replay"):  # small_lr's runs are SFT's, replay has one rate
+            curve = sorted(results.of(method, seed=0), key=lambda row: row.learning_rate)
+            axes.plot(
+                [row.story_loss for row in curve],
+                [100 * row.accuracy for row in curve],
+                ".-",
+                color=colour,
+                markersize=6,
+                linewidth=0.9,
+                alpha=0.6,
+            )
+        axes.scatter(
+            [row.story_loss for row in rows], [100 * row.accuracy for row in rows], s=9, color=colour, linewidths=0
+        )
+        story, accuracy = [row.story_loss for row in rows], [100 * row.accuracy for row in rows]
+        axes.errorbar(
+            statistics.mean(story),
+            statistics.mean(accuracy),
+            xerr=_deviation(story),
+            yerr=_deviation(accuracy),
+            fmt="o",
+            markersize=9,
+            color=colour,
+            markeredgecolor="white",
+            elinewidth=1.2,
+            zorder=3,
+            label=f"{LABELS[method]}, {rows[0].learning_rate:g}",
+        )
+    axes.plot(base.story_loss, 100 * base.accuracy, "*", color="black", markersize=13, zorder=4, label="pretrained")
+    axes.axhline(100 / 6, color="#999999", linewidth=0.8, linestyle=":")
+    axes.text(
+        0.995, 100 / 6 + 0.6, "chance", color="#777777", ha="right", fontsize=8, transform=axes.get_yaxis_transform()
+    )
+    axes.set(
+        xlabel="loss on 200 of the stories it was pretrained on, nats a token",
+        ylabel="six-way accuracy on paraphrased questions, %",
+        title="Lines: one seed over the grid of learning rates. Large dots: chosen rate, mean and standard deviation of three seeds",
+        xscale="log",
+    )
+    axes.title.set_fontsize(9.5)
+    axes.set_xticks(ticks := [1.5, 2, 2.5, 3, 4, 5, 6], [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), title="method, learning rate")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    figure.savefig(file, dpi=160)
+    plt.close(figure)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

@@ -1,0 +1,3 @@
+from benchmarks.saving.measure import main
+
+main()

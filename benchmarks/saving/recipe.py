@@ -1,0 +1,61 @@
+"""The recipe, saving in turns: never, in the background, and while training waits; says how long each stretch of steps took.
+
+torchrun --nproc_per_node 2 -m benchmarks.saving.recipe --config FILE
+
+A stretch is ``checkpoint.every_n_steps`` steps. One with saving begins with the save of the state, and does not end before that save has;
+neighbours in time are compared, so that a machine that slows down or warms up favours none. The first stretch counts for nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import finch_full_finetune
+from finch_full_finetune import FinchFullFinetune
+
+from finch.checkpoint.writer import CheckpointWriter
+from finch.config.parser import parse
+from finch.config.schema import FULL_FINETUNE
+from finch.errors import exit_without_teardown
+
+FILE_NAME = "stretches.jsonl"
+NEVER, ASYNC, SYNC = MODES = ("never", "async", "sync")
+
+
+class SavingInTurns(CheckpointWriter):
+    """Writes a line {mode, seconds} a stretch into RUN/stretches.jsonl."""
+
+    def __init__(self, run: Path, *args: Any, every_n_steps: int | None, **kwargs: Any) -> None:
+        super().__init__(run, *args, every_n_steps=every_n_steps, **kwargs)
+        # A round has each mode once; over six rounds each stands in each place, and follows each other, equally often.
+        self._modes = itertools.chain.from_iterable(itertools.cycle(itertools.permutations(MODES)))
+        self._mode: str | None = None
+        self._since = 0.0
+        self._file = run / FILE_NAME
+
+    def is_due(self, step: int) -> bool:
+        if not super().is_due(step):
+            return False
+        self.finish()
+        now = time.perf_counter()
+        if self._mode is not None and self._parallel.is_rank_zero:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"mode": self._mode, "seconds": now - self._since}) + "\n")
+        self._mode, self._since = next(self._modes), now
+        self._asynchronous = self._mode == ASYNC
+        return self._mode != NEVER
+
+
+@parse(FULL_FINETUNE)
+def recipe_main(cfg: Any) -> None:
+    finch_full_finetune.CheckpointWriter = SavingInTurns
+    finch_full_finetune.run(FinchFullFinetune, cfg)
+
+
+if __name__ == "__main__":
+    recipe_main()
+    exit_without_teardown()

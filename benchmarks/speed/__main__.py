@@ -1,0 +1,3 @@
+from benchmarks.speed.throughput import main
+
+main()

@@ -1,0 +1,3 @@
+from benchmarks.survival.torture import main
+
+main()

@@ -1,0 +1,36 @@
+"""The files of a run's folder, by name, and how to read its metrics.
+
+RUN/config.yaml             the resolved config
+RUN/metrics.jsonl           a line a step, and one for each validation and rollback
+RUN/epoch_N/                a Hugging Face folder
+RUN/best                    a link to the epoch with the lowest validation loss
+RUN/checkpoints/step_N/     the state to resume from
+RUN/pretrained.safetensors  the pretrained model's losses on the training rows
+RUN/REQUEUE                 empty; there while the run should be started again
+RUN/.lock                   held while a run writes here
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+BEST = "best"
+CHECKPOINTS = "checkpoints"
+REFERENCE_LOSSES = "pretrained.safetensors"
+REQUEUE = "REQUEUE"
+LOCK = ".lock"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that was cut off is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines

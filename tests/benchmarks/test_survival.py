@@ -1,0 +1,303 @@
+"""The torture can fail: what it compares, what it counts, and that a defect put in on purpose is told."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.survival import byte_flips, process_tree
+from benchmarks.survival.killed_run import SIGTERM, Job, Kill, Outcome, Timing, run_killed
+from benchmarks.survival.phases import END, Phases, phases_file
+from benchmarks.survival.same_run import differences
+from benchmarks.survival.torture import Torture, summary
+from finch.checkpoint import manifest
+
+# Two runs compared
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two folders as two equal runs leave them, at different speeds, the first one once asked to leave after step 5."""
+
+    def make(name, rate, steps_before):
+        run = tmp_path / name
+        (run / "epoch_0").mkdir(parents=True)
+        save_file({"w": torch.tensor([0.0, 1.0, float("nan")])}, run / "epoch_0" / "model.safetensors")
+        (run / "epoch_0" / "config.json").write_text("{}")
+        for step in (steps_before, 8):
+            folder = run / "checkpoints" / f"step_{step}"
+            folder.mkdir(parents=True)
+            (folder / "state.json").write_text(json.dumps({"step": step}))
+            manifest.write(folder, {})
+        (run / "best").symlink_to("epoch_0")
+        lines = [
+            {"step": step, "loss": 1.0 / step, "lr": 0.1, "tokens_per_second_per_gpu": rate / step} for step in (1, 2)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run
+
+    run = make("one", 3.0, 5)
+    (run / ".lock").write_text("held by an attempt")
+    return run, make("other", 5.0, 4)
+
+
+def test_equal_runs_are_the_same(pair):
+    assert differences(*pair) == []
+
+
+def change_weight(run, value):
+    file = run / "epoch_0" / "model.safetensors"
+    save_file({"w": torch.tensor([value, 1.0, float("nan")])}, file)
+    assert torch.equal(load_file(file)["w"][:1], torch.tensor([value]))
+
+
+def change_last_line(run, **values):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[-1].update(values)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def change_best(run):
+    (run / "best").unlink()
+    (run / "best").symlink_to("epoch_1")
+
+
+CHANGES = {
+    "epoch_0/model.safetensors: 1 bytes of w differ": lambda run: change_weight(run, -0.0),
+    "epoch_0/config.json has another content": lambda run: (run / "epoch_0" / "config.json").write_text("{ }"),
+    "epoch_0/config.json is missing": lambda run: (run / "epoch_0" / "config.json").unlink(),
+    "checkpoints/step_8.partial is left over": lambda run: (run / "checkpoints" / "step_8.partial").mkdir(),
+    "there are 1 whole checkpoints in place of 2": lambda run: shutil.rmtree(run / "checkpoints" / "step_5"),
+    "step_8/state.json has another content": lambda run: (run / "checkpoints" / "step_8" / "state.json").write_text(
+        "{}"
+    ),
+    "best points to epoch_1 in place of epoch_0": change_best,
+    "line 2 has lr 0.10000000000000002": lambda run: change_last_line(run, lr=0.10000000000000002),
+    "line 2 has step 3 in place of 2": lambda run: change_last_line(run, step=3),
+    "1 lines in place of 2": lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'),
+}
+
+
+@pytest.mark.parametrize("told", CHANGES)
+def test_any_difference_is_told(told, pair):
+    CHANGES[told](pair[0])
+    [found] = differences(*pair)
+    assert told in found
+
+
+# Bytes changed
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path):
+    for step in (4, 8):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        for name, size in (("__0_0.distcp", 5000), (".metadata", 50), ("rng_0.json", 10)):
+            (folder / name).write_bytes(random.Random(name).randbytes(size))
+        manifest.write(folder, {path.name: manifest.digest_of(path) for path in folder.iterdir()})
+    return tmp_path
+
+
+def test_each_file_is_hit_and_each_byte_is_a_change(two_checkpoints):
+    folder = two_checkpoints / "checkpoints" / "step_8"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    flips = byte_flips.draw(folder, 30, random.Random(0))
+    hits = Counter(flip.file for flip in flips)
+    assert hits.keys() == before.keys()
+    assert hits["__0_0.distcp"] > 20
+    for flip in flips:
+        flip.apply(folder)
+        assert (folder / flip.file).read_bytes() != before[flip.file]
+        flip.apply(folder)
+        assert (folder / flip.file).read_bytes() == before[flip.file]
+
+
+def test_changes_are_detected_but_not_without_the_checksums(two_checkpoints, monkeypatch):
+    flips = byte_flips.draw(two_checkpoints / "checkpoints" / "step_8", 30, random.Random(0))
+    assert all(byte_flips.is_detected(two_checkpoints, flip) for flip in flips)
+    monkeypatch.setattr(manifest, "verify", lambda *_: None)
+    assert {flip.file for flip in flips if byte_flips.is_detected(two_checkpoints, flip)} == {"manifest.json"}
+
+
+# What a run is doing
+
+
+def test_what_has_begun_last_counts(tmp_path):
+    file = tmp_path / "phases"
+    phases = Phases(file)
+    with phases.of("training"):
+        saving = phases.of("save")
+        saving.__enter__()  # in another thread
+        with phases.of("export"):
+            pass
+        saving.__exit__(None, None, None)
+    assert file.read_text().split() == ["training", "save", "export", "save", "training", END]
+
+
+# Kills and starts, of a job that is a few lines of Python
+
+SCRIPT = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+run, behaviour = Path(sys.argv[1]), sys.argv[2]
+metrics, phases = run / "metrics.jsonl", run.with_name(run.name + ".phases")
+run.mkdir(exist_ok=True)
+first = 0
+if metrics.exists():
+    first = max(0, len(metrics.read_text().splitlines()) - 2)
+    print(f"resumed from step {first} of checkpoints/step_{first}", flush=True)
+    if behaviour == "damaged":
+        print("checkpoints/step_9 is damaged (rng_0.json is not as it was written) and is not used", flush=True)
+    if behaviour == "fails":
+        sys.exit("finch: error: no")
+    kept = metrics.read_text().splitlines(True)[:first]
+    metrics.write_text("".join(kept))
+if behaviour == "outlives":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+phases.write_text("training\\n")
+for step in range(first + 1, 11):
+    time.sleep(0.1)
+    with metrics.open("a") as file:
+        file.write(json.dumps({"step": step}) + "\\n")
+"""
+
+
+class Stub(Job):
+    behaviour = "well"
+
+    def start(self, attempt):
+        phases_file(self.run).unlink(missing_ok=True)
+        environment = {**os.environ, process_tree.MARK: self.mark}
+        command = [sys.executable, "-c", SCRIPT, str(self.run), self.behaviour]
+        with self.log(attempt).open("wb") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+class Halfway(random.Random):
+    def random(self):
+        return 0.5
+
+
+def killed(folder, behaviour, kinds=("tree",), most_lost=2):
+    job = Stub(folder / "config.yaml", folder / "run")
+    job.__class__.behaviour = behaviour
+    return run_killed(job, Timing(0.1, 1.0, 10), kinds, Halfway(), most_lost)
+
+
+@pytest.mark.slow
+def test_a_run_is_killed_as_often_as_asked_and_comes_to_its_end(tmp_path):
+    outcome = killed(tmp_path, "well", ("tree", "launcher"))
+    assert outcome.failures == []
+    assert [kill.kind for kill in outcome.kills] == ["tree", "launcher"]
+    assert [kill.phase for kill in outcome.kills] == ["training", "training"]
+    assert outcome.lost == [2, 2]
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [
+        *range(1, 11)
+    ]
+
+
+@pytest.mark.slow
+def test_too_many_steps_lost_fail(tmp_path):
+    outcome = killed(tmp_path, "well", most_lost=1)
+    assert "goes on 2 steps back, more than 1, after tree in training" in outcome.failures[0]
+
+
+@pytest.mark.slow
+def test_after_sigterm_no_step_may_be_lost(tmp_path):
+    outcome = killed(tmp_path, "well", (SIGTERM,))
+    assert "goes on 2 steps back, more than 0, after SIGTERM" in outcome.failures[0]
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_is_told(tmp_path):
+    outcome = killed(tmp_path, "fails")
+    [told] = outcome.failures
+    assert told.startswith("attempt 2 ended with 1: resumed from step")
+    assert told.endswith("finch: error: no")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_found_damaged_is_told(tmp_path):
+    outcome = killed(tmp_path, "damaged")
+    assert outcome.damaged == ["checkpoints/step_9 is damaged (rng_0.json is not as it was written)"]
+
+
+@pytest.mark.slow
+def test_a_process_that_outlives_its_launcher_is_told_and_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.survival.killed_run.PATIENCE_S", 0.5)
+    outcome = killed(tmp_path, "outlives", ("launcher",))
+    assert "attempt 1 left process" in outcome.failures[0]
+    assert process_tree.members(str(tmp_path / "run")) == []
+
+
+@pytest.mark.slow
+def test_a_kill_reaches_orphans_too(tmp_path):
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); "
+    environment = {**os.environ, process_tree.MARK: str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # the parent has ended
+    parent = subprocess.Popen([sys.executable, "-c", code + "time.sleep(60)"], env=environment)
+    end = time.monotonic() + 20
+    while len(process_tree.members(str(tmp_path))) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(process_tree.members(str(tmp_path))) == 3
+    process_tree.kill_all(str(tmp_path), random.Random(0))
+    assert parent.wait() == -9
+    assert process_tree.wait_until_gone(str(tmp_path), 5) == []
+
+
+def test_the_summary_counts():
+    outcomes = [
+        Outcome([Kill("tree", "save: names", 5), Kill("rank", "training", 9)], [1, 3]),
+        Outcome([Kill("tree", "start", 0)], [], failures=["weights differ"]),
+    ]
+    assert summary(outcomes) == [
+        "killed: rank 1, tree 2",
+        "while in: save: names 1, start 1, training 1",
+        "torture: 1 / 2 runs survived; 3 kills, 1 of them in a save; at most 3 steps lost, saving every 4",
+    ]
+
+
+# The real recipe on two ranks
+
+
+@pytest.fixture(scope="module")
+def torture(tmp_path_factory):
+    return Torture(tmp_path_factory.mktemp("torture") / "out", seed=0)
+
+
+@pytest.mark.slow
+def test_a_killed_run_survives_and_a_changed_byte_is_found(torture):
+    outcome = torture.run(0, ["tree"])
+    assert outcome.failures == []
+    assert [kill.kind for kill in outcome.kills] == ["tree"]
+    assert outcome.kills[0].phase != "start"
+    assert outcome.lost
+    detected, files = torture.flips(14, whole_starts=0)
+    assert detected == 14
+    assert len(files) == 7
+
+
+@pytest.mark.slow
+def test_a_defect_put_in_on_purpose_is_found(torture, tmp_path, monkeypatch):
+    """A resumed run that does not put its random states back draws other dropout masks."""
+    (tmp_path / "forgetful_recipe.py").write_text(
+        "from finch import checkpoint\n"
+        "checkpoint.restore_rng = lambda *_: None\n"
+        "from benchmarks.survival.slowed_recipe import exit_without_teardown, recipe_main\n"
+        "recipe_main()\n"
+        "exit_without_teardown()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcome = torture.run(0, ["tree"], recipe="forgetful_recipe")
+    assert outcome.kills
+    assert any(told.startswith("epoch_1/model.safetensors: ") for told in outcome.failures)
+    assert any(told.startswith("metrics.jsonl: ") for told in outcome.failures)

@@ -1,0 +1,255 @@
+"""Methods by name, without a run: what a config becomes, and what is refused."""
+
+import logging
+import math
+
+import pytest
+import torch
+import yaml
+from helpers.runs import MINIMAL, ROOT
+from helpers.runs import finch as finch_command
+from omegaconf import OmegaConf
+from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
+
+from finch.config.instantiate import locate
+from finch.config.methods import METHODS
+from finch.config.parser import merge, read
+from finch.config.registry import config_names
+from finch.config.schema import FULL_FINETUNE, LORA_FINETUNE
+from finch.errors import UserError
+from finch.optim.cosine import cosine_with_warmup
+
+COSINE = {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.05}
+CROSS_ENTROPY = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+FINCH = {"_component_": "finch.FinchLR", "eta_max": 2.5e-5, "ema": 0.9, "init": "dataset"}
+L2 = {"_component_": "finch.regularization.L2", "strength": 1e-3}
+
+
+def objective(name):
+    return {"_component_": f"finch.objectives.{name}"}
+
+
+def merged(*overrides, **in_file):
+    """The config as plain values; ``in_file`` replaces top-level keys of the minimal one."""
+    return OmegaConf.to_container(merge({**MINIMAL, **in_file}, list(overrides))[0], resolve=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr_scheduler", "loss", "regularizer"),
+    [
+        ("sft", COSINE, CROSS_ENTROPY, None),
+        ("finch", FINCH, CROSS_ENTROPY, None),
+        ("flow", COSINE, objective("FLOW"), None),
+        ("dft", COSINE, objective("DFT"), None),
+        ("talr", COSINE, objective("TALR"), None),
+        ("stm", COSINE, objective("STM"), None),
+        ("eaft", COSINE, objective("EAFT"), None),
+        ("l2", COSINE, CROSS_ENTROPY, L2),
+        ("wise_ft", COSINE, CROSS_ENTROPY, None),
+        ("finch+talr", FINCH, objective("TALR"), None),
+        ("finch+l2", FINCH, CROSS_ENTROPY, L2),
+        ("stm+finch+l2", FINCH, objective("STM"), L2),
+    ],
+)
+def test_a_method_sets_three_blocks_and_nothing_else(name, lr_scheduler, loss, regularizer):
+    before = {
+        **MINIMAL,
+        "lr_scheduler": {"_component_": "x.Y", "z": 1},
+        "loss": {"_component_": "x.Loss"},
+        "regularizer": {"_component_": "x.R"},
+    }
+    blocks = {"lr_scheduler": lr_scheduler, "loss": loss, "regularizer": regularizer}
+    assert merged(f"method={name}", **before) == {**before, **blocks}
+    assert merged(method=name) == {**MINIMAL, **blocks}  # from the file
+
+
+def test_every_component_of_the_table_exists():
+    for method in METHODS.values():
+        for key, block in method.blocks.items():
+            component = block.get("_component_", "") if isinstance(block, dict) else ""
+            if component:
+                assert callable(locate(component, key))
+
+
+def test_file_then_method_then_command_line():
+    assert merged("method=dft", method="talr")["loss"] == objective("DFT")
+    assert merged("~method", method="talr") == MINIMAL
+    assert merged("method=null", method="talr") == MINIMAL
+    cfg = merged("loss.w_min=0.1", "lr_scheduler=null", "regularizer.strength=0.5", method="talr+l2")
+    assert cfg["loss"] == {**objective("TALR"), "w_min": 0.1}
+    assert cfg["lr_scheduler"]["_component_"] is None
+    assert cfg["regularizer"]["strength"] == 0.5
+    assert merged("method=dft", "loss=finch.objectives.STM")["loss"] == objective("STM")
+
+
+def test_a_block_can_be_removed_from_a_method(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    for name in ("sft", "finch", "replay"):
+        cfg = read(["--config", str(file), f"method={name}", "~lr_scheduler"], FULL_FINETUNE)
+        assert cfg.lr_scheduler is None
+        assert "method" not in cfg
+
+
+def test_a_block_of_the_same_component_keeps_its_settings():
+    own = {"_component_": "finch.objectives.TALR", "w_min": 0.2}
+    assert merged("method=talr", loss=own)["loss"] == own
+    assert merged("method=stm", loss=own)["loss"] == objective("STM")
+    for loss in ("torch.nn.CrossEntropyLoss", {"_component_": "torch.nn.CrossEntropyLoss"}):
+        assert merged("method=sft", loss=loss)["loss"] == {"_component_": "torch.nn.CrossEntropyLoss"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "eta_max"),
+    [
+        ([], 7e-5),  # the file's cap, for the file's learning rate
+        (["optimizer.lr=1e-5"], 7e-5),  # the same learning rate
+        (["optimizer.lr=3e-4"], 7.5e-4),
+        (["optimizer.lr=3e-4", "lr_scheduler.eta_max=1"], 1),
+        (["lr_scheduler.eta_max=1"], 1),
+        (["method=finch+small_lr"], 2.5e-6),
+        (["optimizer.lr=${nested.rate}", "nested.rate=3e-4"], 7.5e-4),
+    ],
+)
+def test_finchs_cap_follows_its_eta_base(overrides, eta_max):
+    block = {"_component_": "finch.FinchLR", "eta_max": 7e-5, "ema": 0.8, "init": 3.0, "eps": 1e-6}
+    cfg = merged("method=finch", *overrides, lr_scheduler=block)
+    assert cfg["lr_scheduler"] == {**block, "eta_max": eta_max}
+
+
+def test_finch_without_a_schedule_in_the_file():
+    assert merged("method=finch", "optimizer.lr=2e-5")["lr_scheduler"] == {**FINCH, "eta_max": 5e-5}
+    for rate in ("x", "0", "null"):
+        with pytest.raises(UserError, match=r"optimizer\.lr=\w+ must be a number above 0, since method=finch"):
+            merged("method=finch", f"optimizer.lr={rate}")
+
+
+def test_a_small_learning_rate_is_a_tenth_of_the_configs():
+    assert merged("method=small_lr")["optimizer"]["lr"] == 1e-6
+    assert merged("method=small_lr", "optimizer.lr=3e-6")["optimizer"]["lr"] == 3e-6
+
+
+def test_replay_needs_the_run_to_replay():
+    cfg = merged("method=replay+dft", "lr_scheduler.log=out/run")
+    assert cfg["lr_scheduler"] == {"_component_": "finch.ReplayLR", "log": "out/run"}
+    assert cfg["loss"] == objective("DFT")
+    with pytest.raises(UserError, match=r"add lr_scheduler\.log=RUN"):
+        merged("method=replay")
+
+
+@pytest.mark.parametrize(
+    ("full", "twin"),
+    [
+        ("torchtune.models.llama3.llama3_8b", "torchtune.models.llama3.lora_llama3_8b"),
+        ("finch.models.qwen3.qwen3_4b_instruct", "finch.models.qwen3.lora_qwen3_4b_instruct"),
+        ("finch.models.qwen3.qwen3", "finch.models.qwen3.lora_qwen3"),
+        ("torchtune.models.llama2.llama2", "torchtune.models.llama2.lora_llama2"),
+        ("torchtune.models.llama2.lora_llama2_7b", "torchtune.models.llama2.lora_llama2_7b"),
+    ],
+)
+def test_lora_turns_a_builder_into_its_twin(full, twin):
+    assert callable(locate(twin, "model"))
+    expected = {
+        "_component_": twin,
+        "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+        "apply_lora_to_mlp": True,
+        "lora_rank": 64,
+        "lora_alpha": 64,
+        "lora_dropout": 0.0,
+    }
+    assert merged("method=lora", model={"_component_": full})["model"] == expected
+    cfg = merged("method=finch+lora", f"model={full}", "model.lora_rank=8")
+    assert cfg["model"] == {**expected, "lora_rank": 8}
+    assert (cfg["lr_scheduler"], cfg["loss"], cfg["regularizer"]) == (FINCH, CROSS_ENTROPY, None)
+
+
+def test_the_full_recipe_refuses_lora_with_the_right_command(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**MINIMAL, "method": "lora"}))
+    with pytest.raises(UserError, match=f"tune run finch_lora_finetune --config {file} epochs=2"):
+        read(["--config", str(file), "epochs=2"], FULL_FINETUNE)
+    assert read(["--config", str(file)], LORA_FINETUNE).model["_component_"].endswith(".lora_llama2_7b")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tlr", "method=tlr is not known, did you mean talr?"),
+        ("finch+xyz", "method=finch+xyz is not known; known are sft, small_lr, finch"),
+        ("FINCH", "did you mean finch?"),
+        ("talr+dft", "method=talr+dft: talr and dft both set loss; name one of them"),
+        ("finch+replay", "finch and replay both set lr_scheduler"),
+        ("sft+finch", "sft and finch both set lr_scheduler"),
+        ("l2+l2", "names l2 more than once"),
+        ("finch+", "is not known"),
+    ],
+)
+def test_names_that_do_not_work(tmp_path, name, told):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(UserError) as refused:
+        read(["--config", str(file), f"method={name}"], FULL_FINETUNE)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_every_config_takes_every_method(name):
+    given = [f"{key}=/x" for key, value in yaml.safe_load(config_names()[name].read_text()).items() if value == "???"]
+    for method in METHODS:
+        log = ["lr_scheduler.log=/x"] if method == "replay" else []
+        options = LORA_FINETUNE if method == "lora" else FULL_FINETUNE
+        cfg = read(["--config", name, f"method={method}", *given, *log], options)
+        assert "method" not in cfg
+
+
+def test_the_log_says_what_a_method_is_and_what_follows(tmp_path, caplog):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    with caplog.at_level(logging.INFO, logger="finch"):
+        read(["--config", str(file), "method=wise_ft+finch", "epochs=3", "output_dir=run"], FULL_FINETUNE)
+    assert "method=wise_ft+finch: lr_scheduler finch.FinchLR, loss torchtune" in caplog.text
+    assert "finch wise-ft --base x --tuned run/epoch_2 --out run/wise_ft" in caplog.text
+
+
+def test_the_command_lists_methods_and_shows_what_one_stands_for(capsys):
+    code, out, _ = finch_command(capsys, "methods")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(METHODS)
+    code, out, _ = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=talr", "~clip_grad_norm")
+    shown = yaml.safe_load(out)
+    assert (code, shown["loss"], shown["lr_scheduler"]) == (0, objective("TALR"), COSINE)
+    assert "method" not in shown
+    code, out, _ = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=lora")
+    assert (code, yaml.safe_load(out)["model"]["lora_rank"]) == (0, 64)
+    assert yaml.safe_load(out)["save_adapter_weights_only"] is False
+    code, _, err = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=replay")
+    assert code == 1
+    assert "add lr_scheduler.log=RUN" in err
+
+
+@pytest.mark.parametrize(("steps", "fraction", "warmup"), [(100, 0.05, 5), (140, 0.05, 7), (75, 0.05, 4), (50, 0, 0)])
+def test_the_cosine_equals_torchtunes_with_that_many_steps(steps, fraction, warmup):
+    def rates(make):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+        schedule, taken = make(optimizer), []
+        for _ in range(steps):
+            taken.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return [*taken, optimizer.param_groups[0]["lr"]]
+
+    ours = rates(lambda optimizer: cosine_with_warmup(optimizer, steps, warmup_fraction=fraction))
+    assert ours == rates(lambda optimizer: get_cosine_schedule_with_warmup(optimizer, warmup, steps))
+    assert ours.index(max(ours)) == warmup
+    assert math.isclose(ours[-1], 0, abs_tol=1e-12)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1, "x"])
+def test_a_warm_up_beyond_the_run_is_refused(fraction):
+    with pytest.raises(ValueError, match="warmup_fraction"):
+        cosine_with_warmup(torch.optim.SGD([torch.zeros(1)], lr=1.0), 10, warmup_fraction=fraction)
+
+
+def test_the_page_has_a_row_for_every_method():
+    rows = [line.split("`")[1] for line in (ROOT / "docs" / "methods.md").read_text().splitlines() if line[:3] == "| `"]
+    assert rows == list(METHODS)

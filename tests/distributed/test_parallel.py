@@ -1,0 +1,67 @@
+"""Sums, shards and devices, on one process and on two."""
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from torch import nn
+
+from finch.distributed import fsdp, parallel
+from finch.errors import UserError
+
+
+def test_one_process_needs_no_group():
+    alone = parallel.start(torch.device("cpu"), shard=False)
+    assert alone.mesh is None
+    assert alone.is_rank_zero
+    assert not torch.distributed.is_initialized()
+    values = torch.tensor([1.0, 2.0])
+    assert alone.all_reduce_sum_(values) is values
+    assert alone.gather("x") == ["x"]
+    alone.barrier()
+    alone.check_equal("x", values)
+    model = nn.Linear(2, 2)
+    fsdp.shard_model(model, [], alone)
+    assert type(model) is nn.Linear
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    code = """
+        from torch import nn
+        from finch.distributed import parallel
+        ranks = parallel.start(device, shard=False)
+        total = ranks.all_reduce_sum_(torch.tensor([0.1, 1.0 + ranks.rank], dtype=torch.float64))
+        torch.manual_seed(0)
+        whole = torch.randn(5, 3)  # does not divide by two
+        model = nn.Linear(3, 5, bias=False)
+        fsdp.shard_model(model, [], ranks)
+        dtensor.load_full_tensor(model.weight, whole)
+        try:
+            ranks.check_equal("the rate", torch.tensor([float(ranks.rank)]))
+            differs = ""
+        except RuntimeError as error:
+            differs = str(error)
+        ranks.check_equal("the sum", total)
+        tell({
+            "sum": total.tolist(),
+            "gathered": ranks.gather(ranks.rank * 10),
+            "local": list(model.weight.to_local().shape),
+            "whole": bool(torch.equal(dtensor.full_tensor(model.weight), whole)),
+            "differs": differs,
+        })
+        parallel.stop()
+    """
+    found = on_ranks(2, code, tmp_path)
+    assert found[0]["sum"] == found[1]["sum"] == [0.2, 3.0]
+    assert [rank["local"] for rank in found] == [[3, 3], [2, 3]]
+    for rank in found:
+        assert rank["gathered"] == [0, 10]
+        assert rank["whole"]
+        assert "the rate differs between ranks: [[0.0], [1.0]]" in rank["differs"]
+
+
+def test_devices():
+    assert parallel.local_device("cpu") == torch.device("cpu")
+    assert parallel.local_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(UserError, match="device=quantum is not known"):
+        parallel.local_device("quantum")

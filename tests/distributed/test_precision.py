@@ -1,0 +1,107 @@
+"""What each dtype does to many small updates, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from finch import dtensor
+from finch.distributed import fsdp, parallel
+from finch.distributed.precision import PRECISIONS, precision_of
+from finch.errors import UserError
+from finch.optim.stochastic_rounding import adapt, stochastic_optimizer
+
+
+@pytest.fixture
+def one_rank():
+    """FSDP2 in one process: mixed precision is its policy's."""
+    yield parallel.start(torch.device("cpu"), shard=True)
+    parallel.stop()
+
+
+def _eager(function, **kwargs):
+    return function
+
+
+def displacement(dtype, mesh_of=None):
+    """Mean movement of weights of scale 0.02 after 500 updates of 1e-5, all in one direction."""
+    precision = precision_of(dtype)
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False, dtype=precision.weights)
+    nn.init.normal_(layer.weight, std=0.02)
+    model = nn.Sequential(layer)
+    if mesh_of is not None:
+        fsdp.shard_model(model, [layer], mesh_of, mixed_precision=precision.policy())
+    start = dtensor.full_tensor(model[0].weight.detach()).double().clone()
+    component, arguments = "torch.optim.AdamW", {"lr": 1e-5, "weight_decay": 0.0}
+    if precision.stochastic:
+        import torchao.optim
+
+        component, arguments = stochastic_optimizer(component, arguments)
+        optimizer = getattr(torchao.optim, component.rpartition(".")[2])(model.parameters(), **arguments)
+        adapt(optimizer)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **arguments)
+    inputs = torch.ones(1, 64, dtype=precision.compute)
+    for _ in range(500):
+        model(inputs).sum().backward()  # the gradient of every weight is 1: Adam moves each by lr, downwards
+        optimizer.step()
+        optimizer.zero_grad()
+    return float((start - dtensor.full_tensor(model[0].weight.detach()).double()).mean())
+
+
+def test_mixed_and_stochastic_move_as_fp32_does_and_pure_bf16_does_not(one_rank, monkeypatch):
+    monkeypatch.setattr(torch, "compile", _eager)  # torchao compiles its update; here it need not be fast
+    reference = displacement("fp32")
+    assert reference == pytest.approx(500 * 1e-5, rel=1e-3)
+    assert displacement("bf16_mixed", one_rank) == pytest.approx(reference, rel=0.02)
+    assert displacement("bf16_stochastic", one_rank) == pytest.approx(reference, rel=0.02)
+    assert abs(displacement("bf16") - reference) > 0.3 * reference
+
+
+def test_mixed_computes_in_bf16_and_keeps_and_reduces_in_fp32(one_rank):
+    seen = []
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda module, inputs, output: seen.append((module.weight.dtype, output.dtype)))
+    model = nn.Sequential(layer)
+    fsdp.shard_model(model, [layer], one_rank, mixed_precision=PRECISIONS["bf16_mixed"].policy())
+    model(torch.ones(1, 4)).sum().backward()
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_the_states_of_a_stochastic_optimizer_are_sharded_like_their_parameter(one_rank, monkeypatch):
+    import torchao.optim
+
+    monkeypatch.setattr(torch, "compile", _eager)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16))
+    fsdp.shard_model(model, [], one_rank)
+    optimizer = torchao.optim._AdamW(model.parameters(), lr=1e-2, bf16_stochastic_round=True)
+    adapt(optimizer)
+    for _ in range(2):
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    (parameter,) = model.parameters()
+    assert list(optimizer.state) == [parameter]
+    assert optimizer.state[parameter]["step"] == 2
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[parameter][name].placements == parameter.placements
+        assert optimizer.state[parameter][name].full_tensor().abs().sum() > 0
+        assert optimizer.state[parameter][name].dtype == torch.float32
+
+
+def test_refusals():
+    with pytest.raises(UserError, match="dtype=fp16"):
+        precision_of("fp16")
+    with pytest.raises(UserError, match="dtype=int8 is not known"):
+        precision_of("int8")
+    with pytest.raises(UserError, match=r"torch\.optim\.SGD cannot round stochastically"):
+        stochastic_optimizer("torch.optim.SGD", {})
+
+
+def test_stochastic_twins_drop_the_kernel_choice():
+    assert stochastic_optimizer("torch.optim.AdamW", {"lr": 1.0, "fused": True}) == (
+        "torchao.optim._AdamW",
+        {"lr": 1.0, "bf16_stochastic_round": True},
+    )
+    assert stochastic_optimizer("torchao.optim.AdamW8bit", {"lr": 1.0})[1] == {"lr": 1.0, "bf16_stochastic_round": True}

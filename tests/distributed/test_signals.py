@@ -1,0 +1,172 @@
+"""Signals are noted, agreed on by all ranks, and given back; a second one ends the process."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from helpers.runs import environment, is_running
+
+from finch.distributed.parallel import Parallel
+from finch.distributed.processes import init_loader_worker
+from finch.distributed.signals import SignalDecision, Signals
+
+ALONE = Parallel(torch.device("cpu"))
+SCRIPT = """
+import os, signal, sys, torch
+from finch.distributed.parallel import Parallel
+from finch.distributed.signals import Signals
+signals = Signals(Parallel(torch.device("cpu")), before_training=lambda: print("before", flush=True))
+signals.install()
+if "train" in sys.argv:
+    signals.start()
+for name in sys.argv[2:]:
+    os.kill(os.getpid(), getattr(signal, name))
+print(signals.sync(False).stop)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "asked"),
+    [
+        (signal.SIGTERM, SignalDecision(stop=True, requeue=True)),
+        (signal.SIGUSR1, SignalDecision(stop=True, requeue=True)),
+        (signal.SIGINT, SignalDecision(stop=True, requeue=False)),
+    ],
+)
+def test_a_signal_asks_to_stop(number, asked):
+    former = signal.getsignal(number)
+    signals = Signals(ALONE)
+    signals.install()
+    signals.start()
+    assert signals.sync(False) == SignalDecision()
+    assert signals.sync(True) == SignalDecision(save=True)
+    os.kill(os.getpid(), number)
+    assert signals.sync(False) == asked
+    signals.restore()
+    assert signal.getsignal(number) is former
+
+
+def ended(*arguments, **environment):
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        env={**kept, **environment},
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_second_signal_leaves_at_once():
+    assert ended("train", "SIGTERM").stdout == "True\n"
+    done = ended("train", "SIGTERM", "SIGINT")
+    assert (done.returncode, done.stdout) == (130, "")
+    # Under a launcher the same signal comes twice: from the system to the whole tree, and handed on.
+    done = ended("train", "SIGTERM", "SIGTERM", RANK="0", WORLD_SIZE="1")
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+@pytest.mark.slow
+def test_before_training_there_is_no_step_to_finish():
+    done = ended("setup", "SIGUSR1")
+    assert (done.returncode, done.stdout) == (0, "before\n")
+
+
+@pytest.mark.slow
+def test_what_one_rank_is_asked_all_do(tmp_path):
+    code = """
+        import signal
+        from finch.distributed.parallel import start, stop
+        from finch.distributed.signals import Signals
+        parallel = start(device, shard=False)
+        signals = Signals(parallel)
+        signals.start()
+        found = []
+        for step in range(4):
+            if step == 1 and parallel.rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            if step == 2 and parallel.rank == 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            asked = signals.sync(step == 3 and parallel.rank == 1)
+            found.append([asked.save, asked.stop, asked.requeue])
+        tell(found)
+        stop()
+    """
+    expected = [[False, False, False], [False, True, False], [False, True, True], [True, True, True]]
+    assert on_ranks(2, code, tmp_path) == [expected, expected]
+
+
+def sleep_as_worker(told):
+    init_loader_worker(0)
+    told.set()
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_loaders_worker_obeys_its_trainer_alone():
+    context = multiprocessing.get_context("fork")
+    told = context.Event()
+    worker = context.Process(target=sleep_as_worker, args=(told,))
+    worker.start()
+    assert told.wait(20)
+    for name in ("TERM", "INT", "USR1"):
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # from another process
+    worker.join(0.5)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 143
+
+
+CHILD = """
+import os, subprocess, sys, time
+code = "from finch.distributed.processes import die_with_parent; import time; die_with_parent(); print('up', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_process_dies_with_its_parent():
+    parent = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 20
+    while is_running(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("launcher", ["runs", "has ended", "is not torchrun"])
+def test_a_rank_that_starts_without_its_launcher_ends(launcher):
+    """The kernel tells of a parent's end alone to those who have asked before: a launcher killed while its ranks import."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        if launcher != "runs":
+            store.close()
+        changes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if launcher != "is not torchrun":
+            changes["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        code = "from finch.distributed.processes import die_with_parent; die_with_parent(); print('up')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment(**changes), check=False
+        )
+    if launcher == "has ended":
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "the launcher of this rank has ended" in done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (0, "up\n")

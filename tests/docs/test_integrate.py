@@ -1,0 +1,250 @@
+"""docs/integrate.md is run as it stands: its blocks are read from the page and applied to real copies of torchtune's recipes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from helpers.runs import ROOT, Run, llama_args, make_config, run_here, tune_run
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torchtune._cli import tune
+
+PAGE = (ROOT / "docs" / "integrate.md").read_text()
+# The page's headings with a diff below them, and the ranks to run it on. optimizer_in_bwd is a mode of the last recipe.
+RANKS = {
+    "full_finetune_distributed": 2,
+    "lora_finetune_distributed": 2,
+    "full_finetune_single_device": 1,
+    "optimizer_in_bwd": 1,
+}
+EVERY_DIFF = pytest.mark.parametrize("name", RANKS)
+NUM_STEPS = 10  # two epochs of 40 samples, 8 a step
+
+# Not of the page and not counted: the distributed recipes call CUDA in these places, and the tests run without one.
+MEMORY_STATS = (
+    "            memory_stats = training.get_memory_stats(device=self._device)\n"
+    "            training.log_memory_stats(memory_stats)\n",
+    "            pass\n",
+)
+CLEANUP = ("        training.cleanup_before_training()\n", "")
+FOR_THE_CPU = {
+    "full_finetune_distributed": [MEMORY_STATS, CLEANUP],
+    "lora_finetune_distributed": [
+        MEMORY_STATS,
+        CLEANUP,
+        ('init_process_group("cuda:nccl,cpu:gloo")', 'init_process_group("gloo")'),
+    ],
+}
+
+
+def section(heading: str) -> str:
+    return PAGE.split(f"# {heading}\n", 1)[1].split("\n#", 1)[0]
+
+
+def block(language: str, heading: str) -> str:
+    """The first block of a language under a heading of the page."""
+    return section(heading).split(f"```{language}\n", 1)[1].split("```", 1)[0]
+
+
+def hunks(diff: str) -> list[tuple[int, list[str]]]:
+    """A unified diff's hunks: the line where each begins, counted from 1, and its lines."""
+    found = re.split(r"^@@ -(\d+),\d+ \+\d+,\d+ @@\n", diff, flags=re.MULTILINE)[1:]
+    return [(int(start), lines.splitlines()) for start, lines in zip(found[::2], found[1::2], strict=True)]
+
+
+def apply(diff: str, original: str) -> str:
+    """Applies a diff; each hunk must be found exactly once, and at its line."""
+    text = original
+    for start, lines in hunks(diff):
+        before = "".join(line[1:] + "\n" for line in lines if line[:1] != "+")
+        after = "".join(line[1:] + "\n" for line in lines if line[:1] != "-")
+        assert original.count(before) == 1, before
+        assert original[: original.index(before)].count("\n") + 1 == start
+        text = text.replace(before, after)
+    return text
+
+
+def changed_lines(diff: str) -> int:
+    """Lines added or removed; a removed line with an added one in its place counts once."""
+    number = 0
+    for _, lines in hunks(diff):
+        for run in re.findall(r"-+\+*|\++", "".join(line[:1] or " " for line in lines)):
+            number += max(run.count("-"), run.count("+"))
+    return number
+
+
+def tune_here(folder: Path, *arguments: str) -> None:
+    """The `tune` command in this process, as if typed in ``folder``: quicker than a process of its own."""
+    paths = [*sys.path, str(folder)]
+    with (
+        contextlib.chdir(folder),
+        mock.patch.object(sys, "argv", ["tune", *arguments]),
+        mock.patch.object(sys, "path", paths),
+        contextlib.suppress(SystemExit),  # a recipe's failure is another exception
+    ):
+        tune.main()
+
+
+def make_copy(name: str, folder: Path) -> None:
+    """`tune cp`, the page's lines, and what the CPU needs."""
+    tune_here(folder, "cp", "full_finetune_single_device" if name == "optimizer_in_bwd" else name, "my.py")
+    text = apply(block("diff", name), (folder / "my.py").read_text())
+    for before, after in FOR_THE_CPU.get(name, []):
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    (folder / "my.py").write_text(text)
+
+
+def run_copy(name: str, folder: Path, config: dict, *changes: str) -> Run:
+    """`tune run my.py --config config.yaml`, on several ranks through torchrun."""
+    if RANKS[name] > 1:
+        run = tune_run(folder, config, *changes, ranks=RANKS[name], recipe="my.py")
+        assert run.returncode == 0, run.output[-3000:]
+        return run
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    tune_here(folder, "run", "my.py", "--config", "config.yaml", *changes)
+    return Run(0, "", Path(config["output_dir"]))
+
+
+def config_of(name: str, base: Path, rows: Path, run: Path) -> dict:
+    """One config for torchtune's recipe and ours: 8 samples a step, two epochs, the page's schedule on a small model's scale."""
+    in_backward = name == "optimizer_in_bwd"  # excludes accumulation and clipping
+    schedule = yaml.safe_load(block("yaml", "A copy of a torchtune recipe"))["lr_scheduler"]
+    config = make_config(base, rows, run) | {
+        "lr_scheduler": {**schedule, "eta_max": 5e-3},
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": "${output_dir}",
+            "filename": "log.txt",
+        },
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "batch_size": 8 if in_backward else 4 // RANKS[name],
+        "gradient_accumulation_steps": 1 if in_backward else 2,
+        "optimizer_in_bwd": in_backward,
+        "clip_grad_norm": None if in_backward else 1.0,
+        "epochs": 2,
+        "shuffle": True,
+        "drop_last": True,  # ours would keep the 41st sample
+        "max_steps_per_epoch": None,
+        "resume_from_checkpoint": False,
+        "compile": False,
+    }
+    if name == "lora_finetune_distributed":
+        lora = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8}
+        config["model"] = {"_component_": "torchtune.models.llama2.lora_llama2", **llama_args(), **lora}
+    return config
+
+
+def logged(run: Run, column: str, file: str = "log.txt") -> list[float]:
+    """A column of torchtune's DiskLogger, which writes every digit."""
+    lines = [line for line in (run.folder / file).read_text().splitlines() if " loss:" in line]
+    return [float(line.split(f" {column}:")[1].split()[0]) for line in lines]
+
+
+def finch_rates(losses: list[float], init: float, eta_base: float, eta_max: float) -> list[float]:
+    """Section 3.3 of the paper in float64."""
+    rates, average = [], init
+    for loss in losses:
+        average = 0.9 * average + 0.1 * loss
+        rates.append(min(eta_base / math.sqrt(average + 1e-8), eta_max))
+    return rates
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, base_folder: Path, rows_file: Path) -> Callable[[str], Run]:
+    """A copy's run over two epochs, made once for all tests."""
+    done: dict[str, Run] = {}
+
+    def get(name: str) -> Run:
+        if name not in done:
+            folder = tmp_path_factory.mktemp(name)
+            make_copy(name, folder)
+            done[name] = run_copy(name, folder, config_of(name, base_folder, rows_file, folder / "run"))
+        return done[name]
+
+    return get
+
+
+def test_the_loop_follows_the_equation():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.full((3,), 2.0))
+    losses, rates = [], []
+
+    class Recorded(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    def model(batch: torch.Tensor) -> torch.Tensor:
+        loss = ((weight - batch) ** 2).mean()
+        losses.append(loss.item())
+        return loss
+
+    names = {"model": model, "optimizer": Recorded([weight], lr=2e-5), "loader": torch.rand(6, 3).unbind()}
+    exec(block("python", "Any PyTorch loop: three lines"), names)
+    assert len(rates) == 6
+    assert rates == pytest.approx(finch_rates(losses, 3.6, 2e-5, 5e-5), rel=1e-12)
+
+
+@EVERY_DIFF
+def test_at_most_six_lines_change_and_the_page_counts_them(name):
+    number = changed_lines(block("diff", name))
+    assert number <= 6
+    assert {5: "Five lines", 6: "Six lines"}[number] in section(name)
+
+
+@pytest.mark.slow
+@EVERY_DIFF
+def test_copy_follows_the_equation(finished, name):
+    run = finished(name)
+    losses, rates = logged(run, "loss"), logged(run, "lr")
+    assert len(rates) == NUM_STEPS
+    assert rates == pytest.approx(finch_rates(losses, losses[0], 2e-3, 5e-3), rel=1e-6)
+    assert max(rates) / min(rates) > 1.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full_finetune_single_device", "optimizer_in_bwd"])
+def test_each_update_is_taken_with_the_rate_that_is_logged(name, base_folder, rows_file, tmp_path):
+    taken: dict[float, None] = {}
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: taken.setdefault(optimizer.param_groups[0]["lr"]))
+    try:
+        make_copy(name, tmp_path)
+        run = run_copy(name, tmp_path, config_of(name, base_folder, rows_file, tmp_path / "run"))
+    finally:
+        hook.remove()
+    assert len(taken) == NUM_STEPS
+    assert list(taken) == logged(run, "lr")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full_finetune_distributed", "full_finetune_single_device"])
+def test_copy_takes_the_learning_rates_of_finch_full_finetune(finished, name, base_folder, rows_file, tmp_path):
+    config = config_of(name, base_folder, rows_file, tmp_path / "run")
+    ours = tune_run(tmp_path, config, ranks=RANKS[name]) if RANKS[name] > 1 else run_here(tmp_path, config)
+    assert ours.returncode == 0, ours.output[-3000:]
+    assert len(ours.column("lr")) == NUM_STEPS
+    assert logged(finished(name), "lr") == pytest.approx(ours.column("lr"), rel=1e-6)
+
+
+@pytest.mark.slow
+@EVERY_DIFF
+def test_resumed_copy_goes_on_where_it_was(finished, name, base_folder, rows_file):
+    run = finished(name)
+    shutil.rmtree(run.folder / "epoch_1")  # as if it had been stopped in its second epoch
+    changes = ["resume_from_checkpoint=True", "metric_logger.filename=resumed.txt"]
+    if name != "lora_finetune_distributed":  # which starts from the base weights again
+        changes.append("checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]")
+    run_copy(name, run.folder.parent, config_of(name, base_folder, rows_file, run.folder), *changes)
+    rates = logged(run, "lr", "resumed.txt")
+    assert len(rates) == NUM_STEPS // 2
+    assert rates == pytest.approx(logged(run, "lr")[NUM_STEPS // 2 :], rel=1e-6)

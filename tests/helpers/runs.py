@@ -1,0 +1,244 @@
+"""Configs of a small model, and runs of the recipes on them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+
+from benchmarks.tiny_text import make_rows
+from finch.cli import main as cli
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Run:
+    """What a finished `tune run` left behind."""
+
+    returncode: int
+    output: str
+    folder: Path
+
+    def metrics(self, validation: bool = False) -> list[dict]:
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if ("validation_loss" in line) == validation]
+
+    def column(self, name: str) -> list[float]:
+        return [line[name] for line in self.metrics()]
+
+    def error(self) -> str:
+        """The one sentence a user's mistake must leave."""
+        told = [line for line in self.output.splitlines() if line.startswith("finch: error: ")]
+        assert len(told) == 1, self.output[-3000:]
+        return told[0]
+
+
+def llama_args(**changes: object) -> dict:
+    """torchtune's arguments of the small model; also the source of its config.json."""
+    return {
+        "vocab_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "embed_dim": 32,
+        "max_seq_len": 64,
+        "intermediate_dim": 48,
+        "norm_eps": 1e-5,
+        **changes,
+    }
+
+
+def write_rows(file: Path, number: int) -> None:
+    """Rows that follow from where ``random`` stands."""
+    make_rows(file, number, random)
+
+
+def make_config(base: Path, rows: Path, run: Path, **changes: object) -> dict:
+    """A config as a user would write it; ``changes`` replace top-level keys, None removes one."""
+    config = {
+        "output_dir": str(run),
+        "model": {"_component_": "torchtune.models.llama2.llama2", **llama_args()},
+        "tokenizer": {
+            "_component_": "torchtune.models.llama2.llama2_tokenizer",
+            "path": str(base / "tokenizer.model"),
+            "max_seq_len": 64,
+            "prompt_template": None,
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(base),
+            "checkpoint_files": ["model.safetensors"],
+            "output_dir": str(run),
+            "model_type": "LLAMA2",
+        },
+        "dataset": {
+            "_component_": "torchtune.datasets.instruct_dataset",
+            "source": "json",
+            "data_files": str(rows),
+            "column_map": {"input": "question", "output": "answer"},
+        },
+        "seed": 0,
+        "batch_size": 4,
+        "epochs": 1,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-3, "weight_decay": 0.0, "fused": True},
+        "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5e-3, "init": "dataset"},
+        "clip_grad_norm": 1.0,
+        "device": "cpu",
+        "dtype": "fp32",
+        **changes,
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def tune_run(
+    folder: Path,
+    config: dict,
+    *overrides: str,
+    ranks: int | None = None,
+    recipe: str = "finch_full_finetune",
+    timeout: int = 240,
+    before: Sequence[str] = (),
+) -> Run:
+    """Starts the real `tune run` in a process of its own, in ``folder``; with ``ranks`` through torchrun. ``before``: a command that starts it."""
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
+    command = [*before, sys.executable, "-m", "torchtune._cli.tune", "run", *launcher, recipe]
+    command += ["--config", str(file), *overrides]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False, env=environment()
+    )
+    return Run(done.returncode, done.stdout + done.stderr, Path(config["output_dir"]))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a small Hugging Face folder."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def relative_l2(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference of two models over the norm of the second."""
+    difference = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
+    return (difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a started process: torchrun's variables of an outer run would make it join that one."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return {**kept, "HF_HOME": kept.get("HF_HOME", "/tmp/finch-tests-hf"), **changes}
+
+
+def run_here(folder: Path, config: dict, *overrides: str, recipe: str = "finch_full_finetune") -> Run:
+    """Runs the recipe in this process, as `python -m finch_full_finetune` would: quicker than a process of its own."""
+
+    import yaml
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    told = io.StringIO()
+    handler = logging.StreamHandler(told)
+    logging.getLogger("finch").addHandler(handler)
+    code = 0
+    with (
+        mock.patch.object(sys, "argv", [recipe, "--config", str(file), *overrides]),
+        contextlib.redirect_stderr(told),
+    ):
+        try:
+            importlib.import_module(recipe).recipe_main()
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        finally:
+            logging.getLogger("finch").removeHandler(handler)
+    return Run(code, told.getvalue(), Path(config["output_dir"]))
+
+
+MINIMAL = {
+    "model": {"_component_": "torchtune.models.llama2.llama2_7b"},
+    "tokenizer": {"_component_": "torchtune.models.llama2.llama2_tokenizer", "path": "x"},
+    "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "x"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
+    "output_dir": "out",
+}
+
+
+class Broken(BaseException):
+    """Stands for a kill: nothing of the run's own clearing up for signals is reached."""
+
+
+def break_at(monkeypatch, step):
+    """The run ends before the step after ``step``; what it has saved by then is on the disk."""
+    import finch_full_finetune
+
+    train_step = finch_full_finetune.FinchFullFinetune._train_step
+
+    def broken(recipe, batches):
+        if recipe.step == step:
+            recipe._checkpoint_writer.finish()
+            raise Broken
+        train_step(recipe, batches)
+
+    monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "_train_step", broken)
+
+
+def run_broken(folder, config, monkeypatch, step, *overrides, recipe="finch_full_finetune"):
+    with monkeypatch.context() as patch:
+        break_at(patch, step)
+        with pytest.raises(Broken):
+            run_here(folder, config, *overrides, recipe=recipe)
+
+
+def assert_same_run(resumed, straight):
+    assert resumed.returncode == 0, resumed.output[-3000:]
+    for name in ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens"):
+        assert resumed.column(name) == straight.column(name), name
+    assert resumed.metrics(validation=True) == straight.metrics(validation=True)
+    folders = sorted(path.name for path in straight.folder.glob("epoch_*"))
+    assert sorted(path.name for path in resumed.folder.glob("epoch_*")) == folders
+    for name in folders:
+        if (straight.folder / name / "model.safetensors").exists():
+            one, other = weights(resumed.folder / name), weights(straight.folder / name)
+            assert all(torch.equal(one[key], other[key]) for key in other), name
+
+
+def is_running(process):
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def finch(capsys, *arguments):
+    """(exit code, stdout, stderr)"""
+    code = 0
+    try:
+        cli.main(list(arguments))
+    except SystemExit as left:
+        code = left.code
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err

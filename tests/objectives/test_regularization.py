@@ -1,0 +1,301 @@
+"""L2 toward the pretrained weights: against autograd of the plain formula, on one process and on many."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+
+from finch import dtensor
+from finch.distributed import fsdp, parallel
+from finch.distributed.tensor_parallel import apply_plan
+from finch.models.qwen3 import qwen3, qwen3_tp_plan
+from finch.objectives.regularization import FORMS, L2
+
+CPU = torch.device("cpu")
+SIZE = {
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "embed_dim": 30,
+    "head_dim": 10,
+    "max_seq_len": 16,
+}
+# Rows that do not divide by the ranks that share them: shards differ in size. Tensor parallelism wants halves.
+UNEVEN = {**SIZE, "vocab_size": 63, "intermediate_dim": 45}
+UNEVEN_HALVES = {**SIZE, "vocab_size": 62, "intermediate_dim": 46}
+STRENGTH = 0.37
+
+
+def values(decoder, seed):
+    """Whole tensors for every parameter, the same on any layout."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        for name, parameter in decoder.named_parameters()
+    }
+
+
+def fill(decoder, tensors):
+    for name, parameter in decoder.named_parameters():
+        dtensor.load_full_tensor(parameter, tensors[name])
+
+
+def build(ranks, size):
+    """A Qwen3 in float64, cut and sharded as in the recipe, and its two sets of weights."""
+    decoder = qwen3(**size).double()
+    pretrained = values(decoder, seed=1)
+    steps = values(decoder, seed=2)
+    tuned = {name: tensor + 0.1 * steps[name] for name, tensor in pretrained.items()}
+    if ranks.tensor_mesh is not None:
+        apply_plan(decoder, qwen3_tp_plan(), ranks.tensor_mesh)
+    fsdp.shard_model(decoder, decoder.layers, ranks)
+    return decoder, pretrained, tuned
+
+
+def loss_of(decoder):
+    tokens = torch.arange(24).reshape(2, 12) * 5 % 62
+    logits = decoder(tokens)
+    return (logits[0] if isinstance(logits, list) else logits).square().mean()
+
+
+def formula(form, pairs, number):
+    total = sum((theta - origin).square().sum() for theta, origin in pairs)
+    return {"sum": STRENGTH * total, "half": STRENGTH * total / 2, "mean": STRENGTH * total / number}[form]
+
+
+def reference(form, size=UNEVEN):
+    """One process, nothing of finch's penalty: autograd of the loss with the plain formula added."""
+    decoder, pretrained, tuned = build(parallel.Parallel(CPU), size)
+    fill(decoder, tuned)
+    parameters = dict(decoder.named_parameters())
+    penalty = formula(
+        form,
+        [(parameter, pretrained[name]) for name, parameter in parameters.items()],
+        sum(parameter.numel() for parameter in parameters.values()),
+    )
+    (loss_of(decoder) + penalty).backward()
+    distance = torch.cat([(tuned[name] - pretrained[name]).flatten() for name in parameters]).norm()
+    return {
+        "l2_penalty": penalty.item(),
+        "distance": distance.item(),
+        "gradients": {name: parameter.grad for name, parameter in parameters.items()},
+    }
+
+
+def one_step(ranks, form, size=UNEVEN, *, resumed=False, **options):
+    """What finch makes of it; ``resumed``: theta0 comes from whole tensors, with the tuned weights in place."""
+    decoder, pretrained, tuned = build(ranks, size)
+    penalty = L2(STRENGTH, form, **options)
+    if resumed:
+        fill(decoder, tuned)
+        penalty.start(decoder.named_parameters())
+        penalty.load([*pretrained.items(), ("output.bias", torch.zeros(3))])
+    else:
+        fill(decoder, pretrained)
+        penalty.start(decoder.named_parameters())
+        fill(decoder, tuned)
+    loss_of(decoder).backward()
+    with CommDebugMode() as communication:
+        metrics = penalty.add_gradients()
+    return {
+        **{name: metric.item() for name, metric in metrics.items()},
+        "collectives": communication.get_total_counts(),
+        "gradients": {name: dtensor.full_tensor(parameter.grad) for name, parameter in decoder.named_parameters()},
+    }
+
+
+def on_meshes():
+    """Called by each of four ranks: every form on every mesh, theta0 kept, offloaded and read from whole tensors."""
+    hsdp = parallel.start(CPU, shard=False, sizes=parallel.MeshSizes(replicate=2, shard=2))
+    fsdp = parallel.Parallel(CPU, mesh=hsdp.mesh["dp_shard"])  # two ranks, twice side by side
+    with patch("torch.distributed.init_process_group"):  # ranks can meet once
+        tensor = parallel.start(CPU, shard=False, sizes=parallel.MeshSizes(shard=2, tensor=2))
+    found = {}
+    for name, ranks in (("fsdp2", fsdp), ("hsdp", hsdp), ("shard x tensor", tensor)):
+        size = UNEVEN if ranks.tensor_mesh is None else UNEVEN_HALVES
+        found[name] = {
+            form: one_step(ranks, form, size, resumed=form == "mean", offload=form == "half") for form in FORMS
+        }
+        for step in found[name].values():
+            step["gradients"] = {name: gradient.tolist() for name, gradient in step["gradients"].items()}
+    parallel.stop()
+    return found
+
+
+def assert_equal(found, expected):
+    assert found["l2_penalty"] == pytest.approx(expected["l2_penalty"], rel=1e-12)
+    assert found["distance"] == pytest.approx(expected["distance"], rel=1e-12)
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        difference = torch.as_tensor(found["gradients"][name], dtype=torch.float64) - gradient
+        assert difference.norm() < 1e-12 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"resumed": True}], ids=["kept", "offload", "resumed"])
+def test_equals_autograd_of_the_formula(form, options):
+    assert_equal(one_step(parallel.Parallel(CPU), form, **options), reference(form))
+
+
+@pytest.fixture(scope="module")
+def ranks_found(tmp_path_factory):
+    code = """
+        from test_regularization import on_meshes
+        tell(on_meshes())
+    """
+    return on_ranks(4, code, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mesh", ["fsdp2", "hsdp", "shard x tensor"])
+def test_every_mesh_equals_one_process(mesh, form, ranks_found):
+    expected = reference(form, UNEVEN_HALVES if mesh == "shard x tensor" else UNEVEN)
+    for found in ranks_found:
+        assert_equal(found[mesh][form], expected)
+        assert found[mesh][form]["collectives"] == (2 if mesh == "shard x tensor" else 1)  # one a mesh: norms lie apart
+
+
+def small(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7, dtype=dtype), nn.Linear(7, 3, dtype=dtype))
+    origin = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return model, origin
+
+
+def move(model, by=0.1):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by * torch.randn_like(parameter))
+
+
+def test_a_parameter_without_gradient_gets_one():
+    model, origin = small()
+    penalty = L2(STRENGTH)
+    penalty.start(model.named_parameters())
+    move(model)
+    penalty.add_gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * STRENGTH * (parameter - origin[name]), rtol=1e-14, atol=0)
+
+
+def test_every_call_adds_and_follows_the_parameters():
+    model, origin = small()
+    penalty = L2(STRENGTH, "half")
+    penalty.start(model.named_parameters())
+    first = penalty.add_gradients()
+    assert first["distance"] == first["l2_penalty"] == 0
+    expected = {name: torch.zeros_like(tensor) for name, tensor in origin.items()}
+    for _ in range(2):
+        move(model)
+        penalty.add_gradients()
+        for name, parameter in model.named_parameters():
+            expected[name] += STRENGTH * (parameter.detach() - origin[name])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-12, atol=1e-15)
+
+
+def test_frozen_parameters_count_in_the_mean_alone():
+    model, origin = small()
+    model[0].requires_grad_(False)
+    penalty = L2(STRENGTH, "mean")
+    penalty.start(model.named_parameters())
+    move(model)  # no training moves frozen ones, which are not looked at
+    metrics = penalty.add_gradients()
+    moved = [(tensor, origin[name]) for name, tensor in model.named_parameters() if name.startswith("1.")]
+    number = sum(tensor.numel() for tensor in origin.values())
+    assert metrics["l2_penalty"].item() == pytest.approx(formula("mean", moved, number).item(), rel=1e-12)
+    assert all(parameter.grad is None for parameter in model[0].parameters())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_bf16_differences_and_norm_are_made_in_fp32(offload):
+    """The sum with the gradient is rounded once, and many small squares do not drown in the norm."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(300, 300, dtype=torch.bfloat16))
+    penalty = L2(STRENGTH, offload=offload)
+    penalty.start([("weight", parameter)])
+    origin = parameter.detach().double()
+    with torch.no_grad():
+        parameter.mul_(1.01)
+    gradient = torch.randn_like(parameter)
+    parameter.grad = gradient.clone()
+    metrics = penalty.add_gradients()
+    difference = parameter.detach().double() - origin
+    assert parameter.grad.dtype == torch.bfloat16
+    once_rounded = (gradient.float() + 2 * STRENGTH * difference.float()).bfloat16()
+    torch.testing.assert_close(parameter.grad, once_rounded, rtol=0, atol=0)
+    assert metrics["distance"].item() == pytest.approx(difference.norm().item(), rel=1e-6)
+
+
+def test_strength_0_leaves_gradients_alone():
+    model, origin = small()
+    penalty = L2(0)
+    penalty.start(model.named_parameters())
+    move(model)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    metrics = penalty.add_gradients()
+    assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
+    assert model[1].weight.grad is None
+    assert metrics["l2_penalty"] == 0
+    distance = torch.cat([(tensor - origin[name]).flatten() for name, tensor in model.named_parameters()]).norm()
+    assert metrics["distance"].item() == pytest.approx(distance.item(), rel=1e-12)
+
+
+def test_the_host_reads_nothing():
+    """Fake tensors have no values: whoever asks for one fails."""
+    with FakeTensorMode():
+        model, _ = small(torch.bfloat16)
+        penalty = L2()
+        penalty.start(model.named_parameters())
+        metrics = penalty.add_gradients()
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            metrics["distance"].item()
+
+
+def test_names_under_activation_checkpointing_are_the_checkpoints():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, origin = small()
+    model[0] = checkpoint_wrapper(model[0])
+    penalty = L2()
+    penalty.start(model.named_parameters())
+    penalty.load(origin.items())
+    assert penalty.add_gradients()["distance"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strength": -1.0}, r"strength=-1.0 must be finite and not below 0: give 1e-3"),
+        ({"strength": float("nan")}, r"strength=nan must be finite"),
+        ({"strength": float("inf")}, r"strength=inf must be finite"),
+        ({"strength": "1e-3"}, r"strength='1e-3' must be a number"),
+        ({"strength": True}, r"strength=True must be a number"),
+        ({"form": "total"}, r"form='total' must be 'sum', 'half' or 'mean'"),
+        ({"offload": "cpu"}, r"offload='cpu' must be True or False"),
+    ],
+)
+def test_arguments_outside_their_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        L2(**arguments)
+
+
+def test_what_does_not_fit():
+    model, origin = small()
+    penalty = L2()
+    with pytest.raises(RuntimeError, match=r"L2\.start was not called"):
+        penalty.add_gradients()
+    with pytest.raises(RuntimeError, match=r"L2\.start was not called"):
+        penalty.load(origin.items())
+    with pytest.raises(ValueError, match="holds nothing trainable"):
+        penalty.start([])
+    penalty.start(model.named_parameters())
+    with pytest.raises(ValueError, match=r"weights lack 1\.bias, a parameter in training"):
+        penalty.load((name, tensor) for name, tensor in origin.items() if name != "1.bias")
+    with pytest.raises(ValueError, match=r"0\.weight the shape \[1\], the model \[7, 5\]"):
+        penalty.load({**origin, "0.weight": torch.zeros(1)}.items())

@@ -1,0 +1,78 @@
+"""Imports point one way: a package imports those below it, never those above; modules form no circle."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.runs import ROOT
+
+LAYERS = (
+    ("errors", "files", "run_files", "log", "dtensor"),
+    ("optim", "objectives"),
+    ("torchtune_names", "cosine", "regularization"),
+    ("config",),
+    ("distributed",),
+    ("models", "checkpoint", "data", "metrics"),
+    ("weights",),
+    ("training",),
+    ("quickstart", "cli"),
+)
+HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
+TORCH_ALONE = (
+    "finch",
+    "finch.errors",
+    "finch.files",
+    "finch.run_files",
+    "finch.log",
+    "finch.dtensor",
+    "finch.optim",
+    "finch.objectives",
+)
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "finch").rglob("*.py")
+}
+
+
+def imports(path: Path, *, top_level: bool = False) -> Iterator[str]:
+    """The modules a file imports; with ``top_level`` those alone that are imported when the file is."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{path}: write imports in full"
+            for alias in node.names:
+                yield name if (name := f"{node.module}.{alias.name}") in MODULES else node.module
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"finch"}))
+def test_imports_point_down(module: str) -> None:
+    own = package_of(module)
+    for name in imports(MODULES[module]):
+        if name.startswith("finch.") and package_of(name) != own:
+            assert HEIGHT[package_of(name)] < HEIGHT[own], f"{module} imports {name}, which is not below it"
+
+
+def test_modules_form_no_circle() -> None:
+    below = {module: {name for name in imports(path) if name in MODULES} - {module} for module, path in MODULES.items()}
+    left = dict(below)
+    while free := [module for module, names in left.items() if not names & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"these import each other: {sorted(left)}"
+
+
+def test_core_needs_torch_alone() -> None:
+    for module in MODULES:
+        if module in TORCH_ALONE or module.rpartition(".")[0] in TORCH_ALONE[1:]:
+            needed = {name.split(".")[0] for name in imports(MODULES[module], top_level=True)}
+            assert needed <= {"finch", "torch", *sys.stdlib_module_names}, module

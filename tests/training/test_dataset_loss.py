@@ -1,0 +1,87 @@
+"""The mean loss over a dataset: each sample once, on ranks with unequal counts too."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import on_ranks
+from helpers.runs import llama_args, make_config, write_rows
+from omegaconf import OmegaConf
+from torchtune.config import instantiate
+from torchtune.data import padded_collate_sft
+from torchtune.models.llama2 import llama2
+
+from finch.data.loading import collator, load_dataset
+from finch.distributed import parallel
+from finch.training.dataset_loss import dataset_loss
+from finch.training.token_loss import TokenLoss
+
+
+def float64_mean(config):
+    """One sample at a time, no padding, plain torch."""
+    torch.manual_seed(0)
+    model = llama2(**llama_args())
+    samples = instantiate(config.dataset, instantiate(config.tokenizer))
+    total = count = 0
+    with torch.no_grad():
+        for sample in samples:
+            labels = torch.tensor(sample["labels"])[1:]
+            logits = model(torch.tensor(sample["tokens"])[None])[0, :-1].double()
+            total += float(F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100))
+            count += int((labels != -100).sum())
+    return total / count
+
+
+@pytest.fixture
+def config(base_folder, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, 401)
+    return OmegaConf.create(make_config(base_folder, rows, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_equals_the_plain_mean(config, batch_size):
+    tokenizer = instantiate(config.tokenizer)
+    samples = load_dataset(config, "dataset", tokenizer)
+    torch.manual_seed(0)
+    model = TokenLoss(llama2(**llama_args())).train()
+    state = torch.get_rng_state()
+    found = dataset_loss(
+        model,
+        samples,
+        collator(samples, tokenizer, padded_collate_sft),
+        parallel.Parallel(torch.device("cpu")),
+        batch_size=batch_size,
+        to_device=lambda batch: batch,
+    )
+    assert found == pytest.approx(float64_mean(config), rel=1e-6)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)  # no random number of the training's is used up
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_401_rows_on_several_ranks(config, tmp_path, ranks):
+    OmegaConf.save(config, tmp_path / "config.yaml")
+    code = """
+        from conftest import llama_args
+        from omegaconf import OmegaConf
+        from torchtune.config import instantiate
+        from torchtune.data import padded_collate_sft
+        from torchtune.models.llama2 import llama2
+        from finch.distributed import parallel
+        from finch.data.loading import collator, load_dataset
+        from finch.training.dataset_loss import dataset_loss
+        from finch.training.token_loss import TokenLoss
+        config = OmegaConf.load(folder.parent / "config.yaml")
+        ranks = parallel.start(device, shard=False)
+        tokenizer = instantiate(config.tokenizer)
+        samples = load_dataset(config, "dataset", tokenizer)
+        torch.manual_seed(0)
+        model = TokenLoss(llama2(**llama_args()))
+        fsdp.shard_model(model, model.decoder.layers, ranks)
+        tell(dataset_loss(model, samples, collator(samples, tokenizer, padded_collate_sft), ranks, batch_size=4, to_device=lambda batch: batch))
+        parallel.stop()
+    """
+    found = on_ranks(ranks, code, tmp_path / "ranks")
+    assert len(set(found)) == 1  # bit for bit the same on every rank
+    assert found[0] == pytest.approx(float64_mean(config), rel=1e-6)

@@ -1,0 +1,249 @@
+"""Meta's and torchtune's formats: the weights that torchtune's own checkpointers load, and what is written for them."""
+
+import json
+import resource
+import shutil
+
+import pytest
+import torch
+from helpers.runs import llama_args, make_config, run_here
+from safetensors.torch import load_file
+from torchtune.models.llama2 import llama2
+from torchtune.models.llama3_1 import llama3_1
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.training import FullModelMetaCheckpointer, FullModelTorchTuneCheckpointer
+from transformers import AutoModelForCausalLM
+
+from finch.errors import UserError, WriteFailed
+from finch.weights.formats import open_checkpoint
+from finch.weights.huggingface import HuggingFaceFolder
+
+LLAMA2 = "torchtune.models.llama2.llama2"
+# torchtune's names and Meta's; the first that occurs in a name counts.
+META = {
+    "tok_embeddings.weight": "tok_embeddings.weight",
+    "output.weight": "output.weight",
+    "attn.q_proj": "attention.wq",
+    "attn.k_proj": "attention.wk",
+    "attn.v_proj": "attention.wv",
+    "attn.output_proj": "attention.wo",
+    "mlp.w": "feed_forward.w",
+    "sa_norm.scale": "attention_norm.weight",
+    "mlp_norm.scale": "ffn_norm.weight",
+    "norm.scale": "norm.weight",
+}
+
+
+def meta_name(name):
+    return next(name.replace(ours, theirs) for ours, theirs in META.items() if ours in name)
+
+
+@pytest.fixture
+def meta(base_folder, tmp_path):
+    """A Llama as Meta publishes it in a Hugging Face repository: config.json, and its own files under original/."""
+    home = tmp_path / "Llama"
+    (home / "original").mkdir(parents=True)
+    for name in ("config.json", "generation_config.json", "tokenizer.model"):
+        shutil.copy(base_folder / name, home)
+    weights = dict(HuggingFaceFolder(str(base_folder)).weights())
+    stored = {"rope.freqs": torch.zeros(4), **{meta_name(name): tensor for name, tensor in weights.items()}}
+    torch.save(stored, home / "original" / "consolidated.00.pth")
+    params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "vocab_size": 64}
+    (home / "original" / "params.json").write_text(json.dumps(params))
+    shutil.copy(base_folder / "tokenizer.model", home / "original")
+    return home
+
+
+def block(folder, kind="Meta", files=("consolidated.00.pth",), **changes):
+    return {
+        "_component_": f"torchtune.training.FullModel{kind}Checkpointer",
+        "checkpoint_dir": str(folder),
+        "checkpoint_files": list(files),
+        "recipe_checkpoint": None,
+        "output_dir": "/tmp/finch-not-used",
+        "model_type": "LLAMA2",
+        **changes,
+    }
+
+
+def loaded_by_torchtune(checkpointer, folder, files, tmp_path):
+    return checkpointer(str(folder), files, "LLAMA2", str(tmp_path / "theirs")).load_checkpoint()["model"]
+
+
+def test_metas_weights_are_those_that_torchtune_loads(base_folder, meta, tmp_path):
+    folder = open_checkpoint(block(meta / "original"))
+    folder.check_model(llama2(**llama_args()), LLAMA2)
+    found = dict(folder.weights())
+    expected = loaded_by_torchtune(FullModelMetaCheckpointer, meta / "original", ["consolidated.00.pth"], tmp_path)
+    hugging_face = dict(HuggingFaceFolder(str(base_folder)).weights())
+    assert found.keys() == expected.keys() == hugging_face.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name])
+        assert torch.equal(tensor, hugging_face[name])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_hugging_face_folder_is_written_where_config_json_is_known(base_folder, meta, tmp_path, beside):
+    home = meta / "original" if beside else meta
+    if beside:
+        (meta / "config.json").rename(home / "config.json")
+    folder = open_checkpoint(block(meta / "original"))
+    folder.write(folder.weights(), tmp_path / "out", is_writer=True)
+    written, original = (load_file(place / "model.safetensors") for place in (tmp_path / "out", base_folder))
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (home / "tokenizer.model").read_bytes()
+    assert not list((tmp_path / "out").glob("*.pth"))
+    tokens = torch.arange(20).view(1, 20)
+    models = [AutoModelForCausalLM.from_pretrained(place) for place in (tmp_path / "out", base_folder)]
+    with torch.no_grad():
+        assert torch.equal(*(model(tokens).logits for model in models))
+
+
+def test_metas_format_is_written_where_config_json_is_not_known(meta, tmp_path):
+    (meta / "config.json").unlink()
+    folder = open_checkpoint(block(meta / "original"))
+    folder.check_model(llama2(**llama_args()), LLAMA2)
+    folder.write(folder.weights(), tmp_path / "out", is_writer=True)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "consolidated.00.pth",
+        "params.json",
+        "tokenizer.model",
+    }
+    original, written = (torch.load(place / "consolidated.00.pth") for place in (meta / "original", tmp_path / "out"))
+    del original["rope.freqs"]  # torchtune's model computes it
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    again = open_checkpoint(block(tmp_path / "out"))
+    again.check_model(llama2(**llama_args()), LLAMA2)
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"norm_eps": 1e-6}, r"norm epsilon 1e-05, params\.json of .* says 1e-06"),
+        ({"rope_theta": 5e5}, r"rope base 10000, params\.json of .* says 500000"),
+        ({"n_heads": 2}, r"number of attention heads 4, params\.json of .* says 2"),
+        ({"n_kv_heads": None}, r"number of key-value heads 2, params\.json of .* says 4"),
+        ({"use_scaled_rope": True}, r"rope scaling .1: on. 0, params\.json of .* says 1"),
+    ],
+)
+def test_params_json_is_compared(meta, params, told):
+    (meta / "config.json").unlink()
+    file = meta / "original" / "params.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **params}))
+    with pytest.raises(UserError, match=told):
+        open_checkpoint(block(meta / "original")).check_model(llama2(**llama_args()), LLAMA2)
+    if "use_scaled_rope" in params:
+        scaled = llama3_1(**llama_args(), rope_base=10000)
+        open_checkpoint(block(meta / "original")).check_model(scaled, "torchtune.models.llama3_1.llama3_1")
+
+
+def test_a_tied_head_that_meta_stores_all_the_same(meta, tmp_path):
+    file = meta / "original" / "consolidated.00.pth"
+    (meta / "config.json").unlink()
+    tied = llama3_2(**llama_args(), rope_base=10000, scale_factor=8)
+    (meta / "original" / "params.json").unlink()
+    with pytest.raises(UserError, match=r"output\.weight has shape .*, the model has no such weight"):
+        open_checkpoint(block(meta / "original")).check_model(tied, "torchtune.models.llama3_2.llama3_2")
+    stored = torch.load(file)
+    stored["output.weight"] = stored["tok_embeddings.weight"].clone()
+    torch.save(stored, file)
+    folder = open_checkpoint(block(meta / "original"))
+    folder.check_model(tied, "torchtune.models.llama3_2.llama3_2")
+    folder.write(tied.state_dict().items(), tmp_path / "out", is_writer=True, dtype=torch.bfloat16)
+    written = torch.load(tmp_path / "out" / file.name)
+    assert torch.equal(written["output.weight"], tied.tok_embeddings.weight.bfloat16())
+    assert written.keys() == stored.keys() - {"rope.freqs"}
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_torchtunes_own_format(base_folder, tmp_path, with_config):
+    weights = dict(HuggingFaceFolder(str(base_folder)).weights())
+    (tmp_path / "tuned").mkdir()
+    torch.save(weights, tmp_path / "tuned" / "model.pt")
+    if with_config:
+        shutil.copy(base_folder / "config.json", tmp_path / "tuned")
+    folder = open_checkpoint(block(tmp_path / "tuned", "TorchTune", ["model.pt"]))
+    folder.check_model(llama2(**llama_args()), LLAMA2)
+    expected = loaded_by_torchtune(FullModelTorchTuneCheckpointer, tmp_path / "tuned", ["model.pt"], tmp_path)
+    found = dict(folder.weights())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    folder.write(weights.items(), tmp_path / "out", is_writer=True)
+    original = load_file(base_folder / "model.safetensors") if with_config else expected
+    written = (
+        load_file(tmp_path / "out" / "model.safetensors") if with_config else torch.load(tmp_path / "out" / "model.pt")
+    )
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+
+
+def test_a_file_that_finds_no_room(base_folder, tmp_path):
+    """torch.save knows a full disk as a RuntimeError."""
+    weights = dict(HuggingFaceFolder(str(base_folder)).weights())
+    torch.save(weights, tmp_path / "model.pt")
+    folder = open_checkpoint(block(tmp_path, "TorchTune", ["model.pt"]))
+    ordinary = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, ordinary[1]))
+    try:
+        with pytest.raises(WriteFailed, match=r"model\.pt could not be written to its end"):
+            folder.write(weights.items(), tmp_path / "out", is_writer=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ordinary)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_run_from_metas_files_is_the_run_from_the_hugging_face_folder(base_folder, meta, rows_file, tmp_path):
+    config = {"epochs": 1, "max_steps_per_epoch": 3}
+    one = run_here(tmp_path / "1", make_config(base_folder, rows_file, tmp_path / "one", **config))
+    other = run_here(
+        tmp_path / "2",
+        make_config(base_folder, rows_file, tmp_path / "other", checkpointer=block(meta / "original"), **config),
+    )
+    assert (one.returncode, other.returncode) == (0, 0), other.output
+    assert one.column("loss") == other.column("loss")
+    assert len(one.column("loss")) == 3
+    first, second = (load_file(run.folder / "epoch_0" / "model.safetensors") for run in (one, other))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"_component_": "torchtune.training.DistributedCheckpointer"},
+            "DistributedCheckpointer is not taken by this recipe; use torchtune.training.FullModelHFCheckpointer",
+        ),
+        ({"_component_": "torch.optim.AdamW"}, "torch.optim.AdamW is not taken by this recipe"),
+        ({"_component_": "torchtune.training.FullModelMetaCheckpoint"}, "did you mean"),
+        ({"checkpoint_dir": "/nowhere"}, "checkpoint_dir=/nowhere is not a folder"),
+        ({"checkpoint_files": ["consolidated.01.pth"]}, r"names consolidated\.01\.pth, which is not in"),
+        ({"checkpoint_files": ["a", "b"]}, "must name one file in this format; for weights in several files give"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(meta, changes, told):
+    with pytest.raises(UserError, match=told):
+        open_checkpoint({**block(meta / "original"), **changes})
+
+
+def test_files_that_are_not_what_they_should_be(meta):
+    (meta / "config.json").unlink()
+    file = meta / "original" / "consolidated.00.pth"
+    for stored, told in (
+        ({"model": {}}, "holds model, which is not a weight"),
+        ({"encoder.weight": torch.zeros(3)}, r"holds encoder\.weight of shape \[3\], which does not belong to a model"),
+    ):
+        torch.save(stored, file)
+        with pytest.raises(UserError, match=told):
+            open_checkpoint(block(meta / "original")).check_shapes(llama2(**llama_args()))
+    (meta / "original" / "params.json").write_text("{")
+    with pytest.raises(UserError, match=r"params\.json is not JSON"):
+        open_checkpoint(block(meta / "original"))
+
+
+@pytest.mark.parametrize(
+    "component", ["torchtune.training.FullModelHFCheckpointer", "finch.weights.huggingface.HuggingFaceFolder"]
+)
+def test_hugging_face_folders_are_opened_as_before(base_folder, component):
+    assert type(open_checkpoint({"_component_": component, "checkpoint_dir": str(base_folder)})) is HuggingFaceFolder
