@@ -141,7 +141,7 @@ class FinchFullFinetune(FTRecipeInterface):
             watchdog.start(cfg.distributed_timeout)
         self._folder = RunFolder(self._run, is_writer=self._parallel.is_rank_zero)
         if self._found_checkpoints:
-            self._folder.hold()
+            self._folder.lock()
         state = self._choose_checkpoint(cfg)
         self.seed = training.set_seed(
             cfg.seed if cfg.seed is not None or state is None else state["seed"], cfg.cudnn_deterministic_mode
@@ -167,9 +167,9 @@ class FinchFullFinetune(FTRecipeInterface):
         if state is not None and self._resume_folder is not None:
             checkpoint.check_identity(state, self._state_identity, self._resume_folder)
 
-        self._folder.start(
+        self._folder.prepare(
             resolved_config(cfg, self.options),
-            afresh=cfg.overwrite and not cfg.resume_from_checkpoint,
+            from_scratch=cfg.overwrite and not cfg.resume_from_checkpoint,
             resumed_from=self._resume_folder,
         )
         self._signals = Signals(
@@ -495,7 +495,7 @@ class FinchFullFinetune(FTRecipeInterface):
         if hasattr(self, "_checkpoint_writer"):
             self._checkpoint_writer.close()
         if hasattr(self, "_folder"):
-            self._folder.release()
+            self._folder.unlock()
         watchdog.stop()
 
     def cleanup(self) -> None:

@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_written_is_refused(base_folder, rows_file, tmp_
     run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "file" / "run"))
     assert "cannot be written (Not a directory); give another folder" in run.error()
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(RunLock, "hold", lambda lock: full())
+    monkeypatch.setattr(RunLock, "acquire", lambda lock: full())
     run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "run"))
     assert "cannot be written (No space left on device); give another folder" in run.error()
 

@@ -101,7 +101,7 @@ def test_two_ranks_leave_together_and_die_with_their_launcher(tmp_path, base_fol
     workers = workers_of(launcher.pid)
     holder = json.loads((tmp_path / "run" / ".lock").read_text())["pid"]
     assert holder in workers
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(run_lock, "ACQUIRE_TIMEOUT_S", 0.2)
     assert f"is in use by process {holder} on " in run_here(tmp_path / "second", config).error()
     launcher.kill()
     launcher.wait()

@@ -1,5 +1,6 @@
-"""One run a folder; the lock goes with its holder."""
+"""One run per folder; the lock ends with its holder."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -12,60 +13,73 @@ from finch.errors import UserError
 from finch.training import run_lock
 from finch.training.run_lock import RunLock
 
-HOLD = """
-import sys, time
+HOLDER = """
+import multiprocessing, sys, time
 from pathlib import Path
 from finch.training.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
-lock.hold()
-lock.sign()
-print("held", flush=True)
+lock.acquire()
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+worker.start()
+print(worker.pid, flush=True)
 time.sleep(60)
 """
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch):
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.2)
+def _short_timeout(monkeypatch):
+    monkeypatch.setattr(run_lock, "ACQUIRE_TIMEOUT_S", 0.2)
 
 
-def test_a_second_start_is_told_who_holds_it_until_the_holder_dies(tmp_path, monkeypatch):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+def test_second_run_names_the_holder_until_it_is_killed(tmp_path):
+    """A data-loader worker that the killed holder has forked, and that is still alive, does not keep the lock."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    worker = int(holder.stdout.readline())
     try:
-        assert holder.stdout.readline() == "held\n"
-        for start in (RunLock(tmp_path).check, RunLock(tmp_path).hold):
-            with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on \S+ since 2"):
+        for start in (RunLock(tmp_path).check, RunLock(tmp_path).acquire, RunLock(tmp_path).acquire):
+            with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on \S+ since 2.*; wait for it"):
                 start()
-    finally:
-        os.kill(holder.pid, signal.SIGKILL)
+        holder.kill()
         holder.wait()
-    lock = RunLock(tmp_path)
-    lock.check()
-    lock.hold()
-    lock.release()
+        lock = RunLock(tmp_path)
+        lock.check()
+        lock.acquire()
+        lock.release()
+    finally:
+        holder.kill()
+        os.kill(worker, signal.SIGKILL)
 
 
-def test_released_though_a_forked_process_has_the_file_open(tmp_path):
+def test_release_frees_a_lock_acquired_twice_and_forked(tmp_path):
     lock = RunLock(tmp_path)
-    lock.hold()
-    ended = multiprocessing.get_context("fork").Event()
-    child = multiprocessing.get_context("fork").Process(target=ended.wait, args=(60,))
+    lock.acquire()
+    lock.acquire()
+    context = multiprocessing.get_context("fork")
+    ended = context.Event()
+    child = context.Process(target=ended.wait, args=(60,))
     child.start()
+    with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on "):
+        RunLock(tmp_path).check()
     lock.release()
     RunLock(tmp_path).check()
     ended.set()
     child.join()
 
 
-def test_looking_changes_nothing(tmp_path):
+def test_check_creates_nothing(tmp_path):
     RunLock(tmp_path).check()
+    RunLock(tmp_path / "absent").check()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_locks_a_run_goes_on_with_a_warning(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOSYS])
+def test_file_system_without_locks_gives_a_warning(number, tmp_path, monkeypatch):
     def unsupported(*_):
-        raise OSError(95, "Operation not supported")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", unsupported)
-    with pytest.warns(UserWarning, match="nothing keeps a second run out"):
-        RunLock(tmp_path).hold()
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    lock = RunLock(tmp_path)
+    for start in (lock.acquire, lock.check):
+        with pytest.warns(UserWarning, match="is on a file system without locks: a second run could write into it"):
+            start()
+    lock.release()
