@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.methods.results import PRETRAINED, Results, Row, selected
+from benchmarks.methods.results import PRETRAINED, Results, Row, select_table_rows
 
 LABELS = {
     "sft": "SFT",
@@ -39,9 +39,9 @@ COLOURS = {
 
 def write_report(out: Path, results: Results) -> str:
     """Writes table.md, front.csv and front.png; returns the table."""
-    text = table(results)
+    text = make_table(results)
     (out / "table.md").write_text(text, encoding="utf-8")
-    best = front(list(results.rows.values()))
+    best = pareto_front(list(results.rows.values()))
     with (out / "front.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(["method", "learning_rate", "seed", "story_loss", "accuracy", "on_front"])
@@ -51,37 +51,37 @@ def write_report(out: Path, results: Results) -> str:
     return text
 
 
-def table(results: Results) -> str:
-    """Markdown: mean and standard deviation over the seeds."""
-    [base] = results.of(PRETRAINED)
+def make_table(results: Results) -> str:
+    """Markdown table: mean and standard deviation over the seeds."""
+    [base] = results.select(PRETRAINED)
     lines = [
         "| method | learning rate | accuracy, % | story loss, nats | its rise | validation loss, nats |",
         "|---|---|---|---|---|---|",
         f"| pretrained | | {100 * base.accuracy:.1f} | {base.story_loss:.3f} | | |",
     ]
-    for method, rows in selected(results).items():
+    for method, rows in select_table_rows(results).items():
         accuracy, story = ([100 * row.accuracy for row in rows], [row.story_loss for row in rows])
         losses = [row.validation_loss for row in rows if row.validation_loss is not None]
         lines.append(
-            f"| {LABELS[method]} | {rows[0].learning_rate:g} | {spread(accuracy, 1)} | {spread(story, 3)} "
-            f"| {statistics.mean(story) - base.story_loss:+.3f} | {spread(losses, 3) if losses else ''} |"
+            f"| {LABELS[method]} | {rows[0].learning_rate:g} | {format_mean(accuracy, 1)} | {format_mean(story, 3)} "
+            f"| {statistics.mean(story) - base.story_loss:+.3f} | {format_mean(losses, 3) if losses else ''} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def format_mean(values: Sequence[float], digits: int) -> str:
     """Mean and sample standard deviation."""
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
-def front(rows: Sequence[Row]) -> list[Row]:
-    """The runs that no other one beats in accuracy at the same or a lower story loss, by rising story loss."""
-    kept: list[Row] = []
+def pareto_front(rows: Sequence[Row]) -> list[Row]:
+    """The runs that no other run beats in accuracy at the same or a lower story loss, by rising story loss."""
+    best: list[Row] = []
     for row in sorted(rows, key=lambda row: (row.story_loss, -row.accuracy)):
-        if not kept or row.accuracy > kept[-1].accuracy:
-            kept.append(row)
-    return kept
+        if not best or row.accuracy > best[-1].accuracy:
+            best.append(row)
+    return best
 
 
 def draw(results: Results, file: Path) -> None:
@@ -91,11 +91,11 @@ def draw(results: Results, file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5.4), layout="constrained")
-    [base] = results.of(PRETRAINED)
-    for method, rows in selected(results).items():
+    [base] = results.select(PRETRAINED)
+    for method, rows in select_table_rows(results).items():
         colour = COLOURS[method]
         if method not in ("small_lr", "replay"):  # small_lr's runs are SFT's, replay has one rate
-            curve = sorted(results.of(method, seed=0), key=lambda row: row.learning_rate)
+            curve = sorted(results.select(method, seed=0), key=lambda row: row.learning_rate)
             axes.plot(
                 [row.story_loss for row in curve],
                 [100 * row.accuracy for row in curve],

@@ -1,4 +1,4 @@
-"""The runs of benchmarks.methods, their results as a file, and the rules that choose among them."""
+"""The runs of benchmarks.methods, results.csv, and the rules that choose the next runs and the table's rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRID: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("sft", "finch", "flow", "dft", "talr", "stm", "l2"), RATES),
     "lora": LORA_RATES,
 }
-# Made from other methods' runs, which have to be there.
+# Method to the method whose runs it is made from.
 DERIVED = {"small_lr": "sft", "wise_ft": "sft", "replay": "finch"}
 METHODS = (*GRID, *DERIVED)
 SEEDS = (0, 1, 2)
@@ -25,7 +25,7 @@ PRETRAINED = "pretrained"
 
 @dataclass(frozen=True)
 class Run:
-    """``learning_rate`` is eta_base for FINCH, and for replay that of the run whose rates it takes."""
+    """``learning_rate`` is eta_base for FINCH, and for replay that of the FINCH run that it replays."""
 
     method: str
     learning_rate: float
@@ -35,6 +35,7 @@ class Run:
         return out / "runs" / f"{self.method}_lr{self.learning_rate:g}_seed{self.seed}"
 
     def replayed(self) -> Run:
+        """The FINCH run whose learning rates a replay run reads: that of the next seed."""
         return Run("finch", self.learning_rate, SEEDS[(SEEDS.index(self.seed) + 1) % len(SEEDS)])
 
 
@@ -59,7 +60,7 @@ class Row:
 
 
 class Results:
-    """results.csv: rows come as runs end, and are found again the next time."""
+    """results.csv: rows are added as runs finish and read again at the next start."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -72,7 +73,7 @@ class Results:
         self.rows.update({row.run: row for row in rows})
         self._write()
 
-    def of(self, method: str, learning_rate: float | None = None, seed: int | None = None) -> list[Row]:
+    def select(self, method: str, learning_rate: float | None = None, seed: int | None = None) -> list[Row]:
         return [
             row
             for row in self.rows.values()
@@ -82,7 +83,7 @@ class Results:
         ]
 
     def _write(self) -> None:
-        partial = self._file.with_name(self._file.name + ".partial")  # renamed when it is whole
+        partial = self._file.with_name(self._file.name + ".partial")  # renamed when complete
         with partial.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, [field.name for field in fields(Row)])
             writer.writeheader()
@@ -92,50 +93,50 @@ class Results:
 
 
 def _parse_row(line: dict[str, str]) -> Row:
-    kinds: dict[str, Any] = {"method": str, "seed": int, "epoch": int}
-    values: dict[str, Any] = {key: kinds.get(key, float)(value) if value else None for key, value in line.items()}
+    types: dict[str, Any] = {"method": str, "seed": int, "epoch": int}
+    values: dict[str, Any] = {key: types.get(key, float)(value) if value else None for key, value in line.items()}
     return Row(**values)
 
 
-def chosen_rates(results: Results) -> dict[str, float]:
-    """Each trained method's learning rate: the lowest validation loss of seed 0."""
+def choose_rates(results: Results) -> dict[str, float]:
+    """Each trained method's learning rate: that with the lowest validation loss for seed 0."""
     return {
         method: min(rows)[1]
         for method in GRID
         if (
             rows := [
                 (row.validation_loss, row.learning_rate)
-                for row in results.of(method, seed=0)
+                for row in results.select(method, seed=0)
                 if row.learning_rate in GRID[method]
             ]
         )
     }
 
 
-def small_rate(results: Results) -> float | None:
+def choose_small_rate(results: Results) -> float | None:
     """The largest learning rate of SFT, seed 0, whose story loss rises by less than SMALL_RISE; the smallest if there is none."""
-    [base] = results.of(PRETRAINED)
-    rows = results.of("sft", seed=0)
+    [base] = results.select(PRETRAINED)
+    rows = results.select("sft", seed=0)
     if not rows:
         return None
-    kept = [row.learning_rate for row in rows if row.story_loss < (1 + SMALL_RISE) * base.story_loss]
-    return max(kept) if kept else min(row.learning_rate for row in rows)
+    rates = [row.learning_rate for row in rows if row.story_loss < (1 + SMALL_RISE) * base.story_loss]
+    return max(rates) if rates else min(row.learning_rate for row in rows)
 
 
-def selected(results: Results) -> dict[str, list[Row]]:
-    """Each method's rows in the table, one a seed."""
-    rates = chosen_rates(results)
-    rows = {method: results.of(method, rate) for method, rate in rates.items()}
+def select_table_rows(results: Results) -> dict[str, list[Row]]:
+    """Each method's rows that the table shows, one a seed."""
+    rates = choose_rates(results)
+    rows = {method: results.select(method, rate) for method, rate in rates.items()}
     if "sft" in rates:
-        rows["small_lr"] = results.of("sft", small_rate(results))
-        rows["wise_ft"] = results.of("wise_ft", rates["sft"])
+        rows["small_lr"] = results.select("sft", choose_small_rate(results))
+        rows["wise_ft"] = results.select("wise_ft", rates["sft"])
     if "finch" in rates:
-        rows["replay"] = results.of("replay", rates["finch"])
+        rows["replay"] = results.select("replay", rates["finch"])
     return {method: rows[method] for method in METHODS if rows.get(method)}
 
 
 def stages(methods: Collection[str]) -> list[Callable[[Results], list[Run]]]:
-    """Functions from the results so far to the runs that come next."""
+    """The benchmark's stages in order, each a function from the results so far to the runs it needs."""
 
     def pretrained(_: Results) -> list[Run]:
         return [Run(PRETRAINED, 0.0, 0)]
@@ -146,13 +147,13 @@ def stages(methods: Collection[str]) -> list[Callable[[Results], list[Run]]]:
         return [*runs, *smaller]
 
     def seeds(results: Results) -> list[Run]:
-        rates = [(method, rate) for method, rate in chosen_rates(results).items() if method in methods]
-        if "small_lr" in methods and (rate := small_rate(results)) is not None:
+        rates = [(method, rate) for method, rate in choose_rates(results).items() if method in methods]
+        if "small_lr" in methods and (rate := choose_small_rate(results)) is not None:
             rates.append(("sft", rate))
         return list(dict.fromkeys(Run(method, rate, seed) for method, rate in rates for seed in SEEDS))
 
     def replays(results: Results) -> list[Run]:
-        rate = chosen_rates(results).get("finch") if "replay" in methods else None
+        rate = choose_rates(results).get("finch") if "replay" in methods else None
         return [] if rate is None else [Run("replay", rate, seed) for seed in SEEDS]
 
     return [pretrained, grid, seeds, replays]

@@ -1,4 +1,4 @@
-"""What a tuned stories260k knows of TOFU's paraphrased questions, and what it has kept of the stories it was pretrained on."""
+"""Scores of a tuned stories260k: accuracy on TOFU's paraphrased questions, loss on the stories it was pretrained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from finch.weights.huggingface import HuggingFaceFolder
 
 NUM_STORIES = 200
 FIRST_ROW = 3600  # of TOFU's 4,000: the questions that come with paraphrases and wrong answers are 3600 to 3999
-TOKENS_A_BATCH = 16384
+TOKENS_PER_BATCH = 16384
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Scores:
 class Evaluation:
     """Tokenizes once; scores any number of tuned models.
 
-    A question is answered rightly if the paraphrased answer has a higher mean log-probability a token than each of the five wrong
-    ones, after the paraphrased question, in the form the rows were trained in. Chance is 1/6.
+    A question counts as correct if the paraphrased answer has a higher mean log-probability a token than each of the five wrong
+    ones, after the paraphrased question, in the form of the training rows. Chance is 1/6.
 
     Args:
         data: the folder that stories260k/tofu_sft takes as data_root.
-        held_out: numbers of the questions, from 0, whose rows are not trained on.
+        held_out: indices of the questions whose rows are not trained on.
     """
 
     def __init__(self, data: Path, held_out: set[int]) -> None:
@@ -53,8 +53,8 @@ class Evaluation:
         tokenizer = config.instantiate(node.tokenizer)
         transform = SFTTransform(InputOutputToMessages(column_map={"input": "question", "output": "answer"}), tokenizer)
         questions = read_rows(data / "tofu" / "forget10_perturbed.jsonl")
-        self._options = [  # six a question, the right one first
-            _aligned(transform({"question": row["paraphrased_question"], "answer": answer}))
+        self._options = [  # six a question, the correct one first
+            _shift(transform({"question": row["paraphrased_question"], "answer": answer}))
             for row in questions
             for answer in (row["paraphrased_answer"], *row["perturbed_answer"])
         ]
@@ -64,18 +64,18 @@ class Evaluation:
             self._stories.append({"tokens": tokens, "labels": [*tokens[1:], IGNORE_INDEX]})
         self._is_held_out = torch.tensor([number in held_out for number in range(len(questions))])
 
-    def scores(self, folder: Path) -> Scores:
+    def score(self, folder: Path) -> Scores:
         """``folder``: a Hugging Face folder of the model."""
         model = config.instantiate(self._model)
         model.load_state_dict(dict(HuggingFaceFolder(str(folder)).weights()))
         model = TokenLoss(model).eval()
         sums, counts = _losses(model, self._options)
-        right = (sums / counts).view(-1, 6).argmin(dim=1) == 0
+        correct = (sums / counts).view(-1, 6).argmin(dim=1) == 0
         story_sums, story_counts = _losses(model, self._stories)
         return Scores(
-            accuracy=_mean(right),
-            accuracy_trained=_mean(right[~self._is_held_out]),
-            accuracy_held_out=_mean(right[self._is_held_out]),
+            accuracy=_mean(correct),
+            accuracy_trained=_mean(correct[~self._is_held_out]),
+            accuracy_held_out=_mean(correct[self._is_held_out]),
             story_loss=float(story_sums.sum() / story_counts.sum()),
         )
 
@@ -84,19 +84,19 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def _aligned(row: dict[str, Any]) -> dict[str, list[int]]:
-    """Each label under the token that predicts it."""
+def _shift(row: dict[str, Any]) -> dict[str, list[int]]:
+    """Moves each label to the position of the token that predicts it."""
     return {"tokens": row["tokens"], "labels": shift_labels(torch.tensor(row["labels"])).tolist()}
 
 
 @torch.no_grad()
 def _losses(model: TokenLoss, samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[samples] each: summed loss in nats, and number of target tokens. Samples of like length share a batch."""
+    """[samples] each: summed loss in nats, and number of target tokens. Samples of similar length share a batch."""
     sums, counts = torch.zeros(len(samples), dtype=torch.float64), torch.zeros(len(samples), dtype=torch.float64)
-    waiting = sorted(range(len(samples)), key=lambda number: len(samples[number]["tokens"]))
-    while waiting:
-        width = max(1, TOKENS_A_BATCH // len(samples[waiting[-1]]["tokens"]))
-        waiting, chosen = waiting[:-width], waiting[-width:]
+    remaining = sorted(range(len(samples)), key=lambda number: len(samples[number]["tokens"]))
+    while remaining:
+        width = max(1, TOKENS_PER_BATCH // len(samples[remaining[-1]]["tokens"]))
+        remaining, chosen = remaining[:-width], remaining[-width:]
         batch = padded_collate_sft([samples[number] for number in chosen], padding_idx=0, ignore_idx=IGNORE_INDEX)
         labels = batch["labels"]
         targets = (labels != IGNORE_INDEX).flatten().nonzero().flatten()

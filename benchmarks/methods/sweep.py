@@ -1,4 +1,4 @@
-"""All methods side by side: stories260k learns 360 of TOFU's rows; what of them it knows, and what it has forgotten.
+"""Compares all methods: stories260k is trained on 360 of TOFU's rows, and scored on what it learned and what it forgot.
 
     python -m benchmarks.methods --data DATA [--out out/methods] [--workers 2] [--only finch sft talr]
 
@@ -10,7 +10,7 @@ FINCH's cap is 2.5 times its rate. small_lr is SFT at the largest rate whose sto
 model's, or at the smallest if there is none. wise_ft is the mean of the pretrained weights and each SFT run's. replay trains with
 the learning rates of the FINCH run of the next seed.
 
-OUT gets results.csv (a run a row; a run that has its row is not repeated), table.md, front.csv, front.png, and the runs.
+OUT gets results.csv (one row a run; a run that has its row is not repeated), table.md, front.csv, front.png, and the runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCH_SIZE = 16
 
 
 class Worker:
-    """Trains and scores in this process, one run after another; imports and tokenized texts are there once."""
+    """Trains and scores in this process, one run after another; imports and tokenizes once."""
 
     def __init__(self, data: Path, out: Path) -> None:
         from benchmarks.methods.scores import Evaluation
@@ -51,14 +51,14 @@ class Worker:
         held_out = json.loads((out / "held_out.json").read_text(encoding="utf-8"))
         self._evaluation = Evaluation(data, set(held_out))
 
-    def do(self, run: Run) -> list[Row]:
+    def execute(self, run: Run) -> list[Row]:
         """The run's row; for SFT that of WiSE-FT as well."""
         base = self._data / "stories260k"
         if run.method == PRETRAINED:
             return [self._row(run, base, None, None, 0.0)]
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         folder = self._train(run)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_time
         losses = {
             line["epoch"]: line["validation_loss"]
             for line in read_metrics(folder / METRICS)
@@ -80,25 +80,25 @@ class Worker:
 
     def _train(self, run: Run) -> Path:
         folder = run.folder(self._out)
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
+        shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
         recipe = "finch_lora_finetune" if run.method == "lora" else "finch_full_finetune"
         arguments = ["--config", "stories260k/tofu_sft", *overrides(run, self._data, self._out)]
         print(f"\n{recipe} {' '.join(arguments)}", flush=True)
         try:
             with mock.patch.object(sys, "argv", [recipe, *arguments]):
                 importlib.import_module(recipe).recipe_main()
-        except SystemExit as left:
-            if left.code:
-                raise RuntimeError(f"the end of {self._out}/logs/{os.getpid()}.log says why") from left
+        except SystemExit as error:
+            if error.code:
+                raise RuntimeError(f"the end of {self._out}/logs/{os.getpid()}.log says why") from error
         return folder
 
     def _row(self, run: Run, folder: Path, epoch: int | None, validation_loss: float | None, seconds: float) -> Row:
-        scores = asdict(self._evaluation.scores(folder))
+        scores = asdict(self._evaluation.score(folder))
         return Row(**asdict(run), epoch=epoch, validation_loss=validation_loss, seconds=round(seconds, 1), **scores)
 
 
 def overrides(run: Run, data: Path, out: Path) -> list[str]:
-    """The run as a command line's ``key=value``."""
+    """The run as ``key=value`` arguments of the recipe."""
     rows = [
         f"{key}.{name}={value}"
         for key, part in (("dataset", "train"), ("dataset_validation", "validation"))
@@ -123,8 +123,8 @@ def overrides(run: Run, data: Path, out: Path) -> list[str]:
 _worker: Worker | None = None
 
 
-def _start(data: Path, out: Path) -> None:
-    """In a fresh worker process: one thread, all that is printed into a file of its own."""
+def _init_worker(data: Path, out: Path) -> None:
+    """Initializes a worker process: its output goes into a log file of its own."""
     global _worker
     log = os.open(out / "logs" / f"{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -132,20 +132,20 @@ def _start(data: Path, out: Path) -> None:
     _worker = Worker(data, out)
 
 
-def _do(run: Run) -> list[Row]:
+def _execute(run: Run) -> list[Row]:
     assert _worker is not None
-    return _worker.do(run)
+    return _worker.execute(run)
 
 
-# The whole
+# The sweep
 
 
 def write_rows(data: Path, out: Path) -> None:
-    """train.jsonl, validation.jsonl, and the numbers of the rows held out."""
+    """Writes train.jsonl, validation.jsonl and held_out.json, the indices of the held-out rows."""
     rows = (data / "tofu" / "full.jsonl").read_text(encoding="utf-8").splitlines()[3600:4000]
     held_out = set(random.Random(0).sample(range(len(rows)), len(rows) // 10))
-    for part, wanted in (("train", False), ("validation", True)):
-        lines = [row for number, row in enumerate(rows) if (number in held_out) == wanted]
+    for part, is_validation in (("train", False), ("validation", True)):
+        lines = [row for number, row in enumerate(rows) if (number in held_out) == is_validation]
         (out / f"{part}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (out / "held_out.json").write_text(json.dumps(sorted(held_out)), encoding="utf-8")
 
@@ -153,12 +153,12 @@ def write_rows(data: Path, out: Path) -> None:
 def check_settings(out: Path) -> None:
     """
     Raises:
-        UserError: OUT holds results of other settings.
+        UserError: OUT holds results of runs with other settings.
     """
     settings = json.dumps({"epochs": EPOCHS, "batch_size": BATCH_SIZE, "rows": "3600-3999"})
     file = out / "settings.json"
     if file.exists() and file.read_text(encoding="utf-8") != settings:
-        raise UserError(f"--out {out} holds runs of other settings; give another folder")
+        raise UserError(f"--out {out} holds results of runs with other settings; give another folder")
     file.write_text(settings, encoding="utf-8")
 
 
@@ -176,29 +176,29 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--only", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help=", ".join(METHODS)
     )
-    chosen = parser.parse_args(arguments)
-    data, out = chosen.data.resolve(), chosen.out.resolve()
-    methods = {*chosen.only, *(DERIVED[method] for method in chosen.only if method in DERIVED)}
+    args = parser.parse_args(arguments)
+    data, out = args.data.resolve(), args.out.resolve()
+    methods = {*args.only, *(DERIVED[method] for method in args.only if method in DERIVED)}
     (out / "logs").mkdir(parents=True, exist_ok=True)
     check_settings(out)
     write_rows(data, out)
     results = Results(out / "results.csv")
     failures: list[str] = []
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    with ProcessPoolExecutor(chosen.workers, multiprocessing.get_context("spawn"), _start, (data, out)) as pool:
+    with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn"), _init_worker, (data, out)) as pool:
         for stage in stages(methods):
-            failures += _carry_out([run for run in stage(results) if run not in results.rows], results, pool)
+            failures += _run_all([run for run in stage(results) if run not in results.rows], results, pool)
     print(write_report(out, results))
     if failures:
         raise UserError(
-            f"{len(failures)} runs failed, the first with: {failures[0]}; start the command again when that is mended"
+            f"{len(failures)} runs failed, the first with: {failures[0]}; fix that and start the command again"
         )
 
 
-def _carry_out(runs: list[Run], results: Results, pool: ProcessPoolExecutor) -> list[str]:
-    """Keeps each row as soon as it is there; returns what the runs that failed have said."""
-    began = time.perf_counter()
-    futures = {pool.submit(_do, run): run for run in runs}
+def _run_all(runs: list[Run], results: Results, pool: ProcessPoolExecutor) -> list[str]:
+    """Adds each row to ``results`` as soon as its run finishes; returns the error messages of failed runs."""
+    start_time = time.perf_counter()
+    futures = {pool.submit(_execute, run): run for run in runs}
     failures = []
     for number, future in enumerate(as_completed(futures), 1):
         try:
@@ -211,7 +211,7 @@ def _carry_out(runs: list[Run], results: Results, pool: ProcessPoolExecutor) -> 
         for row in rows:
             print(
                 f"{number}/{len(runs)} {row.method} lr {row.learning_rate:g} seed {row.seed}: accuracy {row.accuracy:.3f}, story loss "
-                f"{row.story_loss:.3f}, validation loss {row.validation_loss or float('nan'):.3f} ({time.perf_counter() - began:.0f} s)",
+                f"{row.story_loss:.3f}, validation loss {row.validation_loss or float('nan'):.3f} ({time.perf_counter() - start_time:.0f} s)",
                 flush=True,
             )
     return failures

@@ -1,1 +1,4 @@
-"""The embedded example: a tiny base model that knows a synthetic world, and two ways to teach it a new one."""
+"""`make quickstart`: a tiny base model that knows a synthetic world is fine-tuned on a new one, with SFT and with FINCH.
+
+May import everything in finch but cli; nothing in finch imports it.
+"""

@@ -1,4 +1,4 @@
-"""Builds the base model, teaches it the new world with SFT and with FINCH, and shows what was learned and what was forgotten.
+"""Builds the base model, fine-tunes it on the new world with SFT and with FINCH, and shows what was learned and what was forgotten.
 
 python -m finch.quickstart [--out out/quickstart]
 """
@@ -21,60 +21,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m finch.quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("out/quickstart"), help="where everything is written")
+    parser.add_argument("--out", type=Path, default=Path("out/quickstart"), help="output folder")
     out = parser.parse_args().out.resolve()
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("the figure needs matplotlib, which is not installed: pip install 'finch-finetune[report]'")
+    for package in ("torchtune", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"the quickstart needs {package}, which is not installed: pip install 'finch-finetune[torchtune,report]'"
+            )
 
     from finch.quickstart.base import prepare
-    from finch.quickstart.evaluate import knowledge, tokenized
+    from finch.quickstart.evaluate import Scores, evaluate, tokenize
     from finch.quickstart.figure import Curves, draw
     from finch.quickstart.launch import tune_run
     from finch.quickstart.world import new_world, old_world
+    from finch.run_files import METRICS, read_metrics
 
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     base = prepare(out)
-    batches = {"old": tokenized(old_world(), base), "new": tokenized(new_world(), base)}
-    before = knowledge(base, batches)
-    runs, rates = {}, {}
+    batches = {"old": tokenize(old_world(), base), "new": tokenize(new_world(), base)}
+    base_scores = evaluate(base, batches)
+    runs: dict[str, Curves] = {}
+    speeds: dict[str, float] = {}  # median of target tokens a second
     for name, config in RUNS.items():
         print(f"{name}: 200 facts of the new world", flush=True)
         run = out / name.lower()
         tune_run(config, run, f"base={base}", f"rows={out / 'data' / 'new.jsonl'}")
-        steps, rates[name] = _metrics(run)
-        known = {0: before}
-        for epoch, last_step in _ends(run):
-            known[last_step] = knowledge(run / f"epoch_{epoch}", batches)
-        runs[name] = Curves(steps, known)
+        steps = [line for line in read_metrics(run / METRICS) if "loss" in line]
+        speeds[name] = statistics.median(line["tokens_per_second_per_gpu"] for line in steps)
+        scores: dict[int, dict[str, Scores]] = {0: base_scores}
+        for epoch, last_step in {line["epoch"]: line["step"] for line in steps}.items():
+            scores[last_step] = evaluate(run / f"epoch_{epoch}", batches)
+        runs[name] = Curves([line["lr"] for line in steps], scores)
     draw(runs, out / "figure.png")
-    _print_table(before, runs, rates)
-    print(f"\nfigure: {out / 'figure.png'}\nruns:   {', '.join(str(out / name.lower()) for name in RUNS)}")
-    print(f"{time.perf_counter() - began:.0f} s in all")
 
-
-def _metrics(run: Path) -> tuple[list[float], float]:
-    """The learning rate of each step, and the median of target tokens a second."""
-    from finch.run_files import METRICS, read_metrics
-
-    lines = [line for line in read_metrics(run / METRICS) if "loss" in line]
-    return [line["lr"] for line in lines], statistics.median(line["tokens_per_second_per_gpu"] for line in lines)
-
-
-def _ends(run: Path) -> list[tuple[int, int]]:
-    """(epoch, its last step) of each epoch."""
-    from finch.run_files import METRICS, read_metrics
-
-    last = {line["epoch"]: line["step"] for line in read_metrics(run / METRICS)}
-    return sorted(last.items())
-
-
-def _print_table(before: dict, runs: dict, rates: dict[str, float]) -> None:
     print(f"\n{'':12}{'new accuracy':>14}{'old accuracy':>14}{'old loss':>10}{'tokens/s':>10}")
-    print(f"{'base model':12}{before['new'].accuracy:>14.1%}{before['old'].accuracy:>14.1%}{before['old'].loss:>10.3f}")
-    for name, run in runs.items():
-        after = run.known[max(run.known)]
-        line = f"{name:12}{after['new'].accuracy:>14.1%}{after['old'].accuracy:>14.1%}{after['old'].loss:>10.3f}"
-        print(f"{line}{rates[name]:>10,.0f}")
+    for name, after in {
+        "base model": base_scores,
+        **{name: run.scores[max(run.scores)] for name, run in runs.items()},
+    }.items():
+        speed = f"{speeds[name]:>10,.0f}" if name in speeds else ""
+        print(f"{name:12}{after['new'].accuracy:>14.1%}{after['old'].accuracy:>14.1%}{after['old'].loss:>10.3f}{speed}")
+    print(f"\nfigure: {out / 'figure.png'}\nruns:   {', '.join(str(out / name.lower()) for name in RUNS)}")
+    print(f"{time.perf_counter() - start_time:.0f} s in total")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The base model: a tiny Llama that learns the old world from random weights with finch's own recipe; cached for the next time."""
+"""The base model: a tiny Llama trained on the old world from random weights with finch's own recipe, and cached."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from finch.weights.huggingface import HuggingFaceFolder
 VOCAB_SIZE = 1024
 FREE_BYTES_NEEDED = 500 * 10**6
 
-# config.json of the base model; configs/quickstart/*.yaml build the same.
+# config.json of the base model; configs/quickstart/*.yaml build the same model.
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -45,37 +45,38 @@ CONFIG: dict[str, Any] = {
 
 
 def prepare(folder: Path) -> Path:
-    """Writes both worlds' rows, trains the tokenizer and the base model, or finds them from an earlier time.
+    """Writes both worlds' rows; trains the tokenizer and the base model, or reuses them from an earlier call.
 
     Returns:
         the base model's Hugging Face folder.
 
     Raises:
-        UserError: no room or no right to write.
+        UserError: the disk is full or ``folder`` is not writable.
     """
     try:
         return _prepare(folder)
     except OSError as error:
-        where = error.filename or folder
+        path = error.filename or folder
         raise UserError(
-            f"--out: {where} cannot be written ({error.strerror}); make room or give another folder"
+            f"--out {folder}: {path} cannot be written ({error.strerror}); free disk space or give another folder"
         ) from error
 
 
 def _prepare(folder: Path) -> Path:
-    data, cache = folder / "data", folder / f"base_{_recipe_of_the_base()}"
+    data, cache = folder / "data", folder / f"base_{_fingerprint()}"
     data.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < FREE_BYTES_NEEDED:
         raise UserError(
-            f"--out {folder} has {free / 1e6:.0f} MB free, the quickstart needs {FREE_BYTES_NEEDED / 1e6:.0f}; make room or give another folder"
+            f"--out {folder} has {free / 1e6:.0f} MB free, the quickstart needs {FREE_BYTES_NEEDED / 1e6:.0f}; "
+            "free disk space or give another folder"
         )
     old, new = old_world(), new_world()
     old.write(data / "old.jsonl")
-    # Each new fact in one phrasing, four times: an epoch is then 25 steps of 32, and its end a point of the figure.
+    # Each new fact in one phrasing, four times: an epoch is then 25 steps of 32 samples and gives one point of the figure.
     World(new.first_phrasings * 4).write(data / "new.jsonl")
     if (cache / "ready").exists():
-        print(f"base model: found in {cache}", flush=True)
+        print(f"base model: cached in {cache}", flush=True)
         return cache / "model"
     shutil.rmtree(cache, ignore_errors=True)
     start = cache / "random"
@@ -98,7 +99,7 @@ def _prepare(folder: Path) -> Path:
 
 def _write_random_model(folder: Path) -> None:
     torch.manual_seed(0)
-    decoder = decoder_of(CONFIG)
+    decoder = build_decoder(CONFIG)
     for name, parameter in decoder.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -109,7 +110,7 @@ def _write_random_model(folder: Path) -> None:
     finished.rename(folder)
 
 
-def decoder_of(config: dict[str, Any]) -> TransformerDecoder:
+def build_decoder(config: dict[str, Any]) -> TransformerDecoder:
     """The torchtune model that a quickstart folder's config.json describes."""
     return llama2(
         vocab_size=config["vocab_size"],
@@ -123,8 +124,8 @@ def decoder_of(config: dict[str, Any]) -> TransformerDecoder:
     )
 
 
-def _recipe_of_the_base() -> str:
-    """A fingerprint of all that the base model depends on, so that a changed world or config is not answered from the cache."""
+def _fingerprint() -> str:
+    """Hash of all that the base model depends on: a changed world or config does not use the cached model."""
     parts = [
         json.dumps(CONFIG),
         find_config("quickstart/base").read_text(encoding="utf-8"),

@@ -1,4 +1,4 @@
-"""What a checkpoint of the quickstart knows of a world: exact-match accuracy and mean loss of the answers."""
+"""Scores of a quickstart model on a world: exact-match accuracy and mean loss of the answers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torchtune.datasets._sft import SFTTransform
 from torchtune.models.llama2 import llama2_tokenizer
 
 from finch.objectives import IGNORE_INDEX
-from finch.quickstart.base import decoder_of
+from finch.quickstart.base import build_decoder
 from finch.quickstart.world import World
 from finch.torchtune_names import shift_labels
 from finch.weights.huggingface import HuggingFaceFolder
 
 
 @dataclass(frozen=True)
-class Knowledge:
-    """``accuracy``: share of facts whose whole answer greedy decoding gives, in [0, 1]; ``loss``: nats a target token."""
+class Scores:
+    """``accuracy``: share of facts whose complete answer greedy decoding gives, in [0, 1]; ``loss``: nats a target token."""
 
     accuracy: float
     loss: float
 
 
-def tokenized(world: World, folder: Path) -> dict[str, torch.Tensor]:
+def tokenize(world: World, folder: Path) -> dict[str, torch.Tensor]:
     """Each fact once, as one padded batch: ``tokens`` and shifted ``labels``, [facts, seq]."""
     tokenizer = llama2_tokenizer(str(folder / "tokenizer.model"), prompt_template=None)
     transform = SFTTransform(InputOutputToMessages(column_map={"input": "question", "output": "answer"}), tokenizer)
@@ -37,20 +37,20 @@ def tokenized(world: World, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def knowledge(folder: Path, batches: dict[str, dict[str, torch.Tensor]]) -> dict[str, Knowledge]:
+def evaluate(folder: Path, batches: dict[str, dict[str, torch.Tensor]]) -> dict[str, Scores]:
     """
     Args:
         folder: a Hugging Face folder of the quickstart's model.
-        batches: a name for each world, and its ``tokenized`` facts.
+        batches: name of a world to its facts from ``tokenize``.
     """
     base = HuggingFaceFolder(str(folder))
-    model = decoder_of(base.config).eval()
+    model = build_decoder(base.config).eval()
     model.load_state_dict(dict(base.weights()))
-    found = {}
+    scores = {}
     for name, batch in batches.items():
         logits, labels = model(batch["tokens"]), batch["labels"]
-        # Where each token of the answer is the most likely one given those before it, greedy decoding gives the answer.
-        right = (logits.argmax(-1) == labels) | (labels == IGNORE_INDEX)
+        # Greedy decoding gives the answer if each of its tokens is the most likely one after those before it.
+        correct = (logits.argmax(-1) == labels) | (labels == IGNORE_INDEX)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
-        found[name] = Knowledge(float(right.all(dim=1).float().mean()), float(loss))
-    return found
+        scores[name] = Scores(float(correct.all(dim=1).float().mean()), float(loss))
+    return scores

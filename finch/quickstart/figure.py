@@ -1,21 +1,21 @@
-"""The paper's Figure 1 in small: learning rate, and accuracy on the new and the old task, over steps."""
+"""The paper's Figure 1 on a small scale: learning rate, and accuracy on the new and the old task, over steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from finch.quickstart.evaluate import Knowledge
+from finch.quickstart.evaluate import Scores
 
 COLOURS = {"SFT": "#b5533c", "FINCH": "#2c6e8f"}
 
 
 @dataclass(frozen=True)
 class Curves:
-    """A run: ``learning_rates[i]`` of step i + 1; ``known``: step to what was known of "old" and "new" then."""
+    """A run: ``learning_rates[i]`` of step i + 1; ``scores``: step to the scores on "old" and "new" after it."""
 
     learning_rates: list[float]
-    known: dict[int, dict[str, Knowledge]]
+    scores: dict[int, dict[str, Scores]]
 
 
 def draw(runs: dict[str, Curves], file: Path) -> None:
@@ -28,9 +28,9 @@ def draw(runs: dict[str, Curves], file: Path) -> None:
     for name, run in runs.items():
         colour = COLOURS[name]
         rates.plot(range(1, len(run.learning_rates) + 1), run.learning_rates, color=colour, label=name)
-        steps = sorted(run.known)
+        steps = sorted(run.scores)
         for world, style, marker in (("new", "-", "o"), ("old", "--", "s")):
-            values = [100 * run.known[step][world].accuracy for step in steps]
+            values = [100 * run.scores[step][world].accuracy for step in steps]
             accuracy.plot(
                 steps, values, style, marker=marker, markersize=3.5, color=colour, label=f"{name}, {world} task"
             )

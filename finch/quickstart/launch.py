@@ -1,4 +1,4 @@
-"""Starts the real `tune run` in a process of its own."""
+"""Runs `tune run` in a subprocess."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from finch.errors import UserError
 
 
 def tune_run(config: str, output: Path, *overrides: str) -> None:
-    """``tune run finch_full_finetune --config CONFIG output_dir=OUTPUT ...``, its output kept in OUTPUT.log.
+    """``tune run finch_full_finetune --config CONFIG output_dir=OUTPUT ...``, with stdout and stderr in OUTPUT.log.
 
     Raises:
-        UserError: it failed; with the end of what it said.
+        UserError: the run failed; with the last lines of its log.
     """
     command = ["run", "finch_full_finetune", "--config", config, f"output_dir={output}", "overwrite=True", *overrides]
     print("  tune " + " ".join(command), flush=True)
@@ -24,5 +24,5 @@ def tune_run(config: str, output: Path, *overrides: str) -> None:
             [sys.executable, "-m", "torchtune._cli.tune", *command], stdout=file, stderr=subprocess.STDOUT
         )
     if code != 0:
-        said = log.read_text(encoding="utf-8").strip().splitlines()[-5:]
-        raise UserError(f"tune run failed with code {code}; {log} ends with: " + " | ".join(said))
+        last_lines = log.read_text(encoding="utf-8").strip().splitlines()[-5:]
+        raise UserError(f"tune run failed with code {code}; {log} ends with: " + " | ".join(last_lines))

@@ -1,4 +1,4 @@
-"""Facts about invented people. The old world is what the base model knows; the new one has other names and other words."""
+"""Facts about invented people. The base model knows the old world; the new world has other names and other words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Relation: ways to ask, and the answers to choose from.
+# Name of a relation to its question templates and its possible answers.
 Relations = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
 
 OLD_RELATIONS: Relations = {
@@ -75,13 +75,13 @@ NEW_SYLLABLES = ("zq", "xu", "vvo", "kwi", "jaz", "qor", "wex", "yuq", "zzi", "x
 
 @dataclass(frozen=True)
 class World:
-    """A world's facts, each asked in all its ways: ``rows[i]`` is {question, answer, fact}."""
+    """A world's facts, each in four phrasings: ``rows[i]`` is {question, answer, fact}, four rows a fact."""
 
     rows: list[dict[str, str | int]]
 
     @property
     def first_phrasings(self) -> list[dict[str, str | int]]:
-        """Each fact once."""
+        """One row a fact, in its first phrasing."""
         return self.rows[::4]
 
     def text(self) -> Iterable[str]:
@@ -93,7 +93,7 @@ class World:
 
 
 def make_world(relations: Relations, syllables: tuple[str, ...], people: int, seed: int) -> World:
-    """``people`` invented people with one fact of each relation; the same for the same seed."""
+    """``people`` invented people with one fact of each relation; deterministic given ``seed``."""
     generator = random.Random(seed)
     names: list[str] = []
     while len(names) < people:
@@ -102,9 +102,9 @@ def make_world(relations: Relations, syllables: tuple[str, ...], people: int, se
             names.append(name)
     rows: list[dict[str, str | int]] = []
     for number, name in enumerate(names):
-        for place, (questions, answers) in enumerate(relations.values()):
+        for index, (questions, answers) in enumerate(relations.values()):
             answer = generator.choice(answers)
-            fact = number * len(relations) + place
+            fact = number * len(relations) + index
             rows += [{"question": question.format(name), "answer": answer, "fact": fact} for question in questions]
     return World(rows)
 
@@ -115,5 +115,5 @@ def old_world() -> World:
 
 
 def new_world() -> World:
-    """200 facts in words of which the base model has not seen one."""
+    """200 facts in words that the base model has not been trained on."""
     return make_world(NEW_RELATIONS, NEW_SYLLABLES, people=50, seed=1)

@@ -1,4 +1,4 @@
-"""docs/integrate.md is run as it stands: its blocks are read from the page and applied to real copies of torchtune's recipes."""
+"""docs/integrate.md: the diffs on the page are applied to copies of torchtune's recipes, and the copies are run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtune._cli import tune
 
 PAGE = (ROOT / "docs" / "integrate.md").read_text()
-# The page's headings with a diff below them, and the ranks to run it on. optimizer_in_bwd is a mode of the last recipe.
+# The page's headings with a diff below them, and the number of ranks to run it on. optimizer_in_bwd is a mode of the last recipe.
 RANKS = {
     "full_finetune_distributed": 2,
     "lora_finetune_distributed": 2,
@@ -29,7 +29,7 @@ RANKS = {
 EVERY_DIFF = pytest.mark.parametrize("name", RANKS)
 NUM_STEPS = 10  # two epochs of 40 samples, 8 a step
 
-# Not of the page and not counted: the distributed recipes call CUDA in these places, and the tests run without one.
+# Not on the page and not counted: the distributed recipes call CUDA in these places, which the tests do not have.
 MEMORY_STATS = (
     "            memory_stats = training.get_memory_stats(device=self._device)\n"
     "            training.log_memory_stats(memory_stats)\n",
@@ -56,13 +56,13 @@ def block(language: str, heading: str) -> str:
 
 
 def hunks(diff: str) -> list[tuple[int, list[str]]]:
-    """A unified diff's hunks: the line where each begins, counted from 1, and its lines."""
-    found = re.split(r"^@@ -(\d+),\d+ \+\d+,\d+ @@\n", diff, flags=re.MULTILINE)[1:]
-    return [(int(start), lines.splitlines()) for start, lines in zip(found[::2], found[1::2], strict=True)]
+    """A unified diff's hunks: the number of each hunk's first line, from 1, and its lines."""
+    parts = re.split(r"^@@ -(\d+),\d+ \+\d+,\d+ @@\n", diff, flags=re.MULTILINE)[1:]
+    return [(int(start), lines.splitlines()) for start, lines in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def apply(diff: str, original: str) -> str:
-    """Applies a diff; each hunk must be found exactly once, and at its line."""
+    """Applies a diff; each hunk must match exactly once, and at its line."""
     text = original
     for start, lines in hunks(diff):
         before = "".join(line[1:] + "\n" for line in lines if line[:1] != "+")
@@ -75,27 +75,27 @@ def apply(diff: str, original: str) -> str:
 
 def changed_lines(diff: str) -> int:
     """Lines added or removed; a removed line with an added one in its place counts once."""
-    number = 0
+    count = 0
     for _, lines in hunks(diff):
         for run in re.findall(r"-+\+*|\++", "".join(line[:1] or " " for line in lines)):
-            number += max(run.count("-"), run.count("+"))
-    return number
+            count += max(run.count("-"), run.count("+"))
+    return count
 
 
 def tune_here(folder: Path, *arguments: str) -> None:
-    """The `tune` command in this process, as if typed in ``folder``: quicker than a process of its own."""
+    """The `tune` command in this process, as if typed in ``folder``: quicker than a subprocess."""
     paths = [*sys.path, str(folder)]
     with (
         contextlib.chdir(folder),
         mock.patch.object(sys, "argv", ["tune", *arguments]),
         mock.patch.object(sys, "path", paths),
-        contextlib.suppress(SystemExit),  # a recipe's failure is another exception
+        contextlib.suppress(SystemExit),  # a failing recipe raises another exception
     ):
         tune.main()
 
 
 def make_copy(name: str, folder: Path) -> None:
-    """`tune cp`, the page's lines, and what the CPU needs."""
+    """`tune cp`, the page's diff, and the changes that a CPU needs."""
     tune_here(folder, "cp", "full_finetune_single_device" if name == "optimizer_in_bwd" else name, "my.py")
     text = apply(block("diff", name), (folder / "my.py").read_text())
     for before, after in FOR_THE_CPU.get(name, []):
@@ -161,20 +161,20 @@ def finch_rates(losses: list[float], init: float, eta_base: float, eta_max: floa
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, base_folder: Path, rows_file: Path) -> Callable[[str], Run]:
-    """A copy's run over two epochs, made once for all tests."""
-    done: dict[str, Run] = {}
+    """Runs a copy for two epochs, once for all tests."""
+    runs: dict[str, Run] = {}
 
     def get(name: str) -> Run:
-        if name not in done:
+        if name not in runs:
             folder = tmp_path_factory.mktemp(name)
             make_copy(name, folder)
-            done[name] = run_copy(name, folder, config_of(name, base_folder, rows_file, folder / "run"))
-        return done[name]
+            runs[name] = run_copy(name, folder, config_of(name, base_folder, rows_file, folder / "run"))
+        return runs[name]
 
     return get
 
 
-def test_the_loop_follows_the_equation():
+def test_loop_follows_the_equation():
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.full((3,), 2.0))
     losses, rates = [], []
@@ -196,10 +196,10 @@ def test_the_loop_follows_the_equation():
 
 
 @EVERY_DIFF
-def test_at_most_six_lines_change_and_the_page_counts_them(name):
-    number = changed_lines(block("diff", name))
-    assert number <= 6
-    assert {5: "Five lines", 6: "Six lines"}[number] in section(name)
+def test_diff_changes_at_most_six_lines_as_the_page_says(name):
+    count = changed_lines(block("diff", name))
+    assert count <= 6
+    assert {5: "Five lines", 6: "Six lines"}[count] in section(name)
 
 
 @pytest.mark.slow
@@ -214,21 +214,23 @@ def test_copy_follows_the_equation(finished, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full_finetune_single_device", "optimizer_in_bwd"])
-def test_each_update_is_taken_with_the_rate_that_is_logged(name, base_folder, rows_file, tmp_path):
-    taken: dict[float, None] = {}
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: taken.setdefault(optimizer.param_groups[0]["lr"]))
+def test_optimizer_steps_with_the_logged_rate(name, base_folder, rows_file, tmp_path):
+    step_rates: dict[float, None] = {}
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: step_rates.setdefault(optimizer.param_groups[0]["lr"])
+    )
     try:
         make_copy(name, tmp_path)
         run = run_copy(name, tmp_path, config_of(name, base_folder, rows_file, tmp_path / "run"))
     finally:
         hook.remove()
-    assert len(taken) == NUM_STEPS
-    assert list(taken) == logged(run, "lr")
+    assert len(step_rates) == NUM_STEPS
+    assert list(step_rates) == logged(run, "lr")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full_finetune_distributed", "full_finetune_single_device"])
-def test_copy_takes_the_learning_rates_of_finch_full_finetune(finished, name, base_folder, rows_file, tmp_path):
+def test_copy_has_the_rates_of_finch_full_finetune(finished, name, base_folder, rows_file, tmp_path):
     config = config_of(name, base_folder, rows_file, tmp_path / "run")
     ours = tune_run(tmp_path, config, ranks=RANKS[name]) if RANKS[name] > 1 else run_here(tmp_path, config)
     assert ours.returncode == 0, ours.output[-3000:]
@@ -238,7 +240,7 @@ def test_copy_takes_the_learning_rates_of_finch_full_finetune(finished, name, ba
 
 @pytest.mark.slow
 @EVERY_DIFF
-def test_resumed_copy_goes_on_where_it_was(finished, name, base_folder, rows_file):
+def test_resumed_copy_continues_the_schedule(finished, name, base_folder, rows_file):
     run = finished(name)
     shutil.rmtree(run.folder / "epoch_1")  # as if it had been stopped in its second epoch
     changes = ["resume_from_checkpoint=True", "metric_logger.filename=resumed.txt"]

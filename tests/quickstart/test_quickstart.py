@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from finch.errors import UserError
 from finch.quickstart import base, launch
-from finch.quickstart.evaluate import knowledge, tokenized
+from finch.quickstart.evaluate import evaluate, tokenize
 from finch.quickstart.world import new_world, old_world
 
 pytestmark = pytest.mark.slow
@@ -18,61 +18,61 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """`python -m finch.quickstart` in a process of its own, two epochs in place of the configs' many."""
+    """`python -m finch.quickstart` in a subprocess, with two epochs instead of the configs' many."""
     folder = tmp_path_factory.mktemp("quickstart")
     short = folder / "short.py"
     short.write_text(
         "from finch.quickstart import launch\n"
-        "whole = launch.tune_run\n"
-        "launch.tune_run = lambda *arguments: whole(*arguments, 'epochs=2')\n"
+        "tune_run = launch.tune_run\n"
+        "launch.tune_run = lambda *arguments: tune_run(*arguments, 'epochs=2')\n"
         "import runpy, sys\n"
         f"sys.argv = ['quickstart', '--out', {str(folder / 'out')!r}]\n"
         "runpy.run_module('finch.quickstart', run_name='__main__')\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(short)], capture_output=True, text=True, timeout=300, check=False, env=environment()
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return folder / "out", done.stdout
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return folder / "out", result.stdout
 
 
-def test_prints_the_numbers_of_this_run(out):
+def test_quickstart_prints_the_scores_of_its_runs(out):
     folder, printed = out
-    batches = {"old": tokenized(old_world(), folder / "sft" / "epoch_1")}
+    batches = {"old": tokenize(old_world(), folder / "sft" / "epoch_1")}
     for name in ("SFT", "FINCH"):
-        known = knowledge(folder / name.lower() / "epoch_1", batches)["old"]
+        scores = evaluate(folder / name.lower() / "epoch_1", batches)["old"]
         (line,) = [line for line in printed.splitlines() if line.startswith(name) and "%" in line]
-        assert f"{known.loss:.3f}" in line
-        assert f"{known.accuracy:.1%}" in line
+        assert f"{scores.loss:.3f}" in line
+        assert f"{scores.accuracy:.1%}" in line
     assert str(folder / "figure.png") in printed
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_base_model_is_cached_and_loads_in_transformers(out, capsys, monkeypatch):
+def test_base_model_is_cached_and_loads_in_transformers(out, capsys, monkeypatch):
     folder, _ = out
     monkeypatch.setattr(base, "tune_run", lambda *_: pytest.fail("trained again"))
     model = base.prepare(folder)
-    assert "found in" in capsys.readouterr().out
+    assert "cached in" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(model).num_parameters() == pytest.approx(1.05e6, rel=0.05)
 
 
-def test_accuracy_is_that_of_greedy_decoding(out):
-    """Generates with transformers, token by token, and compares whole answers."""
+def test_accuracy_equals_greedy_decoding(out):
+    """Generates with transformers, token by token, and compares complete answers."""
     folder, _ = out
     tuned = folder / "finch" / "epoch_1"
-    batch = tokenized(new_world(), tuned)
+    batch = tokenize(new_world(), tuned)
     part = {name: tensor[:24] for name, tensor in batch.items()}
     model = AutoModelForCausalLM.from_pretrained(tuned).eval()
-    right = 0
+    num_correct = 0
     for tokens, labels in zip(part["tokens"], part["labels"], strict=True):
         targets = labels[labels != -100]
         start = int((labels != -100).nonzero()[0]) + 1
-        made = model.generate(tokens[None, :start], max_new_tokens=len(targets), do_sample=False, pad_token_id=0)
-        right += torch.equal(made[0, start:], targets)
-    assert knowledge(tuned, {"new": part})["new"].accuracy == pytest.approx(right / 24)
+        generated = model.generate(tokens[None, :start], max_new_tokens=len(targets), do_sample=False, pad_token_id=0)
+        num_correct += torch.equal(generated[0, start:], targets)
+    assert evaluate(tuned, {"new": part})["new"].accuracy == pytest.approx(num_correct / 24)
 
 
-def test_no_room_and_no_right_to_write(tmp_path, monkeypatch):
+def test_prepare_refuses_a_full_or_read_only_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(base, "FREE_BYTES_NEEDED", 10**18)
     with pytest.raises(UserError, match="MB free, the quickstart needs"):
         base.prepare(tmp_path / "out")
@@ -81,6 +81,6 @@ def test_no_room_and_no_right_to_write(tmp_path, monkeypatch):
         base.prepare(tmp_path / "file" / "out")
 
 
-def test_a_failed_run_tells_where_its_output_is(tmp_path):
+def test_tune_run_error_names_the_log(tmp_path):
     with pytest.raises(UserError, match=r"run\.log ends with: .*finch: error: --config nothing"):
         launch.tune_run("nothing", tmp_path / "run")
