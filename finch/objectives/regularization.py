@@ -4,22 +4,18 @@
         strength * sum_j (theta_j - theta0_j)^2 / 2    "half"
         strength * mean_j (theta_j - theta0_j)^2       "mean", over all parameters of the model
 
-Li et al., "Explicit Inductive Bias for Transfer Learning with Convolutional Networks" (2018), call it L2-SP. The
-three forms differ by a factor alone; under "mean" that factor is so small for a large model that a strength made for
-the others does nothing.
-
-This file needs torch alone beside :mod:`finch.distributed.parallel`, so that any training loop can take it.
+Li et al., "Explicit Inductive Bias for Transfer Learning with Convolutional Networks" (2018, arXiv 1802.01483), call it L2-SP. The
+three forms differ by a factor alone; under "mean" that factor is so small for a large model that a strength made for the others
+does nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -27,16 +23,7 @@ from finch import dtensor
 
 FORMS = ("sum", "half", "mean")
 
-_Cut = tuple[bool, ...]  # along which dimensions of its mesh the ranks hold different parts of a parameter
-
-
-@dataclass
-class _Anchored:
-    """A trainable parameter and this rank's part of its theta0."""
-
-    name: str
-    parameter: nn.Parameter
-    origin: torch.Tensor
+_IsSharded = tuple[bool, ...]  # for each dimension of a parameter's mesh, whether the ranks hold different parts of it
 
 
 class L2:
@@ -57,7 +44,7 @@ class L2:
     Args:
         strength: at least 0; 0 leaves the gradients alone, and the distance is still measured.
         form: ``"sum"``, ``"half"`` or ``"mean"``.
-        offload: keep theta0 on the CPU, pinned for parameters on CUDA. It then crosses the bus once per step.
+        offload: keep theta0 on the CPU, pinned for parameters on CUDA. It is then copied to the device once per step.
 
     Raises:
         ValueError: an argument outside its range, named with its value.
@@ -75,12 +62,12 @@ class L2:
         self.strength = float(strength)
         self.form = form
         self.offload = offload
-        self._anchored: list[_Anchored] = []
+        self._pretrained: list[tuple[nn.Parameter, torch.Tensor]] = []  # each with this rank's part of its theta0
         self._num_parameters = 0
 
     @torch.no_grad()
     def start(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Takes the present values of the trainable parameters for theta0.
+        """Copies the present values of the trainable parameters as theta0.
 
         Args:
             parameters: all of the model's with their names, sharded or not, each tensor once. Frozen ones count in the
@@ -89,104 +76,73 @@ class L2:
         Raises:
             ValueError: none of them is trainable.
         """
-        self._anchored, self._num_parameters = [], 0
-        for name, parameter in parameters:
+        self._pretrained, self._num_parameters = [], 0
+        for _, parameter in parameters:
             self._num_parameters += parameter.numel()
             if parameter.requires_grad:
-                origin = self._room_for(parameter).copy_(dtensor.to_local(parameter))
-                self._anchored.append(_Anchored(name.replace(_CHECKPOINT_PREFIX, ""), parameter, origin))
-        if not self._anchored:
+                self._pretrained.append((parameter, self._empty_like(parameter).copy_(dtensor.to_local(parameter))))
+        if not self._pretrained:
             raise ValueError("parameters=[] holds nothing trainable: give the model's named parameters before training")
-
-    @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fills theta0 from the pretrained checkpoint, for a run that resumes from tuned weights.
-
-        Args:
-            weights: whole tensors under the names given to ``start``, the same on every rank; taken one at a time, and
-                passed over where no parameter has the name.
-
-        Raises:
-            ValueError: a parameter that never came, or came in another shape.
-        """
-        self._check_started()
-        missing = {anchored.name: anchored for anchored in self._anchored}
-        for name, value in weights:
-            anchored = missing.pop(name, None)
-            if anchored is None:
-                continue
-            if value.shape != anchored.parameter.shape:
-                raise ValueError(
-                    f"weights give {name} the shape {list(value.shape)}, the model {list(anchored.parameter.shape)}: "
-                    "load the checkpoint this run began from"
-                )
-            cut = torch.empty_like(anchored.parameter)  # takes its placement, which load_full_tensor needs
-            dtensor.load_full_tensor(cut, value)
-            anchored.origin.copy_(dtensor.to_local(cut))
-        if missing:
-            raise ValueError(
-                f"weights lack {next(iter(missing))}, a parameter in training: load the checkpoint this run began from"
-            )
 
     @torch.no_grad()
     def add_gradients(self) -> dict[str, torch.Tensor]:
         """Adds the penalty's gradient to every ``grad``; a parameter without one gets one.
 
         Call it once per optimizer step, after all its backwards, which have averaged over ranks, and before clipping.
-        All ranks must call it: it sums one number over each mesh. The host waits for nothing.
+        All ranks must call it: it sums one number over each mesh. The host does not wait for the device.
 
         Returns:
             ``l2_penalty`` and ``distance``, ||theta - theta0||_2 over all shards before the update; [], float64.
+
+        Raises:
+            RuntimeError: ``start`` was not called.
         """
-        self._check_started()
+        if not self._pretrained:
+            raise RuntimeError("L2.start was not called: give it the model's named parameters before training")
         slope = {"sum": 2.0, "half": 1.0, "mean": 2.0 / self._num_parameters}[self.form] * self.strength
-        norms: dict[DeviceMesh | None, dict[_Cut, list[torch.Tensor]]] = {}
-        for anchored in self._anchored:
-            parameter = anchored.parameter
+        norms: dict[DeviceMesh | None, dict[_IsSharded, list[torch.Tensor]]] = {}
+        for parameter, pretrained in self._pretrained:
             local = dtensor.to_local(parameter)
-            # theta0 - theta, made in the one temporary that also widens and uploads theta0.
+            # theta0 - theta, in the one temporary that also upcasts and uploads theta0.
             dtype = torch.promote_types(local.dtype, torch.float32)
-            back = anchored.origin.to(local.device, dtype, non_blocking=True, copy=True).sub_(local)
-            mesh, cut = _layout(parameter)
-            norms.setdefault(mesh, {}).setdefault(cut, []).append(torch.linalg.vector_norm(back))
+            difference = pretrained.to(local.device, dtype, non_blocking=True, copy=True).sub_(local)
+            mesh, is_sharded = _layout(parameter)
+            norms.setdefault(mesh, {}).setdefault(is_sharded, []).append(torch.linalg.vector_norm(difference))
             if self.strength > 0:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dtensor.to_local(parameter.grad).add_(back, alpha=-slope)
+                dtensor.to_local(parameter.grad).add_(difference, alpha=-slope)
         total = torch.stack([_sum_of_squares(mesh, groups) for mesh, groups in norms.items()]).sum()
         return {"l2_penalty": total * (slope / 2), "distance": total.sqrt()}
 
-    def _room_for(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _empty_like(self, parameter: torch.Tensor) -> torch.Tensor:
         local = dtensor.to_local(parameter)
         if not self.offload:
             return torch.empty_like(local)
         return torch.empty_like(local, device="cpu", pin_memory=local.device.type == "cuda")
 
-    def _check_started(self) -> None:
-        if not self._anchored:
-            raise RuntimeError("L2.start was not called: give it the model's named parameters before training")
 
-
-def _layout(parameter: torch.Tensor) -> tuple[DeviceMesh | None, _Cut]:
+def _layout(parameter: torch.Tensor) -> tuple[DeviceMesh | None, _IsSharded]:
     if not isinstance(parameter, DTensor):
         return None, ()
     return parameter.device_mesh, tuple(not isinstance(placement, Replicate) for placement in parameter.placements)
 
 
-def _sum_of_squares(mesh: DeviceMesh | None, norms: dict[_Cut, list[torch.Tensor]]) -> torch.Tensor:
+def _sum_of_squares(mesh: DeviceMesh | None, norms: dict[_IsSharded, list[torch.Tensor]]) -> torch.Tensor:
     """The squares of all shards' norms on one mesh, each shard counted once; [], one collective.
 
-    DTensor sums over the dimensions that cut any parameter; one that lies there in copies gives a share from each.
+    DTensor sums over the mesh dimensions that shard any parameter. A parameter that is replicated along such a dimension would be
+    counted once for each copy, so its norm is divided by their number.
     """
-    cut_at_all = [any(dimension) for dimension in zip(*norms, strict=True)]
+    is_summed = [any(dimension) for dimension in zip(*norms, strict=True)]
     shares = []
-    for cut, group in norms.items():
-        sizes = zip(() if mesh is None else mesh.shape, cut_at_all, cut, strict=True)
-        copies = math.prod(size for size, is_summed, is_cut in sizes if is_summed and not is_cut)
+    for is_sharded, group in norms.items():
+        sizes = zip(() if mesh is None else mesh.shape, is_summed, is_sharded, strict=True)
+        copies = math.prod(size for size, summed, sharded in sizes if summed and not sharded)
         shares.append(torch.stack(group).double().square().sum() / copies)
     total = torch.stack(shares).sum()
     if mesh is None:
         return total
-    placements = [Partial() if is_summed else Replicate() for is_summed in cut_at_all]
+    placements = [Partial() if summed else Replicate() for summed in is_summed]
     total = total.to(mesh.device_type, non_blocking=True)  # offloaded shards live on the CPU
     return dtensor.full_tensor(DTensor.from_local(total, mesh, placements, run_check=False))

@@ -18,7 +18,7 @@ def names(*objectives):
 
 
 def all_objectives():
-    """Made anew for each test. With the same names as ``definition`` knows."""
+    """New ones for each test, under the names that ``definition`` uses."""
     return {
         **names(CrossEntropy(), FLOW(), DFT(), STM(), EAFT()),
         "TALR": TALR(tau="exact"),
@@ -26,7 +26,7 @@ def all_objectives():
     }
 
 
-# A model small enough to be written down: hidden states depend on the token and on its place in its sequence.
+# A minimal model: hidden states depend on the token and on its position in its sequence.
 
 
 def parameters(seed):
@@ -39,7 +39,7 @@ def parameters(seed):
 
 
 def logits_of(theta, batch):
-    hidden = torch.tanh(theta["embedding"][batch["tokens"]] + theta["position"][batch["place"]])
+    hidden = torch.tanh(theta["embedding"][batch["tokens"]] + theta["position"][batch["position_ids"]])
     return 0.7 * hidden @ theta["head"].T
 
 
@@ -69,18 +69,18 @@ def collate(rows, theta0, packed=False):
     """A padded micro-batch of rows, each a list of samples; with everything that any objective needs."""
     width = max(sum(len(tokens) for tokens, _ in row) for row in rows) + 2  # padding at every row's end
     empty = torch.zeros(len(rows), width, dtype=torch.long)
-    batch = {"tokens": empty.clone(), "place": empty.clone(), "labels": torch.full_like(empty, IGNORE_INDEX)}
+    batch = {"tokens": empty.clone(), "position_ids": empty.clone(), "labels": torch.full_like(empty, IGNORE_INDEX)}
     for number, row in enumerate(rows):
         start = 0
         for tokens, labels in row:
             end = start + len(tokens)
             batch["tokens"][number, start:end], batch["labels"][number, start:end] = tokens, labels
-            batch["place"][number, start:end] = torch.arange(len(tokens))
+            batch["position_ids"][number, start:end] = torch.arange(len(tokens))
             start = end
-        # As torchtune pads a pack: positions go on from the last sequence.
-        batch["place"][number, start:] = torch.arange(len(tokens), len(tokens) + width - start)
+        # As torchtune pads a pack: positions continue from the last sequence.
+        batch["position_ids"][number, start:] = torch.arange(len(tokens), len(tokens) + width - start)
     if packed:
-        batch["input_pos"] = batch["place"]
+        batch["input_pos"] = batch["position_ids"]
     with torch.no_grad():
         batch["pretrained_token_loss"] = token_losses(logits_of(theta0, batch), batch["labels"])
     return batch
@@ -91,9 +91,9 @@ def gradients(loss, theta):
 
 
 def train_step(objective, ranks, theta, theta0):
-    """One step as a training loop takes it: ``ranks`` is a list of ranks, each a list of micro-batches.
+    """One step of a training loop: ``ranks`` is a list of ranks, each a list of micro-batches.
 
-    Returns loss and gradient, as the mean over ranks that data parallelism takes.
+    Returns loss and gradient, averaged over ranks as data parallelism does.
     """
     batches = [batch for rank in ranks for batch in rank]
     if isinstance(objective, FLOW):
@@ -110,13 +110,13 @@ def train_step(objective, ranks, theta, theta0):
     for batch in batches:
         if "top_logits" in objective.needs:
             batch["top_logits"] = logits_of(theta, batch).topk(20).values
-    divisor = sum(objective.count(batch) for batch in batches)
+    denominator = sum(objective.count(batch) for batch in batches)
     loss, gradient = 0, 0
     for rank in ranks:
         for batch in rank:
             weight = objective.weights(losses[id(batch)].detach(), batch)
             assert not weight.requires_grad
-            part = (weight * losses[id(batch)]).sum() * len(ranks) / divisor
+            part = (weight * losses[id(batch)]).sum() * len(ranks) / denominator
             loss, gradient = loss + part.detach() / len(ranks), gradient + gradients(part, theta) / len(ranks)
     return loss, gradient
 
@@ -158,7 +158,7 @@ def definition(name, rows, theta, theta0):
 
 
 @pytest.fixture(scope="module")
-def world():
+def setting():
     """Parameters, the pretrained ones near them, and twelve samples: nine of unequal length, three without any target."""
     theta = parameters(0)
     noise = parameters(1)
@@ -191,54 +191,54 @@ def close(one, other):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", all_objectives())
-def test_every_layout_gives_the_loss_and_gradient_of_the_definition(world, name, layout):
-    theta, theta0, rows = world
+def test_objective_equals_its_definition_on_every_layout(setting, name, layout):
+    theta, theta0, rows = setting
     ranks = deal(rows, *LAYOUTS[layout], theta0)
     objective = all_objectives()[name]
     close(train_step(objective, ranks, theta, theta0), definition(name, rows, theta, theta0))
 
 
-def test_the_objectives_of_the_table_differ(world):
-    theta, theta0, rows = world
-    found = [float(definition(name, rows, theta, theta0)[0]) for name in all_objectives()]
-    assert len({round(loss, 3) for loss in found}) == len(found)
+def test_objectives_differ_from_each_other(setting):
+    theta, theta0, rows = setting
+    losses = [float(definition(name, rows, theta, theta0)[0]) for name in all_objectives()]
+    assert len({round(loss, 3) for loss in losses}) == len(losses)
 
 
 @pytest.mark.parametrize("name", all_objectives())
-def test_packed_rows_equal_single_ones(world, name):
-    theta, theta0, rows = world
+def test_objective_of_packed_rows_equals_its_definition(setting, name):
+    theta, theta0, rows = setting
     packs = [[rows[0], rows[9], rows[1], rows[2]], [rows[4]], [rows[3], rows[5], rows[6], rows[7], rows[8], rows[10]]]
     packed = [collate(packs[:2], theta0, packed=True), collate(packs[2:], theta0, packed=True)]
     objective = all_objectives()[name]
     close(train_step(objective, [packed], theta, theta0), definition(name, rows, theta, theta0))
 
 
-def test_a_sequence_is_that_of_the_target():
+def test_sequence_losses_assign_a_token_to_its_label():
     # The first two tokens' targets belong to sequence A, the third's to B, which starts after it.
     batch = {"labels": torch.tensor([[1, 1, 1, 1, -100]]), "input_pos": torch.tensor([[0, 1, 2, 0, 1]])}
     losses = torch.tensor([[1.0, 2.0, 30.0, 50.0, 0.0]])
     assert FLOW().sequence_losses(losses, batch).tolist() == [1.5, 40.0]
 
 
-def test_a_row_that_begins_within_a_sequence_is_a_sequence_of_its_own():
+def test_sequence_losses_split_a_sequence_across_rows():
     batch = {"labels": torch.ones(2, 4, dtype=torch.long), "input_pos": torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])}
     losses = torch.tensor([[1.0, 1, 1, 1], [2.0, 2, 8, 8]])
     assert FLOW().sequence_losses(losses, batch).tolist() == [1.0, 2.0, 8.0]
 
 
-def test_sequences_without_targets_have_no_loss(world):
-    _, theta0, rows = world
+def test_sequence_losses_omit_sequences_without_targets(setting):
+    _, theta0, rows = setting
     batch = collate([[row] for row in rows], theta0)
-    found = FLOW().sequence_losses(batch["pretrained_token_loss"], batch)
-    assert len(found) == 9
-    assert found.isfinite().all()
+    losses = FLOW().sequence_losses(batch["pretrained_token_loss"], batch)
+    assert len(losses) == 9
+    assert losses.isfinite().all()
     ignored = batch["labels"] == IGNORE_INDEX
-    assert torch.equal(FLOW().sequence_losses(batch["pretrained_token_loss"].masked_fill(ignored, 9.0), batch), found)
-    batch["pretrained_token_loss"][0, batch["labels"][0] != IGNORE_INDEX] = math.nan  # a diverged model must show
+    assert torch.equal(FLOW().sequence_losses(batch["pretrained_token_loss"].masked_fill(ignored, 9.0), batch), losses)
+    batch["pretrained_token_loss"][0, batch["labels"][0] != IGNORE_INDEX] = math.nan  # a diverged model must be visible
     assert FLOW().sequence_losses(batch["pretrained_token_loss"], batch).isnan().tolist() == [True] + [False] * 8
 
 
-def test_cross_entropy_weighs_every_target_the_same():
+def test_cross_entropy_weights_are_one():
     batch = {"labels": torch.tensor([[3, -100, 1], [-100, -100, -100]])}
     token_loss = torch.tensor([[0.5, 0.0, 2.0], [0.0, 0.0, 0.0]])
     assert torch.equal(CrossEntropy().weights(token_loss, batch), torch.ones(2, 3))
@@ -258,21 +258,21 @@ def test_talr_with_tau_1_and_no_floor_is_dft():
 def test_talr_declares_its_statistic_and_floors_its_weights():
     assert (TALR("exact").statistic, TALR().statistic, TALR(2.0).statistic) == ("exact", "lagged", None)
     losses = torch.tensor([[0.0, 2.0, 9.0]])
-    found = TALR(2.0, w_min=0.05).weights(losses, {"labels": torch.ones(1, 3)})
-    torch.testing.assert_close(found, torch.tensor([[1.0, math.exp(-1), 0.05]]))
+    weights = TALR(2.0, w_min=0.05).weights(losses, {"labels": torch.ones(1, 3)})
+    torch.testing.assert_close(weights, torch.tensor([[1.0, math.exp(-1), 0.05]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_talr_stays_finite_whatever_the_statistic(dtype):
+def test_talr_is_finite_for_any_statistic(dtype):
     losses = torch.tensor([[0.0, 0.5, 3.0]], dtype=dtype)
     batch = {"labels": torch.ones(1, 3)}
     for tau, expected in [(0.0, [1, 0.01, 0.01]), (math.nan, [1, 1, 1]), (math.inf, [1, 1, 1])]:
-        found = TALR("exact").weights(losses, {**batch, "statistic": torch.tensor(tau)})
-        torch.testing.assert_close(found, torch.tensor([expected], dtype=dtype))
+        weights = TALR("exact").weights(losses, {**batch, "statistic": torch.tensor(tau)})
+        torch.testing.assert_close(weights, torch.tensor([expected], dtype=dtype))
 
 
 @pytest.mark.parametrize(("p", "undetached_learns"), [(0.2, False), (0.36, False), (0.38, True), (0.8, True)])
-def test_without_the_detaching_dft_unlearns_below_1_over_e(p, undetached_learns):
+def test_dft_without_detaching_unlearns_below_1_over_e(p, undetached_learns):
     def slope(detach):
         """d objective / d logit of the target: learning wants it negative."""
         logits = torch.tensor([[math.log(p), math.log(1 - p)]], dtype=torch.float64, requires_grad=True)
@@ -284,8 +284,8 @@ def test_without_the_detaching_dft_unlearns_below_1_over_e(p, undetached_learns)
     assert (slope(detach=False) < 0) == undetached_learns
 
 
-def test_the_median_sample_weighs_1_over_e_under_flow(world):
-    _, theta0, rows = world
+def test_flow_weighs_the_median_sequence_1_over_e(setting):
+    _, theta0, rows = setting
     batch = collate([[row] for row in rows], theta0)
     flow = FLOW()
     losses = flow.sequence_losses(batch["pretrained_token_loss"], batch)
@@ -300,7 +300,7 @@ def test_the_median_sample_weighs_1_over_e_under_flow(world):
     assert flow.count(batch) == (batch["labels"] != IGNORE_INDEX).sum()
 
 
-def test_stm_divides_by_the_tokens_kept():
+def test_stm_counts_the_tokens_kept():
     limit = math.log(2.5)
     batch = {
         "labels": torch.tensor([[4, 4, 4, -100, 4]]),
@@ -315,8 +315,8 @@ def test_stm_divides_by_the_tokens_kept():
 @pytest.mark.parametrize(
     ("name", "masked_by"), [*((name, "labels") for name in all_objectives()), ("STM", "objective")]
 )
-def test_a_micro_batch_that_counts_nothing_keeps_its_graph(world, name, masked_by):
-    theta, theta0, rows = world
+def test_micro_batch_without_targets_keeps_its_graph(setting, name, masked_by):
+    theta, theta0, rows = setting
     batch = collate([[row] for row in (rows[9:] if masked_by == "labels" else rows[:3])], theta0)
     if masked_by == "objective":
         batch["pretrained_token_loss"] += 5
@@ -333,18 +333,18 @@ def test_a_micro_batch_that_counts_nothing_keeps_its_graph(world, name, masked_b
     assert torch.equal(gradients(loss, theta), torch.zeros(sum(part.numel() for part in theta.values())))
 
 
-def test_eaft_is_the_entropy_over_its_greatest_value():
+def test_eaft_weights_are_the_normalized_entropy():
     logits = torch.full((1, 3, 20), -torch.inf)
     logits[0, 0] = 1.7  # all alike: the most unsure
     logits[0, 1, 4] = 3.0  # one alone
     logits[0, 2, :2] = torch.tensor([0.0, math.log(3)])  # a quarter, three quarters
-    found = EAFT().weights(torch.zeros(1, 3), {"labels": torch.zeros(1, 3), "top_logits": logits})
-    torch.testing.assert_close(found, torch.tensor([[1.0, 0.0, 0.5623351446188083 / math.log(20)]]))
+    weights = EAFT().weights(torch.zeros(1, 3), {"labels": torch.zeros(1, 3), "top_logits": logits})
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 0.0, 0.5623351446188083 / math.log(20)]]))
     with pytest.raises(ValueError, match=r"top_logits'\] of shape \[1, 3, 19\] must hold the 20"):
         EAFT().weights(torch.zeros(1, 3), {"labels": torch.zeros(1, 3), "top_logits": logits[..., :19]})
 
 
-def test_weights_are_made_in_fp32_at_least():
+def test_weights_are_at_least_fp32():
     losses = torch.tensor([[0.1, 2.3]], dtype=torch.bfloat16)
     batch = {
         "labels": torch.ones(1, 2, dtype=torch.long),
@@ -359,17 +359,14 @@ def test_weights_are_made_in_fp32_at_least():
 
 
 @pytest.mark.parametrize("values", [[3.0], [4.0, 1.0], [2.0, 9.0, 1.0], [1.0, 8.0, 2.0, 4.0], [5.0, 5.0, 5.0, 1.0]])
-def test_median_is_that_of_numpy(values):
+def test_median_equals_numpy(values):
     assert float(median(torch.tensor(values))) == numpy.median(values)
     assert float(median(torch.tensor([math.nan, *values, math.nan]))) == numpy.median(values)
-
-
-def test_median_of_nothing_is_nan():
     assert median(torch.empty(0)).isnan()
     assert median(torch.full((3,), math.nan)).isnan()
 
 
-def test_what_each_objective_asks_for():
+def test_objectives_declare_what_they_need():
     assert {name: set(objective.needs) for name, objective in all_objectives().items() if objective.needs} == {
         "FLOW": {"pretrained_token_loss"},
         "STM": {"pretrained_token_loss"},
@@ -402,7 +399,7 @@ def test_what_each_objective_asks_for():
         (lambda: STM(threshold="2"), "threshold='2' must be above 1"),
     ],
 )
-def test_bad_arguments_are_named(make, message):
+def test_objectives_reject_bad_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -431,11 +428,11 @@ def test_dft_equals_trl():
     labels = F.pad(torch.tensor(TRL_LABELS)[:, 1:], (0, 1), value=IGNORE_INDEX)
     hidden = F.rms_norm(embedding[torch.tensor(TRL_TOKENS)], (4,), eps=1e-6)
     token_loss = token_losses(hidden @ head.T, labels)
-    found = {}
+    losses = {}
     for objective in (CrossEntropy(), DFT()):
         weight = objective.weights(token_loss.detach(), {"labels": labels})
-        found[type(objective)] = (weight * token_loss).sum() / objective.count({"labels": labels})
-    assert found[CrossEntropy].item() == pytest.approx(TRL_SFT_LOSS, rel=1e-6)
-    assert found[DFT].item() == pytest.approx(TRL_DFT_LOSS, rel=1e-6)
-    gradient = torch.autograd.grad(found[DFT], head)[0]
+        losses[type(objective)] = (weight * token_loss).sum() / objective.count({"labels": labels})
+    assert losses[CrossEntropy].item() == pytest.approx(TRL_SFT_LOSS, rel=1e-6)
+    assert losses[DFT].item() == pytest.approx(TRL_DFT_LOSS, rel=1e-6)
+    gradient = torch.autograd.grad(losses[DFT], head)[0]
     torch.testing.assert_close(gradient, torch.tensor(TRL_DFT_GRADIENT), rtol=0, atol=1e-7)
