@@ -1,4 +1,4 @@
-"""A user's mistake, told in one sentence and without a traceback."""
+"""A user's mistake is one line on stderr, without a traceback."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 ERROR_FILE = "FINCH_ERROR_FILE"
-"""Name of the environment variable with the file that a user's mistake is also written to."""
+"""Environment variable: a file that the message of a UserError is also written to."""
 
 
 class UserError(ValueError):
-    """Something the user can mend: the message names key, value and remedy in one sentence."""
+    """A mistake that the user can fix. The message is one line: key and value, what is wrong, what to do."""
 
 
 class WriteFailed(OSError):
-    """Files could not be written, most often for want of room; what was there before is as it was."""
+    """Files could not be written, usually because the disk is full; files that were there before are unchanged."""
 
 
-# What gloo and NCCL say when another process of the group has gone; that process has its own, better message.
+# Messages of gloo and NCCL when another process of the group has exited; that process has its own, better error.
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -32,70 +32,56 @@ _LOST_PEER = (
     "remote process exited",
     "Broken pipe",
 )
-_TIMED_OUT = "Timed out waiting"  # gloo's; NCCL ends the process itself
+_TIMED_OUT = "Timed out waiting"  # gloo's; NCCL aborts the process itself
 
 
 def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
     """Decorates a program's main function: a UserError becomes one line on stderr and exit code 1.
 
-    Under torchrun the first process to leave ends all others. Rank 0 tells at once; another rank waits a moment
-    before it tells, since most mistakes show on every rank and one sentence is enough; and a rank that merely lost a
-    peer waits for the peer's own error.
+    torchrun ends all ranks when the first one exits. Rank 0 reports at once. The others wait before they do, since most mistakes
+    occur on every rank and one message is enough; a rank that only lost a peer waits for the peer's own error.
     """
 
     @functools.wraps(main)
     def wrapper(*args: Any, **kwargs: Any) -> None:
+        rank = os.environ.get("RANK", "0")
         try:
             main(*args, **kwargs)
         except UserError as error:
-            # A loader's worker hands on its own traceback as the message, which ends in the sentence.
-            sentence = str(error).rpartition("UserError: ")[2].strip()
-            _leave_sentence(sentence)
-            if os.environ.get("RANK", "0") != "0":
+            # A data-loader worker's error arrives with its traceback, which ends in the message.
+            message = str(error).rpartition("UserError: ")[2].strip()
+            _write_error_file(message)
+            if rank != "0":
                 time.sleep(10)
-            print(f"\nfinch: error: {sentence}", file=sys.stderr, flush=True)  # a progress bar may stand on the line
-            _leave(1)
+            _print(f"finch: error: {message}")
+            _exit(1)
         except KeyboardInterrupt:
-            print("\nfinch: interrupted", file=sys.stderr, flush=True)
-            _leave(130)
+            _print("finch: interrupted")
+            _exit(130)
         except Exception as error:
             if "LOCAL_RANK" not in os.environ:
                 raise
-            if isinstance(error, RuntimeError) and _TIMED_OUT in str(error):
-                traceback.print_exc()
-                print(
-                    f"\nfinch: error: rank {os.environ.get('RANK')} has waited for another rank as long as distributed_timeout allows; the stacks that "
-                    "each rank prints before that show where it is stuck",
-                    file=sys.stderr,
-                    flush=True,
+            reason = str(error) if isinstance(error, RuntimeError) else ""
+            if any(sign in reason for sign in _LOST_PEER) and _TIMED_OUT not in reason:
+                time.sleep(5)
+                _print(f"finch: rank {rank} stopped because another rank did; that rank's error is above")
+                _exit(1)
+            traceback.print_exc()
+            if _TIMED_OUT in reason:
+                _print(
+                    f"finch: error: rank {rank} has waited for another rank longer than distributed_timeout; the stacks above, of every rank, show "
+                    "which one is stuck and where"
                 )
-                _leave(1)
-            if not (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)):
-                traceback.print_exc()
-                _leave(1)
-            time.sleep(5)
-            print(
-                f"\nfinch: rank {os.environ.get('RANK')} stopped because another rank did; its error stands above",
-                file=sys.stderr,
-                flush=True,
-            )
-            _leave(1)
+            _exit(1)
 
     return wrapper
 
 
-def _leave_sentence(sentence: str) -> None:
-    """For whoever started the ranks: a mistake is not mended by starting them again, and the sentence goes into its log."""
-    if file := os.environ.get(ERROR_FILE):
-        with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as opened:  # one rank's is enough
-            opened.write(sentence + "\n")
-
-
 def exit_without_teardown() -> None:
-    """Ends a rank whose work is done, without taking the interpreter apart; nothing to do for a process of its own.
+    """Ends a rank that has finished, without the interpreter's teardown; a no-op outside of torchrun.
 
-    While the interpreter ends, a thread of gloo's now and then aborts the process ("terminate called without an active
-    exception"), and torchrun would report a finished run as failed.
+    During teardown a thread of gloo occasionally aborts the process ("terminate called without an active exception"), and torchrun
+    would report a finished run as failed.
     """
     if "LOCAL_RANK" in os.environ:
         sys.stdout.flush()
@@ -103,8 +89,19 @@ def exit_without_teardown() -> None:
         os._exit(0)
 
 
-def _leave(code: int) -> None:
-    """Ends the process; with a live process group at once, since tearing it down could wait for ranks that are gone."""
+def _print(message: str) -> None:
+    print(f"\n{message}", file=sys.stderr, flush=True)  # on a line of its own, after a progress bar
+
+
+def _write_error_file(message: str) -> None:
+    """For the job script that starts the ranks: it logs the message and does not start them again."""
+    if file := os.environ.get(ERROR_FILE):
+        with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as opened:  # one rank's is enough
+            opened.write(message + "\n")
+
+
+def _exit(code: int) -> None:
+    """Ends the process; without teardown if it has a process group, whose teardown could wait for ranks that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     torch = sys.modules.get("torch")

@@ -221,7 +221,7 @@ class FinchFullFinetune(FTRecipeInterface):
         )
         self._profiler = self._setup_profiler(cfg)
         if state is not None and self._resume_folder is not None:
-            checkpoint.restore_rng(self._resume_folder, state, self._parallel)
+            checkpoint.load_rng_state(self._resume_folder, state, self._parallel)
 
     def train(self) -> None:
         """The training loop: epochs, steps, and what happens between them."""
@@ -344,7 +344,7 @@ class FinchFullFinetune(FTRecipeInterface):
     def _check_nonfinite(self) -> None:
         """Where losses stay on a device, those that are not finite come to light here."""
         if not self._schedule.check():
-            self._rollbacks.note_finite(self.step)
+            self._rollbacks.record_finite(self.step)
         elif self._on_nonfinite == "rollback":
             self._roll_back()
 
@@ -352,10 +352,12 @@ class FinchFullFinetune(FTRecipeInterface):
         """Weights, optimizer and FINCH's average as a checkpoint has them, or as the run began. The position stays: what lies
         between is not trained on again, since it led here."""
         self._checkpoint_writer.finish()
-        found = checkpoint.checkpoints(self._run)
+        found = checkpoint.list_checkpoints(self._run)
         if self._resume_folder is not None and self._resume_folder not in found:
             found.append(self._resume_folder)
-        folder, damages = checkpoint.latest_valid(self._rollbacks.candidates(self.step, found), self._parallel)
+        folder, damages = checkpoint.latest_valid(
+            self._rollbacks.eligible_checkpoints(self.step, found), self._parallel
+        )
         if damages and folder is None:
             raise UserError(
                 f"on_nonfinite=rollback: {damages[0]}, and there is no other; lower the learning rate and start afresh"
@@ -377,7 +379,7 @@ class FinchFullFinetune(FTRecipeInterface):
             back_to, kept, self._median.last = state["step"], state["schedule"], state["median"]
         if isinstance(self._schedule, FinchLR):  # the others go by the step
             self._schedule.load_state_dict(kept)
-        self._rollbacks.note(self.step, back_to)
+        self._rollbacks.record_rollback(self.step, back_to)
         self._log_metrics.note({"step": self.step, "epoch": self.epoch, "rolled_back_to": back_to})
         self._log_metrics.pause()
 
@@ -385,7 +387,7 @@ class FinchFullFinetune(FTRecipeInterface):
         """Whether the state is worth saving; a collective. An update can break weights that no forward has seen yet."""
         if self._rollbacks.unconfirmed:
             return False
-        if self._parallel.all_true(checkpoint.are_finite(self._trained_parameters().values())):
+        if self._parallel.all_true(checkpoint.all_finite(self._trained_parameters().values())):
             return True
         if self._on_nonfinite != "rollback":
             raise FloatingPointError(

@@ -3,50 +3,55 @@ import pytest
 from finch.errors import UserError, report_user_errors
 
 
-def leaving(error, **environment):
+def exit_code_of(error):
     @report_user_errors
     def main():
         raise error
 
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         main()
-    return left.value.code
+    return exited.value.code
 
 
-def test_a_users_mistake_is_one_line(capsys):
-    assert leaving(UserError("epochs=0 must be at least 1")) == 1
-    assert capsys.readouterr().err.strip() == "finch: error: epochs=0 must be at least 1"
-
-
-def test_the_sentence_is_also_left_for_whoever_started_the_ranks(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("FINCH_ERROR_FILE", str(tmp_path / "error"))
-    leaving(KeyboardInterrupt())
-    assert not (tmp_path / "error").exists()
-    leaving(UserError("epochs=0 must be at least 1"))
+def test_user_error_is_one_line_also_in_the_error_file(capsys, tmp_path, monkeypatch):
+    for file in (tmp_path / "error", tmp_path / "absent" / "error"):
+        monkeypatch.setenv("FINCH_ERROR_FILE", str(file))
+        assert exit_code_of(UserError("epochs=0 must be at least 1")) == 1
+        assert capsys.readouterr().err == "\nfinch: error: epochs=0 must be at least 1\n"
     assert (tmp_path / "error").read_text() == "epochs=0 must be at least 1\n"
-    monkeypatch.setenv("FINCH_ERROR_FILE", str(tmp_path / "absent" / "error"))
-    assert leaving(UserError("epochs=0 must be at least 1")) == 1
 
 
-def test_ctrl_c(capsys):
-    assert leaving(KeyboardInterrupt()) == 130
+def test_ctrl_c_exits_with_130(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FINCH_ERROR_FILE", str(tmp_path / "error"))
+    assert exit_code_of(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err.strip() == "finch: interrupted"
+    assert not (tmp_path / "error").exists()
 
 
-def test_our_own_defects_keep_their_traceback():
+def test_other_errors_keep_their_traceback():
     @report_user_errors
     def main():
-        raise RuntimeError("Connection closed by peer")  # without torchrun this is no lost rank
+        raise RuntimeError("Connection closed by peer")  # without torchrun there is no peer
 
     with pytest.raises(RuntimeError):
         main()
 
 
-def test_a_rank_that_lost_a_peer_tells_after_the_peer(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "waits", "is_traceback", "message"),
+    [
+        ("[gloo] Connection closed by peer [127.0.0.1]:1", [5], False, "rank 1 stopped because another rank did"),
+        ("Timed out waiting 8000ms for recv", [], True, "rank 1 has waited for another rank longer than distributed"),
+        ("shapes do not match", [], True, ""),
+    ],
+)
+def test_rank_reports_its_own_error_before_a_lost_peer(error, waits, is_traceback, message, capsys, monkeypatch):
     waited = []
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("finch.errors.time.sleep", waited.append)
-    assert leaving(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")) == 1
-    assert waited == [5]
-    assert "rank 1 stopped because another rank did" in capsys.readouterr().err
+    assert exit_code_of(RuntimeError(error)) == 1
+    assert waited == waits
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert ("Traceback" in stderr) == is_traceback

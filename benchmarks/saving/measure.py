@@ -30,7 +30,7 @@ import torch
 import finch
 from benchmarks import tiny_job, tiny_text
 from benchmarks.saving.recipe import ASYNC, FILE_NAME, MODES, NEVER, SYNC
-from finch.checkpoint.reader import checkpoints
+from finch.checkpoint.reader import list_checkpoints
 from finch.errors import UserError, report_user_errors
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def measure(folder: Path, ranks: int, rounds: int, every: int, size: dict[str, i
         stretch = int(step) // every - 1  # the save at a stretch's beginning, after the first one's warm-up
         if stretch < len(lines) and int(step) % every == 0:
             saves[lines[stretch]["mode"]].append(float(took))
-    [last] = checkpoints(run)
+    [last] = list_checkpoints(run)
     return Measured(seconds, saves, sum(file.stat().st_size for file in last.iterdir()))
 
 

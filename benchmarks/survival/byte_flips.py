@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from finch.checkpoint.reader import candidates, latest_valid
+from finch.checkpoint.reader import find_resume_candidates, latest_valid
 from finch.distributed.parallel import Parallel
 
 
@@ -49,7 +49,7 @@ def is_detected(run: Path, flip: Flip) -> bool:
     Args:
         run: holds two whole checkpoints.
     """
-    found = candidates(run, "auto")
+    found = find_resume_candidates(run, "auto")
     alone = Parallel(torch.device("cpu"))
     flip.apply(found[0])
     try:

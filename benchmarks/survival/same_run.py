@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from finch.checkpoint.reader import checkpoints
+from finch.checkpoint.reader import list_checkpoints
 from finch.run_files import METRICS, read_metrics
 
 TIMED = "tokens_per_second_per_gpu"  # differs between any two runs
@@ -23,7 +23,7 @@ def differences(run: Path, reference: Path) -> list[str]:
     before the last are counted alone: a run that was asked to leave has saved at other steps.
     """
     found = []
-    kept, wanted_number = len(checkpoints(run)), len(checkpoints(reference))
+    kept, wanted_number = len(list_checkpoints(run)), len(list_checkpoints(reference))
     if kept != wanted_number:
         found.append(f"there are {kept} whole checkpoints in place of {wanted_number}")
     names, wanted = _names(run), _names(reference)
@@ -45,7 +45,7 @@ def differences(run: Path, reference: Path) -> list[str]:
 
 
 def _names(run: Path) -> set[str]:
-    earlier = checkpoints(run)[1:]
+    earlier = list_checkpoints(run)[1:]
     return {
         str(path.relative_to(run))
         for path in run.rglob("*")

@@ -35,10 +35,10 @@ TENSOR_S = 0.002
 
 # The four stretches of a save, which every rank runs through together
 PARTS = {
-    "prepare": "save: shards",
+    "create_folder": "save: shards",
     "write_shard": "save: shards",
-    "write_rest": "save: states",
-    "rename": "save: names",
+    "write_state": "save: states",
+    "publish": "save: names",
 }
 EXPORT = "export"
 

@@ -35,7 +35,7 @@ from benchmarks import tiny_job, tiny_text
 from benchmarks.survival import byte_flips
 from benchmarks.survival.killed_run import KINDS, RECIPE, Job, Outcome, Timing, run_killed, run_undisturbed
 from benchmarks.survival.same_run import differences
-from finch.checkpoint.reader import checkpoints
+from finch.checkpoint.reader import list_checkpoints
 from finch.errors import UserError, report_user_errors
 
 EVERY_N_STEPS = 4
@@ -126,7 +126,7 @@ class Torture:
     def flips(self, number: int, whole_starts: int) -> tuple[int, Counter[str]]:
         """Changes ``number`` bytes, one at a time; returns how many changes were found, and how many lay in each file."""
         run, _ = self.undisturbed("async")
-        last = checkpoints(run)[0]
+        last = list_checkpoints(run)[0]
         flips = byte_flips.draw(last, number, random.Random(f"{self._seed} bytes"))
         found = [byte_flips.is_detected(run, flip) for flip in flips]
         for which in range(0, number, -(-number // whole_starts)) if whole_starts else ():
@@ -141,7 +141,7 @@ class Torture:
         reference, _ = self.undisturbed("async")
         job = self.job("async", name)
         shutil.copytree(reference, job.run, symlinks=True)
-        damaged, before = checkpoints(job.run)
+        damaged, before = list_checkpoints(job.run)
         flip.apply(damaged)
         outcome = run_killed(job, self.undisturbed("async")[1], [], random.Random(0), 0)
         said = job.log(1).read_text(encoding="utf-8", errors="replace")

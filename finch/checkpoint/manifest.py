@@ -1,7 +1,7 @@
-"""manifest.json: the size and SHA-256 of every file of a checkpoint, so that a damaged one is known before it is read.
+"""manifest.json: size and SHA-256 of every file of a checkpoint, so that damage is detected before a file is used.
 
-torch.distributed.checkpoint keeps its index as a pickle, which runs whatever it holds. A manifest guards against damage,
-not against a stranger who may write into the folder.
+torch.distributed.checkpoint keeps its index as a pickle, which runs whatever it contains. A manifest protects against damage,
+not against an attacker who can write into the folder.
 """
 
 from __future__ import annotations
@@ -18,55 +18,56 @@ FILE_NAME = "manifest.json"
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint that is not as it was written; the message names the file."""
+    """A file of a checkpoint is missing or was changed; the message names it."""
 
 
-def digest_of(file: Path) -> dict[str, Any]:
-    """An entry of the manifest: size in bytes and SHA-256 of one file."""
+def file_entry(file: Path) -> dict[str, Any]:
+    """The manifest's entry of one file: size in bytes and SHA-256."""
     with file.open("rb") as opened:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
 def write(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes the manifest, last of all: a folder without one is not whole."""
-    files.write_text(folder / FILE_NAME, _text(entries))
+    """Writes the manifest of ``folder``; called last, since a folder without one is incomplete."""
+    files.write_text(folder / FILE_NAME, _to_text(entries))
     files.sync(folder)
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The entries by file name, from a manifest that is byte for byte as it was written.
+    """The entries by file name.
 
     Raises:
-        CorruptCheckpoint: it is missing, or any byte of it has changed.
+        CorruptCheckpoint: the manifest is missing, or a byte of it has changed.
     """
     try:
         text = (folder / FILE_NAME).read_bytes().decode()
         entries = json.loads(text)["files"]
-        whole = _text(entries) == text
+        is_unchanged = _to_text(entries) == text
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{FILE_NAME} cannot be read ({type(error).__name__})") from error
-    if not whole:
+    if not is_unchanged:
         raise CorruptCheckpoint(f"{FILE_NAME} is not as it was written")
     return entries
 
 
 def verify(folder: Path, names: Iterable[str], entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """
+    """Compares the files ``names`` of ``folder`` with their entries.
+
     Raises:
-        CorruptCheckpoint: one of the files ``names`` is missing or differs from its entry.
+        CorruptCheckpoint: a file is missing or differs from its entry.
     """
     for name in names:
         file = folder / name
         try:
             if file.stat().st_size != entries[name]["bytes"]:
-                raise CorruptCheckpoint(f"{name} has {file.stat().st_size} bytes in place of {entries[name]['bytes']}")
-            if digest_of(file) != entries[name]:
+                raise CorruptCheckpoint(f"{name} has {file.stat().st_size} bytes instead of {entries[name]['bytes']}")
+            if file_entry(file) != entries[name]:
                 raise CorruptCheckpoint(f"{name} is not as it was written")
         except OSError as error:
             raise CorruptCheckpoint(f"{name} cannot be read ({error.strerror})") from error
 
 
-def _text(entries: Mapping[str, Mapping[str, Any]]) -> str:
-    """The only spelling of these entries, with their own digest, so that a change of any byte shows."""
-    own = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"files": entries, "sha256_of_files": own}, indent=1, sort_keys=True) + "\n"
+def _to_text(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """The manifest's only valid text for these entries, with their own digest, so that a change of any byte shows."""
+    digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": entries, "sha256_of_files": digest}, indent=1, sort_keys=True) + "\n"

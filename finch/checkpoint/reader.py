@@ -1,8 +1,14 @@
-"""The resumable state of a run, RUN/checkpoints/step_N/: finding it, verifying it, loading it.
+"""Finding, verifying and loading the state a run resumes from, RUN/checkpoints/step_N/. :mod:`finch.checkpoint.writer` writes it.
 
-A folder holds sharded tensors (torch.distributed.checkpoint), state.json with the scalars and the data position,
-rng_R.json for every rank R, and the manifest of all of them. :mod:`finch.checkpoint.writer` writes it. What a user takes away, the
-Hugging Face folders, is written by :mod:`finch.weights.huggingface`.
+A checkpoint holds what a resumed run needs to continue bit for bit, and nothing that can be rebuilt:
+
+__R_N.distcp, .metadata  trained weights and optimizer state, sharded (torch.distributed.checkpoint). Not the frozen weights, which
+                         are the pretrained model's, and not learning rates and other hyperparameters, which are the config's.
+state.json               position (step, epoch, samples consumed in it), seed, learning-rate schedule, best epoch, rollbacks, number of
+                         lines in metrics.jsonl, and the identity of the run. Not the order of the samples, which follows from
+                         seed and epoch, and no state of the data loader: the position is all it needs, on any number of ranks.
+rng_R.json               random states of rank R, for dropout and stochastic rounding.
+manifest.json            size and SHA-256 of these files; written last, so a folder without it is incomplete.
 """
 
 from __future__ import annotations
@@ -31,104 +37,108 @@ from finch.dtensor import to_local
 from finch.errors import UserError
 
 STATE_FILE = "state.json"
-FORMAT = 1  # of state.json; another number: it cannot be read any more
-# Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False).
+FORMAT = 1
+"""Version of state.json; another one cannot be read."""
 UNKNOWN_WITHOUT_CHECK = ("number of target tokens", "digest of the tokenized rows")
-REPLACED = ".replaced"  # a checkpoint whose place the next save of the same step is about to take
+"""Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False)."""
+REPLACED = ".replaced"
+"""Suffix of a checkpoint while the next save of the same step takes its place."""
+ARCHIVED = ".left"
+"""Suffix of a checkpoint later than the one its run has resumed from; never resumed from, removed by the next save."""
 _NAME = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, the one that has come furthest first; a folder without a manifest is not whole."""
-    found = [
+def list_checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run, the latest step first."""
+    checkpoints = [
         (int(name[1]), name[2] is None, path)
         for path in (run / run_files.CHECKPOINTS).glob("step_*")
         if (name := _NAME.fullmatch(path.name)) and (path / manifest.FILE_NAME).is_file()
     ]
-    return [path for _, _, path in sorted(found, reverse=True)]
+    return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
 
-def step_of(folder: Path) -> int:
-    """The step whose state a checkpoint holds, by its name."""
+def step_from_name(folder: Path) -> int:
+    """The step whose state a checkpoint holds."""
     name = _NAME.fullmatch(folder.name)
     return int(name[1]) if name else 0
 
 
-def candidates(run: Path, resume: bool | str) -> list[Path]:
-    """What ``resume_from_checkpoint`` allows to go on from, in the order of preference; empty: start afresh.
+def find_resume_candidates(run: Path, resume: bool | str) -> list[Path]:
+    """The checkpoints that ``resume_from_checkpoint`` allows to resume from, the preferred one first; empty: start from scratch.
 
     Raises:
-        UserError: there is nothing to go on from, and the value does not allow to start afresh.
+        UserError: there is none, and the value does not allow a start from scratch.
     """
     if resume is False:
         return []
     if resume is True or resume == "auto":
-        found = checkpoints(run)
-        if not found and resume is True:
+        candidates = list_checkpoints(run)
+        if not candidates and resume is True:
             raise UserError(
                 f"resume_from_checkpoint=True, but output_dir={run} holds no checkpoint; set it to False, or correct output_dir"
             )
-        return found
+        return candidates
     path = Path(resume)
     if not (path / manifest.FILE_NAME).is_file():
         raise UserError(
-            f"resume_from_checkpoint={resume} is not a whole checkpoint; give True, auto, or a folder like {run / run_files.CHECKPOINTS}/step_100"
+            f"resume_from_checkpoint={resume} is not a complete checkpoint; give True, auto, or a folder like {run / run_files.CHECKPOINTS}/step_100"
         )
     return [path]
 
 
-def latest_valid(found: Sequence[Path], parallel: Parallel) -> tuple[Path | None, list[str]]:
-    """The first of ``found`` that every rank finds as it was written, and a sentence about each one before it.
+def latest_valid(candidates: Sequence[Path], parallel: Parallel) -> tuple[Path | None, list[str]]:
+    """The first of ``candidates`` whose files match its manifest, and a warning about each one before it; a collective.
 
-    The ranks share the reading and agree on the verdict. Nothing has been unpickled by then.
+    The ranks share the reading and agree on the result. Nothing is unpickled.
 
     Args:
-        found: rank 0's counts, since a shared file system may show the ranks different folders.
+        candidates: rank 0's are used, since a shared file system may show the ranks different folders.
     """
     damages: list[str] = []
-    for folder in parallel.gather_all_ranks(list(found))[0]:
-        told = None
+    for folder in parallel.gather_all_ranks(list(candidates))[0]:
+        message = None
         try:
             entries = manifest.read(folder)
             manifest.verify(folder, sorted(entries)[parallel.rank :: parallel.world_size], entries)
         except CorruptCheckpoint as error:
-            told = str(error)
-        told = next((each for each in parallel.gather_all_ranks(told) if each is not None), None)
-        if told is None:
+            message = str(error)
+        message = next((each for each in parallel.gather_all_ranks(message) if each is not None), None)
+        if message is None:
             return folder, damages
-        damages.append(f"{folder} is damaged ({told}) and is not used")
+        damages.append(f"{folder} is damaged ({message}) and is not used")
     return None, damages
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The scalars of a checkpoint."""
+    """The content of state.json."""
     return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
 
 
-def rng_file(rank: int) -> str:
+def rng_file_name(rank: int) -> str:
     return f"rng_{rank}.json"
 
 
-def restore_rng(folder: Path, state: dict[str, Any], parallel: Parallel) -> None:
-    """Puts this rank's random states back. Where another number of ranks has saved there are none for this layout: it draws
-    new ones from the run's seed and step."""
+def load_rng_state(folder: Path, state: dict[str, Any], parallel: Parallel) -> None:
+    """Restores this rank's random states. A checkpoint of another number of ranks has none for this layout: new ones are
+    seeded from the run's seed and step."""
     if state["world_size"] == parallel.world_size:
-        rng.restore(json.loads((folder / rng_file(parallel.rank)).read_text(encoding="utf-8")), parallel.device)
+        rng.set_state(json.loads((folder / rng_file_name(parallel.rank)).read_text(encoding="utf-8")), parallel.device)
     else:
-        rng.seed(f"{state['seed']} {state['step']} {parallel.rank}")
+        rng.seed_all(f"{state['seed']} {state['step']} {parallel.rank}")
 
 
 def load_tensors(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], parallel: Parallel) -> None:
-    """Loads model and optimizer in place, on any number of ranks, from a folder that has been verified.
+    """Loads model and optimizer state in place, on any number of ranks, from a verified folder.
 
     Raises:
-        UserError: it does not hold what this model and this optimizer need.
+        UserError: a tensor of this model or optimizer is missing or has another shape.
     """
-    tensors = tensors_of(model, optimizers)
-    # The learning rate and the other hyperparameters are the config's, as the optimizer was built with them.
+    tensors = tensor_state_dict(model, optimizers)
+    # Learning rate and other hyperparameters stay the config's, as the optimizer was built with them.
     groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
     try:
-        silence_dcp()
+        ignore_one_process_warning()
         dcp.load(tensors, checkpoint_id=str(folder), no_dist=parallel.world_size == 1)
     except CheckpointException as error:
         reason = " ".join(str(next(iter(error.failures.values()), (error,))[0]).split())[:200]
@@ -139,68 +149,67 @@ def load_tensors(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]
 
 
 def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path) -> None:
-    """Refuses to go on with another run's checkpoint.
+    """Refuses to resume from another run's checkpoint.
 
     Args:
-        identity: what makes the run this run: the config keys that decide weights, data and order.
+        identity: of this run, see :func:`finch.training.identity.identity_of`.
 
     Raises:
-        UserError: names the first key that differs; or it is another version's checkpoint.
+        UserError: names the first key that differs; or the checkpoint has another format.
     """
     if state.get("format") != FORMAT:
         raise UserError(
             f"resume_from_checkpoint: {folder} was written by another version of finch (format {state.get('format')} of its state, this one reads "
-            f"{FORMAT}); go on with that version, or start afresh in another output_dir"
+            f"{FORMAT}); continue with that version, or start from scratch in another output_dir"
         )
     for key, value in identity.items():
-        kept = state["identity"].get(key)
-        if kept != value and not (key in UNKNOWN_WITHOUT_CHECK and None in (kept, value)):
+        saved = state["identity"].get(key)
+        if saved != value and not (key in UNKNOWN_WITHOUT_CHECK and None in (saved, value)):
             raise UserError(
-                f"resume_from_checkpoint: {folder} belongs to a run with {key}={json.dumps(kept)}, this config says "
+                f"resume_from_checkpoint: {folder} belongs to a run with {key}={json.dumps(saved)}, this config says "
                 f"{json.dumps(value)}; give that run's config, or another output_dir"
             )
 
 
-def remove(folder: Path) -> None:
-    """Removes a checkpoint, its manifest first: one that is half removed must not look like one that was damaged."""
+def remove_checkpoint(folder: Path) -> None:
+    """Removes the manifest first: a checkpoint that is half removed must not look damaged."""
     (folder / manifest.FILE_NAME).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def archive_newer(run: Path, folder: Path) -> None:
-    """Renames the checkpoints of ``run`` that came after ``folder``, from which the run goes on, so that a later ``auto``
-    does not return to what has been left; they go with the next save."""
-    found = checkpoints(run)
-    if folder.resolve() in [path.resolve() for path in found]:
-        for path in found:
-            if path.resolve() == folder.resolve():
-                break
-            path.rename(path.with_name(path.name + ".left"))
+    """Renames the checkpoints of ``run`` later than ``folder``, which the run resumes from, so that the next ``auto`` does not resume
+    from them."""
+    checkpoints = list_checkpoints(run)
+    resolved = [path.resolve() for path in checkpoints]
+    if folder.resolve() in resolved:
+        for path in checkpoints[: resolved.index(folder.resolve())]:
+            path.rename(path.with_name(path.name + ARCHIVED))
 
 
-def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """What torch.distributed.checkpoint keeps: tensors alone, so that loading unpickles no object of ours; trained ones alone,
-    since the others are the pretrained model's."""
+def tensor_state_dict(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """What torch.distributed.checkpoint saves: trained weights and optimizer state, tensors only, so that loading unpickles no
+    object of ours."""
     trained = {
         name.replace(_CHECKPOINT_PREFIX, "") for name, weight in model.named_parameters() if weight.requires_grad
     }
     weights = {name: tensor for name, tensor in model.state_dict().items() if name in trained}
-    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    uninitialized = [optimizer for optimizer in optimizers if not optimizer.state]
     state = get_optimizer_state_dict(model, optimizers)["state"]
-    if any(optimizer.state for optimizer in fresh):
-        # torch has made their states by a step with gradients of zero, which must not count as one.
-        for each in (each for optimizer in fresh for each in optimizer.state.values() if "step" in each):
+    if any(optimizer.state for optimizer in uninitialized):
+        # torch has created their states by a step with zero gradients, which must not count as a step.
+        for each in (each for optimizer in uninitialized for each in optimizer.state.values() if "step" in each):
             each["step"] = torch.zeros_like(each["step"]) if isinstance(each["step"], torch.Tensor) else 0
         state = get_optimizer_state_dict(model, optimizers)["state"]
     return {"model": weights, "optimizer": state}
 
 
-def are_finite(weights: Iterable[torch.Tensor]) -> bool:
-    """Whether every number of this rank's shards is; reads their device once."""
+def all_finite(weights: Iterable[torch.Tensor]) -> bool:
+    """Whether every element of this rank's shards is finite; one synchronization with the device."""
     flags = [to_local(weight.detach()).isfinite().all() for weight in weights]
     return not flags or bool(torch.stack(flags).all())
 
 
-def silence_dcp() -> None:
-    """One process is meant. For good, since a filter that is put back would race with a save in another thread."""
+def ignore_one_process_warning() -> None:
+    """torch warns where a process has no group, as intended here. Not undone: that would race with a save in another thread."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,4 +1,5 @@
-"""Writes checkpoints: beside, synced, then renamed; while training goes on, in a thread with a process group of its own."""
+"""Writing checkpoints that are complete or absent: into a folder beside, synced, then renamed. With ``asynchronous`` a thread with its
+own process group writes while training continues."""
 
 from __future__ import annotations
 
@@ -23,33 +24,32 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from finch import files, run_files
+from finch.checkpoint import manifest, rng
 from finch.checkpoint.reader import (
     REPLACED,
     STATE_FILE,
-    checkpoints,
-    manifest,
-    remove,
-    rng,
-    rng_file,
-    silence_dcp,
-    tensors_of,
+    ignore_one_process_warning,
+    list_checkpoints,
+    remove_checkpoint,
+    rng_file_name,
+    tensor_state_dict,
 )
 from finch.distributed.parallel import Parallel
 from finch.errors import WriteFailed
 from finch.log import logger
 
-_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class CheckpointWriter:
-    """Saves the state of a run when it is due.
+    """Saves the state of a run when it is due. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`.
 
     Args:
-        run: the run's folder; the checkpoints are in its subfolder.
-        parallel: the ranks that save together.
-        every_n_steps, every_n_minutes: when a save is due; None: never for this reason.
-        keep_last: whole checkpoints that stay.
-        asynchronous: whether ``save`` may return before the disk has everything.
+        run: the run's folder.
+        parallel: the ranks, which save together.
+        every_n_steps, every_n_minutes: when a save is due; None: not for this reason.
+        keep_last: number of complete checkpoints to keep.
+        asynchronous: whether ``save`` may return before everything is on the disk.
         timeout_s: seconds after which a rank that does not answer fails the save.
     """
 
@@ -70,16 +70,18 @@ class CheckpointWriter:
         self._group = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if parallel.world_size > 1 else None
         )
-        self._began = time.monotonic()
+        self._last_save_time = time.monotonic()
         self._thread: threading.Thread | None = None
-        self._outcome: tuple[str, BaseException | None] | None = None
-        silence_dcp()
+        self._outcome: tuple[str, BaseException | None] | None = None  # of the last save: log message, error
+        ignore_one_process_warning()
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after ``step``. Clocks differ: what one rank finds due, all must save."""
+        """Whether this rank should save after ``step``. Clocks differ: if one rank should, all must."""
         if self._every_n_steps is not None and step % self._every_n_steps == 0:
             return True
-        return self._every_n_minutes is not None and time.monotonic() - self._began >= 60 * self._every_n_minutes
+        return (
+            self._every_n_minutes is not None and time.monotonic() - self._last_save_time >= 60 * self._every_n_minutes
+        )
 
     def save(
         self,
@@ -90,85 +92,83 @@ class CheckpointWriter:
         *,
         wait: bool = False,
     ) -> bool:
-        """Saves everything a run needs to go on; every rank must call it at the same step.
-
-        A save that still runs is waited for first.
+        """Saves everything a run needs to resume after ``step``; a collective. Waits for an earlier save first.
 
         Args:
             model: the decoder, sharded or not.
-            optimizers: one, or with the optimizer inside the backward one for each parameter.
-            state: scalars as plain JSON: position, schedule, identity of the run. Rank 0's are kept.
-            wait: until the disk has everything, whatever ``asynchronous`` says.
+            optimizers: one, or with the optimizer inside the backward one per parameter.
+            state: plain JSON: position, schedule, identity of the run. Rank 0's is saved.
+            wait: until everything is on the disk, even with ``asynchronous``.
 
         Returns:
-            Whether nothing has gone wrong so far: with ``wait``, or without ``asynchronous``, the checkpoint is whole.
+            False if the disk refused a file. With ``asynchronous`` and without ``wait`` the save has only begun: True.
         """
         self.finish()
-        self._began = time.monotonic()
-        tensors = tensors_of(model, optimizers)
-        text = json.dumps({**state, "world_size": self._parallel.world_size}, indent=2) + "\n"
-        random_states = json.dumps(rng.state(self._parallel.device)) + "\n"
+        self._last_save_time = time.monotonic()
+        tensors = tensor_state_dict(model, optimizers)
+        state_text = json.dumps({**state, "world_size": self._parallel.world_size}, indent=2) + "\n"
+        rng_text = json.dumps(rng.get_state(self._parallel.device)) + "\n"
         if wait or not self._asynchronous:
-            self._write(step, tensors, text, random_states)
+            self._write(step, tensors, state_text, rng_text)
             return self.finish()
-        tensors = tree_map(_copied, tensors)  # the next step changes them in place
+        tensors = tree_map(_copy_to_host, tensors)  # the next step changes them in place
         self._thread = threading.Thread(
-            target=self._write, args=(step, tensors, text, random_states), name="finch-save", daemon=True
+            target=self._write, args=(step, tensors, state_text, rng_text), name="finch-save", daemon=True
         )
         self._thread.start()
         return True
 
     def poll(self) -> None:
-        """Tells of a save in the background that has ended since; no collective."""
+        """Logs the outcome of a save in the background that has ended; no collective."""
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
 
     def finish(self) -> bool:
-        """Waits for a save that still runs, and tells how it went. Returns whether it went well.
+        """Waits for a save in the background and logs its outcome. Returns False if the disk refused a file.
 
         Raises:
-            Exception: of a save that failed for another reason than the disk, which is a defect.
+            Exception: the save failed for another reason than the disk, which is a defect.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._outcome is None:
             return True
-        (sentence, error), self._outcome = self._outcome, None
+        (message, error), self._outcome = self._outcome, None
         if error is not None and not isinstance(error, WriteFailed):
             raise error
-        logger.log(logging.INFO if error is None else logging.WARNING, sentence)
+        logger.log(logging.INFO if error is None else logging.WARNING, message)
         return error is None
 
     def close(self) -> None:
-        """Lets a save that still runs come to its end; among several ranks that may wait for one that is lost, so not there."""
+        """Waits for a save in the background; not among several ranks, where it may wait for one that is lost."""
         if self._parallel.world_size == 1:
             self.finish()
 
-    # Private: in the saving thread
+    # In the saving thread
 
-    def _write(self, step: int, tensors: dict[str, Any], text: str, random_states: str) -> None:
+    def _write(self, step: int, tensors: dict[str, Any], state_text: str, rng_text: str) -> None:
         try:
-            self._outcome = (self._write_checkpoint(step, tensors, text, random_states), None)
+            self._outcome = (self._write_checkpoint(step, tensors, state_text, rng_text), None)
         except WriteFailed as error:
-            if self._parallel.is_rank_zero:  # what has been written takes the room that is missing
+            if self._parallel.is_rank_zero:  # what has been written takes up the missing space
                 shutil.rmtree(self._folder / f"step_{step}{files.PARTIAL}", ignore_errors=True)
-            last = next(iter(checkpoints(self._run)), None)
-            stays = "there is none before it" if last is None else f"{last} stays"
+            last = next(iter(list_checkpoints(self._run)), None)
+            fallback = "there is no earlier checkpoint" if last is None else f"{last} stays"
             self._outcome = (
-                f"the state of step {step} could not be saved ({error}); {stays}, and the next save tries again",
+                f"the state of step {step} could not be saved ({error}); {fallback}, and the next save tries again",
                 error,
             )
         except BaseException as error:
             self._outcome = ("", error)
 
-    def _write_checkpoint(self, step: int, tensors: dict[str, Any], text: str, random_states: str) -> str:
-        began = time.perf_counter()
+    def _write_checkpoint(self, step: int, tensors: dict[str, Any], state_text: str, rng_text: str) -> str:
+        start = time.perf_counter()
         parallel = self._parallel
         target = self._folder / f"step_{step}"
         partial = target.with_name(target.name + files.PARTIAL)
 
-        def prepare() -> None:
+        def create_folder() -> None:
             if parallel.is_rank_zero:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
@@ -176,84 +176,86 @@ class CheckpointWriter:
         def write_shard() -> None:
             dcp.save(tensors, checkpoint_id=str(partial), process_group=self._group, no_dist=parallel.world_size == 1)
 
-        def write_rest() -> dict[str, Any]:
-            """This rank's random states and, on rank 0, the scalars; the entries of all that this rank has written."""
-            files.write_text(partial / rng_file(parallel.rank), random_states)
-            mine = [rng_file(parallel.rank)]
-            mine += [
+        def write_state() -> dict[str, Any]:
+            """This rank's random states and, on rank 0, state.json; returns the manifest's entries of this rank's files."""
+            names = [rng_file_name(parallel.rank)]
+            files.write_text(partial / names[0], rng_text)
+            names += [
                 file.name
                 for file in partial.iterdir()
-                if (shard := _SHARD.fullmatch(file.name)) and int(shard[1]) == parallel.rank
+                if (shard := _SHARD_NAME.fullmatch(file.name)) and int(shard[1]) == parallel.rank
             ]
             if parallel.is_rank_zero:
-                files.write_text(partial / STATE_FILE, text)
-                mine += [STATE_FILE, ".metadata"]
-            return {name: manifest.digest_of(partial / name) for name in mine}
+                files.write_text(partial / STATE_FILE, state_text)
+                names += [STATE_FILE, ".metadata"]
+            return {name: manifest.file_entry(partial / name) for name in names}
 
-        self._run_on_all_ranks(prepare)
+        self._run_on_all_ranks(create_folder)
         self._run_on_all_ranks(write_shard)
-        entries = self._run_on_all_ranks(write_rest)
+        entries = self._run_on_all_ranks(write_state)
 
-        def rename() -> None:
+        def publish() -> None:
             if parallel.is_rank_zero:
                 manifest.write(partial, {name: entry for each in entries for name, entry in each.items()})
-                self._put_in_place(partial, target)
+                self._rename(partial, target)
+                self._remove_old(target)
 
-        self._run_on_all_ranks(rename)
-        return f"saved the state of step {step} in {time.perf_counter() - began:.1f} s"
+        self._run_on_all_ranks(publish)
+        return f"saved the state of step {step} in {time.perf_counter() - start:.1f} s"
 
-    def _put_in_place(self, partial: Path, target: Path) -> None:
+    def _rename(self, partial: Path, target: Path) -> None:
         # A folder cannot replace another in one step. Between the two renames the old one is found under its other name.
         if target.exists():
             replaced = target.with_name(target.name + REPLACED)
-            remove(replaced)
+            remove_checkpoint(replaced)
             target.rename(replaced)
         partial.rename(target)
         files.sync(self._folder)
         files.sync(self._run)
-        found = [path for path in checkpoints(self._run) if not path.name.endswith(REPLACED)]
-        kept = found[found.index(target) :][: self._keep_last]
-        for other in self._folder.iterdir():
-            if other not in kept:
-                remove(other)
+
+    def _remove_old(self, target: Path) -> None:
+        checkpoints = [path for path in list_checkpoints(self._run) if not path.name.endswith(REPLACED)]
+        kept = checkpoints[checkpoints.index(target) :][: self._keep_last]
+        for path in self._folder.iterdir():
+            if path not in kept:
+                remove_checkpoint(path)
 
     def _run_on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs ``action`` on every rank and returns what each returned; a failure of one is a failure of all.
+        """Runs ``action`` on every rank and returns every rank's result; a failure on one rank fails all.
 
         Raises:
             WriteFailed: a file could not be written, on any rank.
+            RuntimeError: another rank failed for another reason.
         """
-        value, told = None, None
+        result, reason = None, None
         failure: BaseException | None = None
         try:
-            value = action()
+            result = action()
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            told = _disk_error(error)
-            if told is None:
-                failure, told = error, f"{type(error).__name__}: {error}"
-        if self._group is None:
-            outcomes = [(value, told, failure is None)]
-        else:
-            outcomes = [None] * self._parallel.world_size  # type: ignore[list-item]
-            dist.all_gather_object(outcomes, (value, told, failure is None), group=self._group)
+            reason = _disk_error(error)
+            if reason is None:
+                failure, reason = error, f"{type(error).__name__}: {error}"
+        outcomes = [(result, reason, failure is None)]
+        if self._group is not None:
+            outcomes *= self._parallel.world_size
+            dist.all_gather_object(outcomes, outcomes[0], group=self._group)
         if failure is not None:
             raise failure
-        for _, reason, is_disk in outcomes:
-            if reason is not None and not is_disk:
-                raise RuntimeError(f"another rank failed while saving: {reason}")
+        for rank, (_, reason, is_disk_error) in enumerate(outcomes):
+            if reason is not None and not is_disk_error:
+                raise RuntimeError(f"rank {rank} failed while saving a checkpoint: {reason}")
         for _, reason, _ in outcomes:
             if reason is not None:
                 raise WriteFailed(reason)
         return [each for each, _, _ in outcomes]
 
 
-def _copied(value: Any) -> Any:
-    """In host memory, apart from the original."""
+def _copy_to_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _disk_error(error: BaseException | None) -> str | None:
-    """What the disk said, if an error comes from there. torch's writers wrap it, or lose all but their own words."""
+    """The system's message if a file could not be written, else None. torch's writers wrap that error, or drop its message."""
     if isinstance(error, CheckpointException):
         reasons = [_disk_error(inner[0]) for inner in error.failures.values()]
         return None if any(reason is None for reason in reasons) else next(iter(reasons), None)

@@ -88,7 +88,7 @@ class Parallel:
         """Compares ``values`` bit for bit over the ranks (``debug_checks``).
 
         Raises:
-            RuntimeError: they differ; this is a defect of finch, not a user's mistake.
+            RuntimeError: they differ, which is a defect of finch.
         """
         if self.world_size == 1:
             return
@@ -117,10 +117,6 @@ class Parallel:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
 
 
 def start(

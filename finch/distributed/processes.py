@@ -1,4 +1,4 @@
-"""What becomes of a process when the one that started it ends."""
+"""Ending ranks and data-loader workers with the process that started them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """This process is killed when its parent ends, however that ends; on Linux alone, and a no-op elsewhere.
+    """Has this process killed when its parent ends, however that happens. Linux only; a no-op elsewhere.
 
-    A parent that has ended before, while a rank was still importing, is not noticed by the system. The rank ends itself then:
-    it would go on to wait for its launcher's store, which is gone.
+    The system does not report a parent that ended before this call, while a rank was still importing. Such a rank exits here:
+    it would otherwise wait for its launcher's store, which is gone.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if multiprocessing.parent_process() is None and _launcher_is_gone():
-            print("finch: the launcher of this rank has ended, and so does the rank", file=sys.stderr, flush=True)
+            print("finch: the launcher of this rank has ended; the rank exits", file=sys.stderr, flush=True)
             os._exit(1)
 
 
 def _launcher_is_gone() -> bool:
-    """Whether torchrun's store, which opens before the first rank starts, takes no connections; False where that is not known."""
+    """Whether torchrun's store, which is open before the first rank starts, refuses connections; False where that is unknown."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     try:
@@ -40,17 +40,17 @@ def _launcher_is_gone() -> bool:
 
 
 def init_loader_worker(worker_id: int) -> None:
-    """For DataLoader's ``worker_init_fn``. A signal to the whole process tree is the trainer's to answer: it still needs
-    this worker to finish its step. SIGTERM of the trainer itself ends it, as multiprocessing does when the trainer ends."""
+    """DataLoader's ``worker_init_fn``. The worker ignores signals to the whole process tree: the trainer handles them, and needs
+    the worker to finish its step. It obeys the trainer's own SIGTERM, which multiprocessing sends when the trainer exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for the thread below to take
-        threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the thread below receives it
+        threading.Thread(target=_exit_at_sigterm_of, args=(os.getppid(),), daemon=True).start()
     die_with_parent()
 
 
-def _end_for(parent: int) -> None:
+def _exit_at_sigterm_of(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(128 + signal.SIGTERM)

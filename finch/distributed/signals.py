@@ -1,4 +1,4 @@
-"""Leaving in good order: SIGTERM, SIGUSR1 and Ctrl-C end a run after the step it is in, on every rank after the same one."""
+"""Preemption: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step, the same one on every rank."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import torch.distributed as dist
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel, is_launched
 
-_CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# A launcher hands on what it gets. Where a signal reaches the whole process tree, as Slurm's does, a rank sees it twice.
-_SAME_SIGNAL_S = 3.0
+_REQUEUE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# A launcher forwards its signals. Where one reaches the whole process tree, as Slurm's does, a rank receives it twice.
+_DUPLICATE_WINDOW_S = 3.0
 
 
 @dataclass(frozen=True)
 class SignalDecision:
-    """What the ranks have agreed to do after a step.
+    """What all ranks do after a step.
 
     Attributes:
         save: save the state.
-        stop: save the state, and end; it is set with one of the two below.
-        requeue: the run is to be started again: SIGTERM or SIGUSR1 has come.
+        stop: save the state and end the run.
+        requeue: the run should be started again: it received SIGTERM or SIGUSR1.
     """
 
     save: bool = False
@@ -39,66 +39,65 @@ class SignalDecision:
 
 
 class Signals:
-    """Takes signals and lets all ranks agree on what to do about them, once a step.
+    """Records signals; once a step all ranks agree on what to do about them.
 
-    The first signal is noted; a second one ends the process at once, with 128 + its number.
+    The first signal ends the run after the step; a second one ends the process at once, with 128 + its number.
 
     Args:
-        parallel: the ranks that agree; with several, one all-reduce of three numbers on the host a step.
+        parallel: the ranks; with several, one all-reduce of three numbers on the host per step.
         timeout_s: seconds after which a rank that does not answer is an error.
-        before_training: called for SIGTERM and SIGUSR1 until ``start``; must be quick, the process ends after it with 0.
+        before_training: called at SIGTERM or SIGUSR1 before ``start``; must be quick, the process then exits with 0.
     """
 
     def __init__(
         self, parallel: Parallel, *, timeout_s: float = 1800.0, before_training: Callable[[], None] | None = None
     ) -> None:
-        self._parallel, self._before_training = parallel, before_training
+        self._before_training = before_training
         self._group = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if parallel.world_size > 1 else None
         )
-        self._noted: set[int] = set()
-        self._first = 0.0
+        self._received: set[int] = set()
+        self._first_time = 0.0
         self._is_training = False
-        self._process = os.getpid()
-        self._former: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._previous_handlers: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Takes SIGTERM and SIGUSR1. Does nothing outside of the main thread, where Python takes none."""
-        self._take(signal.SIGTERM, signal.SIGUSR1)
+        """Handles SIGTERM and SIGUSR1. A no-op outside of the main thread, where Python allows no handlers."""
+        self._install(*_REQUEUE_SIGNALS)
 
     def start(self) -> None:
-        """From here on a signal waits for the step's end; Ctrl-C is taken too."""
-        self._take(*_CAUGHT)
+        """From here on a signal waits for the end of the step; Ctrl-C is handled too."""
+        self._install(*_REQUEUE_SIGNALS, signal.SIGINT)
         self._is_training = True
 
     def restore(self) -> None:
-        """Gives the signals back to whoever had them."""
-        for number, handler in self._former.items():
+        """Restores the previous handlers."""
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._former = {}
+        self._previous_handlers = {}
 
-    def sync(self, is_due: bool) -> SignalDecision:
+    def sync(self, is_save_due: bool) -> SignalDecision:
         """What to do after this step; a collective.
 
         Args:
-            is_due: whether this rank finds that the state should be saved; one is enough.
+            is_save_due: whether this rank should save; if one should, all do.
         """
-        terminated = bool(self._noted & {signal.SIGTERM, signal.SIGUSR1})
-        interrupted = signal.SIGINT in self._noted
+        is_terminated = bool(self._received & set(_REQUEUE_SIGNALS))
+        is_interrupted = signal.SIGINT in self._received
         if self._group is not None:
-            flags = torch.tensor([is_due, terminated, interrupted], dtype=torch.int32)
+            flags = torch.tensor([is_save_due, is_terminated, is_interrupted], dtype=torch.int32)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-            is_due, terminated, interrupted = (bool(flag) for flag in flags.tolist())
-        return SignalDecision(is_due, terminated or interrupted, terminated)
+            is_save_due, is_terminated, is_interrupted = (bool(flag) for flag in flags.tolist())
+        return SignalDecision(is_save_due, is_terminated or is_interrupted, is_terminated)
 
-    def _take(self, *numbers: int) -> None:
+    def _install(self, *numbers: int) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in numbers:
-                former = signal.signal(number, self._note)
-                self._former.setdefault(number, former)
+                self._previous_handlers.setdefault(number, signal.signal(number, self._handle))
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked process inherits this handler
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked process inherits this handler
             return
         if not self._is_training:
             if self._before_training is not None:
@@ -106,8 +105,8 @@ class Signals:
             os._exit(0)
         if watchdog.is_stuck():  # the step will not end
             os._exit(128 + number)
-        if not self._noted:
-            self._first = time.monotonic()
-        elif not is_launched() or time.monotonic() - self._first > _SAME_SIGNAL_S:
+        if not self._received:
+            self._first_time = time.monotonic()
+        elif not is_launched() or time.monotonic() - self._first_time > _DUPLICATE_WINDOW_S:
             os._exit(128 + number)
-        self._noted.add(number)
+        self._received.add(number)

@@ -1,7 +1,7 @@
-"""Where a rank is when it does not get on: the stack of every thread, a little before collectives give up waiting.
+"""Prints the stack of every thread of a rank that makes no progress, shortly before collectives time out.
 
-One rank that is stuck makes all others wait, and the first of them to give up ends the job. Only the stacks of all ranks
-tell who waits for whom.
+One stuck rank makes all others wait, and the first of them to time out ends the job. Only the stacks of all ranks show who waits
+for whom.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ import threading
 import time
 from collections.abc import Iterator
 
-_EARLIER = 0.9
-_GRACE_S = 5.0  # for the watching thread to print its line, if it gets to run
-_PAUSE_S = 1.0
-_STDERR = 2  # the descriptor: whatever sys.stderr has become, a progress bar included
+_SHARE_OF_TIMEOUT = 0.9
+_GRACE_S = 5.0  # for the watching thread to print, if it gets to run
+_POLL_S = 1.0
+_STDERR = 2  # the descriptor: sys.stderr may have been replaced, by a progress bar for one
 
 
 class Watchdog:
-    """Prints where every thread is once :meth:`heartbeat` has not been called for a while; ends nothing.
+    """Prints the stacks once :meth:`heartbeat` has not been called for a while; does not end the process.
 
     Args:
-        timeout_s: after which a collective fails; the stacks come at nine tenths of it.
+        timeout_s: seconds after which a collective fails; the stacks are printed after nine tenths of them.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._limit = _EARLIER * timeout_s
-        self._is_over = threading.Event()
+        self._limit_s = _SHARE_OF_TIMEOUT * timeout_s
+        self._stopped = threading.Event()
         self._in_step = False
-        self._has_told = False
+        self._has_fired = False
         self.heartbeat()
         threading.Thread(target=self._watch, name="finch-watchdog", daemon=True).start()
 
     def heartbeat(self) -> None:
-        """Says that this rank gets on."""
-        self._last, self._has_told = time.monotonic(), False
-        # The interpreter's own watchdog needs no lock of it: it speaks also where a call into C keeps the thread below from running.
-        faulthandler.dump_traceback_later(self._limit + _GRACE_S, exit=False, file=_STDERR)
+        """This rank makes progress."""
+        self._last_heartbeat, self._has_fired = time.monotonic(), False
+        # The interpreter's own watchdog needs no interpreter lock: it also prints where a call into C blocks the thread below.
+        faulthandler.dump_traceback_later(self._limit_s + _GRACE_S, exit=False, file=_STDERR)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -52,25 +52,26 @@ class Watchdog:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether this rank is in a step and has been found not to get on."""
-        return self._in_step and self._has_told
+        """Whether this rank is in a step and its stacks have been printed."""
+        return self._in_step and self._has_fired
 
     def stop(self) -> None:
-        self._is_over.set()
+        self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(max(self._last + self._limit - time.monotonic(), _PAUSE_S)):
-            if self._has_told or time.monotonic() < self._last + self._limit:
+        while not self._stopped.wait(max(self._last_heartbeat + self._limit_s - time.monotonic(), _POLL_S)):
+            if self._has_fired or time.monotonic() < self._last_heartbeat + self._limit_s:
                 continue
-            self._has_told = True
+            self._has_fired = True
             faulthandler.cancel_dump_traceback_later()
             os.write(_STDERR, self._stacks())
 
     def _stacks(self) -> bytes:
-        """In one piece: faulthandler itself writes word by word, and ranks that share a terminal would mix theirs."""
-        line = f"\nfinch: rank {os.environ.get('RANK', '0')} has not got on for {self._limit:.0f} s; it is here:\n"
-        # Not on a disk, which may be what hangs.
+        """In one piece: faulthandler writes word by word, and the output of ranks that share a terminal would be mixed."""
+        rank = os.environ.get("RANK", "0")
+        line = f"\nfinch: rank {rank} has made no progress for {self._limit_s:.0f} s; its stacks:\n"
+        # In memory if possible: the disk may be what hangs.
         with (
             open(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile() as file
         ):
@@ -90,18 +91,18 @@ def start(timeout_s: float) -> None:
 
 
 def heartbeat() -> None:
-    """Says that this rank gets on, at each batch of a pass and after whatever takes long; nothing without a watchdog."""
+    """This rank makes progress: called at each batch of a pass and after whatever takes long. A no-op without a watchdog."""
     if _watchdog is not None:
         _watchdog.heartbeat()
 
 
 def step() -> contextlib.AbstractContextManager[None]:
-    """Around a training step; nothing without a watchdog."""
+    """Around a training step. A no-op without a watchdog."""
     return contextlib.nullcontext() if _watchdog is None else _watchdog.step()
 
 
 def is_stuck() -> bool:
-    """Whether this rank is in a step and has been found not to get on."""
+    """Whether this rank is in a step and its stacks have been printed."""
     return _watchdog is not None and _watchdog.is_stuck
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from finch import FinchLR, ReplayLR, run_files
-from finch.checkpoint.reader import candidates
+from finch.checkpoint.reader import find_resume_candidates
 from finch.config.instantiate import build, component_of, locate
 from finch.distributed.parallel import launched_ranks
 from finch.distributed.precision import precision_of
@@ -159,7 +159,7 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
         raise UserError(
             f"resume_from_checkpoint={resume} excludes overwrite=True, which would remove {run}; set one of them"
         )
-    found = candidates(run, resume)
+    found = find_resume_candidates(run, resume)
     is_own = any(run.resolve() in path.resolve().parents for path in found)
     if found and (is_own or not (run / run_files.METRICS).exists()):
         return found

@@ -1,4 +1,4 @@
-"""What makes a run this run: what may not change when it is resumed. Paths may, and the number of ranks."""
+"""The identity of a run: what must not change when it is resumed. Paths and the number of ranks may."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finch.training.config_checks import is_objective
 
 
 def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any]:
-    """Config keys, and numbers of the data, with their values as plain JSON."""
+    """Config keys and properties of the data, with their values as plain JSON; saved in every checkpoint."""
     rows = data.rows
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),

@@ -1,4 +1,4 @@
-"""Where a run goes back to after a loss that is not finite, and when going back is given up."""
+"""Which checkpoint a run rolls back to after a nonfinite loss or gradient, and when it gives up."""
 
 from __future__ import annotations
 
@@ -6,64 +6,66 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finch.checkpoint.reader import step_of
+from finch.checkpoint.reader import step_from_name
 from finch.errors import UserError
 
 PRETRAINED = 0
-"""In place of a checkpoint's step: the run goes back to where it began."""
+"""In place of a checkpoint's step: the run rolls back to the pretrained model."""
 MAX_ROLLBACKS = 10
 ROLLBACK_WINDOW_STEPS = 100
 
 
 class RollbackTracker:
-    """The returns of a run to earlier states.
+    """The rollbacks of a run so far.
 
-    A state that no finite step has followed may be what is broken: the next return goes further back. Until there is one,
-    nothing should be saved, since that would drive out checkpoints that are good.
+    A state that no finite step has followed may be the defect itself: the next rollback then goes further back. Until a finite step
+    nothing should be saved, since that would remove good checkpoints.
 
     Attributes:
-        unconfirmed: whether no finite step has followed the last return yet.
+        unconfirmed: whether no finite step has followed the last rollback yet.
     """
 
     def __init__(self) -> None:
-        self._number = 0
-        self._at = -ROLLBACK_WINDOW_STEPS
-        self._to: int | None = None
+        self._count = 0  # of rollbacks, each within ROLLBACK_WINDOW_STEPS of the one before
+        self._last_step = -ROLLBACK_WINDOW_STEPS
+        self._unconfirmed_step: int | None = None  # of the state that the last rollback restored
 
     @property
     def unconfirmed(self) -> bool:
-        return self._to is not None
+        return self._unconfirmed_step is not None
 
-    def candidates(self, step: int, found: Sequence[Path]) -> list[Path]:
-        """The checkpoints that may be gone back to after ``step``, the first one preferred; none: the pretrained model.
+    def eligible_checkpoints(self, step: int, checkpoints: Sequence[Path]) -> list[Path]:
+        """The checkpoints to try for a rollback after ``step``, in order; empty: roll back to the pretrained model. Counts a rollback.
 
         Args:
-            found: those that there are, the latest first.
+            checkpoints: of the run, the latest first.
 
         Raises:
-            UserError: more than ten returns with fewer than a hundred steps between them, or none is left to go to.
+            UserError: more than MAX_ROLLBACKS with at most ROLLBACK_WINDOW_STEPS steps between them, or no earlier checkpoint is left.
         """
-        left = list(found) if self._to is None else [path for path in found if step_of(path) < self._to]
-        self._number = self._number + 1 if step - self._at <= ROLLBACK_WINDOW_STEPS else 1
-        if self._number > MAX_ROLLBACKS or (self._to is not None and not left):
+        eligible = list(checkpoints)
+        if self._unconfirmed_step is not None:
+            eligible = [path for path in eligible if step_from_name(path) < self._unconfirmed_step]
+        self._count = self._count + 1 if step - self._last_step <= ROLLBACK_WINDOW_STEPS else 1
+        if self._count > MAX_ROLLBACKS or (self.unconfirmed and not eligible):
             raise UserError(
-                f"a loss or gradient was not finite at step {step}, and going back has not helped ({self._number - 1}x before): lower the "
+                f"a loss or gradient was not finite at step {step}, and {self._count - 1} rollbacks have not helped: lower the "
                 "learning rate or check the data"
             )
-        return left
+        return eligible
 
-    def note(self, step: int, to: int) -> None:
-        """The run has gone back after ``step`` to the state of step ``to``."""
-        self._at, self._to = step, to
+    def record_rollback(self, step: int, restored_step: int) -> None:
+        """After ``step`` the run has rolled back to the state of ``restored_step``."""
+        self._last_step, self._unconfirmed_step = step, restored_step
 
-    def note_finite(self, step: int) -> None:
-        """Nothing up to ``step`` was not finite, since the last time that this was asked."""
-        if step > self._at:
-            self._to = None
+    def record_finite(self, step: int) -> None:
+        """All steps up to ``step`` since the last call were finite."""
+        if step > self._last_step:
+            self._unconfirmed_step = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to give up where it would have; saved only when nothing needs proof."""
-        return {"returns": self._number, "last_return": self._at}
+        """What a resumed run needs to give up at the same step. No unconfirmed state: then nothing is saved."""
+        return {"returns": self._count, "last_return": self._last_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._number, self._at, self._to = state["returns"], state["last_return"], None
+        self._count, self._last_step, self._unconfirmed_step = state["returns"], state["last_return"], None

@@ -103,7 +103,7 @@ def two_checkpoints(tmp_path):
         folder.mkdir(parents=True)
         for name, size in (("__0_0.distcp", 5000), (".metadata", 50), ("rng_0.json", 10)):
             (folder / name).write_bytes(random.Random(name).randbytes(size))
-        manifest.write(folder, {path.name: manifest.digest_of(path) for path in folder.iterdir()})
+        manifest.write(folder, {path.name: manifest.file_entry(path) for path in folder.iterdir()})
     return tmp_path
 
 
@@ -290,8 +290,8 @@ def test_a_killed_run_survives_and_a_changed_byte_is_found(torture):
 def test_a_defect_put_in_on_purpose_is_found(torture, tmp_path, monkeypatch):
     """A resumed run that does not put its random states back draws other dropout masks."""
     (tmp_path / "forgetful_recipe.py").write_text(
-        "from finch import checkpoint\n"
-        "checkpoint.restore_rng = lambda *_: None\n"
+        "from finch.checkpoint import reader as checkpoint\n"
+        "checkpoint.load_rng_state = lambda *_: None\n"
         "from benchmarks.survival.slowed_recipe import exit_without_teardown, recipe_main\n"
         "recipe_main()\n"
         "exit_without_teardown()\n"

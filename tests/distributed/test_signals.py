@@ -1,4 +1,4 @@
-"""Signals are noted, agreed on by all ranks, and given back; a second one ends the process."""
+"""Signals are recorded and agreed on by all ranks, handlers are restored; a second signal ends the process."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from finch.distributed.parallel import Parallel
 from finch.distributed.processes import init_loader_worker
 from finch.distributed.signals import SignalDecision, Signals
 
-ALONE = Parallel(torch.device("cpu"))
+ONE_PROCESS = Parallel(torch.device("cpu"))
 SCRIPT = """
 import os, signal, sys, torch
 from finch.distributed.parallel import Parallel
@@ -33,27 +33,27 @@ print(signals.sync(False).stop)
 
 
 @pytest.mark.parametrize(
-    ("number", "asked"),
+    ("number", "expected"),
     [
         (signal.SIGTERM, SignalDecision(stop=True, requeue=True)),
         (signal.SIGUSR1, SignalDecision(stop=True, requeue=True)),
         (signal.SIGINT, SignalDecision(stop=True, requeue=False)),
     ],
 )
-def test_a_signal_asks_to_stop(number, asked):
-    former = signal.getsignal(number)
-    signals = Signals(ALONE)
+def test_signal_stops_the_run_and_handlers_are_restored(number, expected):
+    previous = signal.getsignal(number)
+    signals = Signals(ONE_PROCESS)
     signals.install()
     signals.start()
     assert signals.sync(False) == SignalDecision()
     assert signals.sync(True) == SignalDecision(save=True)
     os.kill(os.getpid(), number)
-    assert signals.sync(False) == asked
+    assert signals.sync(False) == expected
     signals.restore()
-    assert signal.getsignal(number) is former
+    assert signal.getsignal(number) is previous
 
 
-def ended(*arguments, **environment):
+def run_script(*arguments, **environment):
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],
@@ -65,23 +65,23 @@ def ended(*arguments, **environment):
 
 
 @pytest.mark.slow
-def test_a_second_signal_leaves_at_once():
-    assert ended("train", "SIGTERM").stdout == "True\n"
-    done = ended("train", "SIGTERM", "SIGINT")
+def test_second_signal_exits_at_once():
+    assert run_script("train", "SIGTERM").stdout == "True\n"
+    done = run_script("train", "SIGTERM", "SIGINT")
     assert (done.returncode, done.stdout) == (130, "")
-    # Under a launcher the same signal comes twice: from the system to the whole tree, and handed on.
-    done = ended("train", "SIGTERM", "SIGTERM", RANK="0", WORLD_SIZE="1")
+    # Under a launcher the same signal arrives twice: from the system to the whole tree, and forwarded.
+    done = run_script("train", "SIGTERM", "SIGTERM", RANK="0", WORLD_SIZE="1")
     assert (done.returncode, done.stdout) == (0, "True\n")
 
 
 @pytest.mark.slow
-def test_before_training_there_is_no_step_to_finish():
-    done = ended("setup", "SIGUSR1")
+def test_signal_before_training_exits_after_the_callback():
+    done = run_script("setup", "SIGUSR1")
     assert (done.returncode, done.stdout) == (0, "before\n")
 
 
 @pytest.mark.slow
-def test_what_one_rank_is_asked_all_do(tmp_path):
+def test_sync_gives_all_ranks_the_same_decision(tmp_path):
     code = """
         import signal
         from finch.distributed.parallel import start, stop
@@ -89,34 +89,34 @@ def test_what_one_rank_is_asked_all_do(tmp_path):
         parallel = start(device, shard=False)
         signals = Signals(parallel)
         signals.start()
-        found = []
+        decisions = []
         for step in range(4):
             if step == 1 and parallel.rank == 1:
                 os.kill(os.getpid(), signal.SIGINT)
             if step == 2 and parallel.rank == 0:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            asked = signals.sync(step == 3 and parallel.rank == 1)
-            found.append([asked.save, asked.stop, asked.requeue])
-        tell(found)
+            decision = signals.sync(step == 3 and parallel.rank == 1)
+            decisions.append([decision.save, decision.stop, decision.requeue])
+        tell(decisions)
         stop()
     """
     expected = [[False, False, False], [False, True, False], [False, True, True], [True, True, True]]
     assert on_ranks(2, code, tmp_path) == [expected, expected]
 
 
-def sleep_as_worker(told):
+def sleep_as_worker(is_ready):
     init_loader_worker(0)
-    told.set()
+    is_ready.set()
     time.sleep(60)
 
 
 @pytest.mark.slow
-def test_a_loaders_worker_obeys_its_trainer_alone():
+def test_loader_worker_obeys_only_its_trainer():
     context = multiprocessing.get_context("fork")
-    told = context.Event()
-    worker = context.Process(target=sleep_as_worker, args=(told,))
+    is_ready = context.Event()
+    worker = context.Process(target=sleep_as_worker, args=(is_ready,))
     worker.start()
-    assert told.wait(20)
+    assert is_ready.wait(20)
     for name in ("TERM", "INT", "USR1"):
         subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # from another process
     worker.join(0.5)
@@ -138,7 +138,7 @@ time.sleep(60)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_process_dies_with_its_parent():
+def test_process_dies_with_its_parent():
     parent = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
     parent.kill()
@@ -152,8 +152,8 @@ def test_a_process_dies_with_its_parent():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize("launcher", ["runs", "has ended", "is not torchrun"])
-def test_a_rank_that_starts_without_its_launcher_ends(launcher):
-    """The kernel tells of a parent's end alone to those who have asked before: a launcher killed while its ranks import."""
+def test_rank_without_its_launcher_exits(launcher):
+    """The kernel reports a parent's end only after prctl: the launcher may be killed while its ranks import."""
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
         if launcher != "runs":
