@@ -6,6 +6,11 @@ tune run --nproc_per_node 2 finch_full_finetune --config stories260k/tofu_finch 
 
 from __future__ import annotations
 
+from finch.errors import report_user_errors
+from finch.extras import require_extras
+
+report_user_errors(require_extras)("the recipe", "torchtune")  # before the imports that fail without it
+
 import itertools
 import math
 import signal

@@ -12,6 +12,7 @@ from helpers.runs import ROOT
 
 LAYERS = (
     ("errors", "files", "run_files", "log", "dtensor"),
+    ("extras",),
     ("optim", "objectives"),
     ("torchtune_names", "cosine", "regularization"),
     ("config",),
@@ -25,6 +26,7 @@ HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 TORCH_ALONE = (
     "finch",
     "finch.errors",
+    "finch.extras",
     "finch.files",
     "finch.run_files",
     "finch.log",

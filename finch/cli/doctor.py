@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ def main() -> int:
     """Prints the report; returns the number of problems."""
     print(f"python       {platform.python_version()} ({sys.executable})")
     print(f"finch        {_version(DISTRIBUTION) or 'not installed'}")
-    for name in _required_names():
+    for name in map(_name, _requirements()):
         print(f"{name:<12} {_version(name) or 'not installed'}")
+    if _version("torchtune") is None:
+        print("torchtune    not installed; the recipe needs it: pip install 'finch-finetune[torchtune]'")
     problems = list(_version_problems())
     problems += _devices() if _version("torch") else []
     free = shutil.disk_usage(Path.cwd()).free
@@ -36,21 +39,25 @@ def main() -> int:
     return len(problems)
 
 
-def _required_names() -> list[str]:
-    from packaging.requirements import Requirement
+def _requirements() -> list[str]:
+    """What finch asks for: torch, and the packages of the torchtune extra where torchtune is installed."""
+    markers = ["", "extra == 'torchtune'"] if _version("torchtune") else [""]
+    parts = [text.replace('"', "'").partition(";") for text in metadata.requires(DISTRIBUTION) or []]
+    return [requirement.strip() for requirement, _, marker in parts if marker.strip() in markers]
 
-    wanted = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    return [requirement.name for requirement in wanted if requirement.marker is None]
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0]
 
 
 def _version_problems() -> Iterator[str]:
     """Compares what is installed with the ranges that finch itself asks for."""
-    from packaging.requirements import Requirement
-
-    for text in metadata.requires(DISTRIBUTION) or []:
-        requirement = Requirement(text)
-        if requirement.marker is not None:
-            continue
+    try:
+        from packaging.requirements import Requirement
+    except ModuleNotFoundError:  # torch alone does not bring it
+        print("ranges       not compared: pip install packaging")
+        return
+    for requirement in map(Requirement, _requirements()):
         version = _version(requirement.name)
         if version is None:
             yield f"{requirement.name} is missing: pip install '{requirement}'"
@@ -86,12 +93,14 @@ def _devices() -> list[str]:
                 f"there is an NVIDIA driver, but torch ({build}) sees no GPU: pip install uv && uv pip install --torch-backend=auto --reinstall 'torch>=2.11'"
             )
     print(f"backends     {', '.join(backends) or 'none'}")
+    if _version("torchtune") is None:
+        return problems
     logging.getLogger("torchao").setLevel(logging.ERROR)  # it misses C++ extensions that nothing here uses
     try:
         import torchtune  # noqa: F401
     except Exception as error:
         reason = " ".join(str(error).split())[:150]
-        problems.append(f"torchtune does not import ({reason}): pip install 'torchtune==0.6.1' 'torchao>=0.13,<0.16'")
+        problems.append(f"torchtune does not import ({reason}): pip install 'finch-finetune[torchtune]'")
     return problems
 
 

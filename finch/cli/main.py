@@ -12,6 +12,7 @@ from finch import __version__
 from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
 from finch.errors import UserError, report_user_errors
+from finch.extras import require_extras
 
 
 @report_user_errors
@@ -67,8 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
 
         sys.exit(1 if doctor.main() else 0)
     elif chosen.command == "slurm":
+        require_extras("finch slurm submit", "torchtune")
         submit_to_slurm(chosen, rest)
     elif chosen.command == "wise-ft":
+        require_extras("finch wise-ft", "torchtune")
         from finch.weights.wise_ft import wise_ft as interpolate
 
         for folder in interpolate(chosen.base, chosen.tuned, chosen.alpha, chosen.out):
@@ -98,6 +101,7 @@ def list_methods() -> None:
 
 def show_config(chosen: argparse.Namespace) -> None:
     """The config as a run would see it; a key left open shows as <key>."""
+    require_extras("finch configs show", "torchtune")
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

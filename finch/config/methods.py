@@ -9,21 +9,22 @@ with TALR's weights. What a config file says gives way to the method, and the me
 A block of the file that has the method's component already keeps its settings. The key ``method`` is used up by this:
 a run's config.yaml holds the blocks it stands for.
 
-This file needs neither torch nor torchtune, so that `finch methods` answers at once.
+`finch methods` works at once and without the torchtune extra: omegaconf is imported only where a method is applied.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from finch.config.registry import did_you_mean
 from finch.errors import UserError
 from finch.log import logger
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 Blocks = dict[str, Any]
 """Top-level keys of a config, as read from YAML."""
@@ -73,6 +74,8 @@ class MethodContext:
     name: str
 
     def learning_rate(self) -> float:
+        from omegaconf import OmegaConf
+
         rate = OmegaConf.select(self.cfg, "optimizer.lr")
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
             raise UserError(
@@ -97,6 +100,8 @@ def _scale_lr(context: MethodContext) -> None:
 
 def _set_cap(context: MethodContext) -> None:
     """A cap belongs to the scale of its eta_base: the file's holds for the file's learning rate alone."""
+    from omegaconf import OmegaConf
+
     schedule = context.cfg.lr_scheduler
     if _component(schedule) is None or not OmegaConf.is_missing(schedule, "eta_max"):
         return  # the command line has removed the block, or set the cap
@@ -110,6 +115,8 @@ def _set_cap(context: MethodContext) -> None:
 
 
 def _need_log(context: MethodContext) -> None:
+    from omegaconf import OmegaConf
+
     schedule = context.cfg.lr_scheduler
     if _component(schedule) is not None and OmegaConf.is_missing(schedule, "log"):
         raise UserError(
@@ -236,6 +243,8 @@ def complete(names: list[str], cfg: DictConfig, in_file: Blocks, overrides: list
     Raises:
         UserError: something it depends on is missing or not a number.
     """
+    from omegaconf import OmegaConf
+
     context = MethodContext(cfg, OmegaConf.create(in_file), overrides, "+".join(names))
     for name, method in METHODS.items():  # in the table's order: small_lr sets the rate that finch's cap refers to
         if name in names and method.complete is not None:
@@ -268,7 +277,7 @@ def _component(block: Any) -> str | None:
     """A block's component; also in torchtune's short form, ``loss: torch.nn.CrossEntropyLoss``."""
     if isinstance(block, str):
         return block
-    return block.get("_component_") if isinstance(block, (dict, DictConfig)) else None
+    return block.get("_component_") if isinstance(block, Mapping) else None
 
 
 def _tidy(number: float) -> float:

@@ -6,12 +6,12 @@ python -m finch.quickstart [--out out/quickstart]
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import time
 from pathlib import Path
 
-from finch.errors import UserError, report_user_errors
+from finch.errors import report_user_errors
+from finch.extras import require_extras
 
 RUNS = {"SFT": "quickstart/sft", "FINCH": "quickstart/finch"}
 
@@ -23,11 +23,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("out/quickstart"), help="output folder")
     out = parser.parse_args().out.resolve()
-    for package in ("torchtune", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"the quickstart needs {package}, which is not installed: pip install 'finch-finetune[torchtune,report]'"
-            )
+    require_extras("the quickstart", "torchtune", "report")
 
     from finch.quickstart.base import prepare
     from finch.quickstart.evaluate import Scores, evaluate, tokenize

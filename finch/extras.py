@@ -1,0 +1,25 @@
+"""The optional dependencies of pyproject.toml: without them, a one-line error in place of a failed import."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from finch.errors import UserError
+
+PACKAGES = {"torchtune": ("torchtune", "torchao"), "report": ("matplotlib",)}
+"""Extra -> the packages that nothing but this extra installs; the others of the extra come with them."""
+
+
+def require_extras(program: str, *extras: str) -> None:
+    """Checks that extras are installed, without importing them.
+
+    Args:
+        program: what needs them, the subject of the error message.
+        extras: keys of ``PACKAGES``.
+
+    Raises:
+        UserError: an extra is not installed; the message has the pip command.
+    """
+    if any(find_spec(package) is None for extra in extras for package in PACKAGES[extra]):
+        names = " and ".join(extras) + (" extras" if len(extras) > 1 else " extra")
+        raise UserError(f"{program} needs the {names}: pip install 'finch-finetune[{','.join(extras)}]'")
