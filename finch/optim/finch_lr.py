@@ -1,13 +1,10 @@
 """FINCH's learning rate: small steps while the loss is high, larger ones as the model converges.
 
-The schedule of "Fine-Tuning Without Forgetting via Loss-Adaptive Learning Rates" (Prashant et al., 2026), Section
-3.3:
+Prashant et al., "Fine-Tuning Without Forgetting via Loss-Adaptive Learning Rates" (2026, arXiv 2605.20005), Section 3.3:
 
-    L_i    = token-mean cross-entropy of the whole optimizer-step batch, in nats, before the update
+    L_i    = token-mean cross-entropy of the complete optimizer-step batch, in nats, before the update
     Lbar_i = ema * Lbar_{i-1} + (1 - ema) * L_i
     eta_i  = min(eta_base / sqrt(Lbar_i + eps), eta_max)
-
-This file needs torch alone, so that any training loop can take it.
 """
 
 from __future__ import annotations
@@ -20,11 +17,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-Scalar = float | torch.Tensor
+from finch.optim.nonfinite import check_nonfinite_options
+from finch.optim.param_groups import ParamGroups, Scalar
 
 
 class FinchLR:
-    """Sets the learning rate of one optimizer, or of several, from the loss of the step being taken.
+    """Sets the learning rate of one optimizer, or of several, from the loss of the current step.
 
     It is stepped like :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, with the loss, but *before* the optimizer:
     the learning rate of an update comes from the loss of that very update (Section 3.3).
@@ -39,8 +37,8 @@ class FinchLR:
     With gradient accumulation step it once per optimizer step; with several ranks pass the loss of all of them, so
     that every rank computes the same learning rate.
 
-    **Base learning rates.** Read from the param groups once, here, and kept: loading an optimizer's state later does
-    not change them. The first group's is eta_base; the other groups keep their ratio to it, under the cap as well.
+    **Base learning rates** are read from the param groups once, here: loading an optimizer's state later does not
+    change them. The first group's is eta_base; the other groups keep their ratio to it, under the cap as well.
 
     **Without host synchronisation.** Where every group's ``lr`` is a 0-d tensor and every optimizer honours
     ``found_inf`` (the fused ones of ``torch.optim`` do), a tensor loss is never read by the host: EMA and learning
@@ -57,12 +55,17 @@ class FinchLR:
         eta_base: learning rate at a loss of 1 nat; None takes the first param group's ``lr``.
         ema: weight of the past in the moving average, in [0, 1).
         eps: added to the loss under the root, in nats.
-        on_nonfinite: ``"raise"``, or ``"skip"``: leave the state alone, count, and raise after ``max_nonfinite`` in a
-            row.
-        max_nonfinite: how many non-finite losses in a row ``"skip"`` bears.
+        on_nonfinite: ``"raise"``, or ``"skip"``: leave the state unchanged, count, and raise after ``max_nonfinite`` in
+            a row.
+        max_nonfinite: how many non-finite losses in a row end the run under ``"skip"``.
+
+    Attributes:
+        optimizers: as a list.
+        eta_base, eta_max: learning rates.
+        ema, eps: as given.
 
     Raises:
-        ValueError: an argument outside its range, named with its value.
+        ValueError: an argument is out of range.
         FloatingPointError: from ``step``, or from the next read where the state lives on a device.
     """
 
@@ -78,53 +81,16 @@ class FinchLR:
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        groups = self._groups()
-        if not groups:
-            raise ValueError("optimizer holds no param group: FinchLR has no learning rate to set")
-        for name, value in (("ema", ema), ("eta_max", eta_max), ("eps", eps), ("eta_base", eta_base)):
-            if not isinstance(value, (int, float)) and not (name == "eta_base" and value is None):
-                raise ValueError(f"{name}={value!r} must be a number")
-        if not 0 <= ema < 1:
-            raise ValueError(f"ema={ema} must lie in [0, 1): it is the weight of the past losses, 0.9 in the paper")
-        if not eta_max > 0:
-            raise ValueError(
-                f"eta_max={eta_max} must be above 0: it is the cap of the learning rate, 2.5 times eta_base in the paper"
-            )
-        if not eps >= 0:
-            raise ValueError(f"eps={eps} must not be negative: it is added to the loss under the root")
-        if on_nonfinite not in ("raise", "skip"):
-            raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise' or 'skip'")
-        if not max_nonfinite >= 1:
-            raise ValueError(f"max_nonfinite={max_nonfinite} must be at least 1")
-        if isinstance(init, str):
-            if init == "dataset":
-                raise ValueError(
-                    "init='dataset' is resolved by finch's recipes; elsewhere pass the pretrained model's mean loss over the training set"
-                )
-            if init != "first_batch":
-                raise ValueError(
-                    f"init={init!r} must be a loss in nats above 0, 'first_batch', or in finch's recipes 'dataset'"
-                )
-        elif not (init > 0 and math.isfinite(init)):
-            raise ValueError(
-                f"init={init} must be above 0: it is a loss in nats, and at 0 the learning rate would start at the cap"
-            )
-
-        bases = [float(group["lr"]) for group in groups]
-        self.eta_base = bases[0] if eta_base is None else float(eta_base)
-        if not self.eta_base > 0:
-            raise ValueError(f"eta_base={self.eta_base} must be above 0: it is the first param group's lr unless given")
-        if eta_base is not None and not bases[0] > 0:
-            raise ValueError(
-                f"lr={bases[0]} of the first param group must be above 0: the other groups' ratios refer to it"
-            )
+        groups = ParamGroups(optimizer)
+        _check_arguments(eta_max, init, eta_base, ema, eps)
+        check_nonfinite_options(on_nonfinite, max_nonfinite)
+        self.optimizers, self._groups = groups.optimizers, groups
+        self.eta_base = groups.base_lr if eta_base is None else float(eta_base)
         self.eta_max, self.ema, self.eps = float(eta_max), float(ema), float(eps)
         self.on_nonfinite, self.max_nonfinite = on_nonfinite, int(max_nonfinite)
-        self._ratios = [base / bases[0] for base in bases]
 
         # The state. On the device path these become 0-d tensors on the loss's device at the first step.
-        self._ema_loss: Scalar = math.nan if isinstance(init, str) else float(init)  # NaN: nothing seen yet
+        self._ema_loss: Scalar = math.nan if isinstance(init, str) else float(init)  # NaN: no loss yet
         self._eta: Scalar = self.eta_base
         self._num_steps: int | torch.Tensor = 0
         self._nonfinite: int | torch.Tensor = 0  # in all
@@ -132,37 +98,26 @@ class FinchLR:
         self._longest_row: int | torch.Tensor = 0  # remembered, since the host may look after a row has ended
         self._reported = 0
 
-        if self.eta_max < self.eta_base:
-            warnings.warn(
-                f"eta_max={self.eta_max:g} is below eta_base={self.eta_base:g}: the learning rate is constant from a loss of "
-                f"{(self.eta_base / self.eta_max) ** 2:.3g} nats down; the paper has 2.5 x eta_base",
-                stacklevel=2,
-            )
+        self._warn_of_constant_rate(init)
         if not isinstance(init, str):
-            if self.eta_base / math.sqrt(init + self.eps) >= self.eta_max:
-                warnings.warn(
-                    f"eta_base={self.eta_base:g} over the root of init={init:g} already reaches eta_max={self.eta_max:g}: this run would "
-                    "have a constant learning rate, which is not FINCH; raise eta_max (2.5 x eta_base in the paper) or lower eta_base",
-                    stacklevel=2,
-                )
             self._write(self._eta_of(self._ema_loss))
 
     def step(self, loss: Scalar, targets: Scalar | None = None) -> bool:
-        """Takes the loss of the step at hand and sets the learning rate of that same step.
+        """Sets the learning rate of the current step from its loss.
 
         Args:
-            loss: [] mean cross-entropy in nats over the target tokens of the whole optimizer-step batch, all
-                micro-batches and all ranks. With a reweighted objective still the raw cross-entropy.
-            targets: [] number of target tokens behind ``loss``. A batch without any says nothing about the model and
-                leaves the state alone; it is not an error. None: there were some.
+            loss: [] mean cross-entropy in nats over the target tokens of the complete optimizer-step batch: all
+                micro-batches, all ranks. With a reweighted objective it is still the unweighted cross-entropy.
+            targets: [] number of target tokens behind ``loss``. A batch without any leaves the state unchanged and is
+                not an error. None: there were some.
 
         Returns:
             Whether to take the optimizer step. Always True on the device path, where the optimizer decides by
             ``found_inf``.
 
         Raises:
-            FloatingPointError: the loss is not finite and ``on_nonfinite`` says ``raise``, or ``max_nonfinite`` came
-                in a row.
+            FloatingPointError: the loss is not finite and ``on_nonfinite`` is ``"raise"``, or it is the last of
+                ``max_nonfinite`` in a row.
         """
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
@@ -173,45 +128,50 @@ class FinchLR:
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each param group as last set, optimizer by optimizer. Reads the device."""
-        self._raise_if_asked()
-        return [float(self._eta) * ratio for ratio in self._ratios]
+        self._raise_if_nonfinite()
+        return self._groups.rates(float(self._eta))
 
     @property
     def ema_loss(self) -> float | None:
         """Lbar in nats, or None before the first loss of ``init="first_batch"``. Reads the device."""
-        self._raise_if_asked()
+        self._raise_if_nonfinite()
         value = float(self._ema_loss)
         return None if math.isnan(value) else value
 
     def metrics(self) -> dict[str, Scalar]:
-        """``ema_loss``, ``lr`` (the first group's) and ``lr_is_capped`` as they are: tensors where the state lives on a device, unread."""
+        """What a training log holds of a step; [] tensors, unread, where the state lives on a device.
+
+        Returns:
+            ``ema_loss``: Lbar in nats, NaN before the first loss. ``lr``: the first group's. ``lr_is_capped``: whether
+            it is eta_max.
+        """
         return {"ema_loss": self._ema_loss, "lr": self._eta, "lr_is_capped": self._eta >= self.eta_max}
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the state lives on a device, so that looking at it waits for the device."""
+        """Whether the state lives on a device, so that reading it waits for the device."""
         return isinstance(self._nonfinite, torch.Tensor)
 
     def check(self) -> int:
-        """Reads the counters of non-finite losses and raises where ``on_nonfinite`` asks for it.
+        """Reads the counters of non-finite losses and raises as ``on_nonfinite`` says.
 
         Returns:
-            How many have come since the last call.
+            How many there have been since the last call.
 
         Raises:
             FloatingPointError: see ``step``.
         """
-        new = self._raise_if_asked()
+        new = self._raise_if_nonfinite()
         self._reported += new
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """What the run has learned so far, as plain numbers. Reads the device.
+        """The EMA and the counters, as plain numbers. Reads the device.
 
-        Kept: the EMA and the counters, which nothing else could restore. Not kept: eta_base, eta_max, ema, eps and
-        the groups' ratios, which the config states and a resumed run may change on purpose.
+        Not kept: eta_base, eta_max, ema, eps and the groups' ratios. They come from the config, and a resumed run may
+        change them on purpose.
         """
-        self._raise_if_asked()
+        self._raise_if_nonfinite()
         return {
             "ema_loss": self.ema_loss,
             "num_steps": int(self._num_steps),
@@ -220,7 +180,7 @@ class FinchLR:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores ``state_dict`` and writes the learning rate that belongs to it."""
+        """Restores ``state_dict`` and sets the learning rate that belongs to it."""
         self._ema_loss = math.nan if state["ema_loss"] is None else float(state["ema_loss"])
         self._num_steps = int(state["num_steps"])
         self._nonfinite = self._reported = int(state["nonfinite"])
@@ -230,8 +190,8 @@ class FinchLR:
 
     # Private
 
-    def _raise_if_asked(self) -> int:
-        """Returns how many non-finite losses ``check`` has not told of."""
+    def _raise_if_nonfinite(self) -> int:
+        """Returns how many non-finite losses ``check`` has not reported."""
         total, longest = int(self._nonfinite), int(self._longest_row)
         new = total - self._reported
         if self.on_nonfinite == "raise" and new > 0:
@@ -247,14 +207,11 @@ class FinchLR:
             )
         return new
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
     def _stays_on_device(self) -> bool:
         honours_found_inf = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
         )
-        return honours_found_inf and all(isinstance(group["lr"], torch.Tensor) for group in self._groups())
+        return honours_found_inf and all(isinstance(group["lr"], torch.Tensor) for group in self._groups)
 
     def _eta_of(self, ema_loss: Scalar) -> Scalar:
         """eta_i = min(eta_base / sqrt(Lbar_i + eps), eta_max), Section 3.3."""
@@ -267,7 +224,7 @@ class FinchLR:
         )
 
     def _step_on_host(self, loss: float, targets: float) -> bool:
-        for optimizer in self.optimizers:  # of an earlier step on the device path
+        for optimizer in self.optimizers:  # left by an earlier step on the device path
             vars(optimizer).pop("found_inf", None)
             vars(optimizer).pop("grad_scale", None)
         if targets == 0:
@@ -276,7 +233,7 @@ class FinchLR:
             self._nonfinite += 1
             self._in_a_row += 1
             self._longest_row = max(int(self._longest_row), int(self._in_a_row))
-            self._raise_if_asked()
+            self._raise_if_nonfinite()
             return False
         self._in_a_row = 0
         self._num_steps += 1
@@ -305,8 +262,7 @@ class FinchLR:
         self._write(torch.where(used, self._eta_of(self._ema_loss), self._eta))
         found_inf = (~used).float()
         for optimizer in self.optimizers:
-            # The protocol of torch.amp.GradScaler with fused optimizers: found_inf of 1 skips the update inside the
-            # kernel.
+            # The protocol of torch.amp.GradScaler with fused optimizers: found_inf of 1 skips the update in the kernel.
             vars(optimizer).update(found_inf=found_inf, grad_scale=None)
 
     def _to_device(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -319,11 +275,46 @@ class FinchLR:
 
     def _write(self, eta: Scalar) -> None:
         self._eta = eta
-        for group, ratio in zip(self._groups(), self._ratios, strict=True):
-            lr = group["lr"]
-            if not isinstance(lr, torch.Tensor):
-                group["lr"] = float(eta) * ratio
-            elif isinstance(eta, torch.Tensor):
-                lr.copy_(eta * ratio)
-            else:
-                lr.fill_(eta * ratio)  # in place: compiled and captured optimizers hold this very tensor
+        self._groups.set_lr(eta)
+
+    def _warn_of_constant_rate(self, init: float | str) -> None:
+        if self.eta_max < self.eta_base:
+            warnings.warn(
+                f"eta_max={self.eta_max:g} is below eta_base={self.eta_base:g}: the learning rate is constant from a loss of "
+                f"{(self.eta_base / self.eta_max) ** 2:.3g} nats down; the paper has 2.5 x eta_base",
+                stacklevel=3,
+            )
+        if not isinstance(init, str) and self.eta_base / math.sqrt(init + self.eps) >= self.eta_max:
+            warnings.warn(
+                f"eta_base={self.eta_base:g} over the root of init={init:g} already reaches eta_max={self.eta_max:g}: this run would "
+                "have a constant learning rate, which is not FINCH; raise eta_max (2.5 x eta_base in the paper) or lower eta_base",
+                stacklevel=3,
+            )
+
+
+def _check_arguments(eta_max: float, init: float | str, eta_base: float | None, ema: float, eps: float) -> None:
+    for name, value in (("ema", ema), ("eta_max", eta_max), ("eps", eps), ("eta_base", eta_base)):
+        if not isinstance(value, (int, float)) and not (name == "eta_base" and value is None):
+            raise ValueError(f"{name}={value!r} must be a number")
+    if not 0 <= ema < 1:
+        raise ValueError(f"ema={ema} must lie in [0, 1): it is the weight of the past losses, 0.9 in the paper")
+    if not eta_max > 0:
+        raise ValueError(
+            f"eta_max={eta_max} must be above 0: it is the cap of the learning rate, 2.5 times eta_base in the paper"
+        )
+    if eta_base is not None and not eta_base > 0:
+        raise ValueError(f"eta_base={eta_base} must be above 0: it is the learning rate at a loss of 1 nat")
+    if not eps >= 0:
+        raise ValueError(f"eps={eps} must not be negative: it is added to the loss under the root")
+    if init == "dataset":
+        raise ValueError(
+            "init='dataset' is resolved by finch's recipes; elsewhere pass the pretrained model's mean loss over the training set"
+        )
+    if isinstance(init, str) and init != "first_batch":
+        raise ValueError(
+            f"init={init!r} must be a loss in nats above 0, 'first_batch', or in finch's recipes 'dataset'"
+        )
+    if not isinstance(init, str) and not (init > 0 and math.isfinite(init)):
+        raise ValueError(
+            f"init={init} must be above 0: it is a loss in nats, and at 0 the learning rate would start at the cap"
+        )

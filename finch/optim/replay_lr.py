@@ -1,8 +1,7 @@
 """The learning rates of an earlier run, step by step: FINCH's curve without its feedback.
 
-A schedule that reads the loss differs from a constant learning rate in two ways: its curve, and that the curve answers
-to this very run. Replaying the curve of one run in another (other seed, other objective, other precision) tells them
-apart.
+A schedule that reads the loss differs from a constant learning rate in two ways: its curve, and its response to this very
+run. Replaying the curve of one run in another (other seed, other objective, other precision) separates the two.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from finch import run_files
 from finch.optim.nonfinite import NonfiniteCounter
+from finch.optim.param_groups import ParamGroups, Scalar
 
 
 class ReplayLR:
@@ -30,11 +29,11 @@ class ReplayLR:
         on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite.NonfiniteCounter`.
 
     Attributes:
-        num_steps: how many steps the log holds.
+        optimizers: as a list.
 
     Raises:
-        ValueError: the log is missing, holds no step, leaves one out or has one without a learning rate; or the first
-            param group's lr is not above 0.
+        ValueError: the log is missing, holds no step, lacks one or has one without a learning rate; or the first param
+            group's lr is not above 0.
     """
 
     def __init__(
@@ -45,29 +44,23 @@ class ReplayLR:
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
-        self._losses = NonfiniteCounter(on_nonfinite, max_nonfinite)
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        bases = [float(group["lr"]) for group in self._groups()]
-        if not bases:
-            raise ValueError("optimizer holds no param group: ReplayLR has no learning rate to set")
-        if not bases[0] > 0:
-            raise ValueError(
-                f"lr={bases[0]} of the first param group must be above 0: the other groups' ratios refer to it"
-            )
-        self._ratios = [base / bases[0] for base in bases]
+        self._nonfinite = NonfiniteCounter(on_nonfinite, max_nonfinite)
+        self._groups = ParamGroups(optimizer)
+        self.optimizers = self._groups.optimizers
         self._log = Path(log)
         if self._log.is_dir():
             self._log = self._log / run_files.METRICS
         self._rates = _read_rates(self._log)
-        self._taken = 0
-        self._write()
+        self._steps_taken = 0
+        self._set_lr()
 
     @property
     def num_steps(self) -> int:
+        """How many steps the log holds."""
         return len(self._rates)
 
     def check_length(self, total_steps: int) -> None:
-        """For a loop that knows its length, to be asked before anything slow.
+        """Call it before training, where the number of steps is known.
 
         Raises:
             ValueError: the log ends before ``total_steps``.
@@ -77,12 +70,12 @@ class ReplayLR:
                 f"log={self._log} holds {self.num_steps} steps, the run takes {total_steps}: replay a run at least as long, or train for fewer steps"
             )
 
-    def step(self, loss: float | torch.Tensor, targets: float | torch.Tensor | None = None) -> bool:
-        """Sets the learning rate of the step at hand.
+    def step(self, loss: Scalar, targets: Scalar | None = None) -> bool:
+        """Sets the learning rate of the current step.
 
         Args:
-            loss: [] mean loss in nats of the whole optimizer-step batch. Only looked at for not being finite.
-            targets: [] number of target tokens behind it. A batch without any uses up its step all the same: the
+            loss: [] mean loss in nats of the complete optimizer-step batch; only checked for being finite.
+            targets: [] number of target tokens behind it. A batch without any counts as a step all the same: the
                 earlier run has a line for it.
 
         Returns:
@@ -92,53 +85,50 @@ class ReplayLR:
             FloatingPointError: the loss is not finite.
             ValueError: the log has no further step.
         """
-        self.check_length(self._taken + 1)
+        self.check_length(self._steps_taken + 1)
         has_targets = targets is None or float(targets) > 0
-        is_finite = not has_targets or self._losses.take(float(loss), self._taken + 1)
-        self._taken += 1
-        self._write()
+        is_finite = not has_targets or self._nonfinite.observe(float(loss), self._steps_taken + 1)
+        self._steps_taken += 1
+        self._set_lr()
         return has_targets and is_finite
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each param group as last set, optimizer by optimizer; before the first step, that of step 1."""
-        rate = self._rates[max(self._taken - 1, 0)]
-        return [rate * ratio for ratio in self._ratios]
+        return self._groups.rates(self._lr)
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, float | bool | None]:
         """The keys of :meth:`finch.FinchLR.metrics`; there is no EMA and no cap here."""
-        return {"ema_loss": None, "lr": self.get_last_lr()[0], "lr_is_capped": False}
+        return {"ema_loss": None, "lr": self._lr, "lr_is_capped": False}
 
     is_on_device = False  # the host has read every loss
 
     def check(self) -> int:
-        """How many losses have not been finite since the last call."""
-        return self._losses.new()
+        """How many non-finite losses there have been since the last call."""
+        return self._nonfinite.pop_new()
 
     def state_dict(self) -> dict[str, int]:
-        """Steps taken. The learning rates stay in the log, which a resumed run reads again."""
-        return {"steps_taken": self._taken, **self._losses.state_dict()}
+        """The number of steps, and the counter of non-finite losses. A resumed run reads the learning rates from the log again."""
+        return {"steps_taken": self._steps_taken, **self._nonfinite.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores ``state_dict`` and writes the learning rate that belongs to it.
+        """Restores ``state_dict`` and sets the learning rate that belongs to it.
 
         Raises:
-            ValueError: the log holds fewer steps than have been taken.
+            ValueError: the log holds fewer steps than ``state``.
         """
-        taken = int(state["steps_taken"])
-        self.check_length(taken)
-        self._taken = taken
-        self._losses.load_state_dict(state)
-        self._write()
+        steps_taken = int(state["steps_taken"])
+        self.check_length(steps_taken)
+        self._steps_taken = steps_taken
+        self._nonfinite.load_state_dict(state)
+        self._set_lr()
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+    @property
+    def _lr(self) -> float:
+        """Of the first group: the last step's; before the first step, that of step 1."""
+        return self._rates[max(self._steps_taken - 1, 0)]
 
-    def _write(self) -> None:
-        for group, rate in zip(self._groups(), self.get_last_lr(), strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)  # in place: compiled and captured optimizers hold this very tensor
-            else:
-                group["lr"] = rate
+    def _set_lr(self) -> None:
+        self._groups.set_lr(self._lr)
 
 
 def _read_rates(log: Path) -> list[float]:
@@ -150,7 +140,7 @@ def _read_rates(log: Path) -> list[float]:
             continue
         if line.get("step") != len(rates) + 1:
             raise ValueError(
-                f"log={log} has step {line.get('step')} where step {len(rates) + 1} belongs: give the whole log of one run"
+                f"log={log} has step {line.get('step')} where step {len(rates) + 1} belongs: give the complete log of one run"
             )
         rate = line.get("lr")
         if not isinstance(rate, (int, float)) or not rate >= 0:

@@ -1,4 +1,4 @@
-"""FinchLR against a few lines of float64, and what surrounds the equation: groups, tensors, states, non-finite losses."""
+"""FinchLR against the equation in float64; param groups, tensor learning rates, state, non-finite losses."""
 
 import math
 import warnings
@@ -31,7 +31,7 @@ def reference(losses, eta_base, eta_max, ema, init, eps=1e-8):
 @pytest.mark.parametrize("init", [3.6, "first_batch"])
 @pytest.mark.parametrize("ema", [0.9, 0.0, 0.5])
 @pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
-def test_equals_the_equation(make, ema, init):
+def test_finch_lr_equals_the_papers_equation(make, ema, init):
     optimizer = make(2e-5)
     schedule = FinchLR(optimizer, eta_max=5e-5, ema=ema, init=init)
     expected = reference(LOSSES, 2e-5, 5e-5, ema, None if init == "first_batch" else init)
@@ -48,15 +48,15 @@ def test_equals_the_equation(make, ema, init):
         assert not all(capped)
 
 
-def test_the_first_step_already_uses_the_current_loss():
+def test_finch_lr_uses_the_current_loss_at_the_first_step():
     optimizer = optimizer_with(1e-3)
     schedule = FinchLR(optimizer, eta_max=1.0, ema=0.9, init=4.0)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 2)  # before any step: the rate that belongs to init
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 2)  # before any step: the one of init
     schedule.step(2.0)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / math.sqrt(0.9 * 4 + 0.1 * 2))
 
 
-def test_groups_and_optimizers_keep_their_ratio_under_the_cap():
+def test_finch_lr_keeps_the_groups_ratio_under_the_cap():
     first, second = optimizer_with(1e-3, 1e-4), optimizer_with(5e-4)
     schedule = FinchLR([first, second], eta_max=2e-3, init=1.5, ema=0.0)
     for loss in (1.0, 0.01):
@@ -66,14 +66,14 @@ def test_groups_and_optimizers_keep_their_ratio_under_the_cap():
         assert [group["lr"] for group in first.param_groups] == pytest.approx([eta, eta / 10])
 
 
-def test_eta_base_may_be_given():
+def test_finch_lr_eta_base_overrides_the_groups_rate():
     optimizer = optimizer_with(0.1, 0.2)
     schedule = FinchLR(optimizer, eta_base=1e-3, eta_max=1.0, init=2.0, ema=0.0)
     schedule.step(4.0)
     assert schedule.get_last_lr() == pytest.approx([5e-4, 1e-3])
 
 
-def test_tensor_rates_are_written_in_place():
+def test_finch_lr_writes_tensor_rates_in_place():
     optimizer = fused_with_tensor(1e-3)
     rate = optimizer.param_groups[0]["lr"]
     schedule = FinchLR(optimizer, eta_max=1.0, init=1.0)
@@ -83,18 +83,18 @@ def test_tensor_rates_are_written_in_place():
     assert float(rate) == pytest.approx(schedule.get_last_lr()[0])
 
 
-def test_base_rates_survive_the_loading_of_an_optimizer_state():
+def test_finch_lr_base_rates_survive_loading_an_optimizer():
     old = optimizer_with(1e-3)
     old_schedule = FinchLR(old, eta_max=1.0, init=4.0)
     old_schedule.step(3.0)
     saved = old.state_dict(), old_schedule.state_dict()
     assert saved[0]["param_groups"][0]["lr"] != 1e-3
 
-    new = optimizer_with(1e-3)
-    schedule = FinchLR(new, eta_max=1.0, init="first_batch")
-    new.load_state_dict(saved[0])
+    resumed = optimizer_with(1e-3)
+    schedule = FinchLR(resumed, eta_max=1.0, init="first_batch")
+    resumed.load_state_dict(saved[0])
     schedule.load_state_dict(saved[1])
-    assert new.param_groups[0]["lr"] == old.param_groups[0]["lr"]
+    assert resumed.param_groups[0]["lr"] == old.param_groups[0]["lr"]
     for each in (old_schedule, schedule):
         each.step(2.0)
     assert schedule.get_last_lr() == old_schedule.get_last_lr()
@@ -102,7 +102,7 @@ def test_base_rates_survive_the_loading_of_an_optimizer_state():
 
 
 @pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
-def test_a_resumed_schedule_continues_bit_for_bit(make):
+def test_finch_lr_resumes_bit_for_bit(make):
     straight = FinchLR(make(1e-3), eta_max=1.0, init="first_batch")
     for loss in LOSSES[:4]:
         straight.step(torch.tensor(loss))
@@ -115,7 +115,7 @@ def test_a_resumed_schedule_continues_bit_for_bit(make):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_raise_leaves_the_state_as_it_was(bad):
+def test_finch_lr_raise_leaves_the_state_unchanged(bad):
     optimizer = optimizer_with(1e-3)
     schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
     schedule.step(1.0)
@@ -125,7 +125,7 @@ def test_raise_leaves_the_state_as_it_was(bad):
     assert (schedule.ema_loss, optimizer.param_groups[0]["lr"]) == before
 
 
-def test_skip_counts_and_gives_up_after_ten_in_a_row():
+def test_finch_lr_skip_raises_after_ten_in_a_row():
     schedule = FinchLR(optimizer_with(1e-3), eta_max=1.0, init=2.0, on_nonfinite="skip")
     for _ in range(9):
         assert schedule.step(math.nan) is False
@@ -139,7 +139,7 @@ def test_skip_counts_and_gives_up_after_ten_in_a_row():
     assert schedule._ema_loss == pytest.approx(0.9 * 2.0 + 0.1 * 1.0)
 
 
-def test_on_the_device_path_the_fused_optimizer_skips_and_the_next_read_raises():
+def test_finch_lr_on_device_skips_then_raises_at_a_read():
     optimizer = fused_with_tensor(1e-3)
     parameter = optimizer.param_groups[0]["params"][0]
     schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
@@ -163,7 +163,7 @@ def test_on_the_device_path_the_fused_optimizer_skips_and_the_next_read_raises()
         schedule.get_last_lr()
 
 
-def test_skip_on_the_device_path_remembers_a_row_that_has_ended():
+def test_finch_lr_on_device_counts_a_row_that_has_ended():
     schedule = FinchLR(fused_with_tensor(1e-3), eta_max=1.0, init=2.0, on_nonfinite="skip", max_nonfinite=3)
     for loss in (math.nan, math.nan, 1.0, math.nan):
         schedule.step(torch.tensor(loss))
@@ -174,7 +174,7 @@ def test_skip_on_the_device_path_remembers_a_row_that_has_ended():
         schedule.check()
 
 
-def test_a_float_loss_after_a_broken_tensor_loss_takes_its_step():
+def test_finch_lr_float_loss_after_nan_tensor_takes_a_step():
     optimizer = fused_with_tensor(1e-3)
     schedule = FinchLR(optimizer, eta_max=1.0, init=2.0, on_nonfinite="skip")
     parameter = optimizer.param_groups[0]["params"][0]
@@ -187,18 +187,24 @@ def test_a_float_loss_after_a_broken_tensor_loss_takes_its_step():
 
 
 @pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
-def test_a_batch_without_targets_leaves_everything_alone_and_is_no_error(make):
+def test_finch_lr_batch_without_targets_changes_nothing(make):
     optimizer = make(1e-3)
+    (parameter,) = optimizer.param_groups[0]["params"]
     schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
-    schedule.step(torch.tensor(1.0), torch.tensor(5))
-    before = schedule.state_dict(), schedule.get_last_lr()
-    took = schedule.step(torch.tensor(math.nan), torch.tensor(0))
-    assert (schedule.state_dict(), schedule.get_last_lr()) == before
-    assert took is False or optimizer.found_inf == 1
+    assert schedule.step(torch.tensor(1.0), torch.tensor(5))
+    before = schedule.state_dict(), schedule.get_last_lr(), parameter.detach().clone()
+    takes_step = schedule.step(torch.tensor(math.nan), torch.tensor(0))
+    assert takes_step is schedule.is_on_device is (make is fused_with_tensor)
+    if takes_step:  # on the device path the optimizer itself skips the update
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert (schedule.state_dict(), schedule.get_last_lr()) == before[:2]
+    assert torch.equal(parameter, before[2])
+    assert schedule.check() == 0
 
 
 class NoReads(TorchDispatchMode):
-    """Fails where a tensor's value goes to the host: on CUDA each of these waits for the device."""
+    """Fails where the host reads a tensor: on CUDA each such read waits for the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default), (
@@ -207,19 +213,19 @@ class NoReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_tensor_loss_is_not_read_by_the_host():
+def test_finch_lr_does_not_read_a_tensor_loss():
     optimizer = fused_with_tensor(1e-3, 1e-4)
     schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
     with NoReads():
         for loss in (torch.tensor(3.0), torch.tensor(math.nan), torch.tensor(2.0)):
             schedule.step(loss, torch.tensor(7))
             schedule.metrics()
-    with pytest.raises(AssertionError, match="read by the host"), NoReads():  # and the probe itself works
+    with pytest.raises(AssertionError, match="read by the host"), NoReads():  # the mode itself works
         FinchLR(optimizer_with(1e-3), eta_max=1.0, init=2.0).step(torch.tensor(3.0))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_cuda_nothing_synchronises():
+def test_finch_lr_on_cuda_does_not_synchronize():
     parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
     optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(1e-3, device="cuda"), fused=True)
     schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
@@ -239,7 +245,7 @@ def test_on_cuda_nothing_synchronises():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "message"),
     [
         ({"ema": 1.0}, "ema=1.0"),
         ({"ema": -0.1}, "ema=-0.1"),
@@ -258,22 +264,23 @@ def test_on_cuda_nothing_synchronises():
         ({"eta_max": "5e-5"}, "eta_max='5e-5' must be a number"),
     ],
 )
-def test_wrong_arguments_are_named_with_their_value(arguments, named):
-    with pytest.raises(ValueError, match=named):
+def test_finch_lr_rejects_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
         FinchLR(optimizer_with(1e-3), **{"eta_max": 1.0, "init": 2.0, **arguments})
 
 
-def test_a_base_rate_of_zero_is_refused():
-    with pytest.raises(ValueError, match=r"eta_base=0\.0"):
-        FinchLR(optimizer_with(0.0), eta_max=1.0, init=2.0)
+@pytest.mark.parametrize("eta_base", [None, 1e-3])
+def test_finch_lr_rejects_a_base_rate_of_zero(eta_base):
+    with pytest.raises(ValueError, match=r"lr=0\.0 of the first param group must be above 0"):
+        FinchLR(optimizer_with(0.0, 1e-3), eta_max=1.0, init=2.0, eta_base=eta_base)
 
 
-def test_warns_of_a_cap_below_eta_base():
+def test_finch_lr_warns_of_a_cap_below_eta_base():
     with pytest.warns(UserWarning, match="constant from a loss of 4 nats down"):
         FinchLR(optimizer_with(2e-5), eta_max=1e-5, init="first_batch")
 
 
-def test_warns_of_a_run_that_would_be_a_constant_rate():
+def test_finch_lr_warns_of_a_constant_rate():
     with pytest.warns(UserWarning, match="constant learning rate"):
         FinchLR(optimizer_with(1e-3), eta_max=5e-5, init=3.6)
     with warnings.catch_warnings():

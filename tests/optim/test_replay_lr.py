@@ -1,4 +1,4 @@
-"""ReplayLR against the log that FINCH itself has written."""
+"""ReplayLR against the log of a FINCH run."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def optimizer_with(*rates, **kwargs):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run's folder: metrics.jsonl as FINCH's run writes it, one step without targets and validation losses included."""
+    """The folder of a FINCH run: metrics.jsonl with one step without targets, and validation losses."""
     optimizer = optimizer_with(2e-3)
     schedule = FinchLR(optimizer, eta_max=5e-3, init=3.6)
     log = MetricsLog(tmp_path, None, is_writer=True)
@@ -38,30 +38,30 @@ def logged(run):
     return [line["lr"] for line in lines if "lr" in line]
 
 
-def test_each_step_gets_the_learning_rate_of_the_log(run):
+def test_replay_lr_equals_the_log_at_each_step(run):
     optimizer = optimizer_with(2e-3, 1e-3)
     replay = ReplayLR(optimizer, log=run / "metrics.jsonl")
     assert replay.num_steps == len(LOSSES)
-    seen = []
+    rates = []
     for step in range(len(LOSSES)):
         assert replay.step(torch.tensor(8.0 / (step + 1)))  # whatever the loss
         first, second = (group["lr"] for group in optimizer.param_groups)
         assert replay.get_last_lr() == [first, second]
         assert second == pytest.approx(first / 2, rel=1e-15)
         assert replay.metrics() == {"ema_loss": None, "lr": first, "lr_is_capped": False}
-        seen.append(first)
-    assert seen == logged(run)  # to the last bit
-    assert len(set(seen)) > 3
+        rates.append(first)
+    assert rates == logged(run)  # exactly
+    assert len(set(rates)) > 3
     with pytest.raises(ValueError, match="holds 6 steps, the run takes 7"):
         replay.step(1.0)
 
 
-def test_the_first_learning_rate_is_there_before_the_first_step(run):
+def test_replay_lr_sets_the_first_rate_when_built(run):
     optimizer = optimizer_with(0.7)
     assert ReplayLR(optimizer, log=run).get_last_lr() == [optimizer.param_groups[0]["lr"]] == logged(run)[:1]
 
 
-def test_several_optimizers_and_tensor_rates_in_place(run):
+def test_replay_lr_writes_tensor_rates_in_place(run):
     rate = torch.tensor(2e-3, dtype=torch.float64)
     first, second = optimizer_with(rate, fused=True), optimizer_with(1e-2)
     replay = ReplayLR([first, second], log=run)
@@ -72,7 +72,7 @@ def test_several_optimizers_and_tensor_rates_in_place(run):
         assert second.param_groups[0]["lr"] == pytest.approx(5 * expected, rel=1e-15)
 
 
-def test_a_batch_without_targets_takes_no_step_but_uses_one_up(run):
+def test_replay_lr_counts_a_batch_without_targets(run):
     replay = ReplayLR(optimizer_with(2e-3), log=run)
     assert replay.step(1.0, torch.tensor(5))
     assert not replay.step(math.nan, torch.tensor(0))  # 0 / 0
@@ -82,7 +82,7 @@ def test_a_batch_without_targets_takes_no_step_but_uses_one_up(run):
 
 
 @pytest.mark.parametrize("loss", [math.nan, torch.tensor(math.inf)])
-def test_a_loss_that_is_not_finite_stops_the_run(run, loss):
+def test_replay_lr_raises_at_a_nonfinite_loss(run, loss):
     replay = ReplayLR(optimizer_with(2e-3), log=run)
     replay.step(1.0)
     with pytest.raises(FloatingPointError, match="not finite at step 2"):
@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, loss):
     assert replay.state_dict()["steps_taken"] == 1
 
 
-def test_resuming_goes_on_where_it_stopped(run):
+def test_replay_lr_resumes_at_its_step(run):
     before = ReplayLR(optimizer_with(2e-3), log=run)
     for _ in range(3):
         before.step(1.0)
@@ -108,7 +108,7 @@ def test_resuming_goes_on_where_it_stopped(run):
         after.load_state_dict({"steps_taken": 8})
 
 
-def test_a_log_shorter_than_the_run_is_told_ahead(run):
+def test_replay_lr_rejects_a_log_shorter_than_the_run(run):
     replay = ReplayLR(optimizer_with(2e-3), log=run)
     replay.check_length(6)
     with pytest.raises(
@@ -117,7 +117,7 @@ def test_a_log_shorter_than_the_run_is_told_ahead(run):
         replay.check_length(9)
 
 
-def test_a_last_line_that_was_cut_off_is_no_step(run):
+def test_replay_lr_ignores_a_truncated_last_line(run):
     file = run / "metrics.jsonl"
     file.write_text(file.read_text() + '{"step": 7, "lr": 1e-')
     assert ReplayLR(optimizer_with(2e-3), log=run).num_steps == 6
@@ -133,14 +133,14 @@ def test_a_last_line_that_was_cut_off_is_no_step(run):
         ([{"step": 1, "loss": 2.0}], "has lr=None at step 1"),
     ],
 )
-def test_a_log_that_cannot_be_replayed(tmp_path, lines, message):
+def test_replay_lr_rejects_an_incomplete_log(tmp_path, lines, message):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match=message):
         ReplayLR(optimizer_with(2e-3), log=file)
 
 
-def test_bad_arguments_are_named(run, tmp_path):
+def test_replay_lr_rejects_bad_arguments(run, tmp_path):
     with pytest.raises(ValueError, match=r"other\.jsonl does not exist: give the metrics\.jsonl"):
         ReplayLR(optimizer_with(2e-3), log=tmp_path / "other.jsonl")
     with pytest.raises(ValueError, match=r"lr=0\.0 of the first param group must be above 0"):
@@ -149,6 +149,6 @@ def test_bad_arguments_are_named(run, tmp_path):
         ReplayLR([], log=run)
 
 
-def test_its_import_leaves_torchtune_alone():
+def test_replay_lr_import_does_not_import_torchtune():
     code = "import sys; from finch import ReplayLR; assert not {'torchtune', 'datasets'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
