@@ -1,4 +1,4 @@
-"""What a run reports at each step: metrics.jsonl, torchtune's metric logger, and the progress bar."""
+"""A run's metrics: metrics.jsonl, torchtune's metric logger, and the progress bar."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from finch import files, run_files
 
 
 class MetricsLog:
-    """Takes a step's metrics as they are, tensors included, and reads them only when it reports: at every ``every``
-    steps.
+    """Accepts a step's metrics as they are, tensors included, and reads tensors only every ``every`` steps, in one transfer.
 
     One line a step goes into metrics.jsonl; the metric logger and the progress bar see every ``every``-th. Only rank
     0 writes, but every rank reads at the same steps, so that a non-finite loss stops all of them at the same one.
 
     Args:
         folder: the run's folder.
-        logger: a torchtune metric logger, or None.
+        metric_logger: one of torchtune's, or None.
         is_writer: whether this rank writes.
         every: steps between two reports.
         world_size: ranks, for tokens a second and GPU.
         first_step: the step a resumed run continues after; later lines of an earlier attempt are dropped.
-        first_lines: lines that stood in the file when that step was saved (``lines()``); None: unknown.
+        first_lines: lines the file had when that step was saved (``num_lines()``); None: unknown.
     """
 
     def __init__(
         self,
         folder: Path,
-        logger: Any,
+        metric_logger: Any,
         *,
         is_writer: bool,
         every: int = 1,
@@ -46,15 +45,15 @@ class MetricsLog:
         first_step: int = 0,
         first_lines: int | None = None,
     ) -> None:
-        self.path, self._logger, self._is_writer, self._every, self._world_size = (
-            folder / run_files.METRICS,
-            logger,
+        self.path = folder / run_files.METRICS
+        self._metric_logger, self._is_writer, self._every, self._world_size = (
+            metric_logger,
             is_writer,
             every,
             world_size,
         )
-        self._waiting: list[dict[str, Any]] = []
-        self._since = time.perf_counter()
+        self._pending: list[dict[str, Any]] = []
+        self._last_report = time.perf_counter()
         self._bar: tqdm | None = None
         self._file = None
         self._lines = 0
@@ -67,29 +66,29 @@ class MetricsLog:
         self._bar = progress_bar(
             total=steps, initial=done, desc=f"epoch {epoch + 1}/{epochs}", unit="step", disable=not self._is_writer
         )
-        self._since = time.perf_counter()
+        self._last_report = time.perf_counter()
 
     def end_epoch(self) -> None:
-        """Reports what waits and closes the bar, so that what is logged next begins on a line of its own."""
+        """Reports pending steps and closes the bar, so that the next log message starts on a line of its own."""
         self.flush()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes a step's metrics: numbers, or 0-d tensors that stay unread until the next report."""
-        self._waiting.append({"step": step, **metrics})
+        """Adds a step's metrics: numbers, or 0-d tensors that stay unread until the next report."""
+        self._pending.append({"step": step, **metrics})
         if step % self._every == 0:
             self.flush()
 
     def flush(self) -> None:
-        """Reads what waits and reports it."""
-        if not self._waiting:
+        """Reads and reports the pending steps."""
+        if not self._pending:
             return
-        lines = _read(self._waiting)
-        self._waiting = []
+        lines = _read(self._pending)
+        self._pending = []
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds, self._last_report = now - self._last_report, now
         # Steps between two reads are not timed one by one: that would take a synchronisation each. They share the
         # mean.
         rate = sum(line["num_target_tokens"] for line in lines) / seconds / self._world_size
@@ -101,8 +100,8 @@ class MetricsLog:
             self._write(line)
         self._file.flush()
         last = lines[-1]
-        if self._logger is not None and last["step"] % self._every == 0:
-            self._logger.log_dict(
+        if self._metric_logger is not None and last["step"] % self._every == 0:
+            self._metric_logger.log_dict(
                 {key: value for key, value in last.items() if key != "step" and value is not None}, step=last["step"]
             )
         if self._bar is not None:
@@ -114,19 +113,19 @@ class MetricsLog:
             )
             self._bar.update(len(lines))
 
-    def note(self, line: Mapping[str, Any]) -> None:
-        """Writes a line of its own, such as a validation loss, after everything before it."""
+    def write_event(self, line: Mapping[str, Any]) -> None:
+        """Writes a line that is not a step's, such as a validation loss, after all pending steps."""
         self.flush()
         if self._file is not None:
             self._write(line)
             self._file.flush()
-            if self._logger is not None:
-                self._logger.log_dict(
+            if self._metric_logger is not None:
+                self._metric_logger.log_dict(
                     {key: value for key, value in line.items() if key not in ("step", "epoch")}, step=line["step"]
                 )
 
-    def lines(self) -> int:
-        """How many lines the file holds on the writer, with everything that waited written and on the disk."""
+    def num_lines(self) -> int:
+        """How many lines the file has on the writer, once everything pending is written and on the disk."""
         self.flush()
         if self._file is not None:
             os.fsync(self._file.fileno())
@@ -137,12 +136,12 @@ class MetricsLog:
         self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}) + "\n")
         self._lines += 1
 
-    def pause(self) -> None:
-        """Leaves the time until now out of the next rate; for validation and saving."""
-        self._since = time.perf_counter()
+    def reset_timer(self) -> None:
+        """Excludes the time since the last report from the next tokens a second; called after validation and saving."""
+        self._last_report = time.perf_counter()
 
     def close(self) -> None:
-        """Writes out what waits, also after an error: the last steps are what one wants to see then."""
+        """Writes pending steps, also after an error: the last steps are the ones that explain it."""
         with contextlib.suppress(RuntimeError):  # a device that has failed cannot be read
             self.flush()
         if self._bar is not None:
@@ -150,9 +149,9 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._logger is not None:
-            self._logger.close()
-            self._logger = None
+        if self._metric_logger is not None:
+            self._metric_logger.close()
+            self._metric_logger = None
 
 
 def progress_bar(*args: Any, **kwargs: Any) -> tqdm:
@@ -160,19 +159,19 @@ def progress_bar(*args: Any, **kwargs: Any) -> tqdm:
     return tqdm(*args, mininterval=0.1 if sys.stderr.isatty() else 30, dynamic_ncols=True, **kwargs)
 
 
-def _read(waiting: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Brings all tensors of all waiting steps to the host in one transfer."""
-    places = [(line, key) for line in waiting for key, value in line.items() if isinstance(value, torch.Tensor)]
+def _read(pending: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Brings all tensors of all pending steps to the host in one transfer."""
+    places = [(line, key) for line in pending for key, value in line.items() if isinstance(value, torch.Tensor)]
     if places:
         values = torch.stack([line[key].detach().double().reshape(()) for line, key in places]).tolist()
         for (line, key), value in zip(places, values, strict=True):
             line[key] = value
-    for line in waiting:
+    for line in pending:
         line["num_target_tokens"], line["lr_is_capped"] = int(line["num_target_tokens"]), bool(line["lr_is_capped"])
         # Theorem 1: the per-step forgetting is at most C1 * eta * sqrt(L_B) + ...; this is that leading term up to
         # C1.
         line["eta_sqrt_loss"] = line["lr"] * math.sqrt(line["loss"]) if line["loss"] >= 0 else None
-    return waiting
+    return pending
 
 
 def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:

@@ -6,29 +6,27 @@ tune run --nproc_per_node 2 finch_lora_finetune --config my_lora.yaml
 
 from __future__ import annotations
 
-from finch_full_finetune import FinchFullFinetune, run
+from finch_full_finetune import FinchFullFinetune
 from omegaconf import DictConfig
-from torchtune import modules
 
 from finch.config.instantiate import component_of
 from finch.config.parser import parse
 from finch.config.schema import LORA_FINETUNE
 from finch.errors import UserError, exit_without_teardown
 from finch.models.lora import check_adapters, check_lora_settings, initialize_adapters, merged, train_adapters_only
+from finch.training.launch import run
 from finch.weights.peft import PeftFolder
 
 
 class FinchLoRAFinetune(FinchFullFinetune):
     """Trains the LoRA (or DoRA) layers of a torchtune decoder; everything else is :class:`FinchFullFinetune`.
 
-    Differences:
-        - Each epoch ends with RUN/epoch_N_adapter in PEFT's format and, unless ``save_adapter_weights_only``, with the
-          merged model in RUN/epoch_N, which ``best`` names.
-        - A checkpoint to resume from holds the adapters alone; the frozen weights come from the pretrained folder.
-        - The adapters begin with the same values on any number of ranks.
+    Each epoch ends with RUN/epoch_N_adapter in PEFT's format and, unless ``save_adapter_weights_only``, the merged model in
+    RUN/epoch_N, which ``best`` links. A checkpoint holds the adapters alone; frozen weights come from the pretrained folder.
+    Adapters start from the same values on any number of ranks.
 
     Args:
-        cfg: a config that :func:`finch.config.validation.check` has passed.
+        cfg: a config that :func:`finch.config.parser.parse` has checked.
 
     Raises:
         UserError: a model without LoRA layers, or an option that has no meaning for adapters.
@@ -48,17 +46,16 @@ class FinchLoRAFinetune(FinchFullFinetune):
             )
         super().__init__(cfg)
 
-    def _build_decoder(self, cfg: DictConfig) -> modules.TransformerDecoder:
+    def _build_decoder(self, cfg: DictConfig) -> None:
         check_lora_settings(cfg.model)
-        decoder = super()._build_decoder(cfg)
-        check_adapters(decoder, component_of(cfg.model) or "")
-        self._adapter = PeftFolder(decoder, self._base)
-        train_adapters_only(decoder)
-        return decoder
+        super()._build_decoder(cfg)
+        check_adapters(self._decoder, component_of(cfg.model) or "")
+        self._adapter = PeftFolder(self._decoder, self._base)
+        train_adapters_only(self._decoder)
 
     def _load_base(self) -> None:
         super()._load_base()
-        initialize_adapters(self._model.decoder, self.seed)
+        initialize_adapters(self._model.decoder, self._seed)
 
     def _export(self, name: str) -> None:
         dtype = self._export_dtype
@@ -73,7 +70,6 @@ class FinchLoRAFinetune(FinchFullFinetune):
 
 @parse(LORA_FINETUNE)
 def recipe_main(cfg: DictConfig) -> None:
-    """Parameters are read from the config, then overridden from the command line."""
     run(FinchLoRAFinetune, cfg)
 
 

@@ -66,7 +66,7 @@ def test_a_resumed_log_drops_what_came_after_its_checkpoint(tmp_path):
 def test_lines_are_strict_json(tmp_path):
     log = MetricsLog(tmp_path, None, is_writer=True)
     log.add(1, step_metrics(1.0, grad_norm=torch.tensor(math.inf)))
-    log.note({"step": 1, "epoch": 0, "validation_loss": math.nan})
+    log.write_event({"step": 1, "epoch": 0, "validation_loss": math.nan})
     log.close()
     lines = [
         json.loads(line, parse_constant=lambda name: pytest.fail(name))

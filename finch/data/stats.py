@@ -1,4 +1,4 @@
-"""A look at every row before any weight is loaded: broken rows, rows without targets, rows cut off."""
+"""Statistics of a dataset's rows, read once before weights are loaded: bad rows, rows without targets, truncated rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from finch.data.loading import Samples
+from finch.data.dataset import Samples
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
@@ -18,83 +18,87 @@ from finch.torchtune_names import shift_labels
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """What is known of rows, of one rank's share or of all.
+    """Statistics of one rank's share of the rows, or of all.
 
     Attributes:
-        targets: target tokens.
-        without: rows that have none.
-        cut: rows that reach the tokenizer's limit.
-        longest: the longest row in tokens.
-        digest: of tokens and labels; shares add up, modulo 2^64, to the same number however rows are shared out.
+        num_targets: target tokens.
+        num_without_targets: rows that have none.
+        num_truncated: rows that reach the tokenizer's max_seq_len.
+        max_length: of the longest row, in tokens.
+        digest: of tokens and labels; the ranks' shares add up, modulo 2^64, to the same number however rows are divided.
     """
 
-    targets: int = 0
-    without: int = 0
-    cut: int = 0
-    longest: int = 0
+    num_targets: int = 0
+    num_without_targets: int = 0
+    num_truncated: int = 0
+    max_length: int = 0
     digest: int = 0
 
     def __add__(self, other: DatasetStats) -> DatasetStats:
         return DatasetStats(
-            self.targets + other.targets,
-            self.without + other.without,
-            self.cut + other.cut,
-            max(self.longest, other.longest),
+            self.num_targets + other.num_targets,
+            self.num_without_targets + other.num_without_targets,
+            self.num_truncated + other.num_truncated,
+            max(self.max_length, other.max_length),
             (self.digest + other.digest) % 2**64,
         )
 
 
-def validate_dataset(samples: Samples, limit: int | None, parallel: Parallel) -> DatasetStats:
-    """Reads every row once, divided over the ranks, and tells what is unusual.
+def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parallel) -> DatasetStats:
+    """Reads every row once, divided over the ranks, and warns of what is unusual.
 
     Args:
-        limit: the tokenizer's max_seq_len.
+        max_seq_len: the tokenizer's; None: no limit.
 
     Raises:
         UserError: a row that cannot be read or tokenized; no row with a target token.
     """
     try:
-        mine: DatasetStats | UserError = collect_stats(
-            samples, parallel.data_parallel_rank, parallel.data_parallel_size, limit
+        share: DatasetStats | UserError = collect_stats(
+            samples, parallel.data_parallel_rank, parallel.data_parallel_size, max_seq_len
         )
     except UserError as error:
-        mine = error  # told by every rank, so that none waits for this one
-    rows = DatasetStats()
-    for share in parallel.gather(mine):
-        if isinstance(share, UserError):
-            raise share
-        rows += share
-    if rows.targets == 0:
+        share = error  # raised on every rank, so that none waits for this one
+    stats = DatasetStats()
+    for each in parallel.gather(share):
+        if isinstance(each, UserError):
+            raise each
+        stats += each
+    if stats.num_targets == 0:
         raise UserError(
-            f"{samples.key}: none of the {len(samples)} samples of {samples.source} has a target token; the prompts alone reach tokenizer.max_seq_len={limit}, raise it"
+            f"{samples.key}: none of the {len(samples)} samples of {samples.source} has a target token; the prompts alone reach "
+            f"tokenizer.max_seq_len={max_seq_len}, raise it"
         )
-    if rows.without:
-        message = (
-            f"{samples.key}: {rows.without} of {len(samples)} samples have no target token, since the prompt alone reaches "
-            f"tokenizer.max_seq_len={limit}; they teach nothing"
+    if stats.num_without_targets:
+        logger.warning(
+            f"{samples.key}: {stats.num_without_targets} of {len(samples)} samples have no target token, since the prompt alone reaches "
+            f"tokenizer.max_seq_len={max_seq_len}; they teach nothing"
         )
-        logger.warning(message)
-    if rows.cut and not samples.packed:
-        message = f"{samples.key}: {rows.cut} of {len(samples)} samples reach tokenizer.max_seq_len={limit} and are cut off there; raise it to keep their ends"
-        logger.warning(message)
-    logger.info(f"{samples.key}: {rows.targets:,} target tokens, longest sample {rows.longest} tokens")
-    return rows
+    if stats.num_truncated and not samples.packed:
+        logger.warning(
+            f"{samples.key}: {stats.num_truncated} of {len(samples)} samples reach tokenizer.max_seq_len={max_seq_len} and are truncated "
+            "there; raise it to keep their ends"
+        )
+    logger.info(f"{samples.key}: {stats.num_targets:,} target tokens, longest sample {stats.max_length} tokens")
+    return stats
 
 
-def collect_stats(samples: Samples, rank: int, ranks: int, limit: int | None = None) -> DatasetStats:
-    """One rank's share of the rows.
+def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | None = None) -> DatasetStats:
+    """Statistics of one rank's share of the rows.
 
     Raises:
         UserError: a row that cannot be read or tokenized.
     """
-    rows = DatasetStats()
+    stats = DatasetStats()
     for index in range(rank, len(samples), ranks):
         sample = samples[index]
         labels = torch.as_tensor(sample["labels"])
-        targets = int((shift_labels(labels) != IGNORE_INDEX).sum())
-        is_cut = limit is not None and len(labels) >= limit
-        rows += DatasetStats(targets, int(targets == 0), int(is_cut), len(labels), _digest(index, sample))
-    return rows
+        num_targets = int((shift_labels(labels) != IGNORE_INDEX).sum())
+        is_truncated = max_seq_len is not None and len(labels) >= max_seq_len
+        stats += DatasetStats(
+            num_targets, int(num_targets == 0), int(is_truncated), len(labels), _digest(index, sample)
+        )
+    return stats
 
 
 def _digest(index: int, sample: dict[str, Any]) -> int:

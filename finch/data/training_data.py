@@ -1,16 +1,16 @@
-"""The rows a run trains and validates on, checked and put in order."""
+"""The rows a run trains and validates on, checked and ordered."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from finch.config.instantiate import locate
-from finch.data.loading import Batch, Samples, collator, load_dataset, loader, to_device
+from finch.data.dataset import Samples, load_dataset
+from finch.data.loader import Batch, EvalLoader, collator, loader
 from finch.data.order import GlobalOrder
 from finch.data.stats import validate_dataset
 from finch.distributed.parallel import Parallel
@@ -24,18 +24,18 @@ class TrainingData:
         cfg: a recipe's config.
         tokenizer: torchtune's.
         seed: of the order.
-        wants_digest: read every row even with ``check_dataset=False``.
+        needs_stats: read every row even with ``check_dataset=False``.
 
     Attributes:
-        samples, validation: the rows, and the held-out ones or None.
+        samples, validation: the training rows; the held-out ones, or None.
         order: how ``samples`` are dealt to steps and ranks.
-        rows: what reading them ahead has found; None: they have not been read.
+        stats: of the training rows; None: they have not been read.
 
     Raises:
-        UserError: rows that cannot be used, or fewer than a step takes.
+        UserError: rows that cannot be used, or fewer than one optimizer step needs.
     """
 
-    def __init__(self, cfg: DictConfig, tokenizer: Any, parallel: Parallel, *, seed: int, wants_digest: bool) -> None:
+    def __init__(self, cfg: DictConfig, tokenizer: Any, parallel: Parallel, *, seed: int, needs_stats: bool) -> None:
         self._cfg, self._parallel = cfg, parallel
         self.samples = load_dataset(cfg, "dataset", tokenizer)
         self.validation = None
@@ -54,10 +54,10 @@ class TrainingData:
         parts = [samples for samples in (self.samples, self.validation) if samples is not None]
         collate = locate(cfg.collate_fn, "collate_fn")
         self._collate = {id(samples): collator(samples, tokenizer, collate) for samples in parts}
-        limit = getattr(tokenizer, "max_seq_len", None)
-        self.rows = validate_dataset(self.samples, limit, parallel) if cfg.check_dataset or wants_digest else None
+        max_seq_len = getattr(tokenizer, "max_seq_len", None)
+        self.stats = validate_dataset(self.samples, max_seq_len, parallel) if cfg.check_dataset or needs_stats else None
         if self.validation is not None and cfg.check_dataset:
-            validate_dataset(self.validation, limit, parallel)
+            validate_dataset(self.validation, max_seq_len, parallel)
         logger.info(
             f"{len(self.samples)} samples; {self.order.global_batch} per optimizer step, {self.order.steps_per_epoch} steps per epoch"
         )
@@ -67,7 +67,7 @@ class TrainingData:
         return min(self.order.steps_per_epoch, self._cfg.max_steps_per_epoch or self.order.steps_per_epoch)
 
     def batches(self, epoch: int, consumed: int) -> Iterator[Batch]:
-        """This rank's micro-batches of an epoch from ``consumed`` samples on, on the host."""
+        """This rank's micro-batches of an epoch after its first ``consumed`` samples, on the host."""
         return loader(
             self.samples,
             self.order,
@@ -79,17 +79,16 @@ class TrainingData:
             pin_memory=self._parallel.device.type == "cuda",
         )
 
-    def whole(self, samples: Samples, title: str) -> dict[str, Any]:
-        """The arguments of :func:`finch.training.dataset_loss.iter_token_losses` for all rows of ``samples``, but for the model."""
-        return {
-            "samples": samples,
-            "collate": self._collate[id(samples)],
-            "parallel": self._parallel,
-            "batch_size": self._cfg.batch_size,
-            "to_device": partial(to_device, device=self._parallel.device),
-            "num_workers": self._num_workers(samples),
-            "title": title,
-        }
+    def eval_loader(self, samples: Samples, title: str) -> EvalLoader:
+        """One pass over all rows of ``samples``."""
+        return EvalLoader(
+            samples,
+            self._collate[id(samples)],
+            self._parallel,
+            self._cfg.batch_size,
+            num_workers=self._num_workers(samples),
+            title=title,
+        )
 
     def _num_workers(self, samples: Samples) -> int:
         # torchtune builds the block mask of packed rows on the GPU while it collates, which a forked worker cannot.

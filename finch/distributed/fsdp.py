@@ -23,8 +23,12 @@ def shard_model(
     reshard_after_forward: bool = True,
     pin_memory: bool = True,
 ) -> None:
-    """Applies FSDP2 to each of ``layers`` and then to ``model``, whose group takes what is left (norm, output, embeddings). Pinned host
-    memory is left out where hooks read gradients that FSDP2 is still copying: with the optimizer inside the backward."""
+    """Applies FSDP2 to each of ``layers`` and then to ``model``, whose group holds the rest (norm, output, embeddings).
+
+    Args:
+        pin_memory: of offloaded shards. False with the optimizer inside the backward, whose hooks would read gradients that FSDP2 is
+            still copying.
+    """
     if parallel.mesh is None:
         return
     options: dict[str, Any] = {

@@ -16,13 +16,13 @@ from finch.errors import UserError
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """How many ranks each dimension of the mesh has; torchtune's keys ``data_parallel_replicate_dim``,
+    """The number of ranks in each dimension of the mesh; torchtune's keys ``data_parallel_replicate_dim``,
     ``data_parallel_shard_dim`` and ``tensor_parallel_dim``.
 
     Attributes:
         replicate: copies of the sharded model (HSDP); gradients are averaged over them.
-        shard: ranks a copy is sharded over (FSDP2); -1: all that are left.
-        tensor: ranks that share each matrix product; they see the same samples.
+        shard: ranks a copy is sharded over (FSDP2); -1: all remaining ones.
+        tensor: tensor-parallel ranks, which share each matrix product and see the same samples.
     """
 
     replicate: int = 1
@@ -30,7 +30,7 @@ class MeshSizes:
     tensor: int = 1
 
     def resolve(self, world_size: int) -> MeshSizes:
-        """The sizes with ``shard`` worked out.
+        """The sizes with ``shard`` resolved.
 
         Raises:
             UserError: they do not multiply to the world size.
@@ -45,21 +45,21 @@ class MeshSizes:
                 )
         elif self.replicate * shard * self.tensor != world_size:
             raise UserError(
-                f"data_parallel_shard_dim={shard} x {given} is {self.replicate * shard * self.tensor}, but {_ranks(world_size)} started; change the sizes, or set data_parallel_shard_dim=-1 for all that are left"
+                f"data_parallel_shard_dim={shard} x {given} is {self.replicate * shard * self.tensor}, but {_ranks(world_size)} started; change the sizes, or set data_parallel_shard_dim=-1 for all remaining ranks"
             )
         return MeshSizes(self.replicate, shard, self.tensor)
 
 
 @dataclass
 class Parallel:
-    """The ranks of a run as its training step sees them.
+    """This rank and the others of a run.
 
     Attributes:
         mesh: what FSDP2 shards over, [shard] or with HSDP [replicate, shard]; None: one process without FSDP2.
         tensor_mesh: the ranks of this one's tensor-parallel group; None without tensor parallelism.
         data_group: one rank of each tensor-parallel group, which see different samples; None: all ranks.
         data_parallel_size: how many ranks see different samples.
-        data_parallel_rank: this one's place among them.
+        data_parallel_rank: this one's index among them.
     """
 
     device: torch.device
@@ -84,14 +84,15 @@ class Parallel:
             dist.all_reduce(values, group=self.data_group)
         return values
 
-    def check_equal(self, name: str, values: torch.Tensor) -> None:
-        """Compares ``values`` bit for bit over the ranks (``debug_checks``).
+    def check_equal(self, name: str, value: float | torch.Tensor | None) -> None:
+        """Compares a number bit for bit over the ranks (``debug_checks``); None is not compared.
 
         Raises:
-            RuntimeError: they differ, which is a defect of finch.
+            RuntimeError: it differs, which is a defect of finch.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 or value is None:
             return
+        values = torch.as_tensor(value, dtype=torch.float64).reshape(1).to(self.device)
         gathered = [torch.empty_like(values) for _ in range(self.world_size)]
         dist.all_gather(gathered, values)
         # Bit patterns, so that a NaN equals itself.
@@ -99,7 +100,7 @@ class Parallel:
             raise RuntimeError(f"{name} differs between ranks: {[other.tolist() for other in gathered]}")
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every data-parallel rank, in their order; anything that can be pickled, through the ranks' devices."""
+        """``value`` of every data-parallel rank, in rank order; anything that can be pickled."""
         if self.data_parallel_size == 1:
             return [value]
         values: list[Any] = [None] * self.data_parallel_size
@@ -107,11 +108,11 @@ class Parallel:
         return values
 
     def all_true(self, value: bool) -> bool:
-        """Whether it holds on every rank, those of a tensor-parallel group included."""
+        """Whether ``value`` is true on every rank, those of a tensor-parallel group included."""
         return all(self.gather_all_ranks(value))
 
     def gather_all_ranks(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in their order; small Python objects."""
+        """``value`` of every rank, in rank order; small Python objects."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -127,14 +128,14 @@ def start(
     timeout_s: float = 1800.0,
     sizes: MeshSizes | None = None,
 ) -> Parallel:
-    """Joins torchrun's process group if there is one and lays the mesh.
+    """Joins torchrun's process group if there is one, and creates the mesh.
 
     Args:
         device: this rank's device.
-        shard: whether FSDP2 is needed even in one process (mixed precision, CPU offload). Without need one process
+        shard: whether FSDP2 is needed even in one process (mixed precision, CPU offload). Otherwise one process
             runs unsharded: FSDP2 at world size 1 took 22% longer a step on a 0.26 M parameter model on CPU.
         offload: whether parameters will live on the CPU, whose collectives then need gloo beside NCCL.
-        timeout_s: seconds after which a collective that hangs is an error.
+        timeout_s: seconds after which a hung collective is an error.
         sizes: of the mesh's dimensions; None: FSDP2 over all ranks.
 
     Raises:
@@ -185,7 +186,7 @@ def is_launched() -> bool:
 
 
 def launched_ranks() -> int:
-    """How many ranks torchrun started; 1 without it."""
+    """The number of ranks torchrun started; 1 without it."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 

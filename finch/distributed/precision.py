@@ -1,4 +1,4 @@
-"""What `dtype` means: how weights are stored, computed with, reduced and updated."""
+"""The values of ``dtype``: in which precision weights are stored, computed, reduced and updated."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Precision:
         weights: dtype in which parameters are kept, and optimizer states too unless rounding is stochastic.
         compute: dtype of forward and backward.
         stochastic: whether the optimizer rounds its updates stochastically.
-        words: the same, for the log.
+        description: the same, for the log.
     """
 
     weights: torch.dtype
     compute: torch.dtype
     stochastic: bool
-    words: str
+    description: str
 
     @property
     def is_mixed(self) -> bool:

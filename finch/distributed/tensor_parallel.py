@@ -1,4 +1,4 @@
-"""Tensor parallelism: a plan's matrices cut over the ranks of a group, in torchtune's form of a plan."""
+"""Tensor parallelism: a plan's matrices sharded over the ranks of a group, in torchtune's form of a plan."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
     """Whether a plan fits a model.
 
     Raises:
-        UserError: a pattern that no module has; a projection of the attention that none names; a model that cannot be cut;
-            heads that do not divide; weights inside the attention of one head that the
-            plan leaves out, whose gradients would cover this rank's heads alone.
+        UserError: a pattern that no module has; a projection of the attention that none names; a model that cannot be sharded;
+            heads that do not divide; weights within a head that the plan leaves out, whose gradients would cover this rank's heads alone.
     """
     names = [name for name, _ in decoder.named_modules() if name]
-    tied = isinstance(decoder.output, TiedLinear)  # no module: it is cut with the embedding
+    tied = isinstance(decoder.output, TiedLinear)  # no module: it is sharded with the embedding
     for pattern in plan:
         if not any(_matches(name, pattern) for name in names) and not (tied and pattern == "output"):
             raise UserError(
@@ -58,12 +57,12 @@ def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
     attention = decoder.layers[0].attn
     if not isinstance(attention, MultiHeadAttention) or (tied and type(decoder.output) is not TiedLinear):
         raise UserError(
-            f"tensor_parallel_dim={size} is not taken for this model, whose attention or output layer torchtune does not cut; set it to 1"
+            f"tensor_parallel_dim={size} is not supported for this model, whose attention or output layer torchtune does not shard; set it to 1"
         )
     for part in ("q_proj", "k_proj", "v_proj", "output_proj"):
         if not any(_matches(f"layers.0.attn.{part}", pattern) for pattern in plan):
             raise UserError(
-                f"tensor_parallel_plan leaves out layers.*.attn.{part}; heads are cut in all four projections, add it"
+                f"tensor_parallel_plan leaves out layers.*.attn.{part}; heads are sharded in all four projections, add it"
             )
     for what, heads in (("attention heads", attention.num_heads), ("key-value heads", attention.num_kv_heads)):
         if heads % size:
@@ -79,7 +78,7 @@ def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
 
 
 def apply_plan(decoder: TransformerDecoder, plan: Plan, mesh: DeviceMesh) -> None:
-    """Cuts the plan's modules over ``mesh``, in place, and a head that is tied to the embedding with it."""
+    """Shards the plan's modules over ``mesh``, in place, and an output layer that is tied to the embedding with it."""
     tied = isinstance(decoder.output, TiedLinear)
     prepare_mha_for_tp(decoder, mesh)
     parallelize_module(decoder, mesh, {name: style for name, style in plan.items() if not (tied and name == "output")})
@@ -88,7 +87,7 @@ def apply_plan(decoder: TransformerDecoder, plan: Plan, mesh: DeviceMesh) -> Non
 
 
 class _TiedOutput(TiedLinear):
-    """The output layer over an embedding whose rows are cut: each rank makes the logits of its tokens, all get all."""
+    """The output layer over an embedding whose rows are sharded: each rank computes the logits of its tokens, all get all."""
 
     def __init__(self, embedding: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__(embedding)
@@ -96,16 +95,13 @@ class _TiedOutput(TiedLinear):
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden``: [..., embed], the same on every rank. Returns [..., vocab]."""
-        whole = DTensor.from_local(
-            hidden, self.mesh, [Replicate()], run_check=False
-        )  # its gradient is summed over ranks
-        logits: Any = F.linear(whole, self.tied_module.weight)  # a DTensor, cut along the vocabulary
+        # Replicated: its gradient is summed over the ranks.
+        replicated = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+        logits: Any = F.linear(replicated, self.tied_module.weight)  # a DTensor, sharded along the vocabulary
         return logits.redistribute(placements=[Replicate()]).to_local()
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """As torch's parallelize_module reads a pattern: part by part between the dots."""
+    """As torch's parallelize_module matches a pattern: part by part between the dots."""
     parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(
-        fnmatch(part, wanted) for part, wanted in zip(parts, patterns, strict=True)
-    )
+    return len(parts) == len(patterns) and all(fnmatch(part, glob) for part, glob in zip(parts, patterns, strict=True))

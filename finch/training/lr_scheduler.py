@@ -15,11 +15,11 @@ from finch.log import logger
 from finch.optim.torch_lr import TorchLR
 
 Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
-_WITHOUT_END = 10**9
+_UNLIMITED = 10**9
 
 
 def loss_schedule(cfg: DictConfig) -> type[FinchLR | ReplayLR] | None:
-    """The class of ``lr_scheduler`` where it is stepped with the loss, before the optimizer; None: torch's, or none."""
+    """The class of ``lr_scheduler`` if it is stepped with the loss, before the optimizer; None for torch's schedulers or none."""
     path = component_of(cfg.lr_scheduler)
     component = None if path is None else locate(path, "lr_scheduler")
     return component if isinstance(component, type) and issubclass(component, (FinchLR, ReplayLR)) else None
@@ -31,12 +31,12 @@ def is_finch(cfg: DictConfig) -> bool:
 
 
 def uses_dataset_init(cfg: DictConfig) -> bool:
-    """Whether FINCH's average begins at the pretrained model's mean loss: ``init: dataset``, the default, as the authors'."""
+    """Whether FINCH's EMA starts at the pretrained model's mean loss: ``init: dataset``, the default, as in the paper."""
     return is_finch(cfg) and cfg.lr_scheduler.get("init", "dataset") == "dataset"
 
 
 def on_nonfinite(cfg: DictConfig) -> str:
-    """What the run does about a loss that is not finite: the recipe's key, else the schedule's own."""
+    """What the run does about a non-finite loss: the recipe's key, else the schedule's own."""
     if cfg.on_nonfinite is None and loss_schedule(cfg) is not None:
         return cfg.lr_scheduler.get("on_nonfinite", "raise")
     return cfg.on_nonfinite or "raise"
@@ -53,7 +53,7 @@ def build_schedule(
     action = on_nonfinite(cfg)
     nonfinite: dict[str, Any] = {} if action == "raise" else {"on_nonfinite": "skip"}
     if action == "rollback":  # the recipe counts
-        nonfinite["max_nonfinite"] = _WITHOUT_END
+        nonfinite["max_nonfinite"] = _UNLIMITED
     if loss_schedule(cfg) is None:
         scheduler = None
         if cfg.lr_scheduler is None:
@@ -74,9 +74,9 @@ def build_schedule(
         finch = build({**node, "init": init}, "lr_scheduler", optimizers)
     for warning in caught:
         logger.warning(str(warning.message))
-    begins = f", EMA begins at {init:.4f} nats" if isinstance(init, float) else ""
+    start = f", EMA starts at {init:.4f} nats" if isinstance(init, float) else ""
     logger.info(
         f"FINCH: eta_base {finch.eta_base:g}, eta_max {finch.eta_max:g} "
-        f"(reached below {(finch.eta_base / finch.eta_max) ** 2:.2g} nats), ema {finch.ema:g}{begins}"
+        f"(reached below {(finch.eta_base / finch.eta_max) ** 2:.2g} nats), ema {finch.ema:g}{start}"
     )
     return finch

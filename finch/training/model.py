@@ -1,8 +1,9 @@
-"""From a decoder on the meta device to the module a run trains: cut, compiled, checkpointed, sharded, in memory; weights come later."""
+"""The model of a run: the decoder on the meta device, then parallelized and in memory, then with the pretrained weights."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 
 import torch
@@ -11,19 +12,45 @@ from torch import nn
 from torchtune import modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from finch.config.instantiate import build, component_of
 from finch.config.registry import did_you_mean
-from finch.distributed import fsdp
+from finch.distributed import fsdp, watchdog
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
-from finch.distributed.tensor_parallel import Plan, apply_plan
+from finch.distributed.tensor_parallel import apply_plan, build_plan
+from finch.dtensor import load_full_tensor
 from finch.errors import UserError
+from finch.log import logger
+from finch.models.overrides import replace_known_bad_builder
+from finch.training.config_checks import check_text_decoder
 from finch.training.token_loss import TokenLoss
+from finch.weights.base import PretrainedFolder
+from finch.weights.formats import open_checkpoint
+
+
+def build_decoder(cfg: DictConfig, precision: Precision) -> tuple[modules.TransformerDecoder, PretrainedFolder]:
+    """The decoder on the meta device, and the folder of its pretrained weights; no weight is read.
+
+    Raises:
+        UserError: not a text decoder, not the folder's model, or layers that do not exist.
+    """
+    node, message = replace_known_bad_builder(cfg.model)
+    if message is not None:
+        logger.warning(message)
+    with training.set_default_dtype(precision.weights), torch.device("meta"):
+        decoder = build(node, "model")
+    check_text_decoder(decoder, component_of(node) or "")
+    base = open_checkpoint(cfg.checkpointer)
+    base.check_model(decoder, component_of(node) or "")
+    if cfg.tensor_parallel_dim > 1:
+        build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim)
+    return decoder, base
 
 
 def check_custom_layers(decoder: nn.Module, names: Iterable[str]) -> None:
     """
     Raises:
-        UserError: ``custom_sharded_layers`` names what the model does not have.
+        UserError: ``custom_sharded_layers`` names a layer that the model does not have.
     """
     known = {name for name, _ in decoder.named_modules()} | {"output"}
     for name in names:
@@ -33,49 +60,57 @@ def check_custom_layers(decoder: nn.Module, names: Iterable[str]) -> None:
             )
 
 
-def shard(
-    decoder: modules.TransformerDecoder,
-    cfg: DictConfig,
-    ranks: Parallel,
-    precision: Precision,
-    *,
-    num_chunks: int,
-    tensor_plan: Plan | None = None,
+def parallelize(
+    decoder: modules.TransformerDecoder, cfg: DictConfig, parallel: Parallel, precision: Precision, *, num_chunks: int
 ) -> TokenLoss:
-    """Wraps, shards and materializes the decoder. Its buffers are filled, its parameters are not.
+    """Applies tensor parallelism, compile, activation checkpointing and FSDP2, in this order, and allocates memory.
+
+    Buffers are filled, parameters are not: see :func:`load_pretrained`.
 
     Args:
-        num_chunks: pieces in which logits are made.
-        tensor_plan: how tensor parallelism cuts the decoder; None: not.
+        num_chunks: in how many chunks logits are computed.
     """
     model = TokenLoss(decoder, num_chunks)
-    if ranks.tensor_mesh is not None and tensor_plan is not None:
-        apply_plan(decoder, tensor_plan, ranks.tensor_mesh)  # before layers are wrapped: it goes by names
+    if parallel.tensor_mesh is not None:  # before layers are wrapped: a plan matches module names
+        apply_plan(
+            decoder, build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim), parallel.tensor_mesh
+        )
     if cfg.compile:
-        training.compile_model(decoder, verbose=ranks.is_rank_zero)
+        training.compile_model(decoder, verbose=parallel.is_rank_zero)
         backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
         model.cross_entropy = torch.compile(model.cross_entropy, backend=backend)
     if cfg.ac_mode is not None:
         apply_selective_activation_checkpointing(decoder, cfg.ac_mode, cfg.ac_option)
     elif cfg.enable_activation_checkpointing:
         training.set_activation_checkpointing(decoder, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
-    layers: list[nn.Module] = list(decoder.layers)
     # The output layer is used inside the root's forward, and so is an embedding tied to it: both stay in the root's group.
     in_root = {"output", "tok_embeddings"} if isinstance(decoder.output, modules.TiedLinear) else {"output"}
-    apart = [decoder.get_submodule(name) for name in cfg.custom_sharded_layers or [] if name not in in_root]
+    custom_layers = [decoder.get_submodule(name) for name in cfg.custom_sharded_layers or [] if name not in in_root]
     fsdp.shard_model(
         model,
-        [*layers, *apart],
-        ranks,
+        [*decoder.layers, *custom_layers],
+        parallel,
         mixed_precision=precision.policy(),
         offload=cfg.fsdp_cpu_offload,
         reshard_after_forward=cfg.fsdp_reshard_after_forward,
         pin_memory=not cfg.optimizer_in_bwd,
     )
-    model.to_empty(device="cpu" if cfg.fsdp_cpu_offload else ranks.device)
-    with training.set_default_dtype(precision.weights), ranks.device:
+    model.to_empty(device="cpu" if cfg.fsdp_cpu_offload else parallel.device)
+    with training.set_default_dtype(precision.weights), parallel.device:
         for module in decoder.modules():
             if hasattr(module, "rope_init"):
                 module.rope_init()  # not in state dicts
     model.offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
     return model
+
+
+def load_pretrained(model: TokenLoss, base: PretrainedFolder) -> None:
+    """Loads the pretrained weights, one tensor at a time; every rank reads them and keeps its shard."""
+    start = time.perf_counter()
+    parameters = model.decoder.state_dict(keep_vars=True)
+    for name, tensor in base.weights():
+        if name in parameters:
+            load_full_tensor(parameters[name], tensor)
+    watchdog.heartbeat()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    logger.info(f"pretrained model of {size:,} parameters loaded in {time.perf_counter() - start:.1f} s")

@@ -21,9 +21,9 @@ def build_optimizers(
 ) -> list[Optimizer]:
     """
     Args:
-        parameters: what is trained.
-        tensor_lr: keep the learning rate on ``device`` where the optimizer takes it from there, for a schedule that
-            never waits for a GPU.
+        parameters: the trained ones.
+        tensor_lr: keep the learning rate as a tensor on ``device`` where the optimizer supports it, for a schedule that
+            never synchronises with a GPU.
     """
     node = {**cfg.optimizer}
     if precision.stochastic:
@@ -31,8 +31,8 @@ def build_optimizers(
         node = {"_component_": component, **arguments}
     on_device = tensor_lr and device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload
 
-    def make(chosen: list[nn.Parameter]) -> Optimizer:
-        optimizer = build(node, "optimizer", [{"params": group} for group in dtensor.group_by_mesh(chosen)])
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        optimizer = build(node, "optimizer", [{"params": group} for group in dtensor.group_by_mesh(params)])
         if precision.stochastic:
             adapt(optimizer)
         if on_device:
@@ -40,5 +40,4 @@ def build_optimizers(
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)
         return optimizer
 
-    chosen = list(parameters)
-    return optimizers_in_backward(chosen, make) if cfg.optimizer_in_bwd else [make(chosen)]
+    return optimizers_in_backward(parameters, make) if cfg.optimizer_in_bwd else [make(list(parameters))]

@@ -1,7 +1,7 @@
-"""What the pretrained model says of the training set, taken in one pass: the loss of every target token.
+"""The pretrained model's loss on every target token of the training set, computed in one pass before training.
 
-Its mean is where FINCH's average begins (``init: dataset``), its sequences are FLOW's weights, its tokens STM's mask. The
-pass is kept beside the run under a fingerprint, and is never made with tuned weights.
+Its mean is where FINCH's average starts (``init: dataset``), its sequences give FLOW's weights, its tokens STM's mask. It is cached
+beside the run under a fingerprint, and is never computed with tuned weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from finch import files
-from finch.data.loading import Batch, Samples
+from finch.data.loader import EvalLoader
 from finch.data.order import EMPTY
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX, Objective
-from finch.training.dataset_loss import iter_token_losses, no_targets
+from finch.training.dataset_loss import iter_token_losses, no_targets_error
 
-_SAMPLED_BYTES, _SAMPLES = 65536, 64
+_NUM_PIECES, _PIECE_BYTES = 64, 65536
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class ReferenceLosses:
     """The pretrained model's losses on the training rows.
 
     Attributes:
-        losses: [target tokens] fp32 (fp64 of an fp64 model), nats, row after row in the dataset's order.
+        losses: [target tokens] fp32 (fp64 for an fp64 model), nats, row after row in the dataset's order.
         ends: [rows] int64, where each row's losses end.
-        sequence_losses: [sequences with targets] fp32, nats, each one's mean; in packed rows there are several a row.
+        sequence_losses: [sequences with targets] fp32, nats, each one's mean; packed rows hold several sequences.
     """
 
     losses: torch.Tensor
@@ -47,41 +47,40 @@ class ReferenceLosses:
     sequence_losses: torch.Tensor
 
     def row(self, index: int) -> torch.Tensor:
-        """The losses of one row's target tokens; none for the empty row."""
+        """[targets] the losses of one row; none for the empty row."""
         if index == EMPTY:
             return self.losses[:0]
         return self.losses[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
 
     @property
     def mean(self) -> float:
-        """Mean loss over all target tokens in nats; the same bits on any number of ranks that compute the same losses."""
+        """Mean over all target tokens in nats; the same bits on any number of ranks that compute the same losses."""
         return float(self.losses.sum(dtype=torch.float64) / self.losses.numel())
 
     def save(self, file: Path, fingerprint: str) -> None:
-        """Writes all of it to ``file``, or nothing."""
         tensors = {"losses": self.losses, "ends": self.ends, "sequence_losses": self.sequence_losses}
         with files.atomic_file(file) as partial:
             save_file(tensors, partial, metadata={"fingerprint": fingerprint})
 
 
 def load_reference_losses(file: Path, fingerprint: str) -> ReferenceLosses | None:
-    """What an earlier pass left, or None: there is nothing, it is of another model or other rows, or it is damaged."""
+    """What an earlier run saved, or None: no file, of another model or other rows, or damaged."""
     try:
         with safe_open(file, framework="pt") as content:
             if (content.metadata() or {}).get("fingerprint") != fingerprint:
                 return None
             return ReferenceLosses(*(content.get_tensor(name) for name in ("losses", "ends", "sequence_losses")))
-    except Exception:  # safetensors has no class of its own for a file cut off; the pass is then made again
+    except Exception:  # safetensors has no class of its own for a truncated file; the losses are then computed again
         return None
 
 
 def fingerprint_of(files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:
-    """What a pass belongs to.
+    """What reference losses belong to.
 
     Args:
         files: the pretrained weights; their sizes and 64 pieces spread over each are read, since tuning changes every
-            weight and whole files would take minutes.
-        rows: digest of all tokenized rows, which tokenizer, template and max_seq_len have made.
+            weight and reading whole files would take minutes.
+        rows: digest of all tokenized rows, which depend on tokenizer, template and max_seq_len.
         settings: whatever else decides the losses, as JSON: the model's block, the dtype.
     """
     digest = hashlib.sha256(json.dumps([rows, settings], sort_keys=True).encode())
@@ -89,85 +88,81 @@ def fingerprint_of(files: Iterable[Path], rows: int, settings: Mapping[str, Any]
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as content:
-            for piece in range(_SAMPLES):
-                content.seek(size * piece // _SAMPLES)
-                digest.update(content.read(_SAMPLED_BYTES))
+            for piece in range(_NUM_PIECES):
+                content.seek(size * piece // _NUM_PIECES)
+                digest.update(content.read(_PIECE_BYTES))
     return digest.hexdigest()
 
 
 class ReferenceLossCache:
-    """A run's one pass: kept in a file under its fingerprint, used again where it fits.
+    """A run's reference losses, kept in a file under their fingerprint and reused where it matches.
 
     Args:
-        file: where it is kept.
+        file: where they are kept.
         fingerprint: see :func:`fingerprint_of`.
-        model_folder: of the pretrained model, for messages.
+        model_folder: of the pretrained model, for error messages.
     """
 
     def __init__(self, file: Path, fingerprint: str, model_folder: Path) -> None:
         self._file, self._fingerprint, self._model_folder = file, fingerprint, model_folder
 
     def load(self, parallel: Parallel) -> ReferenceLosses | None:
-        """An earlier pass of this model over these rows, if every rank finds it."""
-        found = load_reference_losses(self._file, self._fingerprint)
-        if not parallel.all_true(found is not None):
+        """The cached losses, if every rank can read them."""
+        cached = load_reference_losses(self._file, self._fingerprint)
+        if not parallel.all_true(cached is not None):
             return None
-        logger.info(f"the pretrained model's losses are those of {self._file}")
-        return found
+        logger.info(f"the pretrained model's losses are read from {self._file}")
+        return cached
 
-    def take(self, model: nn.Module, **whole: Any) -> ReferenceLosses:
-        """Makes the pass and keeps it. Arguments: see :func:`compute_reference_losses`.
+    def compute(self, model: nn.Module, loader: EvalLoader) -> ReferenceLosses:
+        """Computes and saves them; a collective.
 
         Raises:
             UserError: no row has a target token, or the mean is not finite.
         """
-        began = time.perf_counter()
-        found = compute_reference_losses(model, **whole)
-        if not math.isfinite(found.mean):
+        start = time.perf_counter()
+        reference = compute_reference_losses(model, loader)
+        if not math.isfinite(reference.mean):
             raise UserError(
-                f"the pretrained model's mean loss over the training rows is {found.mean}; check the weights in checkpointer.checkpoint_dir={self._model_folder}, and dtype"
+                f"the pretrained model's mean loss over the training rows is {reference.mean}; check the weights in "
+                f"checkpointer.checkpoint_dir={self._model_folder}, and dtype"
             )
         logger.info(
-            f"pretrained model's mean loss over {len(whole['samples'])} training samples: {found.mean:.4f} nats ({time.perf_counter() - began:.1f} s)"
+            f"pretrained model's mean loss over {len(loader.samples)} training samples: {reference.mean:.4f} nats "
+            f"({time.perf_counter() - start:.1f} s)"
         )
-        if whole["parallel"].is_rank_zero:
-            found.save(self._file, self._fingerprint)
-        return found
+        if loader.parallel.is_rank_zero:
+            reference.save(self._file, self._fingerprint)
+        return reference
 
 
-def compute_reference_losses(
-    model: nn.Module,
-    samples: Samples,
-    collate: Callable[[list[dict[str, Any]]], Batch],
-    parallel: Parallel,
-    **options: Any,
-) -> ReferenceLosses:
-    """The pass itself. Arguments: see :func:`finch.training.dataset_loss.iter_token_losses`.
+def compute_reference_losses(model: nn.Module, loader: EvalLoader) -> ReferenceLosses:
+    """One pass over the training rows in evaluation mode; a collective. Every rank gets all losses.
 
     Raises:
         UserError: no row has a target token.
     """
-    places: list[int] = []
-    numbers, losses, sequences = [], [], []
-    for rows, batch, token_loss in iter_token_losses(model, samples, collate, parallel, **options):
+    indices: list[int] = []
+    num_targets, losses, sequence_losses = [], [], []
+    for rows, batch, token_loss in iter_token_losses(model, loader):
         token_loss = token_loss.cpu()
-        places += rows
-        numbers.append((batch["labels"] != IGNORE_INDEX).sum(1))
+        indices += rows
+        num_targets.append((batch["labels"] != IGNORE_INDEX).sum(1))
         losses.append(token_loss.flatten()[batch["targets"]])
-        sequences.append(Objective().sequence_losses(token_loss, batch))
-    mine = (torch.tensor(places), torch.cat(numbers), torch.cat(losses), torch.cat(sequences))
-    found = _in_order(parallel.gather(mine), len(samples))
-    if found.losses.numel() == 0:
-        raise no_targets(samples)
-    return found
+        sequence_losses.append(Objective().sequence_losses(token_loss, batch))
+    share = (torch.tensor(indices), torch.cat(num_targets), torch.cat(losses), torch.cat(sequence_losses))
+    reference = _merge(loader.parallel.gather(share), len(loader.samples))
+    if reference.losses.numel() == 0:
+        raise no_targets_error(loader.samples)
+    return reference
 
 
-def _in_order(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> ReferenceLosses:
-    """The ranks' shares as one, by row."""
+def _merge(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> ReferenceLosses:
+    """The ranks' shares in the order of the rows."""
     rows: list[torch.Tensor] = [torch.empty(0)] * num_rows
-    for places, numbers, losses, _ in shares:
-        for place, row in zip(places.tolist(), losses.split(numbers.tolist()), strict=True):
-            if place != EMPTY:
-                rows[place] = row
+    for indices, num_targets, losses, _ in shares:
+        for index, row in zip(indices.tolist(), losses.split(num_targets.tolist()), strict=True):
+            if index != EMPTY:
+                rows[index] = row
     ends = torch.tensor([len(row) for row in rows]).cumsum(0)
     return ReferenceLosses(torch.cat(rows), ends, torch.cat([share[3] for share in shares]))

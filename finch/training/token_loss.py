@@ -1,4 +1,4 @@
-"""From tokens to the loss of every token: the decoder, its output layer and the cross-entropy as one module."""
+"""From tokens to the loss of every token: decoder, output layer and cross-entropy as one module. Logits are computed in chunks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from finch.objectives import IGNORE_INDEX
 class TokenLoss(nn.Module):
     """A torchtune decoder that returns token losses in place of logits; the root module that FSDP2 wraps.
 
-    Output layer and cross-entropy live inside its forward, so that a head tied to the embedding is gathered while it
-    is used, and so that the way from hidden states to losses can change without any objective knowing.
+    Output layer and cross-entropy are part of its forward, so that FSDP2 gathers a head tied to the embedding while it is
+    used, and so that chunking stays invisible to objectives.
 
     Args:
         decoder: a :class:`torchtune.modules.TransformerDecoder`.
-        num_chunks: in how many pieces logits are made. 1 keeps them for the backward; more keep none and make each
-            piece once more there, for one more product with the output layer.
+        num_chunks: in how many chunks logits are computed. 1 keeps them for the backward; more keep none and recompute each
+            chunk there, for one more product with the output layer.
     """
 
     decoder: TransformerDecoder
@@ -52,9 +52,9 @@ class TokenLoss(nn.Module):
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64, already shifted: ``labels[:, t]`` is the token after ``tokens[:, t]``; -100 where
                 ignored.
-            targets: [number of targets] int64, places in the flattened labels that are not -100. With it logits are made
-                there alone: prompts and padding cost neither time nor memory in the output layer. Counted on the host
-                by the collator, since a GPU would have to be waited for.
+            targets: [number of targets] int64, positions in the flattened labels that are not -100. With it logits are computed
+                there alone: prompts and padding cost neither time nor memory in the output layer. The collator counts them on
+                the host, since doing it on a GPU would need a synchronisation.
             num_top_logits: how many of each token's largest logits to return as well.
             inputs: the decoder's other arguments (``mask``, ``input_pos``).
 
@@ -64,35 +64,37 @@ class TokenLoss(nn.Module):
         """
         with self.offloading:  # the layers' activations alone: logits would be too large to move
             hidden = self.decoder(tokens, **inputs)
-        hidden, wanted = hidden.flatten(0, 1), labels.flatten()
+        hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
         if targets is not None:
-            hidden, wanted = hidden.index_select(0, targets), wanted.index_select(0, targets)
+            hidden, flat_labels = hidden.index_select(0, targets), flat_labels.index_select(0, targets)
         hidden = self.decoder.norm(hidden)
-        pieces = zip(hidden.chunk(self.num_chunks), wanted.chunk(self.num_chunks), strict=True)
-        # In chunks, logits are made once more in the backward: after the forward none of [tokens, vocab] is left.
-        once_more = self.num_chunks > 1 and torch.is_grad_enabled()
-        found = [
-            checkpoint(self._losses_of, piece, label, num_top_logits, use_reentrant=False)
-            if once_more
-            else self._losses_of(piece, label, num_top_logits)
-            for piece, label in pieces
+        chunks = zip(hidden.chunk(self.num_chunks), flat_labels.chunk(self.num_chunks), strict=True)
+        # With several chunks the backward recomputes the logits: nothing of [tokens, vocab] outlives the forward.
+        recompute = self.num_chunks > 1 and torch.is_grad_enabled()
+        outputs = [
+            checkpoint(self._chunk_losses, *chunk, num_top_logits, use_reentrant=False)
+            if recompute
+            else self._chunk_losses(*chunk, num_top_logits)
+            for chunk in chunks
         ]
-        losses = _in_place(torch.cat([part[0] for part in found]), targets, labels)
+        losses = _scatter(torch.cat([losses for losses, _ in outputs]), targets, labels)
         if not num_top_logits:
             return losses
-        return losses, _in_place(torch.cat([part[1] for part in found]), targets, labels)
+        return losses, _scatter(torch.cat([top for _, top in outputs]), targets, labels)
 
-    def _losses_of(
+    def _chunk_losses(
         self, hidden: torch.Tensor, labels: torch.Tensor, num_top_logits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``hidden``: [tokens, embed]; ``labels``: [tokens]. Returns [tokens] and [tokens, num_top_logits]."""
         logits = self.decoder.output(hidden)
-        num_top_logits = min(num_top_logits, logits.shape[-1])  # the objective tells that a vocabulary is too small
+        num_top_logits = min(
+            num_top_logits, logits.shape[-1]
+        )  # the objective raises for a vocabulary that is too small
         top = logits.detach().topk(num_top_logits).values if num_top_logits else logits.new_empty(len(labels), 0)
         return self.cross_entropy(logits, labels), top
 
 
-def _in_place(values: torch.Tensor, targets: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+def _scatter(values: torch.Tensor, targets: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
     """[targets, ...] to [batch, seq, ...], 0 elsewhere; no view, since FSDP2 hooks what the root returns."""
     if targets is not None:
         values = values.new_zeros(labels.numel(), *values.shape[1:]).index_copy(0, targets, values)

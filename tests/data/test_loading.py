@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from torchtune.config import instantiate
 from torchtune.data import padded_collate_packed, padded_collate_sft
 
-from finch.data.loading import collator, load_dataset, loader
+from finch.data.dataset import load_dataset
+from finch.data.loader import collator, loader
 from finch.data.order import GlobalOrder
 from finch.data.stats import DatasetStats, collect_stats
 from finch.errors import UserError
@@ -70,12 +71,12 @@ def test_counts_are_those_of_the_batches_on_any_number_of_ranks(config, tokenize
         int((batch["labels"] != -100).sum()) for batch in batches(samples, tokenizer, GlobalOrder(41, micro_batch=4))
     )
     alone = collect_stats(samples, 0, 1)
-    assert (alone.targets, alone.without, alone.cut) == (expected, 0, 0)
-    assert alone.longest == max(len(samples[place]["tokens"]) for place in range(41))
+    assert (alone.num_targets, alone.num_without_targets, alone.num_truncated) == (expected, 0, 0)
+    assert alone.max_length == max(len(samples[place]["tokens"]) for place in range(41))
     for ranks in (2, 3):
         assert sum((collect_stats(samples, rank, ranks) for rank in range(ranks)), DatasetStats()) == alone
-    reaching = sum(len(samples[place]["tokens"]) >= alone.longest for place in range(41))
-    assert collect_stats(samples, 0, 1, limit=alone.longest).cut == reaching > 0
+    reaching = sum(len(samples[place]["tokens"]) >= alone.max_length for place in range(41))
+    assert collect_stats(samples, 0, 1, max_seq_len=alone.max_length).num_truncated == reaching > 0
 
 
 def test_the_digest_tells_rows_and_their_order_apart(config, tokenizer):

@@ -197,7 +197,7 @@ def break_at(monkeypatch, step):
     train_step = finch_full_finetune.FinchFullFinetune._train_step
 
     def broken(recipe, batches):
-        if recipe.step == step:
+        if recipe.state.step == step:
             recipe._checkpoint_writer.finish()
             raise Broken
         train_step(recipe, batches)

@@ -151,7 +151,7 @@ def test_a_run_stopped_within_an_epoch_goes_on_after_the_last_whole_one(
     train_step = finch_full_finetune.FinchFullFinetune._train_step
 
     def stopped(recipe, batches):
-        if recipe.step == 15:
+        if recipe.state.step == 15:
             raise KeyboardInterrupt
         train_step(recipe, batches)
 

@@ -134,10 +134,10 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(alone, tmp_path, mon
 
     def broken_once(recipe, raw, targets):
         loss = ordinary(recipe, raw, targets)
-        if recipe.step == 3:
+        if recipe.state.step == 3:
             seen.append({name: weight.clone() for name, weight in recipe._model.state_dict().items()})
             return loss * float("nan")
-        if recipe.step == 4:
+        if recipe.state.step == 4:
             seen.append({name: weight.clone() for name, weight in recipe._model.state_dict().items()})
         return loss
 

@@ -23,7 +23,7 @@ def raise_signal_in(monkeypatch, step, number):
     train_step = finch_full_finetune.FinchFullFinetune._train_step
 
     def signalled(recipe, batches):
-        if recipe.step + 1 == step:
+        if recipe.state.step + 1 == step:
             os.kill(os.getpid(), number)
         train_step(recipe, batches)
 

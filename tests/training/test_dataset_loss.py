@@ -10,7 +10,8 @@ from torchtune.config import instantiate
 from torchtune.data import padded_collate_sft
 from torchtune.models.llama2 import llama2
 
-from finch.data.loading import collator, load_dataset
+from finch.data.dataset import load_dataset
+from finch.data.loader import EvalLoader, collator
 from finch.distributed import parallel
 from finch.training.dataset_loss import dataset_loss
 from finch.training.token_loss import TokenLoss
@@ -45,15 +46,10 @@ def test_equals_the_plain_mean(config, batch_size):
     torch.manual_seed(0)
     model = TokenLoss(llama2(**llama_args())).train()
     state = torch.get_rng_state()
-    found = dataset_loss(
-        model,
-        samples,
-        collator(samples, tokenizer, padded_collate_sft),
-        parallel.Parallel(torch.device("cpu")),
-        batch_size=batch_size,
-        to_device=lambda batch: batch,
-    )
-    assert found == pytest.approx(float64_mean(config), rel=1e-6)
+    collate = collator(samples, tokenizer, padded_collate_sft)
+    loader = EvalLoader(samples, collate, parallel.Parallel(torch.device("cpu")), batch_size)
+    result = dataset_loss(model, loader)
+    assert result == pytest.approx(float64_mean(config), rel=1e-6)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)  # no random number of the training's is used up
 
@@ -63,13 +59,14 @@ def test_equals_the_plain_mean(config, batch_size):
 def test_401_rows_on_several_ranks(config, tmp_path, ranks):
     OmegaConf.save(config, tmp_path / "config.yaml")
     code = """
-        from conftest import llama_args
+        from helpers.runs import llama_args
         from omegaconf import OmegaConf
         from torchtune.config import instantiate
         from torchtune.data import padded_collate_sft
         from torchtune.models.llama2 import llama2
-        from finch.distributed import parallel
-        from finch.data.loading import collator, load_dataset
+        from finch.distributed import fsdp, parallel
+        from finch.data.dataset import load_dataset
+        from finch.data.loader import EvalLoader, collator
         from finch.training.dataset_loss import dataset_loss
         from finch.training.token_loss import TokenLoss
         config = OmegaConf.load(folder.parent / "config.yaml")
@@ -79,7 +76,8 @@ def test_401_rows_on_several_ranks(config, tmp_path, ranks):
         torch.manual_seed(0)
         model = TokenLoss(llama2(**llama_args()))
         fsdp.shard_model(model, model.decoder.layers, ranks)
-        tell(dataset_loss(model, samples, collator(samples, tokenizer, padded_collate_sft), ranks, batch_size=4, to_device=lambda batch: batch))
+        collate = collator(samples, tokenizer, padded_collate_sft)
+        tell(dataset_loss(model, EvalLoader(samples, collate, ranks, 4)))
         parallel.stop()
     """
     found = on_ranks(ranks, code, tmp_path / "ranks")

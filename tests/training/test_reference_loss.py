@@ -1,4 +1,4 @@
-"""One pass with the pretrained model: each row's losses in their place, on any number of ranks, packed or not, kept and found."""
+"""One pass with the pretrained model: each row's losses in their index, on any number of ranks, packed or not, kept and result."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from torchtune.config import instantiate
 from torchtune.data import padded_collate_sft
 from torchtune.models.llama2 import llama2
 
-from finch.data.loading import collator, load_dataset, loader
+from finch.data.dataset import load_dataset
+from finch.data.loader import EvalLoader, collator, loader
 from finch.data.order import EMPTY, GlobalOrder
 from finch.distributed import parallel
 from finch.errors import UserError
@@ -30,31 +31,22 @@ def small_model():
     return TokenLoss(llama2(**llama_args()))
 
 
-def take(config, batch_size=4, ranks=None):
+def compute(config, batch_size=4, ranks=None):
     tokenizer = instantiate(config.tokenizer)
     samples = load_dataset(config, "dataset", tokenizer)
     collate = collator(samples, tokenizer, padded_collate_sft)
-    found = compute_reference_losses(
-        small_model(),
-        samples,
-        collate,
-        ranks or parallel.Parallel(torch.device("cpu")),
-        batch_size=batch_size,
-        to_device=lambda batch: batch,
-    )
-    return found, samples, collate
+    loader = EvalLoader(samples, collate, ranks or parallel.Parallel(torch.device("cpu")), batch_size)
+    return compute_reference_losses(small_model(), loader), samples, collate
 
 
 def by_hand(samples):
     """One row at a time, no padding, plain torch: the losses of its target tokens."""
-    model = llama2(**llama_args())
-    torch.manual_seed(0)
     model = small_model()
     model.decoder.unembed = lambda hidden: model.decoder.output(model.decoder.norm(hidden))
     rows = []
     with torch.no_grad():
-        for place in range(len(samples)):
-            tokens, labels = (torch.tensor(samples.data[place][name]) for name in ("tokens", "labels"))
+        for index in range(len(samples)):
+            tokens, labels = (torch.tensor(samples.data[index][name]) for name in ("tokens", "labels"))
             losses = F.cross_entropy(
                 model.decoder(tokens[None])[0, :-1], labels[1:], reduction="none", ignore_index=-100
             )
@@ -63,74 +55,74 @@ def by_hand(samples):
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
-def test_each_rows_losses(config, batch_size):
-    found, samples, _ = take(config, batch_size)
+def test_reference_losses_of_each_row(config, batch_size):
+    result, samples, _ = compute(config, batch_size)
     expected = by_hand(samples)
-    for place, losses in enumerate(expected):
-        torch.testing.assert_close(found.row(place), losses, rtol=0, atol=2e-6)
-    assert found.row(EMPTY).numel() == 0
-    assert found.mean == pytest.approx(float(torch.cat(expected).double().mean()), rel=1e-6)
-    torch.testing.assert_close(found.sequence_losses, torch.stack([row.mean() for row in expected]), rtol=0, atol=2e-6)
+    for index, losses in enumerate(expected):
+        torch.testing.assert_close(result.row(index), losses, rtol=0, atol=2e-6)
+    assert result.row(EMPTY).numel() == 0
+    assert result.mean == pytest.approx(float(torch.cat(expected).double().mean()), rel=1e-6)
+    torch.testing.assert_close(result.sequence_losses, torch.stack([row.mean() for row in expected]), rtol=0, atol=2e-6)
 
 
-def test_the_losses_come_with_their_rows_in_any_order(config):
-    found, samples, collate = take(config)
-    samples.pretrained = found.row
+def test_rows_carry_their_losses_in_any_order(config):
+    result, samples, collate = compute(config)
+    samples.reference_losses = result.row
     order = GlobalOrder(41, micro_batch=3, ranks=2, seed=3)  # shuffled; rank 1 ends with an empty row
     seen = 0
     for rank in (0, 1):
         for rows, batch in zip(order.micro_batches(rank), loader(samples, order, collate, rank=rank), strict=True):
             losses = batch["pretrained_token_loss"]
             assert (losses[batch["labels"] == -100] == 0).all()
-            for place, row, labels in zip(rows, losses, batch["labels"], strict=True):
-                assert torch.equal(row[labels != -100], found.row(place))
+            for index, row, labels in zip(rows, losses, batch["labels"], strict=True):
+                assert torch.equal(row[labels != -100], result.row(index))
                 seen += int((labels != -100).sum())
-    assert seen == found.losses.numel()
+    assert seen == result.losses.numel()
 
 
-def test_packed_rows_hold_the_same_tokens_and_sequences(config):
-    plain, _, _ = take(config)
+def test_packed_rows_give_the_same_losses(config):
+    plain, _, _ = compute(config)
     config.dataset.packed = True
-    packed, samples, _ = take(config, batch_size=2)
+    packed, samples, _ = compute(config, batch_size=2)
     assert len(samples) < 41 == packed.sequence_losses.numel()
     torch.testing.assert_close(packed.losses, plain.losses, rtol=0, atol=2e-6)
     torch.testing.assert_close(packed.sequence_losses, plain.sequence_losses, rtol=0, atol=2e-6)
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(config, tmp_path):
+def test_reference_losses_two_ranks_equal_one(config, tmp_path):
     OmegaConf.save(config, tmp_path / "config.yaml")
     code = """
         from omegaconf import OmegaConf
-        from test_pretrained import take
+        from training.test_reference_loss import compute
         from finch.distributed import parallel
         ranks = parallel.start(device, shard=False)
-        found, _, _ = take(OmegaConf.load(folder / "config.yaml"), ranks=ranks)
-        tell([found.mean, found.losses.tolist(), found.ends.tolist(), sorted(found.sequence_losses.tolist())])
+        result, _, _ = compute(OmegaConf.load(folder / "config.yaml"), ranks=ranks)
+        tell([result.mean, result.losses.tolist(), result.ends.tolist(), sorted(result.sequence_losses.tolist())])
     """
-    alone, _, _ = take(config)
+    alone, _, _ = compute(config)
     expected = [alone.mean, alone.losses.tolist(), alone.ends.tolist(), sorted(alone.sequence_losses.tolist())]
-    for told in on_ranks(2, code, tmp_path):
-        assert told[2] == expected[2]
-        for found, wanted in zip(told, expected, strict=True):
-            assert found == pytest.approx(wanted, abs=2e-6)
+    for values in on_ranks(2, code, tmp_path):
+        assert values[2] == expected[2]
+        for value, reference in zip(values, expected, strict=True):
+            assert value == pytest.approx(reference, abs=2e-6)
 
 
-def test_kept_and_found_under_its_fingerprint_alone(config, tmp_path):
-    found, _, _ = take(config)
+def test_cache_needs_its_fingerprint(config, tmp_path):
+    result, _, _ = compute(config)
     file = tmp_path / "pretrained.safetensors"
     assert load_reference_losses(file, "a") is None
-    found.save(file, "a")
+    result.save(file, "a")
     again = load_reference_losses(file, "a")
     assert all(
-        torch.equal(getattr(again, name), getattr(found, name)) for name in ("losses", "ends", "sequence_losses")
+        torch.equal(getattr(again, name), getattr(result, name)) for name in ("losses", "ends", "sequence_losses")
     )
     assert load_reference_losses(file, "b") is None
     file.write_bytes(file.read_bytes()[:-8])
     assert load_reference_losses(file, "a") is None
 
 
-def test_the_fingerprint_is_of_weights_rows_and_settings(tmp_path):
+def test_fingerprint_covers_weights_rows_and_settings(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(10_000_000))
     one = fingerprint_of([file], 1, {"dtype": "bf16"})
@@ -148,7 +140,7 @@ def test_the_fingerprint_is_of_weights_rows_and_settings(tmp_path):
     assert len(others) == 4
 
 
-def test_rows_without_targets_are_told(config):
+def test_rows_without_targets_raise(config):
     config.tokenizer.max_seq_len = 2
     with pytest.raises(UserError, match=r"has a target token within tokenizer\.max_seq_len"):
-        take(config)
+        compute(config)

@@ -1,0 +1,121 @@
+"""From rows to batches: collation with shifted labels, a rank's micro-batches of an epoch, and one pass over a whole dataset."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torchtune.data import padded_collate_packed
+
+from finch.data.dataset import REFERENCE_LOSSES, Samples
+from finch.data.order import GlobalOrder
+from finch.distributed.parallel import Parallel
+from finch.distributed.processes import init_loader_worker
+from finch.objectives import IGNORE_INDEX
+from finch.torchtune_names import shift_labels
+
+Batch = dict[str, Any]
+Collate = Callable[[list[dict[str, Any]]], Batch]
+# Keys of a batch that are the objective's inputs, not the model's; see finch.objectives.
+OBJECTIVE_INPUTS = ("pretrained_token_loss", "statistic", "top_logits")
+
+
+def collator(samples: Samples, tokenizer: Any, collate: Callable[..., Batch]) -> Collate:
+    """Collates a micro-batch with torchtune's function and shifts its labels to the token that predicts them.
+
+    The batch gains ``targets``, [number of targets] int64: positions in the flattened labels that are not ignored.
+    """
+    if samples.packed:
+        return functools.partial(_collate_and_shift, padded_collate_packed)
+    collate = functools.partial(collate, padding_idx=tokenizer.pad_id, ignore_idx=IGNORE_INDEX)
+    return functools.partial(_collate_and_shift, collate)
+
+
+def loader(
+    samples: Samples,
+    order: GlobalOrder,
+    collate: Collate,
+    *,
+    rank: int,
+    epoch: int = 0,
+    consumed: int = 0,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> Iterator[Batch]:
+    """This rank's micro-batches of an epoch, starting after ``consumed`` samples."""
+    batches = list(order.micro_batches(rank, epoch, consumed))
+    return iter(
+        DataLoader(
+            samples,  # type: ignore[arg-type]
+            batch_sampler=batches,
+            collate_fn=collate,
+            num_workers=num_workers,
+            worker_init_fn=init_loader_worker,
+            pin_memory=pin_memory,
+            generator=torch.Generator().manual_seed(
+                0
+            ),  # for worker seeds; by default they are drawn from the training's
+        )
+    )
+
+
+@dataclass(frozen=True)
+class EvalLoader:
+    """One pass over a dataset in its own order, divided over the ranks: every sample once, nothing dropped, no random number drawn.
+
+    Ranks that run out of samples continue with empty rows, since FSDP2's forward is a collective.
+
+    Args:
+        batch_size: samples a forward pass and rank.
+        title: of the progress bar; empty: no bar.
+    """
+
+    samples: Samples
+    collate: Collate
+    parallel: Parallel
+    batch_size: int
+    num_workers: int = 0
+    title: str = ""
+
+    @property
+    def order(self) -> GlobalOrder:
+        ranks = self.parallel.data_parallel_size
+        return GlobalOrder(len(self.samples), micro_batch=self.batch_size, ranks=ranks, shuffle=False)
+
+    def __len__(self) -> int:
+        return self.order.steps_per_epoch
+
+    def __iter__(self) -> Iterator[tuple[list[int], Batch]]:
+        """Row indices and their batch on the host, batch by batch."""
+        rank, order = self.parallel.data_parallel_rank, self.order
+        batches = loader(self.samples, order, self.collate, rank=rank, num_workers=self.num_workers)
+        return zip(order.micro_batches(rank), batches, strict=True)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A copy on ``device``, queued behind what runs there."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value.to(device)
+        for name, value in batch.items()
+    }
+
+
+def model_inputs(batch: Batch) -> Batch:
+    """A batch without the objective's inputs."""
+    return {name: value for name, value in batch.items() if name not in OBJECTIVE_INPUTS}
+
+
+def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]) -> Batch:
+    reference_losses = [row.pop(REFERENCE_LOSSES) for row in rows if REFERENCE_LOSSES in row]
+    batch = collate(rows)
+    batch["labels"] = shift_labels(batch["labels"])
+    batch["targets"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    if reference_losses:
+        values = torch.cat(reference_losses)
+        losses = values.new_zeros(batch["labels"].numel()).index_copy(0, batch["targets"], values)
+        batch["pretrained_token_loss"] = losses.view_as(batch["labels"])
+    return batch

@@ -1,0 +1,43 @@
+"""The objective a config asks for, and what it takes from the pretrained model before the first step."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from finch.config.instantiate import build
+from finch.data.dataset import Samples
+from finch.errors import UserError
+from finch.log import logger
+from finch.objectives import CrossEntropy, Objective
+from finch.training.config_checks import is_objective
+from finch.training.reference_loss import ReferenceLosses
+
+NUM_CHUNKS = 8
+"""In how many chunks an objective's logits are computed; torchtune's default for its chunked cross-entropy."""
+
+
+def build_objective(cfg: DictConfig) -> tuple[Objective, int]:
+    """The objective, and in how many chunks its logits are computed. Every cross-entropy of torchtune's is ``CrossEntropy``."""
+    loss = build(cfg.loss, "loss")
+    if is_objective(cfg):
+        return loss, NUM_CHUNKS
+    return CrossEntropy(), getattr(loss, "num_output_chunks", 1)
+
+
+def prepare_objective(objective: Objective, reference: ReferenceLosses | None, samples: Samples) -> None:
+    """Gives the objective the reference losses it needs, and lets every row carry its own.
+
+    Raises:
+        UserError: the objective would have nothing to learn.
+    """
+    if objective.statistic is not None:
+        which = "the step before" if objective.statistic == "lagged" else "the step"
+        name = type(objective).__name__
+        logger.info(f"{name}: tau is the median sequence loss of {which} ({objective.statistic})")
+    if reference is None or "pretrained_token_loss" not in objective.needs:
+        return
+    samples.reference_losses = reference.row
+    try:
+        logger.info(objective.prepare(reference.losses, reference.sequence_losses))
+    except ValueError as error:
+        raise UserError(f"loss: {error}") from error
