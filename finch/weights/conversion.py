@@ -1,4 +1,4 @@
-"""Between Hugging Face's and torchtune's names and layouts of weights, by the model_type of config.json."""
+"""Converts weights between Hugging Face's and torchtune's names and layouts, by the model_type of config.json."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ _TIED_BY_DEFAULT = ("gemma", "gemma2")
 
 @dataclass(frozen=True)
 class Conversion:
-    """How one family's weights are renamed and laid out.
+    """How one family's weights are renamed, permuted and split. Both functions take a state dict and config.json's content.
 
     Attributes:
-        to_tune: (any part of a state dict, config.json) from Hugging Face's format to torchtune's.
-        to_hugging_face: the way back, for any part that holds whole groups of ``fused`` weights.
+        to_torchtune: converts any part of a Hugging Face state dict.
+        to_hugging_face: converts any part of a torchtune state dict that has all or none of each group of ``fused``.
         fused: groups of torchtune's weights that Hugging Face stores as one, by the part of their names that differs.
     """
 
-    to_tune: Callable[[StateDict, dict[str, Any]], StateDict]
+    to_torchtune: Callable[[StateDict, dict[str, Any]], StateDict]
     to_hugging_face: Callable[[StateDict, dict[str, Any]], StateDict]
     fused: tuple[tuple[str, ...], ...] = ()
 
     def stream_to_hugging_face(
         self, weights: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Converts weights that come one at a time, in any order; a fused one waits for the others of its group.
+        """Converts weights one at a time, in any order; a fused weight is held until its group is complete.
 
         Args:
             weights: torchtune's names and tensors.
             config: the content of config.json.
 
         Raises:
-            ValueError: the weights end before a group is whole.
+            ValueError: the weights end before a group is complete.
         """
-        waiting: StateDict = {}
+        pending: StateDict = {}
         for name, tensor in weights:
-            waiting[name] = tensor
+            pending[name] = tensor
             group = self._group(name)
-            if all(member in waiting for member in group):
-                yield from self.to_hugging_face({member: waiting.pop(member) for member in group}, config).items()
-        if waiting:
-            raise ValueError(f"{', '.join(waiting)}: stored together with weights that did not come")
+            if all(member in pending for member in group):
+                yield from self.to_hugging_face({member: pending.pop(member) for member in group}, config).items()
+        if pending:
+            raise ValueError(f"{', '.join(pending)}: stored together with weights that are missing")
 
     def _group(self, name: str) -> list[str]:
         for parts in self.fused:
@@ -81,28 +81,28 @@ def _sizes_with_head(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _LLAMA = Conversion(
-    to_tune=lambda weights, config: hf_to_tune(weights, **_sizes_with_head(config)),
+    to_torchtune=lambda weights, config: hf_to_tune(weights, **_sizes_with_head(config)),
     to_hugging_face=lambda weights, config: tune_to_hf(weights, **_sizes_with_head(config)),
 )
 
 _GEMMA2 = Conversion(
-    to_tune=lambda weights, config: gemma2_hf_to_tune(weights, **_sizes_with_head(config)),
+    to_torchtune=lambda weights, config: gemma2_hf_to_tune(weights, **_sizes_with_head(config)),
     to_hugging_face=lambda weights, config: gemma2_tune_to_hf(weights, **_sizes_with_head(config)),
 )
 
 _PHI3 = Conversion(
-    to_tune=lambda weights, config: phi3_hf_to_tune(weights, **_sizes(config)),
+    to_torchtune=lambda weights, config: phi3_hf_to_tune(weights, **_sizes(config)),
     to_hugging_face=lambda weights, _: phi3_tune_to_hf(weights),
     fused=((".q_proj.", ".k_proj.", ".v_proj."), (".w1.", ".w3.")),
 )
 
 _QWEN2 = Conversion(
-    to_tune=lambda weights, config: qwen2_hf_to_tune(weights, tie_word_embeddings=is_tied(config)),
+    to_torchtune=lambda weights, config: qwen2_hf_to_tune(weights, tie_word_embeddings=is_tied(config)),
     to_hugging_face=lambda weights, _: qwen2_tune_to_hf(weights),
 )
 
 _QWEN3 = Conversion(
-    to_tune=lambda weights, _: qwen3_hf_to_tune(weights),
+    to_torchtune=lambda weights, _: qwen3_hf_to_tune(weights),
     to_hugging_face=lambda weights, _: qwen3_tune_to_hf(weights),
 )
 
@@ -118,13 +118,14 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def conversion_for(config: dict[str, Any], folder: str) -> Conversion:
-    """
+    """The conversion of a folder's family.
+
     Args:
-        config: the content of a folder's config.json.
+        config: the content of the folder's config.json.
         folder: its path, for messages.
 
     Raises:
-        UserError: a family finch has no conversion for.
+        UserError: finch has no conversion for the family.
     """
     model_type = config.get("model_type")
     if model_type not in CONVERSIONS:

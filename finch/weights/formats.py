@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,38 +15,39 @@ from torchtune.training import (
     FullModelTorchTuneCheckpointer,
 )
 
-from finch import files
 from finch.config.instantiate import build, locate
 from finch.errors import UserError
-from finch.weights.base import PretrainedFolder, check_files, check_folder, copy_side_files, tensors_of
+from finch.files import is_disk_error
+from finch.weights.base import PretrainedFolder
 from finch.weights.conversion import HEAD, StateDict
-from finch.weights.huggingface import CONFIG, HuggingFaceFolder
+from finch.weights.files import CONFIG, check_files, check_folder, copy_side_files, read_json, read_shapes
+from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.validation import validate_against_hf_config
 
 PARAMS = "params.json"
 _EMBEDDING = "tok_embeddings.weight"
-_Rename = Callable[[StateDict], StateDict]
+_Convert = Callable[[StateDict], StateDict]
 
 
 def open_checkpoint(block: Mapping[str, Any]) -> PretrainedFolder:
     """The pretrained folder of a config's ``checkpointer:`` block.
 
     A Hugging Face folder is written for the tuned weights wherever config.json is known: in checkpoint_dir or, as for
-    ``original/`` in Meta's repositories, in its parent. Otherwise Meta's and torchtune's formats are written as they came.
+    ``original/`` in Meta's repositories, in its parent. Otherwise the tuned weights are written in the format they were read.
 
     Args:
         block: torchtune's keys; ``_component_`` is one of its FullModel checkpointers.
 
     Raises:
-        UserError: another component; a folder or file that is missing.
+        UserError: the component is none of these; a folder or file is missing.
     """
     path = str(block["_component_"])
     component = locate(path, "checkpointer")
-    for theirs, ours in _FORMATS.items():
-        if component is theirs:
-            return build({**block, "_component_": f"{ours.__module__}.{ours.__name__}"}, "checkpointer")
+    for checkpointer, folder in _FORMATS.items():
+        if component is checkpointer:
+            return build({**block, "_component_": f"{folder.__module__}.{folder.__name__}"}, "checkpointer")
     raise UserError(
-        f"checkpointer._component_={path} is not taken by this recipe; use torchtune.training.FullModelHFCheckpointer, "
+        f"checkpointer._component_={path} is not supported by this recipe; use torchtune.training.FullModelHFCheckpointer, "
         "FullModelMetaCheckpointer or FullModelTorchTuneCheckpointer"
     )
 
@@ -68,10 +68,10 @@ def meta_folder(
         checkpoint_dir: the folder.
         checkpoint_files: its one weight file.
 
-    The other keys of torchtune's block are taken and not needed.
+    The other keys of torchtune's block are accepted and ignored.
 
     Raises:
-        UserError: a missing folder or file; weights in several files.
+        UserError: a folder or file is missing; weights in several files.
     """
     return _folder(checkpoint_dir, checkpoint_files, meta_to_tune, tune_to_meta)
 
@@ -86,11 +86,13 @@ def torchtune_folder(
     should_load_recipe_state: bool = False,
     resume_from_checkpoint: bool = False,
 ) -> PretrainedFolder:
-    """A folder whose weights have torchtune's names already. Arguments and errors: see :func:`meta_folder`."""
+    """A folder in torchtune's own format. Arguments and errors: see :func:`meta_folder`."""
     return _folder(checkpoint_dir, checkpoint_files, dict, dict)
 
 
-def _folder(checkpoint_dir: str, names: list[str], to_tune: _Rename, from_tune: _Rename) -> PretrainedFolder:
+def _folder(
+    checkpoint_dir: str, names: list[str], to_torchtune: _Convert, from_torchtune: _Convert
+) -> PretrainedFolder:
     folder = check_folder(checkpoint_dir)
     if not isinstance(names, list | tuple) or len(names) != 1:
         raise UserError(
@@ -100,26 +102,26 @@ def _folder(checkpoint_dir: str, names: list[str], to_tune: _Rename, from_tune: 
     files = check_files(folder, [str(name) for name in names])
     for home in (folder, folder.resolve().parent):
         if (home / CONFIG).is_file():
-            return ConvertedFolder(home, files, to_tune)
-    return NativeFolder(folder, files, to_tune, from_tune)
+            return ConvertedFolder(home, files, to_torchtune)
+    return NativeFolder(folder, files, to_torchtune, from_torchtune)
 
 
 class ConvertedFolder(HuggingFaceFolder):
-    """Weights in another format beside a Hugging Face config.json or below it; what is written is a Hugging Face folder.
+    """Weights in another format with a Hugging Face config.json beside or above them; written as a Hugging Face folder.
 
     Args:
         home: the folder with config.json and the tokenizer files.
         files: the weight files.
-        to_tune: from their format to torchtune's.
+        to_torchtune: converts from their format to torchtune's.
     """
 
-    def __init__(self, home: Path, files: list[Path], to_tune: _Rename) -> None:
+    def __init__(self, home: Path, files: list[Path], to_torchtune: _Convert) -> None:
         super().__init__(str(home), checkpoint_files=[])
         self.files = files
-        self._rename = to_tune
+        self._convert = to_torchtune
 
-    def _to_tune(self, weights: StateDict) -> StateDict:
-        return self._rename(weights)
+    def _to_torchtune(self, weights: StateDict) -> StateDict:
+        return self._convert(weights)
 
 
 class NativeFolder(PretrainedFolder):
@@ -128,22 +130,19 @@ class NativeFolder(PretrainedFolder):
     Args:
         folder: with the weights and, in Meta's format, params.json.
         files: the one weight file.
-        to_tune: from its format to torchtune's.
-        from_tune: the way back.
+        to_torchtune: converts from its format to torchtune's.
+        from_torchtune: converts back.
 
     Raises:
-        UserError: a params.json that is not JSON.
+        UserError: params.json is not JSON.
     """
 
-    def __init__(self, folder: Path, files: list[Path], to_tune: _Rename, from_tune: _Rename) -> None:
+    def __init__(self, folder: Path, files: list[Path], to_torchtune: _Convert, from_torchtune: _Convert) -> None:
         self.folder, self.files = folder, files
-        self._rename, self._rename_back = to_tune, from_tune
+        self._convert, self._convert_back = to_torchtune, from_torchtune
         self._params: dict[str, Any] = {}
         if (folder / PARAMS).is_file():
-            try:
-                self._params = json.loads((folder / PARAMS).read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise UserError(f"{folder / PARAMS} is not JSON ({error}); download it again") from error
+            self._params = read_json(folder / PARAMS)
 
     def check_model(self, model: TransformerDecoder, component: str) -> None:
         """Compares the model with params.json where there is one, then with the stored shapes.
@@ -152,35 +151,36 @@ class NativeFolder(PretrainedFolder):
             UserError: names the first difference.
         """
         if self._params:
-            validate_against_hf_config(model, component, _config_of(self._params), str(self.folder), PARAMS)
+            validate_against_hf_config(model, component, _to_hf_config(self._params), str(self.folder), PARAMS)
         self.check_shapes(model)
 
-    def _to_tune(self, weights: StateDict) -> StateDict:
-        return self._rename(weights)
+    def _to_torchtune(self, weights: StateDict) -> StateDict:
+        return self._convert(weights)
 
-    def _head_is_tied(self) -> bool:
-        """Meta's files of tied models store the head all the same."""
+    def _is_head_tied(self) -> bool:
+        """Meta stores the head of tied models as well."""
         stored = dict(self.weights())
         return _EMBEDDING in stored and torch.equal(stored[HEAD], stored[_EMBEDDING])
 
     def _write_into(self, target: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """One file under the name it was read from; all weights are held at once, since it is pickled as a whole."""
+        """One file under the name it was read from. All weights are held in memory, since they are pickled together."""
         state = dict(weights)
         if HEAD not in state and any(
-            HEAD in self._to_tune({name: tensor}) for name, tensor in tensors_of(self.files[0])
+            HEAD in self._to_torchtune({name: torch.empty(shape, device="meta")})
+            for name, shape in read_shapes(self.files[0])
         ):
             state[HEAD] = state[_EMBEDDING]
         try:
-            torch.save(self._rename_back(state), target / self.files[0].name)
+            torch.save(self._convert_back(state), target / self.files[0].name)
         except RuntimeError as error:
-            if not files.is_disk_error(error):
+            if not is_disk_error(error):
                 raise
-            raise OSError(f"{self.files[0].name} could not be written to its end") from error
+            raise OSError(f"{self.files[0].name} could not be written completely") from error
         copy_side_files(self.folder, target)
 
 
-def _config_of(params: dict[str, Any]) -> dict[str, Any]:
-    """What params.json tells, in the words of config.json; it does not say by how much a rotary embedding is scaled."""
+def _to_hf_config(params: dict[str, Any]) -> dict[str, Any]:
+    """The keys of params.json under config.json's names. It does not say by how much the rotary embedding is scaled."""
     return {
         "num_attention_heads": params.get("n_heads"),
         "num_key_value_heads": params.get("n_kv_heads") or params.get("n_heads"),

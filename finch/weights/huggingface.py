@@ -1,12 +1,11 @@
 """Hugging Face folders in and out: safetensors, config.json, tokenizer files.
 
-Takes torchtune's `checkpointer:` block for every model that finch can convert. Weights are read from safetensors, or
+Accepts torchtune's `checkpointer:` block for every model that finch can convert. Weights are read from safetensors, or
 by torch.load with weights_only; no code in a folder is ever run.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,36 @@ from safetensors.torch import save_file
 from torchtune.modules import TransformerDecoder
 
 from finch.errors import UserError
-from finch.weights.base import PretrainedFolder, check_files, check_folder, copy_side_files
+from finch.weights.base import PretrainedFolder
 from finch.weights.conversion import StateDict, conversion_for, is_tied
+from finch.weights.files import (
+    CONFIG,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    SAFETENSORS_METADATA,
+    check_files,
+    check_folder,
+    copy_side_files,
+    indexed_shards,
+    read_config,
+    write_json,
+)
 from finch.weights.validation import validate_against_hf_config
 
-CONFIG = "config.json"
-SAFETENSORS_INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-# The other places where a config keeps the dtype that transformers loads the weights in.
-_DTYPE_KEYS = ("dtype", "torch_dtype")
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json; newer and older transformers
 
 
 class HuggingFaceFolder(PretrainedFolder):
-    """A pretrained model's folder, and the form in which the tuned one is written.
+    """A pretrained model's folder in Hugging Face's format; tuned models are written in the same format.
 
     Args:
         checkpoint_dir: folder with config.json, tokenizer files and weights.
         checkpoint_files: names of the weight files, or torchtune's ``{filename_format, max_filename}``; None: the
-            folder's index, or its model.safetensors; an empty list: a folder without weights, to be written from.
+            files of the folder's index, or its model.safetensors; an empty list: read no weights from this folder.
 
-    The other keys of torchtune's block are taken so that it works unchanged: output_dir (the recipe's own decides),
-    model_type (config.json knows), recipe_checkpoint, adapter_checkpoint, safe_serialization,
+    The other keys of torchtune's block are accepted and ignored, so that it works unchanged: output_dir (the recipe's own
+    is used), model_type (config.json has it), recipe_checkpoint, adapter_checkpoint, safe_serialization,
     should_load_recipe_state, resume_from_checkpoint.
 
     Raises:
@@ -56,15 +64,7 @@ class HuggingFaceFolder(PretrainedFolder):
         resume_from_checkpoint: bool = False,
     ) -> None:
         self.folder = check_folder(checkpoint_dir)
-        config_file = self.folder / CONFIG
-        if not config_file.is_file():
-            raise UserError(
-                f"checkpointer.checkpoint_dir={checkpoint_dir} has no config.json; give a folder in Hugging Face's format"
-            )
-        try:
-            self.config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{config_file} is not JSON ({error}); download it again") from error
+        self.config: dict[str, Any] = read_config(self.folder)
         self._conversion = conversion_for(self.config, checkpoint_dir)
         self.files = check_files(self.folder, self._file_names(checkpoint_files))
 
@@ -77,59 +77,43 @@ class HuggingFaceFolder(PretrainedFolder):
         validate_against_hf_config(model, component, self.config, str(self.folder))
         self.check_shapes(model)
 
-    def _to_tune(self, weights: StateDict) -> StateDict:
-        return self._conversion.to_tune(weights, self.config)
+    def _to_torchtune(self, weights: StateDict) -> StateDict:
+        return self._conversion.to_torchtune(weights, self.config)
 
-    def _head_is_tied(self) -> bool:
+    def _is_head_tied(self) -> bool:
         return is_tied(self.config)
 
-    def _expected(self) -> str:
+    def _model_name(self) -> str:
         return f"the {self.config['model_type']} model of its config.json"
 
     def _write_into(self, target: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """A folder that transformers loads; at most one file's worth of weights is held at a time."""
-        parts: list[StateDict] = [{}]
-        index: dict[str, int] = {}
-        part_bytes = total = 0
+        """A folder that transformers loads; at most one shard of the weights is held at a time."""
+        shard: StateDict = {}
+        shard_of: dict[str, int] = {}
+        shard_number, shard_bytes, total_bytes = 1, 0, 0
         dtype: torch.dtype | None = None
-        for stored, value in self._conversion.stream_to_hugging_face(weights, self.config):
-            size = value.numel() * value.element_size()
-            if parts[-1] and part_bytes + size > MAX_SHARD_BYTES:
-                save_file(parts[-1], target / f"part-{len(parts)}", metadata={"format": "pt"})
-                parts[-1] = {}
-                parts.append({})
-                part_bytes = 0
-            parts[-1][stored] = value.contiguous()
-            index[stored] = len(parts)
-            part_bytes, total = part_bytes + size, total + size
-            dtype = value.dtype
-        save_file(parts[-1], target / f"part-{len(parts)}", metadata={"format": "pt"})
-        names = {
-            part: "model.safetensors" if len(parts) == 1 else f"model-{part:05}-of-{len(parts):05}.safetensors"
-            for part in index.values()
-        }
-        for part, file_name in names.items():
-            (target / f"part-{part}").rename(target / file_name)
-        if len(parts) > 1:
-            content = {
-                "metadata": {"total_size": total},
-                "weight_map": {name: names[part] for name, part in index.items()},
-            }
-            (target / SAFETENSORS_INDEX).write_text(
-                json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-            )
+        for name, tensor in self._conversion.stream_to_hugging_face(weights, self.config):
+            if shard and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+                save_file(shard, target / f"shard-{shard_number}", SAFETENSORS_METADATA)
+                shard, shard_number, shard_bytes = {}, shard_number + 1, 0
+            shard[name], shard_of[name] = tensor.contiguous(), shard_number
+            shard_bytes, total_bytes, dtype = shard_bytes + tensor.nbytes, total_bytes + tensor.nbytes, tensor.dtype
+        save_file(shard, target / f"shard-{shard_number}", SAFETENSORS_METADATA)
+        if shard_number == 1:
+            (target / "shard-1").rename(target / SAFETENSORS)
+        else:  # the names say how many there are
+            file_of = {n: f"model-{n:05}-of-{shard_number:05}.safetensors" for n in range(1, shard_number + 1)}
+            for number, file_name in file_of.items():
+                (target / f"shard-{number}").rename(target / file_name)
+            weight_map = {name: file_of[number] for name, number in sorted(shard_of.items())}
+            write_json(target / SAFETENSORS_INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
         copy_side_files(self.folder, target, without=(CONFIG,))
-        config = dict(self.config)
-        keys = [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]
-        config.update({key: str(dtype).removeprefix("torch.") for key in keys})  # the dtype the weights now have
-        (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        dtype_keys = [key for key in _DTYPE_KEYS if key in self.config] or ["torch_dtype"]
+        write_json(target / CONFIG, self.config | dict.fromkeys(dtype_keys, str(dtype).removeprefix("torch.")))
 
     def _file_names(self, files: list[str] | Mapping[str, str] | None) -> list[str]:
-        index = self.folder / SAFETENSORS_INDEX
         if files is None:
-            if index.is_file():
-                return self._indexed(index)
-            return ["model.safetensors"]
+            return indexed_shards(self.folder) or [SAFETENSORS]
         if isinstance(files, Mapping):
             if set(files) != {"filename_format", "max_filename"}:
                 raise UserError(
@@ -140,17 +124,10 @@ class HuggingFaceFolder(PretrainedFolder):
                 files["filename_format"].format(str(number + 1).zfill(len(last)), last) for number in range(int(last))
             ]
         names = sorted(str(name) for name in files)
-        if index.is_file() and any(name.endswith(".safetensors") for name in names):
-            left_out = sorted(set(self._indexed(index)) - set(names))
-            if left_out:
+        if any(name.endswith(".safetensors") for name in names):
+            missing = sorted(set(indexed_shards(self.folder) or ()) - set(names))
+            if missing:
                 raise UserError(
-                    f"checkpointer.checkpoint_files leaves out {left_out[0]}, which {index} needs; name every shard"
+                    f"checkpointer.checkpoint_files leaves out {missing[0]}, which {self.folder / SAFETENSORS_INDEX} lists; name every shard"
                 )
         return names
-
-    def _indexed(self, index: Path) -> list[str]:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        for shard in shards:
-            if not (self.folder / shard).is_file():
-                raise UserError(f"{index} lists {shard}, which is not in {self.folder}; download the missing shard")
-        return shards

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,24 @@ from finch.files import atomic_folder
 from finch.models.lora import AdapterLayer, adapter_layers, scaling
 from finch.weights.base import PretrainedFolder
 from finch.weights.conversion import Conversion, StateDict, conversion_for
+from finch.weights.files import SAFETENSORS_METADATA, write_json
 from finch.weights.huggingface import HuggingFaceFolder
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of PEFT's wrapper around a model
+_PREFIX = "base_model.model."  # PEFT's wrapper around a model
 
 
 class PeftFolder:
     """Writes a decoder's adapter for PEFT, transformers and vLLM. Names and layouts come from the family's conversion.
 
     Args:
-        decoder: with LoRA layers, on any device; sharded later or not.
-        base: the pretrained folder; ``base_model_name_or_path`` of what is written.
+        decoder: with LoRA layers, on any device; may be sharded afterwards.
+        base: the pretrained folder; becomes ``base_model_name_or_path``.
 
     Raises:
-        UserError: an adapter that PEFT's format cannot hold: on layers that Hugging Face stores as one, or of several
-            ranks; a base folder without config.json.
+        UserError: PEFT's format cannot hold the adapter: it is on layers that Hugging Face stores as one weight, or its
+            layers differ in rank or alpha; or the base folder has no config.json.
     """
 
     def __init__(self, decoder: nn.Module, base: PretrainedFolder) -> None:
@@ -59,18 +59,18 @@ class PeftFolder:
             )
 
     def write(self, decoder: nn.Module, target: Path, *, is_writer: bool, dtype: torch.dtype | None = None) -> None:
-        """Writes the folder beside its place, then renames it, so that it is whole or absent.
+        """Writes the folder; it is complete or absent.
 
         Every rank must call it, since sharded tensors are gathered one at a time; only the writer keeps them.
 
-        Raises:
-            WriteFailed: on the writer, after all have gathered.
-
         Args:
-            decoder: the one checked, trained since.
+            decoder: the one that was checked.
             target: the folder; replaced if it is there.
             is_writer: whether this rank writes.
             dtype: of the stored tensors; None: as they are.
+
+        Raises:
+            WriteFailed: on the writer, after all ranks have gathered.
         """
         content: StateDict = {}
         modules: set[str] = set()
@@ -87,16 +87,16 @@ class PeftFolder:
         config = self._config(next(iter(layers.values())), sorted(modules))
         try:
             with atomic_folder(target) as partial:
-                save_file(content, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-                (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+                save_file(content, partial / ADAPTER_WEIGHTS, SAFETENSORS_METADATA)
+                write_json(partial / ADAPTER_CONFIG, config)
         except (OSError, SafetensorError) as error:
             raise WriteFailed(str(error)) from error
 
     def _to_peft(self, name: str, tensors: StateDict) -> tuple[str, StateDict]:
         """A layer's name in Hugging Face's model, and its tensors under PEFT's names.
 
-        Conversions rename a weight and may reorder its rows, which are outputs. B's rows are outputs as well, A's are
-        not, and DoRA's magnitudes are a column of them.
+        Conversions rename a weight and may permute its rows, one per output feature. B has such rows, A does not, and
+        DoRA's magnitudes are one column of them.
         """
         weight, b = self._convert(name, tensors["lora_b.weight"])
         stored = {"lora_A.weight": tensors["lora_a.weight"].contiguous(), "lora_B.weight": b}
@@ -105,7 +105,7 @@ class PeftFolder:
         return weight.removesuffix(".weight"), stored
 
     def _convert(self, name: str, rows: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """``rows`` [outputs, columns] as the weight of a layer with so many inputs, which the hidden size is to conversions."""
+        """Converts a tensor [out_features, columns] as the weight of a layer with so many inputs (conversions' hidden size)."""
         config = self._base.config
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         narrow = {**config, "head_dim": head_dim, "hidden_size": rows.shape[1]}

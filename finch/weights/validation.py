@@ -1,4 +1,4 @@
-"""Whether a torchtune model is the one a pretrained folder describes, as far as shapes do not show it."""
+"""Compares a torchtune model with a pretrained folder's config, in the settings that tensor shapes do not show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finch.log import logger
 from finch.torchtune_names import Gemma2Attention
 from finch.weights.conversion import is_tied
 
-# config.json's model_type, and the folders of builders that make such a model.
+# config.json's model_type, and the packages under torchtune.models and finch.models whose builders make such a model.
 FAMILIES = {
     "llama": ("llama2", "llama3", "llama3_1", "llama3_2", "llama3_3", "code_llama2"),
     "mistral": ("mistral",),
@@ -26,8 +26,8 @@ FAMILIES = {
 }
 # Families whose builders in torchtune 0.6.1 differ from the published models; finch has builders of the same names.
 _REBUILT = ("gemma2", "phi4")
-# Llama 3.1's stretching of the rotary embedding: its keys in config.json and in torchtune.
-_SCALING = {
+# Llama 3.1's rope scaling: the keys of config.json, and the attributes of torchtune's module.
+_ROPE_SCALING = {
     "factor": "scale_factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
@@ -38,19 +38,19 @@ _SCALING = {
 def validate_against_hf_config(
     decoder: TransformerDecoder, component: str, config: dict[str, Any], folder: str, file: str = "config.json"
 ) -> None:
-    """Compares architecture, heads, norms and rotary embedding; weights that fit would otherwise be misread in silence.
+    """Compares family, heads, norms and rotary embedding: weights of the right shapes could otherwise be silently misused.
 
-    A window of attention that the model does not have is told as a warning: rows within it are treated alike.
+    A sliding attention window that the model lacks is a warning only: rows within the window give the same losses.
 
     Args:
         decoder: as built, on any device.
         component: the dotted path of its builder.
-        config: the content of the folder's config.json, or as much of it as is known.
+        config: the content of the folder's config.json; keys that are missing are not compared.
         folder: its path, for messages.
-        file: where ``config`` comes from, for messages.
+        file: name of the file that ``config`` comes from, for messages.
 
     Raises:
-        UserError: names the first difference.
+        UserError: the builder is of another family, or a setting differs; names the first.
     """
     parts = component.split(".")
     family = parts[2] if parts[:2] in (["torchtune", "models"], ["finch", "models"]) and len(parts) > 3 else None
@@ -60,15 +60,15 @@ def validate_against_hf_config(
             f"model._component_={component} builds a {family} model, but checkpointer.checkpoint_dir={folder} holds a {config['model_type']} "
             f"model ({', '.join(config.get('architectures') or [])}); give a builder of {' or '.join(expected)}"
         )
-    kind = _rope_settings(config)["rope_type"]
-    if kind not in ("default", "llama3"):
+    rope_type = _rope_settings(config)["rope_type"]
+    if rope_type not in ("default", "llama3"):
         raise UserError(
-            f"{file} of checkpointer.checkpoint_dir={folder} asks for rope scaling {kind!r}, which torchtune's models do not have; "
+            f"{file} of checkpointer.checkpoint_dir={folder} has rope scaling {rope_type!r}, which torchtune's models lack; "
             "give a checkpoint without it, or remove it for sequences within the original context"
         )
     remedy = "give the builder and the settings of this checkpoint"
     if parts[0] == "torchtune" and family in _REBUILT:
-        remedy = f"give finch.models.{family}.{parts[-1]}, which has them right"
+        remedy = f"give finch.models.{family}.{parts[-1]}, which is correct"
         if "lora" in parts[-1]:
             remedy = f"finch has no LoRA builder for it, fine-tune it in full with finch.models.{family}"
     if isinstance(decoder.norm, Gemma2FinalNorm):
@@ -78,24 +78,25 @@ def validate_against_hf_config(
     for name, built, stored in _settings(decoder, config):
         if stored is not None and built != stored:
             raise UserError(
-                f"model._component_={component} has {name} {_shown(built)}, {file} of checkpointer.checkpoint_dir={folder} says {_shown(stored)}; {remedy}"
+                f"model._component_={component} has {name} {_format(built)}, {file} of checkpointer.checkpoint_dir={folder} says {_format(stored)}; {remedy}"
             )
-    _warn_of_a_window(decoder, component, config, folder)
+    _warn_about_sliding_window(decoder, component, config, folder)
 
 
-def _warn_of_a_window(decoder: TransformerDecoder, component: str, config: dict[str, Any], folder: str) -> None:
+def _warn_about_sliding_window(
+    decoder: TransformerDecoder, component: str, config: dict[str, Any], folder: str
+) -> None:
     uses_window = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
     window = config.get("sliding_window") if uses_window else None
     if window and decoder.max_seq_len > window and not isinstance(decoder.layers[0].attn, Gemma2Attention):
-        message = (
+        logger.warning(
             f"config.json of {folder} limits attention to the last {window} tokens, {component} does not: longer rows are trained "
             f"with more context than the checkpoint uses; tokenizer.max_seq_len={window} avoids it"
         )
-        logger.warning(message)
 
 
 def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:
-    """(what, in the model, in config.json); None where config.json is silent."""
+    """(setting, the model's value, config.json's value or None where it has none)."""
     attention = decoder.layers[0].attn
     heads = config.get("num_attention_heads")
     yield "number of attention heads", attention.num_heads, heads
@@ -108,12 +109,12 @@ def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[t
     rope = attention.pos_embeddings
     settings = _rope_settings(config)
     yield "rope base", rope.base, settings.get("rope_theta")
-    yield "a rotated share of each head of", 1.0, settings["partial_rotary_factor"]
-    kind = settings["rope_type"]
-    yield "Llama 3.1's rope scaling (1: on)", float(isinstance(rope, Llama3ScaledRoPE)), float(kind == "llama3")
-    if kind == "llama3":
-        for theirs, ours in _SCALING.items():
-            yield f"rope scaling {theirs}", getattr(rope, ours), settings.get(theirs)
+    yield "rotated fraction of each head", 1.0, settings["partial_rotary_factor"]
+    is_scaled = settings["rope_type"] == "llama3"
+    yield "Llama 3.1's rope scaling (1: on)", float(isinstance(rope, Llama3ScaledRoPE)), float(is_scaled)
+    if is_scaled:
+        for key, attribute in _ROPE_SCALING.items():
+            yield f"rope scaling {key}", getattr(rope, attribute), settings.get(key)
     if isinstance(attention, Gemma2Attention):
         yield from _gemma2_settings(decoder, attention, config)
 
@@ -121,29 +122,29 @@ def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[t
 def _gemma2_settings(
     decoder: TransformerDecoder, attention: Gemma2Attention, config: dict[str, Any]
 ) -> Iterator[tuple[str, float, float | None]]:
-    """Null means none to transformers, and a key that is left out the value that Gemma 2 was published with."""
-    for key, built, published in (
+    """To transformers null means none, and a missing key means the value that Gemma 2 was published with."""
+    for key, built, default in (
         ("attn_logit_softcapping", attention.softcapping, 50.0),
         ("final_logit_softcapping", getattr(decoder.output, "cap", None), 30.0),
         ("sliding_window", attention.sliding_window_size, 4096),
     ):
-        yield f"{key} (0: none)", built or 0, config.get(key, published) or 0
+        yield f"{key} (0: none)", built or 0, config.get(key, default) or 0
     yield "query scale", attention.scaling, config.get("query_pre_attn_scalar", 256) ** -0.5
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
 def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embedding's settings; transformers 5 keeps them under one key, older files under two."""
+    """The rotary embedding's settings; newer files keep them under one key, older ones under two."""
     settings = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta"),
         **(config.get("rope_scaling") or {}),
     }
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    # Old folders are silent about the base, which then is transformers' default; Qwen's never were.
-    silent = ("llama", "mistral", "gemma", "gemma2", "phi3")
-    base = settings.get("rope_theta") or (10000.0 if config.get("model_type") in silent else None)
-    share = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    return {**settings, "rope_type": kind, "rope_theta": base, "partial_rotary_factor": share}
+    rope_type = settings.get("rope_type") or settings.get("type") or "default"
+    # Old files of these families lack the base where it is transformers' default; Qwen's always have it.
+    has_default_base = config.get("model_type") in ("llama", "mistral", "gemma", "gemma2", "phi3")
+    base = settings.get("rope_theta") or (10000.0 if has_default_base else None)
+    fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return {**settings, "rope_type": rope_type, "rope_theta": base, "partial_rotary_factor": fraction}

@@ -38,7 +38,7 @@ def test_logits_token_losses_and_gradients_equal_those_of_transformers(tmp_path,
     found.mean().backward()
     expected.mean().backward()
     # Renaming, permuting and splitting are linear, so that gradients convert as weights do.
-    gradients = base._to_tune({key: parameter.grad for key, parameter in theirs.named_parameters()})
+    gradients = base._to_torchtune({key: parameter.grad for key, parameter in theirs.named_parameters()})
     parameters = dict(decoder.named_parameters())
     assert gradients.keys() == parameters.keys()
     for key, gradient in gradients.items():
@@ -113,7 +113,7 @@ def test_a_folder_that_leaves_out_what_gemma_always_has(tmp_path):
     [
         ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, "rope scaling 'longrope'"),
         ({"rope_type": "yarn", "factor": 4.0}, "rope scaling 'yarn'"),
-        ({"partial_rotary_factor": 0.75}, "a rotated share of each head of 1, .* says 0.75"),
+        ({"partial_rotary_factor": 0.75}, "rotated fraction of each head 1, .* says 0.75"),
     ],
 )
 def test_rotary_embeddings_that_phi3_does_not_have_here(tmp_path, rope, told):
@@ -148,8 +148,8 @@ def test_weights_that_do_not_fit(tmp_path, name, change):
         weights["model.layers.1.self_attn.rotary.weight"] = torch.zeros(3)
     torch.save(weights, tmp_path / "changed.bin")
     told = {
-        "lacks": r"there layers\.1\.sa_norm\.scale is missing, the model wants \[32\]",
-        "shape": r"there layers\.1\.sa_norm\.scale has shape \[31\], the model wants \[32\]",
+        "lacks": r"there layers\.1\.sa_norm\.scale is missing, the model expects \[32\]",
+        "shape": r"there layers\.1\.sa_norm\.scale has shape \[31\], the model expects \[32\]",
         "holds": r"holds model\.layers\.1\.self_attn\.rotary\.weight of shape \[3\], which does not belong to the",
     }[change]
     with pytest.raises(UserError, match=told):
@@ -176,7 +176,7 @@ def test_torchtunes_own_gemma2_is_another_function_and_refused(tmp_path):
     tokens = torch.randint(0, VOCAB, (1, 5))
     with torch.no_grad():
         assert (decoder(tokens) - theirs(tokens).logits).abs().max() > 1
-    with pytest.raises(UserError, match=r"caps logits; give finch\.models\.gemma2\.gemma2, which has them right"):
+    with pytest.raises(UserError, match=r"caps logits; give finch\.models\.gemma2\.gemma2, which is correct"):
         HuggingFaceFolder(str(tmp_path)).check_model(decoder, "torchtune.models.gemma2.gemma2")
 
 

@@ -133,7 +133,7 @@ def test_a_rope_scaling_that_torchtune_lacks_is_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"].update(rope_type="yarn", factor=4.0)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="asks for rope scaling 'yarn'"):
+    with pytest.raises(UserError, match="has rope scaling 'yarn'"):
         HuggingFaceFolder(str(tmp_path)).check_model(qwen3(**SIZE), "finch.models.qwen3.qwen3")
 
 

@@ -103,7 +103,7 @@ def test_a_folder_that_is_not_whole(refused, base_folder, tmp_path):
     )
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"no tensors here")
-    assert "is not a whole safetensors file" in refused(
+    assert "is not a complete safetensors file" in refused(
         f"checkpointer.checkpoint_dir={folder}", "checkpointer.checkpoint_files=[model-00001-of-00002.safetensors]"
     )
 
@@ -126,7 +126,7 @@ def test_weights_that_could_run_code_are_not_unpickled(refused, base_folder, tmp
 def test_shapes_that_do_not_fit(refused):
     told = refused("model.intermediate_dim=40")
     assert "model does not fit checkpointer.checkpoint_dir" in told
-    assert "layers.0.mlp.w1.weight has shape [48, 32], the model wants [40, 32]" in told
+    assert "layers.0.mlp.w1.weight has shape [48, 32], the model expects [40, 32]" in told
     assert "layers.1.attn.k_proj.weight" in refused("model.num_layers=1")
 
 

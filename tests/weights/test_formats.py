@@ -187,7 +187,7 @@ def test_a_file_that_finds_no_room(base_folder, tmp_path):
     ordinary = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, ordinary[1]))
     try:
-        with pytest.raises(WriteFailed, match=r"model\.pt could not be written to its end"):
+        with pytest.raises(WriteFailed, match=r"model\.pt could not be written completely"):
             folder.write(weights.items(), tmp_path / "out", is_writer=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, ordinary)
@@ -213,9 +213,9 @@ def test_a_run_from_metas_files_is_the_run_from_the_hugging_face_folder(base_fol
     [
         (
             {"_component_": "torchtune.training.DistributedCheckpointer"},
-            "DistributedCheckpointer is not taken by this recipe; use torchtune.training.FullModelHFCheckpointer",
+            "DistributedCheckpointer is not supported by this recipe; use torchtune.training.FullModelHFCheckpointer",
         ),
-        ({"_component_": "torch.optim.AdamW"}, "torch.optim.AdamW is not taken by this recipe"),
+        ({"_component_": "torch.optim.AdamW"}, "torch.optim.AdamW is not supported by this recipe"),
         ({"_component_": "torchtune.training.FullModelMetaCheckpoint"}, "did you mean"),
         ({"checkpoint_dir": "/nowhere"}, "checkpoint_dir=/nowhere is not a folder"),
         ({"checkpoint_files": ["consolidated.01.pth"]}, r"names consolidated\.01\.pth, which is not in"),

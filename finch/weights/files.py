@@ -1,0 +1,150 @@
+"""Files of a model's folder: config.json, weight files and their index, tokenizer files. Needs torch and safetensors alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from finch.errors import UserError
+
+CONFIG = "config.json"
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+SAFETENSORS_METADATA = {"format": "pt"}  # without it transformers refuses a file
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") -> Path:
+    """The path, if it is a folder.
+
+    Args:
+        path: of the folder.
+        option: the config key or command-line option it was given by, for messages.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not Path(path).is_dir():
+        raise UserError(f"{option}={path} is not a folder; download the model or correct the path")
+    return Path(path)
+
+
+def check_files(folder: Path, names: list[str]) -> list[Path]:
+    """The paths of the named weight files.
+
+    Raises:
+        UserError: names the first one that is missing.
+    """
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(
+                f"checkpointer.checkpoint_files names {name}, which is not in {folder}; download it or correct the name"
+            )
+    return [folder / name for name in names]
+
+
+def read_json(path: Path) -> Any:
+    """
+    Raises:
+        UserError: the file is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); download it again") from error
+
+
+def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> dict[str, Any]:
+    """The content of a folder's config.json; ``option`` as in :func:`check_folder`.
+
+    Raises:
+        UserError: the file is missing or not JSON.
+    """
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{option}={folder} has no {CONFIG}; give a folder in Hugging Face's format")
+    return read_json(folder / CONFIG)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes JSON as transformers does: two spaces, a newline at the end."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def indexed_shards(folder: Path) -> list[str] | None:
+    """The names of the safetensors files that a folder's index lists; None without an index.
+
+    Raises:
+        UserError: the index is broken, or lists a file that is missing.
+    """
+    index = folder / SAFETENSORS_INDEX
+    if not index.is_file():
+        return None
+    try:
+        shards = sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} has no weight_map of safetensors files; download it again") from error
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise UserError(f"{index} lists {shard}, which is not in {folder}; download the missing shard")
+    return shards
+
+
+def copy_side_files(source: Path, target: Path, without: tuple[str, ...] = ()) -> None:
+    """Copies tokenizer files, generation_config and the like: all files but weights, their index and hidden ones."""
+    for path in sorted(source.iterdir()):
+        is_hidden_or_weights = path.name.startswith(".") or path.name.endswith(_WEIGHT_SUFFIXES)
+        if path.is_file() and not is_hidden_or_weights and path.name not in without:
+            shutil.copyfile(path, target / path.name)
+
+
+def open_safetensors(file: Path) -> Any:
+    """A safetensors file mapped into memory: safetensors' ``safe_open``.
+
+    Raises:
+        UserError: the file is broken.
+    """
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except Exception as error:  # the library has an exception of its own for each way a file can be broken
+        raise UserError(
+            f"{file} is not a complete safetensors file ({' '.join(str(error).split())}); write or download it again"
+        ) from error
+
+
+def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """A weight file's tensors, one at a time, under the names in the file, on the CPU.
+
+    Raises:
+        UserError: the file is broken, or holds more than weights.
+    """
+    if file.suffix == ".safetensors":
+        with open_safetensors(file) as content:
+            for name in content.keys():  # noqa: SIM118 (not a dict)
+                yield name, content.get_tensor(name)
+        return
+    try:
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise UserError(
+            f"{file} cannot be read as weights only ({type(error).__name__}); convert it to safetensors"
+        ) from error
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise UserError(f"{file} holds {name}, which is not a weight; give a file of the model's weights alone")
+        yield name, tensor
+
+
+def read_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of :func:`read_tensors`; of a safetensors file only the header is read."""
+    if file.suffix != ".safetensors":
+        yield from ((name, tuple(tensor.shape)) for name, tensor in read_tensors(file))
+        return
+    with open_safetensors(file) as content:
+        for name in content.keys():  # noqa: SIM118 (not a dict)
+            yield name, tuple(content.get_slice(name).get_shape())
