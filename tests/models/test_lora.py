@@ -156,7 +156,7 @@ def test_two_ranks_begin_and_write_what_one_does(tmp_path):
     alone = begin_and_write(tmp_path, parallel.start(torch.device("cpu"), shard=False))
     code = """
         from finch.distributed import parallel
-        from test_adapter import begin_and_write
+        from models.test_lora import begin_and_write
         ranks = parallel.start(device, shard=False)
         tell([ranks.world_size, begin_and_write(folder, ranks)])
         parallel.stop()
