@@ -71,5 +71,5 @@ def plan_arguments(builder: Callable[..., Any], decoder: nn.Module) -> dict[str,
     return {name: value for name, value in (("model", decoder), ("inference", True)) if name in known}
 
 
-def _three_tokens(_: Any) -> dict[str, list]:
+def _three_tokens(_: Any) -> dict[str, list[Any]]:
     return {"tokens": [0, 1, 2], "mask": [False, False, False]}

@@ -21,7 +21,7 @@ REFERENCE_LOSSES = "reference_losses"
 """Key of a row's losses under the pretrained model, [targets] in nats."""
 
 
-class Samples(Dataset):
+class Samples(Dataset[Any]):
     """A torchtune dataset whose errors name the row, with an extra empty row (index ``EMPTY``) that has no targets.
 
     Args:

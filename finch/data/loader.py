@@ -50,7 +50,7 @@ def loader(
     batches = list(order.micro_batches(rank, epoch, consumed))
     return iter(
         DataLoader(
-            samples,  # type: ignore[arg-type]
+            samples,
             batch_sampler=batches,
             collate_fn=collate,
             num_workers=num_workers,

@@ -15,7 +15,7 @@ from finch.errors import UserError
 PARTS = ("train", "validation")
 
 
-class QuestionAnswers(Dataset):
+class QuestionAnswers(Dataset[Any]):
     """Rows of a table as single-turn conversations, tokenized when they are asked for.
 
     Args:

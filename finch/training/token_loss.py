@@ -33,9 +33,9 @@ class TokenLoss(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.num_chunks = num_chunks
-        self.offloading: AbstractContextManager = nullcontext()
+        self.offloading: AbstractContextManager[Any] = nullcontext()
         # The decoder's forward ends in `unembed` (final norm and output layer). It moves here, next to the loss.
-        decoder.unembed = _identity  # type: ignore[assignment]
+        decoder.unembed = _identity
         self.cross_entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy
 
     def forward(
