@@ -12,7 +12,7 @@ install: $(VENV)/.installed
 # uv picks the build of torch that fits the machine (CUDA's where a driver answers, else the CPU's). Where the index it takes
 # that from cannot be reached, pip takes whatever build the configured index has.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12) and "finch needs Python 3.11 or 3.12; name one: make PYTHON=python3.12")'
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "finch needs Python 3.11 to 3.13; name one: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt uv
 	$(BIN)/python -m uv pip install -q --python $(BIN)/python --torch-backend=auto $(shell grep '^torch==' constraints.txt) 2>/dev/null || true
@@ -31,6 +31,7 @@ test-fast: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 format: install

@@ -1,50 +1,197 @@
-"""What an installed wheel must hold: the recipe as a top-level module, the configs beside the package."""
+"""The wheel: what it holds, and what it does where only torch is installed, beside the newest peft, and with the torchtune extra.
 
+A fresh environment is a venv that has torch and what torch itself requires, linked from the test environment, and nothing else of it: a
+CUDA build of torch is several GB. What pip resolves there is therefore everything but torch.
+"""
+
+import os
+import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 from helpers.runs import ROOT, environment
+from packaging.requirements import Requirement
+
+from finch.extras import PACKAGES
+
+STEP = """
+import sys, torch
+from finch import FinchLR, ReplayLR
+from finch.objectives import DFT
+parameter = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.AdamW([parameter], lr=2e-5)
+schedule = FinchLR(optimizer, eta_max=5e-5, init=4.0)
+for loss in (4.0, 1.0):
+    parameter.grad = torch.ones(3)
+    assert schedule.step(torch.tensor(loss))
+    optimizer.step()
+assert abs(schedule.get_last_lr()[0] - 2e-5 / 3.7**0.5) < 1e-10
+assert DFT().weights(torch.zeros(1, 2), {}).tolist() == [[1.0, 1.0]]
+assert 'torchtune' not in sys.modules
+"""
+ADAPTER = """
+import peft, torch, torchao, transformers
+from finch import FinchLR
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+)
+model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=['q_proj']))
+optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-3)
+schedule = FinchLR(optimizer, eta_max=5e-3, init='first_batch')
+tokens = torch.arange(16).view(2, 8)
+losses = []
+for _ in range(5):
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    assert schedule.step(loss.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0], losses
+"""
+NEEDS_TORCHTUNE = "needs the torchtune extra: pip install 'finch-finetune[torchtune]'"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def torch_alone(tmp_path_factory):
+    """A folder with links to torch and to what torch requires."""
+    folder = tmp_path_factory.mktemp("torch")
+    waiting, seen = [Requirement("torch")], set()
+    while waiting:
+        required = waiting.pop()
+        if str(required) in seen:
+            continue
+        seen.add(str(required))
+        distribution = metadata.distribution(required.name)
+        for top in {Path(file).parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(distribution.locate_file(top))
+        for other in map(Requirement, distribution.requires or []):
+            if other.marker is None or any(other.marker.evaluate({"extra": extra}) for extra in ("", *required.extras)):
+                waiting.append(other)
+    return folder
+
+
+class Venv:
+    """A fresh environment; commands run away from the checkout."""
+
+    def __init__(self, folder, torch_alone):
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True)
+        self.bin = folder / "bin"
+        (site,) = folder.glob("lib/python*/site-packages")
+        for path in site.glob("setuptools*"):  # Python 3.11's own, older than torch's; it would hide the linked one
+            shutil.rmtree(path)
+        (site / "torch.pth").write_text(f"{torch_alone}\n")
+
+    def run(self, program, *arguments, code=0):
+        done = subprocess.run(
+            [self.bin / program, *arguments],
+            cwd=self.bin.parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment(PYTHONPATH=""),
+        )
+        assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout + done.stderr
+
+
+def requirement_names(texts):
+    return {Requirement(text).name for text in texts}
+
+
+def test_require_extras_names_packages_of_the_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, packages in PACKAGES.items():
+        assert set(packages) <= requirement_names(extras[extra])
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_recipe_and_configs(tmp_path):
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+def test_wheel_holds_recipes_and_configs(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"finch/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert configs <= names
     assert {f"finch/slurm_scripts/{path.name}" for path in (ROOT / "slurm").iterdir()} <= names
-    assert {path.name for path in (ROOT / "recipes").glob("*.py")} <= names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
-        "finch",
-        "finch_full_finetune.py",
-        "finch_lora_finetune.py",
-    }
+    recipes = {path.name for path in (ROOT / "recipes").glob("*.py")}
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"finch", *recipes}
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_finds_recipe_and_configs_away_from_the_checkout(tmp_path):
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+def test_core_needs_torch_alone(wheel, torch_alone, tmp_path):
+    """Without an index: pip finds all that the wheel requires, which is torch."""
+    venv = Venv(tmp_path / "venv", torch_alone)
+    venv.run("pip", "install", "-q", "--no-index", str(wheel))
+    venv.run("python", "-c", STEP)
+    venv.run("python", "-c", "import omegaconf", code=1)
+    assert "finch " in venv.run("finch", "--version")
+    assert "talr " in venv.run("finch", "methods")
+    assert "qwen3/4B_finch " in venv.run("finch", "configs")
+    assert "torchtune    not installed" in venv.run("finch", "doctor", code=int(shutil.disk_usage("/").free < 50e9))
+    for command in (
+        ("python", "-m", "finch_full_finetune", "--config", "qwen3/4B_finch"),
+        ("python", "-m", "finch_lora_finetune", "--config", "qwen3/4B_finch"),
+        ("finch", "configs", "show", "qwen3/4B_finch"),
+        ("finch", "slurm", "submit", "qwen3/4B_finch", "--dry-run"),
+        ("finch", "wise-ft", "--base", "base", "--tuned", "tuned", "--out", "out"),
+    ):
+        (line,) = venv.run(*command, code=1).strip().splitlines()
+        assert line.startswith("finch: error: ")
+        assert line.endswith(NEEDS_TORCHTUNE)
+    assert "finch: error: the quickstart needs the torchtune and report extras: " in venv.run(
+        "python", "-m", "finch.quickstart", code=1
+    )
+
+
+@pytest.mark.slow
+def test_core_installs_beside_newest_peft_and_torchao(wheel, torch_alone, tmp_path):
+    """The newest that the index has and that fit together; skipped where it cannot be reached."""
+    venv = Venv(tmp_path / "venv", torch_alone)
+    probe = [venv.bin / "pip", "download", "-q", "--retries=0", "--no-deps", "--dest", tmp_path, "iniconfig"]
+    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        pytest.skip("pip cannot reach the package index")
+    venv.run("pip", "install", "-q", "--no-compile", str(wheel), "peft", "transformers", "torchao")
+    venv.run("pip", "check")
+    venv.run("python", "-c", ADAPTER)
+
+
+@pytest.mark.slow
+def test_core_runs_on_python_3_13(wheel, tmp_path):
+    """Any Python 3.13 that has torch, whatever else is installed there: FINCH_TEST_PYTHON, or python3.13 on the PATH."""
+    python = os.environ.get("FINCH_TEST_PYTHON", shutil.which("python3.13"))
+    probe = [
+        str(python),
+        "-c",
+        "import sys, importlib.util as u; assert sys.version_info[:2] == (3, 13) and u.find_spec('torch')",
+    ]
+    if python is None or subprocess.run(probe, capture_output=True, check=False, cwd=tmp_path).returncode != 0:
+        pytest.skip("no Python 3.13 with torch; name one in FINCH_TEST_PYTHON")
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    away = {"cwd": tmp_path, "env": environment(PYTHONPATH=str(tmp_path / "site"))}
+    subprocess.run([python, "-W", "ignore", "-c", STEP], check=True, **away)
+
+
+@pytest.mark.slow
+def test_wheel_finds_recipe_and_configs_away_from_checkout(wheel, tmp_path):
+    """With all packages of the test environment, the torchtune extra's among them; only the wheel is installed."""
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(site),
-        str(wheel),
-    ]
-    subprocess.run(install, check=True, capture_output=True)
+    install = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run([sys.executable, *install], check=True, capture_output=True)
 
     def run(*command):
         done = subprocess.run(
@@ -57,14 +204,13 @@ def test_an_installed_wheel_finds_recipe_and_configs_away_from_the_checkout(tmp_
         )
         return done.stdout + done.stderr
 
-    where = run("-c", "import finch, finch_full_finetune; print(finch.__file__, finch_full_finetune.__file__)")
-    assert where.count(str(site)) == 2, where
+    origin = run("-c", "import finch, finch_full_finetune; print(finch.__file__, finch_full_finetune.__file__)")
+    assert origin.count(str(site)) == 2, origin
     assert "qwen3/4B_finch  " in run("-m", "finch.cli", "configs")
     submit = ("slurm", "submit", "qwen3/4B_finch", "--dry-run", f"output_dir={tmp_path / 'run'}")
     assert f"\n  output_dir={tmp_path / 'run'}\n" in run("-m", "finch.cli", *submit)
-    # The name resolves, the config passes, its components are found: what is missing is the model, and that is said.
+    # The name resolves, the config passes, its components are found: the first error is the missing model.
     tune = ("-m", "torchtune._cli.tune", "run", "finch_full_finetune", "--config", "qwen3/4B_finch")
-    told = run(*tune, "device=cpu", f"model_dir={tmp_path / 'absent'}")
-    assert (
-        f"finch: error: checkpointer.checkpoint_dir={tmp_path / 'absent'} is not a folder; download the model" in told
-    )
+    output = run(*tune, "device=cpu", f"model_dir={tmp_path / 'absent'}")
+    error = f"finch: error: checkpointer.checkpoint_dir={tmp_path / 'absent'} is not a folder; download the model"
+    assert error in output

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.runs import ROOT
+from packaging.requirements import Requirement
 
 LAYERS = (
     ("errors", "files", "run_files", "log", "dtensor"),
@@ -34,6 +36,7 @@ TORCH_ALONE = (
     "finch.optim",
     "finch.objectives",
 )
+EXTRAS = ("torchtune", "report")  # what finch itself imports
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "finch").rglob("*.py")
@@ -78,3 +81,12 @@ def test_core_needs_torch_alone() -> None:
         if module in TORCH_ALONE or module.rpartition(".")[0] in TORCH_ALONE[1:]:
             needed = {name.split(".")[0] for name in imports(MODULES[module], top_level=True)}
             assert needed <= {"finch", "torch", *sys.stdlib_module_names}, module
+
+
+def test_third_party_imports_are_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = project["dependencies"] + [text for name in EXTRAS for text in project["optional-dependencies"][name]]
+    declared = {Requirement(text).name for text in texts}
+    for path in (*MODULES.values(), *(ROOT / "recipes").glob("*.py")):
+        names = {name.split(".")[0] for name in imports(path)}
+        assert names <= {"finch", "finch_full_finetune", *declared, *sys.stdlib_module_names}, path
