@@ -1,10 +1,12 @@
-"""A small training job made on the spot: random Llama weights, a tokenizer, and a config for the recipe."""
+"""A small training job from scratch: random Llama weights, a tokenizer, a config, and the command that starts the recipe."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torchtune.models.llama2 import llama2
 from benchmarks.tiny_text import VOCAB_SIZE, train_tokenizer
 from finch.weights.huggingface import HuggingFaceFolder
 
+ROOT = Path(__file__).parents[1]
 MAX_SEQ_LEN = 64
 TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "intermediate_dim": 48}
 
@@ -23,12 +26,12 @@ def make_base(folder: Path, size: dict[str, int] = TINY) -> int:
     """Writes a Hugging Face folder with random weights and a SentencePiece tokenizer; returns the number of parameters.
 
     Args:
-        folder: does not exist yet.
-        size: torchtune's arguments of ``llama2``, see ``TINY``.
+        folder: must not exist.
+        size: arguments of torchtune's ``llama2``, see ``TINY``.
     """
-    start = folder.with_name(folder.name + ".start")
-    start.mkdir(parents=True)
-    train_tokenizer(start, random.Random(0))
+    source = folder.with_name(folder.name + ".source")
+    source.mkdir(parents=True)
+    train_tokenizer(source, random.Random(0))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -42,19 +45,19 @@ def make_base(folder: Path, size: dict[str, int] = TINY) -> int:
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     }
-    (start / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (source / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     torch.manual_seed(0)
     decoder = llama2(vocab_size=VOCAB_SIZE, max_seq_len=MAX_SEQ_LEN, **size)
     for name, parameter in decoder.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.2 if size is TINY else 0.02)
-    HuggingFaceFolder(str(start), checkpoint_files=[]).write(decoder.state_dict().items(), folder, is_writer=True)
-    shutil.rmtree(start)
+    HuggingFaceFolder(str(source), checkpoint_files=[]).write(decoder.state_dict().items(), folder, is_writer=True)
+    shutil.rmtree(source)
     return sum(parameter.numel() for parameter in decoder.parameters())
 
 
 def write_config(file: Path, *, base: Path, rows: Path, run: Path, size: dict[str, int] = TINY, **changes: Any) -> None:
-    """Writes a config of the recipe: FINCH on the CPU in fp32, with attention dropout so that random states count.
+    """Writes a config of the recipe: FINCH on the CPU in fp32, with attention dropout so that random states matter.
 
     Args:
         changes: replace top-level keys; ``held_out``, a file, becomes the validation rows.
@@ -98,3 +101,16 @@ def write_config(file: Path, *, base: Path, rows: Path, run: Path, size: dict[st
         **changes,
     }
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def launch_command(recipe: str, config: Path, *overrides: str, ranks: int) -> list[str]:
+    """Starts the module ``recipe`` on ``ranks`` processes."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return [*torchrun, "-m", recipe, "--config", str(config), *overrides]
+
+
+def launch_environment(**changes: str) -> dict[str, str]:
+    """The environment of ``launch_command``: this repository first on Python's path, no downloads."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    offline = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    return {**os.environ, **offline, "PYTHONPATH": path, **changes}

@@ -1,9 +1,9 @@
-"""The recipe, saving in turns: never, in the background, and while training waits; says how long each stretch of steps took.
+"""The recipe, with three modes of saving in turn: never, in the background, and while training waits. Writes how long each stretch took.
 
 torchrun --nproc_per_node 2 -m benchmarks.saving.recipe --config FILE
 
-A stretch is ``checkpoint.every_n_steps`` steps. One with saving begins with the save of the state, and does not end before that save has;
-neighbours in time are compared, so that a machine that slows down or warms up favours none. The first stretch counts for nothing.
+A stretch is ``checkpoint.every_n_steps`` steps. One with a save begins with it and ends after it. Neighbours in time are compared, so that
+a machine that slows down or warms up favours no mode. The first stretch is warm-up.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ FILE_NAME = "stretches.jsonl"
 NEVER, ASYNC, SYNC = MODES = ("never", "async", "sync")
 
 
-class SavingInTurns(CheckpointWriter):
-    """Writes a line {mode, seconds} a stretch into RUN/stretches.jsonl."""
+class AlternatingWriter(CheckpointWriter):
+    """Appends {mode, seconds} of each stretch to RUN/stretches.jsonl."""
 
     def __init__(self, run: Path, *args: Any, every_n_steps: int | None, **kwargs: Any) -> None:
         super().__init__(run, *args, every_n_steps=every_n_steps, **kwargs)
-        # A round has each mode once; over six rounds each stands in each place, and follows each other, equally often.
+        # Each round has every mode once; over six rounds each mode has each place, and follows each other mode, equally often.
         self._modes = itertools.chain.from_iterable(itertools.cycle(itertools.permutations(MODES)))
         self._mode: str | None = None
-        self._since = 0.0
+        self._start = 0.0
         self._file = run / FILE_NAME
 
     def is_due(self, step: int) -> bool:
@@ -44,15 +44,15 @@ class SavingInTurns(CheckpointWriter):
         now = time.perf_counter()
         if self._mode is not None and self._parallel.is_rank_zero:
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"mode": self._mode, "seconds": now - self._since}) + "\n")
-        self._mode, self._since = next(self._modes), now
+                file.write(json.dumps({"mode": self._mode, "seconds": now - self._start}) + "\n")
+        self._mode, self._start = next(self._modes), now
         self._asynchronous = self._mode == ASYNC
         return self._mode != NEVER
 
 
 @parse(FULL_FINETUNE)
 def recipe_main(cfg: Any) -> None:
-    finch_full_finetune.CheckpointWriter = SavingInTurns  # type: ignore[misc, assignment]
+    finch_full_finetune.CheckpointWriter = AlternatingWriter  # type: ignore[misc, assignment]
     finch_full_finetune.run(FinchFullFinetune, cfg)
 
 

@@ -1,4 +1,4 @@
-"""Single bytes of a checkpoint changed at random: each change must be found before the checkpoint is used."""
+"""Single bytes of a checkpoint changed at random: every change must be detected before the checkpoint is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from finch.checkpoint.reader import find_resume_candidates, latest_valid
+from finch.checkpoint.reader import latest_valid, list_checkpoints
 from finch.distributed.parallel import Parallel
 
 
@@ -16,45 +16,44 @@ from finch.distributed.parallel import Parallel
 class Flip:
     """Attributes:
     file: its name in the checkpoint's folder.
-    place: the byte, from 0.
-    mask: what it is exclusive-ored with, 1 to 255.
+    position: of the byte, from 0.
+    mask: XORed with the byte, 1 to 255.
     """
 
     file: str
-    place: int
+    position: int
     mask: int
 
     def apply(self, folder: Path) -> None:
-        """Changes the byte; a second time changes it back."""
+        """Changes the byte; a second call restores it."""
         with (folder / self.file).open("r+b") as file:
-            file.seek(self.place)
+            file.seek(self.position)
             byte = file.read(1)[0]
-            file.seek(self.place)
+            file.seek(self.position)
             file.write(bytes([byte ^ self.mask]))
 
 
-def draw(folder: Path, number: int, drawn: random.Random) -> list[Flip]:
-    """Flips in every file of the folder once, and from then on in files drawn by their size."""
+def draw(folder: Path, number: int, rng: random.Random) -> list[Flip]:
+    """Flips in every file of the folder once, and then in files drawn by their size."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     sizes = [path.stat().st_size for path in files]
     chosen = list(range(len(files)))
-    chosen += drawn.choices(chosen, weights=sizes, k=max(0, number - len(files)))
-    return [Flip(files[which].name, drawn.randrange(sizes[which]), drawn.randint(1, 255)) for which in chosen[:number]]
+    chosen += rng.choices(chosen, weights=sizes, k=max(0, number - len(files)))
+    return [Flip(files[index].name, rng.randrange(sizes[index]), rng.randint(1, 255)) for index in chosen[:number]]
 
 
 def is_detected(run: Path, flip: Flip) -> bool:
-    """Whether a start that goes on with ``run`` would name the file and take the checkpoint before, and take the last one again
-    once the byte is as it was.
+    """Whether a resume of ``run`` would name the file and use the checkpoint before, and use the last one again once the byte is restored.
 
     Args:
-        run: holds two whole checkpoints.
+        run: holds two complete checkpoints.
     """
-    found = find_resume_candidates(run, "auto")
-    alone = Parallel(torch.device("cpu"))
-    flip.apply(found[0])
+    checkpoints = list_checkpoints(run)
+    one_process = Parallel(torch.device("cpu"))
+    flip.apply(checkpoints[0])
     try:
-        taken, damages = latest_valid(found, alone)
+        used, damages = latest_valid(checkpoints, one_process)
     finally:
-        flip.apply(found[0])
-    is_found = taken == found[1] and len(damages) == 1 and f"{found[0]} is damaged ({flip.file}" in damages[0]
-    return is_found and latest_valid(found, alone) == (found[0], [])
+        flip.apply(checkpoints[0])
+    is_named = len(damages) == 1 and f"{checkpoints[0]} is damaged ({flip.file}" in damages[0]
+    return used == checkpoints[1] and is_named and latest_valid(checkpoints, one_process) == (checkpoints[0], [])

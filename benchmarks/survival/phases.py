@@ -1,4 +1,4 @@
-"""What a run is doing, noted by rank 0 beside the run's folder, so that a kill's place is known afterwards."""
+"""What a run is doing, appended by rank 0 to a file beside the run's folder, so that the place of a kill is known afterwards."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-START = "start"  # nothing has been noted yet
+START = "start"  # nothing has been written yet
 END = "end"
 
 
 class Phases:
-    """Notes what rank 0 is doing; what has begun last counts, since a save runs beside the training."""
+    """Writes the current phase at every change: the one that began last, since a save runs beside the training."""
 
     def __init__(self, file: Path) -> None:
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -21,18 +21,18 @@ class Phases:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         with self._lock:
             self._active.append(name)
-            self._note()
+            self._write()
         try:
             yield
         finally:
             with self._lock:
                 self._active.remove(name)
-                self._note()
+                self._write()
 
-    def _note(self) -> None:
+    def _write(self) -> None:
         os.write(self._descriptor, ((self._active or [END])[-1] + "\n").encode())
 
 

@@ -1,9 +1,9 @@
-"""The recipe with slow saves and slow steps, so that a kill at a random instant often lands within one; says where it is.
+"""The recipe with slow steps and slow saves, so that a kill at a random instant often hits a save.
 
 torchrun --nproc_per_node 2 -m benchmarks.survival.slowed_recipe --config FILE
 
-Nothing but pauses is added: between the tensors of a shard, in the middle of each text file, around each rename and before each
-removal. Rank 0 appends what it is doing to RUN.phases, a line a change: training, or a part of a save or of the export.
+Only pauses are added: between the tensors of a shard, in the middle of each text file, around each rename and before each removal.
+Rank 0 writes what it is doing to RUN.phases: training, a stage of a save, or the export.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from finch_full_finetune import FinchFullFinetune
 
 from benchmarks.survival.phases import Phases, phases_file
 from finch import files
-from finch.checkpoint import writer as saver
+from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
 from finch.config.schema import FULL_FINETUNE
 from finch.errors import exit_without_teardown
@@ -33,61 +32,56 @@ STEP_S = 0.1
 PAUSE_S = 0.04
 TENSOR_S = 0.002
 
-# The four stretches of a save, which every rank runs through together
-PARTS = {
+# The stages of a save by the functions in CheckpointWriter that run them
+SAVE_PHASES = {
     "create_folder": "save: shards",
     "write_shard": "save: shards",
     "write_state": "save: states",
     "publish": "save: names",
 }
-EXPORT = "export"
 
 
 def slow_down(phases: Phases | None) -> None:
-    """Puts the pauses in; ``phases`` is rank 0's."""
+    """Adds the pauses; ``phases`` is rank 0's."""
 
-    def phase(name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if phases is None else phases.of(name)
-
-    def slowed(owner: Any, name: str, before: float, after: float = 0.0) -> None:
+    def replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
         original = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: call(lambda: original(*args, **kwargs), *args))
 
-        def paused(*args: Any, **kwargs: Any) -> Any:
+    def slow(owner: Any, name: str, before: float, after: float = 0.0) -> None:
+        def call(original: Callable[[], Any], *_: Any) -> Any:
             time.sleep(before)
-            result = original(*args, **kwargs)
+            result = original()
             time.sleep(after)
             return result
 
-        setattr(owner, name, paused)
+        replace(owner, name, call)
 
-    def named(owner: Any, name: str, phase_of: Callable[..., str]) -> None:
-        original = getattr(owner, name)
+    def record(owner: Any, name: str, phase_of: Callable[..., str]) -> None:
+        def call(original: Callable[[], Any], *args: Any) -> Any:
+            with contextlib.nullcontext() if phases is None else phases.phase(phase_of(*args)):
+                return original()
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            with phase(phase_of(*args)):
-                return original(*args, **kwargs)
-
-        setattr(owner, name, noted)
+        replace(owner, name, call)
 
     def write_text(path: Path, text: str) -> None:
         with path.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text[: len(text) // 2])
-            file.flush()
-            time.sleep(PAUSE_S)
-            file.write(text[len(text) // 2 :])
-            file.flush()
+            for half in (text[: len(text) // 2], text[len(text) // 2 :]):
+                file.write(half)
+                file.flush()
+                time.sleep(PAUSE_S)
             os.fsync(file.fileno())
 
-    slowed(FinchFullFinetune, "_train_step", STEP_S)
-    slowed(torch, "save", TENSOR_S)  # torch.distributed.checkpoint writes a shard tensor by tensor
-    slowed(Path, "rename", PAUSE_S, PAUSE_S)
-    slowed(Path, "replace", PAUSE_S)
-    slowed(shutil, "rmtree", PAUSE_S)
-    slowed(huggingface, "save_file", PAUSE_S, PAUSE_S)
+    slow(FinchFullFinetune, "_train_step", STEP_S)
+    slow(torch, "save", TENSOR_S)  # torch.distributed.checkpoint writes a shard tensor by tensor
+    slow(Path, "rename", PAUSE_S, PAUSE_S)
+    slow(Path, "replace", PAUSE_S)
+    slow(shutil, "rmtree", PAUSE_S)
+    slow(huggingface, "save_file", PAUSE_S, PAUSE_S)
     files.write_text = write_text
-    named(FinchFullFinetune, "train", lambda *_: "training")
-    named(FinchFullFinetune, "_export", lambda *_: EXPORT)
-    named(saver.CheckpointWriter, "_run_on_all_ranks", lambda _, action: PARTS[action.__name__])
+    record(FinchFullFinetune, "train", lambda *_: "training")
+    record(FinchFullFinetune, "_export", lambda *_: "export")
+    record(CheckpointWriter, "_run_on_all_ranks", lambda _, action: SAVE_PHASES[action.__name__])
 
 
 @parse(FULL_FINETUNE)
@@ -98,5 +92,4 @@ def recipe_main(cfg: Any) -> None:
 
 if __name__ == "__main__":
     recipe_main()
-    sys.stdout.flush()
     exit_without_teardown()

@@ -1,17 +1,9 @@
-"""Kills a two-process job at random instants, resumes it until it is done, and compares it with the undisturbed run.
+"""Kills a two-rank job at random instants, resumes it until it ends, and compares it with an undisturbed run.
 
     python -m benchmarks.survival [--runs 50] [--seed 0] [--out out/torture]
 
-The job trains a random Llama of two layers for 24 steps on two ranks, with dropout, and saves every 4 steps, in the background or
-not, with loader workers or accumulation. Its steps and saves are slowed, so that kills land in saves. A run is killed one to three
-times, most often the whole process tree at once, at instants drawn at random over its start and over its training; then it is
-let come to its end. It survives if every weight of every epoch and every line of metrics.jsonl is bit for bit the undisturbed
-run's, no file is left over, no process outlives a kill, and no start goes back further than the saves allow.
-
-Then single bytes of a finished run's last checkpoint are changed, one at a time, and each change has to be found; some of them by a
-whole start, which has to go on from the checkpoint before and end as the undisturbed run.
-
-The folders of runs that survive are removed. ``--first N --runs 1`` with the same seed repeats run N alone.
+The job, the kills and what counts as surviving: docs/survival.md. The folders of runs that survive are removed. ``--first N --runs 1``
+with the same seed repeats run N alone.
 """
 
 from __future__ import annotations
@@ -20,7 +12,6 @@ import argparse
 import os
 import platform
 import random
-import re
 import shutil
 import sys
 import time
@@ -39,24 +30,23 @@ from finch.checkpoint.reader import list_checkpoints
 from finch.errors import UserError, report_user_errors
 
 EVERY_N_STEPS = 4
-ROWS = 46  # 12 steps of 4 an epoch, the last one short
-EPOCHS = 2
-MOST_KILLS = 3
-MOST_TRIES = 5  # a machine that has become faster may end a run before its kill
+ROWS = 46  # 12 steps of 4 per epoch, the last one short
+MAX_KILLS = 3
+MAX_TRIES = 5  # on a machine that has become faster a run may end before its kill
+FULL_STARTS = 2  # flips that are detected by a start on two ranks as well
 VARIANTS: dict[str, dict[str, Any]] = {
     "async": {},
     "sync": {"async": False},
     "workers": {"num_workers": 2},
     "accumulation": {"batch_size": 1, "gradient_accumulation_steps": 2},
 }
-WHOLE_STARTS = 2
 
 
 class Torture:
     """
     Args:
         out: everything is written there.
-        seed: of the kills and of the bytes.
+        seed: of the kills and of the flips.
     """
 
     def __init__(self, out: Path, seed: int) -> None:
@@ -68,11 +58,11 @@ class Torture:
         tiny_text.make_rows(out / "held_out.jsonl", 8, random.Random(2))
 
     def job(self, variant: str, name: str, recipe: str = RECIPE) -> Job:
-        """A job of its own folder below ``out``."""
+        """A job with its own folder below ``out``."""
         folder = self._out / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        changes = dict(VARIANTS[variant])
+        changes = {"batch_size": 2, "epochs": 2, **VARIANTS[variant]}
         checkpoint = {"every_n_steps": EVERY_N_STEPS, "keep_last": 2, "async": changes.pop("async", True)}
         tiny_job.write_config(
             folder / "config.yaml",
@@ -81,16 +71,15 @@ class Torture:
             held_out=self._out / "held_out.jsonl",
             run=folder / "run",
             checkpoint=checkpoint,
-            **{"batch_size": 2, "epochs": EPOCHS, **changes},
+            **changes,
         )
         return Job(folder / "config.yaml", folder / "run", recipe)
 
     def undisturbed(self, variant: str) -> tuple[Path, Timing]:
-        """The finished run that others are compared with, and what it took."""
+        """The reference run of a variant, made once, and its timing."""
         if variant not in self._undisturbed:
             job = self.job(variant, f"undisturbed_{variant}")
-            self._undisturbed[variant] = (job.run, run_undisturbed(job))
-            timing = self._undisturbed[variant][1]
+            self._undisturbed[variant] = (job.run, timing := run_undisturbed(job))
             print(
                 f"undisturbed, {variant}: {timing.steps} steps, {timing.start_s:.1f} s to the first and {timing.training_s:.1f} s from there",
                 flush=True,
@@ -98,72 +87,71 @@ class Torture:
         return self._undisturbed[variant]
 
     def run(self, number: int, kinds: list[str] | None = None, recipe: str = RECIPE) -> Outcome:
-        """Run ``number``; its variant and its kills follow from the seed and the number, the kinds of kills unless given."""
+        """Run ``number``; seed and number decide on its variant and its kills, whose kinds may be given."""
         variant = list(VARIANTS)[number % len(VARIANTS)]
         reference, timing = self.undisturbed(variant)
-        drawn = random.Random(f"{self._seed} {number}")
-        drawn_kinds = drawn.choices(list(KINDS), weights=list(KINDS.values()), k=drawn.randint(1, MOST_KILLS))
-        # A save in the background may take until the next one is due; that one then waits, and is lost as well.
-        most_lost = EVERY_N_STEPS if variant == "sync" else 2 * EVERY_N_STEPS
-        for _ in range(MOST_TRIES):
+        rng = random.Random(f"{self._seed} {number}")
+        drawn_kinds = rng.choices(list(KINDS), weights=list(KINDS.values()), k=rng.randint(1, MAX_KILLS))
+        # A save in the background may last until the next one is due; that one waits, and is lost as well.
+        max_lost = EVERY_N_STEPS if variant == "sync" else 2 * EVERY_N_STEPS
+        for _ in range(MAX_TRIES):
             job = self.job(variant, f"run_{number}", recipe)
-            outcome = run_killed(job, timing, kinds or drawn_kinds, drawn, most_lost)
+            outcome = run_killed(job, timing, kinds or drawn_kinds, rng, max_lost)
             if outcome.kills or outcome.failures:
                 break
         else:
-            outcome.failures.append(f"ended {MOST_TRIES} times before its kill")
+            outcome.failures.append(f"ended {MAX_TRIES} times before its kill")
         outcome.failures += outcome.damaged or ([] if outcome.failures else differences(job.run, reference))
         kills = "; ".join(map(str, outcome.kills)) or "no kill"
+        lost = " ".join(map(str, outcome.lost)) or "-"
         verdict = f"FAILED, see {job.run.parent}: {outcome.failures[0]}" if outcome.failures else "survived"
         print(
-            f"run {number:2}, {variant:12} {outcome.seconds:4.0f} s: {kills}; steps lost: {' '.join(map(str, outcome.lost)) or '-'}; {verdict}",
-            flush=True,
+            f"run {number:2}, {variant:12} {outcome.seconds:4.0f} s: {kills}; steps lost: {lost}; {verdict}", flush=True
         )
         if not outcome.failures:
             shutil.rmtree(job.run.parent)
         return outcome
 
-    def flips(self, number: int, whole_starts: int) -> tuple[int, Counter[str]]:
-        """Changes ``number`` bytes, one at a time; returns how many changes were found, and how many lay in each file."""
+    def flips(self, number: int, full_starts: int) -> tuple[int, Counter[str]]:
+        """Changes ``number`` bytes, one at a time; returns how many were detected, and how many each file had."""
         run, _ = self.undisturbed("async")
         last = list_checkpoints(run)[0]
         flips = byte_flips.draw(last, number, random.Random(f"{self._seed} bytes"))
-        found = [byte_flips.is_detected(run, flip) for flip in flips]
-        for which in range(0, number, -(-number // whole_starts)) if whole_starts else ():
-            found[which] = self._found_by_a_start(flips[which], f"flip_{which}") and found[which]
-        for flip, is_found in zip(flips, found, strict=True):
-            if not is_found:
+        detected = [byte_flips.is_detected(run, flip) for flip in flips]
+        for index in range(0, number, -(-number // full_starts)) if full_starts else ():
+            detected[index] = self._is_detected_by_start(flips[index], f"flip_{index}") and detected[index]
+        for flip, is_detected in zip(flips, detected, strict=True):
+            if not is_detected:
                 print(f"NOT DETECTED: {flip} in {last}", flush=True)
-        return sum(found), Counter(flip.file for flip in flips)
+        return sum(detected), Counter(flip.file for flip in flips)
 
-    def _found_by_a_start(self, flip: byte_flips.Flip, name: str) -> bool:
-        """Whether the recipe itself names the file, goes on from the checkpoint before, and ends as if nothing had been."""
-        reference, _ = self.undisturbed("async")
+    def _is_detected_by_start(self, flip: byte_flips.Flip, name: str) -> bool:
+        """Whether the recipe names the file, resumes from the checkpoint before, and ends as the undisturbed run."""
+        reference, timing = self.undisturbed("async")
         job = self.job("async", name)
         shutil.copytree(reference, job.run, symlinks=True)
         damaged, before = list_checkpoints(job.run)
         flip.apply(damaged)
-        outcome = run_killed(job, self.undisturbed("async")[1], [], random.Random(0), 0)
-        said = job.log(1).read_text(encoding="utf-8", errors="replace")
-        is_named = f"{damaged} is damaged ({flip.file}" in said and re.search(
-            rf"resumed from step \d+ of {before}\b", said
+        outcome = run_killed(job, timing, [], random.Random(0), 0)
+        log = job.log_text(1)
+        is_named = f"{damaged} is damaged ({flip.file}" in log and f" of {before}\n" in log
+        result = is_named and not outcome.failures and not differences(job.run, reference)
+        print(
+            f"started with a byte of {flip.file} changed: {'detected' if result else f'FAILED, see {job.run.parent}'}"
         )
-        found = bool(is_named) and not outcome.failures and not differences(job.run, reference)
-        print(f"started with a byte of {flip.file} changed: {'detected' if found else f'FAILED, see {job.run.parent}'}")
-        if found:
+        if result:
             shutil.rmtree(job.run.parent)
-        return found
+        return result
 
 
 def summary(outcomes: list[Outcome]) -> list[str]:
-    """The lines about all runs, the last one the verdict."""
+    """The lines about all runs; the last one is the verdict."""
     kills = [kill for outcome in outcomes for kill in outcome.kills]
-    kinds, phases = Counter(kill.kind for kill in kills), Counter(kill.phase for kill in kills)
     survived = sum(not outcome.failures for outcome in outcomes)
     lost = [steps for outcome in outcomes for steps in outcome.lost]
     return [
-        f"killed: {_counts(kinds)}",
-        f"while in: {_counts(phases)}",
+        f"killed: {_counts(Counter(kill.kind for kill in kills))}",
+        f"while in: {_counts(Counter(kill.phase for kill in kills))}",
         f"torture: {survived} / {len(outcomes)} runs survived; {len(kills)} kills, {sum(kill.in_save for kill in kills)} of them "
         f"in a save; at most {max(lost, default=0)} steps lost, saving every {EVERY_N_STEPS}",
     ]
@@ -178,25 +166,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first run")
-    parser.add_argument("--bytes", type=int, default=30, help="bytes that are changed")
+    parser.add_argument("--bytes", type=int, default=30, help="bytes to change")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/torture"), help="removed first")
-    chosen = parser.parse_args(arguments)
-    out, began = chosen.out.resolve(), time.monotonic()
+    options = parser.parse_args(arguments)
+    out, start = options.out.resolve(), time.monotonic()
     if out.exists() and not (out / "base").is_dir() and any(out.iterdir()):
-        raise UserError(f"--out {out} holds something else; give another folder")
+        raise UserError(f"--out={out} is not empty and no folder of this benchmark; give another folder")
     shutil.rmtree(out, ignore_errors=True)
     print(
         f"finch {finch.__version__}, torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} on "
-        f"{os.cpu_count()} cores\npython -m benchmarks.torture --runs {chosen.runs} --first {chosen.first} --bytes {chosen.bytes} --seed {chosen.seed}",
+        f"{os.cpu_count()} cores\npython -m benchmarks.survival --runs {options.runs} --first {options.first} --bytes {options.bytes} "
+        f"--seed {options.seed}",
         flush=True,
     )
-    torture = Torture(out, chosen.seed)
-    outcomes = [torture.run(number) for number in range(chosen.first, chosen.first + chosen.runs)]
-    detected, files = torture.flips(chosen.bytes, WHOLE_STARTS)
-    print(
-        f"{time.monotonic() - began:.0f} s in all", f"bytes changed in: {_counts(files)}", *summary(outcomes), sep="\n"
-    )
-    print(f"byte changes: {detected} / {chosen.bytes} detected", flush=True)
-    if detected < chosen.bytes or any(outcome.failures for outcome in outcomes):
+    torture = Torture(out, options.seed)
+    outcomes = [torture.run(number) for number in range(options.first, options.first + options.runs)]
+    detected, files = torture.flips(options.bytes, FULL_STARTS)
+    print(f"{time.monotonic() - start:.0f} s in all", f"bytes changed in: {_counts(files)}", sep="\n")
+    print(*summary(outcomes), f"byte changes: {detected} / {options.bytes} detected", sep="\n", flush=True)
+    if detected < options.bytes or any(outcome.failures for outcome in outcomes):
         sys.exit(1)

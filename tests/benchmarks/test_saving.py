@@ -1,4 +1,4 @@
-"""benchmarks.saving: stretches in turns, ratios of the same round, and one small run through the recipe."""
+"""benchmarks.saving: the order of the modes, ratios within a round, and one small run through the recipe."""
 
 import json
 from collections import Counter
@@ -7,38 +7,38 @@ import pytest
 import torch
 
 from benchmarks import tiny_job
-from benchmarks.saving.measure import Measured, lines_of, measure
-from benchmarks.saving.recipe import ASYNC, FILE_NAME, MODES, NEVER, SYNC, SavingInTurns
+from benchmarks.saving.measure import Measurement, measure, report
+from benchmarks.saving.recipe import ASYNC, FILE_NAME, MODES, NEVER, SYNC, AlternatingWriter
 from finch.distributed.parallel import Parallel
 
 
-def test_each_round_has_each_mode_and_six_rounds_have_each_order(tmp_path):
-    saver = SavingInTurns(tmp_path, Parallel(torch.device("cpu")), every_n_steps=5)
-    due = [saver.is_due(step) for step in range(1, 5 * 20)]
+def test_writer_alternates_modes_in_every_order(tmp_path):
+    writer = AlternatingWriter(tmp_path, Parallel(torch.device("cpu")), every_n_steps=5)
+    due = [writer.is_due(step) for step in range(1, 5 * 20)]
     modes = [json.loads(line)["mode"] for line in (tmp_path / FILE_NAME).read_text().splitlines()]
     rounds = [tuple(modes[start : start + 3]) for start in range(0, 18, 3)]
     assert all(set(each) == set(MODES) for each in rounds)
     assert len(set(rounds)) == 6
-    for place in range(3):
-        assert set(Counter(each[place] for each in rounds).values()) == {2}
-    # Due at the beginning of each stretch that has a save, and at no other step
-    begins = {5 * (number + 1) for number, mode in enumerate(modes) if mode != NEVER}
-    assert {step for step, is_due in enumerate(due, 1) if is_due and step <= 5 * len(modes)} == begins
+    for position in range(3):
+        assert set(Counter(each[position] for each in rounds).values()) == {2}
+    # Due at the start of each stretch with a save, and at no other step
+    starts = {5 * (number + 1) for number, mode in enumerate(modes) if mode != NEVER}
+    assert {step for step, is_due in enumerate(due, 1) if is_due and step <= 5 * len(modes)} == starts
 
 
-def test_a_ratio_is_that_of_rates_within_a_round():
-    measured = Measured(
+def test_ratios_compare_stretches_of_the_same_round():
+    measured = Measurement(
         {NEVER: [1.0, 2.0, 3.0], ASYNC: [2.0, 2.0, 4.0], SYNC: [4.0, 4.0, 4.0]}, {ASYNC: [0.3], SYNC: [0.2]}, 10**6
     )
     assert measured.ratios(ASYNC) == [0.5, 1.0, 0.75]
-    lines = lines_of(2, 20, measured)
+    lines = report(2, 20, measured)
     assert "2 processes, 3 rounds; without saving a median of 10.00 steps/s; state 1 MB" in lines[0]
     assert "in the background, against never: ratio 0.750 (rounds 0.50 to 1.00" in lines[1]
     assert "while training waits, against never: ratio 0.500" in lines[2]
 
 
 @pytest.mark.slow
-def test_a_small_run_on_two_ranks(tmp_path):
+def test_measure_small_model_on_two_ranks(tmp_path):
     measured = measure(tmp_path, ranks=2, rounds=2, every=2, size=tiny_job.TINY)
     assert {mode: len(seconds) for mode, seconds in measured.seconds.items()} == dict.fromkeys(MODES, 2)
     assert {mode: len(seconds) for mode, seconds in measured.save_seconds.items()} == {ASYNC: 2, SYNC: 2}

@@ -1,4 +1,4 @@
-"""The torture can fail: what it compares, what it counts, and that a defect put in on purpose is told."""
+"""benchmarks.survival can fail: what it compares and counts, and that it finds a deliberate defect."""
 
 import json
 import os
@@ -20,19 +20,19 @@ from benchmarks.survival.same_run import differences
 from benchmarks.survival.torture import Torture, summary
 from finch.checkpoint import manifest
 
-# Two runs compared
+# same_run
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two folders as two equal runs leave them, at different speeds, the first one once asked to leave after step 5."""
+    """The folders of two equal runs at different speeds; the first received SIGTERM after step 5."""
 
-    def make(name, rate, steps_before):
+    def make(name, rate, earlier_step):
         run = tmp_path / name
         (run / "epoch_0").mkdir(parents=True)
         save_file({"w": torch.tensor([0.0, 1.0, float("nan")])}, run / "epoch_0" / "model.safetensors")
         (run / "epoch_0" / "config.json").write_text("{}")
-        for step in (steps_before, 8):
+        for step in (earlier_step, 8):
             folder = run / "checkpoints" / f"step_{step}"
             folder.mkdir(parents=True)
             (folder / "state.json").write_text(json.dumps({"step": step}))
@@ -45,11 +45,11 @@ def pair(tmp_path):
         return run
 
     run = make("one", 3.0, 5)
-    (run / ".lock").write_text("held by an attempt")
+    (run / ".lock").write_text("{}")
     return run, make("other", 5.0, 4)
 
 
-def test_equal_runs_are_the_same(pair):
+def test_differences_of_equal_runs_is_empty(pair):
     assert differences(*pair) == []
 
 
@@ -72,28 +72,26 @@ def change_best(run):
 
 CHANGES = {
     "epoch_0/model.safetensors: 1 bytes of w differ": lambda run: change_weight(run, -0.0),
-    "epoch_0/config.json has another content": lambda run: (run / "epoch_0" / "config.json").write_text("{ }"),
+    "epoch_0/config.json has other content": lambda run: (run / "epoch_0" / "config.json").write_text("{ }"),
     "epoch_0/config.json is missing": lambda run: (run / "epoch_0" / "config.json").unlink(),
     "checkpoints/step_8.partial is left over": lambda run: (run / "checkpoints" / "step_8.partial").mkdir(),
-    "there are 1 whole checkpoints in place of 2": lambda run: shutil.rmtree(run / "checkpoints" / "step_5"),
-    "step_8/state.json has another content": lambda run: (run / "checkpoints" / "step_8" / "state.json").write_text(
-        "{}"
-    ),
-    "best points to epoch_1 in place of epoch_0": change_best,
+    "1 complete checkpoints instead of 2": lambda run: shutil.rmtree(run / "checkpoints" / "step_5"),
+    "step_8/state.json has other content": lambda run: (run / "checkpoints" / "step_8" / "state.json").write_text("{}"),
+    "best points to epoch_1 instead of epoch_0": change_best,
     "line 2 has lr 0.10000000000000002": lambda run: change_last_line(run, lr=0.10000000000000002),
-    "line 2 has step 3 in place of 2": lambda run: change_last_line(run, step=3),
-    "1 lines in place of 2": lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'),
+    "line 2 has step 3 instead of 2": lambda run: change_last_line(run, step=3),
+    "1 lines instead of 2": lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'),
 }
 
 
-@pytest.mark.parametrize("told", CHANGES)
-def test_any_difference_is_told(told, pair):
-    CHANGES[told](pair[0])
-    [found] = differences(*pair)
-    assert told in found
+@pytest.mark.parametrize("expected", CHANGES)
+def test_differences_names_any_change(expected, pair):
+    CHANGES[expected](pair[0])
+    [difference] = differences(*pair)
+    assert expected in difference
 
 
-# Bytes changed
+# byte_flips
 
 
 @pytest.fixture
@@ -107,7 +105,7 @@ def two_checkpoints(tmp_path):
     return tmp_path
 
 
-def test_each_file_is_hit_and_each_byte_is_a_change(two_checkpoints):
+def test_flips_hit_every_file_and_undo_themselves(two_checkpoints):
     folder = two_checkpoints / "checkpoints" / "step_8"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     flips = byte_flips.draw(folder, 30, random.Random(0))
@@ -121,29 +119,29 @@ def test_each_file_is_hit_and_each_byte_is_a_change(two_checkpoints):
         assert (folder / flip.file).read_bytes() == before[flip.file]
 
 
-def test_changes_are_detected_but_not_without_the_checksums(two_checkpoints, monkeypatch):
+def test_flips_are_detected_but_not_without_checksums(two_checkpoints, monkeypatch):
     flips = byte_flips.draw(two_checkpoints / "checkpoints" / "step_8", 30, random.Random(0))
     assert all(byte_flips.is_detected(two_checkpoints, flip) for flip in flips)
     monkeypatch.setattr(manifest, "verify", lambda *_: None)
     assert {flip.file for flip in flips if byte_flips.is_detected(two_checkpoints, flip)} == {"manifest.json"}
 
 
-# What a run is doing
+# phases
 
 
-def test_what_has_begun_last_counts(tmp_path):
+def test_phases_write_the_one_that_began_last(tmp_path):
     file = tmp_path / "phases"
     phases = Phases(file)
-    with phases.of("training"):
-        saving = phases.of("save")
+    with phases.phase("training"):
+        saving = phases.phase("save")
         saving.__enter__()  # in another thread
-        with phases.of("export"):
+        with phases.phase("export"):
             pass
         saving.__exit__(None, None, None)
     assert file.read_text().split() == ["training", "save", "export", "save", "training", END]
 
 
-# Kills and starts, of a job that is a few lines of Python
+# killed_run, on a job of a few lines of Python
 
 SCRIPT = """
 import json, os, subprocess, sys, time
@@ -172,11 +170,11 @@ for step in range(first + 1, 11):
 
 
 class Stub(Job):
-    behaviour = "well"
+    behaviour = "ends"
 
     def start(self, attempt):
         phases_file(self.run).unlink(missing_ok=True)
-        environment = {**os.environ, process_tree.MARK: self.mark}
+        environment = {**os.environ, process_tree.VARIABLE: self.tag}
         command = [sys.executable, "-c", SCRIPT, str(self.run), self.behaviour]
         with self.log(attempt).open("wb") as log:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -187,15 +185,15 @@ class Halfway(random.Random):
         return 0.5
 
 
-def killed(folder, behaviour, kinds=("tree",), most_lost=2):
+def run_stub(folder, behaviour, kinds=("tree",), max_lost=2):
     job = Stub(folder / "config.yaml", folder / "run")
     job.__class__.behaviour = behaviour
-    return run_killed(job, Timing(0.1, 1.0, 10), kinds, Halfway(), most_lost)
+    return run_killed(job, Timing(0.1, 1.0, 10), kinds, Halfway(), max_lost)
 
 
 @pytest.mark.slow
-def test_a_run_is_killed_as_often_as_asked_and_comes_to_its_end(tmp_path):
-    outcome = killed(tmp_path, "well", ("tree", "launcher"))
+def test_run_killed_kills_and_resumes_until_the_end(tmp_path):
+    outcome = run_stub(tmp_path, "ends", ("tree", "launcher"))
     assert outcome.failures == []
     assert [kill.kind for kill in outcome.kills] == ["tree", "launcher"]
     assert [kill.phase for kill in outcome.kills] == ["training", "training"]
@@ -206,43 +204,43 @@ def test_a_run_is_killed_as_often_as_asked_and_comes_to_its_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_too_many_steps_lost_fail(tmp_path):
-    outcome = killed(tmp_path, "well", most_lost=1)
-    assert "goes on 2 steps back, more than 1, after tree in training" in outcome.failures[0]
+def test_run_killed_fails_if_too_many_steps_are_lost(tmp_path):
+    outcome = run_stub(tmp_path, "ends", max_lost=1)
+    assert "lost 2 steps, more than 1, after tree in training" in outcome.failures[0]
 
 
 @pytest.mark.slow
-def test_after_sigterm_no_step_may_be_lost(tmp_path):
-    outcome = killed(tmp_path, "well", (SIGTERM,))
-    assert "goes on 2 steps back, more than 0, after SIGTERM" in outcome.failures[0]
+def test_run_killed_allows_no_lost_step_after_sigterm(tmp_path):
+    outcome = run_stub(tmp_path, "ends", (SIGTERM,))
+    assert "lost 2 steps, more than 0, after SIGTERM" in outcome.failures[0]
 
 
 @pytest.mark.slow
-def test_a_start_that_fails_is_told(tmp_path):
-    outcome = killed(tmp_path, "fails")
-    [told] = outcome.failures
-    assert told.startswith("attempt 2 ended with 1: resumed from step")
-    assert told.endswith("finch: error: no")
+def test_run_killed_reports_a_failed_start(tmp_path):
+    outcome = run_stub(tmp_path, "fails")
+    [failure] = outcome.failures
+    assert failure.startswith("attempt 2 exited with 1: resumed from step")
+    assert failure.endswith("finch: error: no")
 
 
 @pytest.mark.slow
-def test_a_checkpoint_found_damaged_is_told(tmp_path):
-    outcome = killed(tmp_path, "damaged")
+def test_run_killed_reports_a_damaged_checkpoint(tmp_path):
+    outcome = run_stub(tmp_path, "damaged")
     assert outcome.damaged == ["checkpoints/step_9 is damaged (rng_0.json is not as it was written)"]
 
 
 @pytest.mark.slow
-def test_a_process_that_outlives_its_launcher_is_told_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.survival.killed_run.PATIENCE_S", 0.5)
-    outcome = killed(tmp_path, "outlives", ("launcher",))
+def test_run_killed_reports_and_ends_orphans(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.survival.killed_run.EXIT_TIMEOUT_S", 0.5)
+    outcome = run_stub(tmp_path, "outlives", ("launcher",))
     assert "attempt 1 left process" in outcome.failures[0]
     assert process_tree.members(str(tmp_path / "run")) == []
 
 
 @pytest.mark.slow
-def test_a_kill_reaches_orphans_too(tmp_path):
+def test_kill_all_reaches_orphans(tmp_path):
     code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); "
-    environment = {**os.environ, process_tree.MARK: str(tmp_path)}
+    environment = {**os.environ, process_tree.VARIABLE: str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # the parent has ended
     parent = subprocess.Popen([sys.executable, "-c", code + "time.sleep(60)"], env=environment)
     end = time.monotonic() + 20
@@ -254,7 +252,7 @@ def test_a_kill_reaches_orphans_too(tmp_path):
     assert process_tree.wait_until_gone(str(tmp_path), 5) == []
 
 
-def test_the_summary_counts():
+def test_summary_counts_runs_and_kills():
     outcomes = [
         Outcome([Kill("tree", "save: names", 5), Kill("rank", "training", 9)], [1, 3]),
         Outcome([Kill("tree", "start", 0)], [], failures=["weights differ"]),
@@ -275,20 +273,20 @@ def torture(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_killed_run_survives_and_a_changed_byte_is_found(torture):
+def test_killed_run_survives_and_flips_are_detected(torture):
     outcome = torture.run(0, ["tree"])
     assert outcome.failures == []
     assert [kill.kind for kill in outcome.kills] == ["tree"]
     assert outcome.kills[0].phase != "start"
     assert outcome.lost
-    detected, files = torture.flips(14, whole_starts=0)
+    detected, files = torture.flips(14, full_starts=0)
     assert detected == 14
     assert len(files) == 7
 
 
 @pytest.mark.slow
-def test_a_defect_put_in_on_purpose_is_found(torture, tmp_path, monkeypatch):
-    """A resumed run that does not put its random states back draws other dropout masks."""
+def test_deliberate_defect_is_found(torture, tmp_path, monkeypatch):
+    """A resumed run that does not restore its random states draws other dropout masks."""
     (tmp_path / "forgetful_recipe.py").write_text(
         "from finch.checkpoint import reader as checkpoint\n"
         "checkpoint.load_rng_state = lambda *_: None\n"
@@ -296,8 +294,8 @@ def test_a_defect_put_in_on_purpose_is_found(torture, tmp_path, monkeypatch):
         "recipe_main()\n"
         "exit_without_teardown()\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     outcome = torture.run(0, ["tree"], recipe="forgetful_recipe")
     assert outcome.kills
-    assert any(told.startswith("epoch_1/model.safetensors: ") for told in outcome.failures)
-    assert any(told.startswith("metrics.jsonl: ") for told in outcome.failures)
+    assert any(each.startswith("epoch_1/model.safetensors: ") for each in outcome.failures)
+    assert any(each.startswith("metrics.jsonl: ") for each in outcome.failures)
