@@ -9,8 +9,6 @@ from typing import Any
 from finch.checkpoint.reader import step_from_name
 from finch.errors import UserError
 
-PRETRAINED = 0
-"""In place of a checkpoint's step: the run rolls back to the pretrained model."""
 MAX_ROLLBACKS = 10
 ROLLBACK_WINDOW_STEPS = 100
 
