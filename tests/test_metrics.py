@@ -32,7 +32,7 @@ def step_metrics(loss, **changes):
     }
 
 
-def test_tensors_wait_unread_and_every_step_gets_a_line(tmp_path):
+def test_metrics_log_reads_tensors_only_when_it_reports(tmp_path):
     recorder = Recorder()
     log = MetricsLog(tmp_path, recorder, is_writer=True, every=3, world_size=2)
     for step in (1, 2):
@@ -54,7 +54,7 @@ def test_tensors_wait_unread_and_every_step_gets_a_line(tmp_path):
     assert recorder.lines[-1] == "closed"
 
 
-def test_a_resumed_log_drops_what_came_after_its_checkpoint(tmp_path):
+def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "lo')
     log = MetricsLog(tmp_path, None, is_writer=True, first_step=2)
@@ -63,7 +63,7 @@ def test_a_resumed_log_drops_what_came_after_its_checkpoint(tmp_path):
     assert [(line["step"], line["loss"]) for line in read_metrics(file)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
 
 
-def test_lines_are_strict_json(tmp_path):
+def test_metrics_log_writes_strict_json(tmp_path):
     log = MetricsLog(tmp_path, None, is_writer=True)
     log.add(1, step_metrics(1.0, grad_norm=torch.tensor(math.inf)))
     log.write_event({"step": 1, "epoch": 0, "validation_loss": math.nan})
@@ -76,7 +76,7 @@ def test_lines_are_strict_json(tmp_path):
     assert lines[1]["validation_loss"] is None
 
 
-def test_a_rank_that_does_not_write_leaves_no_file(tmp_path):
+def test_metrics_log_of_another_rank_writes_nothing(tmp_path):
     log = MetricsLog(tmp_path, None, is_writer=False)
     log.add(1, step_metrics(1.0))
     log.close()

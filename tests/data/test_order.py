@@ -22,7 +22,7 @@ def samples_of(step):
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 8, 23, 24, 25, 401])
-def test_layouts_with_one_global_batch_share_every_step(num_samples):
+def test_order_is_the_same_on_every_layout(num_samples):
     layouts = [
         GlobalOrder(num_samples, micro, accumulation, ranks, seed=3)
         for micro, accumulation, ranks in [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)]
@@ -35,7 +35,7 @@ def test_layouts_with_one_global_batch_share_every_step(num_samples):
 
 
 @pytest.mark.parametrize(("ranks", "num_samples"), [(2, 401), (3, 10), (4, 1), (4, 13)])
-def test_every_rank_runs_the_same_number_of_micro_batches(ranks, num_samples):
+def test_order_gives_every_rank_as_many_micro_batches(ranks, num_samples):
     order = GlobalOrder(num_samples, micro_batch=2, accumulation=2, ranks=ranks)
     for step in steps(order):
         counts = [len(rank) for rank in step]
@@ -45,7 +45,7 @@ def test_every_rank_runs_the_same_number_of_micro_batches(ranks, num_samples):
         assert all(batch == [EMPTY] or EMPTY not in batch for rank in step for batch in rank)
 
 
-def test_a_position_is_epoch_and_samples_consumed():
+def test_order_continues_after_consumed_samples():
     order = GlobalOrder(50, micro_batch=2, accumulation=2, ranks=2, seed=1)
     whole = list(steps(order, epoch=4))
     assert list(steps(order, epoch=4, consumed=24)) == whole[3:]
@@ -53,7 +53,7 @@ def test_a_position_is_epoch_and_samples_consumed():
     assert [samples_of(step) for step in steps(moved, epoch=4, consumed=24)] == [samples_of(step) for step in whole[3:]]
 
 
-def test_epochs_are_shuffled_as_torch_shuffles_them():
+def test_order_shuffles_like_distributed_sampler():
     from torch.utils.data.distributed import DistributedSampler
 
     sampler = DistributedSampler(range(30), num_replicas=1, rank=0, seed=5)
@@ -62,7 +62,7 @@ def test_epochs_are_shuffled_as_torch_shuffles_them():
     assert GlobalOrder(30, micro_batch=4, shuffle=False).permutation(2) == list(range(30))
 
 
-def test_drop_last_leaves_the_short_batch_out():
+def test_order_drop_last_drops_the_short_batch():
     order = GlobalOrder(25, micro_batch=8, drop_last=True)
     assert order.steps_per_epoch == 3
     assert [len(samples_of(step)) for step in steps(order)] == [8, 8, 8]

@@ -22,38 +22,38 @@ def contents(data):
     return [(row["question"], row["answer"]) for row in data._data]
 
 
-def test_the_parts_share_no_row_and_make_up_the_whole(tokenizer, rows):
+def test_tofu_parts_are_disjoint_and_complete(tokenizer, rows):
     train, validation = (tofu_dataset(tokenizer, data_files=rows, part=part) for part in ("train", "validation"))
     assert (len(train), len(validation)) == (54, 6)
     whole = [tuple(row.values()) for row in tofu_dataset(tokenizer, data_files=rows)._data] + contents(validation)
     assert sorted(contents(train) + contents(validation)) == sorted(whole)
 
 
-def test_the_split_follows_its_seed(tokenizer, rows):
+def test_tofu_split_depends_on_its_seed(tokenizer, rows):
     first, again, other = (contents(tofu_dataset(tokenizer, data_files=rows, split_seed=seed)) for seed in (1, 1, 2))
     assert first == again
     assert sorted(first) != sorted(other)
 
 
-def test_rows_are_torchtunes_instruct_rows(tokenizer, rows):
+def test_tofu_rows_equal_torchtunes_instruct_rows(tokenizer, rows):
     from torchtune.datasets import instruct_dataset
 
     train = tofu_dataset(tokenizer, data_files=rows)
     reference = instruct_dataset(
         tokenizer, source="json", data_files=rows, column_map={"input": "question", "output": "answer"}
     )
-    found = {tuple(train[place]["tokens"]) for place in range(len(train))}
-    assert found <= {tuple(reference[place]["tokens"]) for place in range(60)}
+    found = {tuple(train[index]["tokens"]) for index in range(len(train))}
+    assert found <= {tuple(reference[index]["tokens"]) for index in range(60)}
 
 
-def test_packed(tokenizer, rows):
+def test_tofu_packed(tokenizer, rows):
     packed = tofu_dataset(tokenizer, data_files=rows, packed=True)
     assert len(packed) < 54
     assert len(packed[0]["tokens"]) == tokenizer.max_seq_len
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"part": "test"}, "part=test"),
         ({"source": "json", "data_files": None}, "needs data_files"),
@@ -61,6 +61,6 @@ def test_packed(tokenizer, rows):
         ({"split": "train[:1]"}, "too few"),
     ],
 )
-def test_what_cannot_be(tokenizer, rows, arguments, told):
-    with pytest.raises(UserError, match=told):
+def test_tofu_invalid_arguments_raise(tokenizer, rows, arguments, message):
+    with pytest.raises(UserError, match=message):
         tofu_dataset(tokenizer, **{"data_files": rows, **arguments})

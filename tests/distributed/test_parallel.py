@@ -9,7 +9,7 @@ from finch.distributed import fsdp, parallel
 from finch.errors import UserError
 
 
-def test_one_process_needs_no_group():
+def test_parallel_needs_no_group_in_one_process():
     alone = parallel.start(torch.device("cpu"), shard=False)
     assert alone.mesh is None
     assert alone.is_rank_zero
@@ -24,7 +24,7 @@ def test_one_process_needs_no_group():
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path):
+def test_parallel_on_two_ranks(tmp_path):
     code = """
         from torch import nn
         from finch.distributed import parallel
@@ -59,7 +59,7 @@ def test_two_ranks(tmp_path):
         assert "the rate differs between ranks: [[0.0], [1.0]]" in rank["differs"]
 
 
-def test_devices():
+def test_local_device():
     assert parallel.local_device("cpu") == torch.device("cpu")
     assert parallel.local_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(UserError, match="device=quantum is not known"):

@@ -49,7 +49,7 @@ def displacement(dtype, mesh_of=None):
     return float((start - dtensor.full_tensor(model[0].weight.detach()).double()).mean())
 
 
-def test_mixed_and_stochastic_move_as_fp32_does_and_pure_bf16_does_not(one_rank, monkeypatch):
+def test_small_updates_survive_unless_pure_bf16(one_rank, monkeypatch):
     monkeypatch.setattr(torch, "compile", _eager)  # torchao compiles its update; here it need not be fast
     reference = displacement("fp32")
     assert reference == pytest.approx(500 * 1e-5, rel=1e-3)
@@ -58,7 +58,7 @@ def test_mixed_and_stochastic_move_as_fp32_does_and_pure_bf16_does_not(one_rank,
     assert abs(displacement("bf16") - reference) > 0.3 * reference
 
 
-def test_mixed_computes_in_bf16_and_keeps_and_reduces_in_fp32(one_rank):
+def test_mixed_computes_in_bf16_and_reduces_in_fp32(one_rank):
     seen = []
     layer = nn.Linear(4, 4)
     layer.register_forward_hook(lambda module, inputs, output: seen.append((module.weight.dtype, output.dtype)))
@@ -70,7 +70,7 @@ def test_mixed_computes_in_bf16_and_keeps_and_reduces_in_fp32(one_rank):
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_the_states_of_a_stochastic_optimizer_are_sharded_like_their_parameter(one_rank, monkeypatch):
+def test_stochastic_optimizer_states_are_sharded(one_rank, monkeypatch):
     import torchao.optim
 
     monkeypatch.setattr(torch, "compile", _eager)
@@ -90,7 +90,7 @@ def test_the_states_of_a_stochastic_optimizer_are_sharded_like_their_parameter(o
         assert optimizer.state[parameter][name].dtype == torch.float32
 
 
-def test_refusals():
+def test_unsupported_precision_raises():
     with pytest.raises(UserError, match="dtype=fp16"):
         precision_of("fp16")
     with pytest.raises(UserError, match="dtype=int8 is not known"):
@@ -99,7 +99,7 @@ def test_refusals():
         stochastic_optimizer("torch.optim.SGD", {})
 
 
-def test_stochastic_twins_drop_the_kernel_choice():
+def test_stochastic_optimizer_drops_kernel_arguments():
     assert stochastic_optimizer("torch.optim.AdamW", {"lr": 1.0, "fused": True}) == (
         "torchao.optim._AdamW",
         {"lr": 1.0, "bf16_stochastic_round": True},

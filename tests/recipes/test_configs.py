@@ -26,7 +26,7 @@ LARGE = ["qwen3/4B_finch", "qwen3/4B_sft", "llama3/8B_finch", "llama3/8B_sft"]
 
 
 @pytest.mark.parametrize("name", config_names())
-def test_every_config_is_valid_and_says_how_to_start_it(name):
+def test_config_is_valid_and_its_header_has_commands(name):
     given = [
         f"{key}=GIVEN"
         for key in ("data_root", "base", "start", "rows")
@@ -43,7 +43,7 @@ def test_every_config_is_valid_and_says_how_to_start_it(name):
 
 
 @pytest.mark.parametrize("family", ["qwen3/4B", "llama3/8B"])
-def test_the_pair_differs_in_the_schedule_alone(family):
+def test_finch_and_sft_configs_differ_in_the_schedule(family):
     finch, sft = (read(["--config", f"{family}_{kind}"], FULL_FINETUNE) for kind in ("finch", "sft"))
     assert {key for key in finch if finch[key] != sft[key]} <= {
         "lr_scheduler",
@@ -89,7 +89,7 @@ def shrunk(name, folder, rows, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
-def test_runs_with_the_model_shrunk(name, tmp_path, rows_file):
+def test_config_trains_a_shrunk_model(name, tmp_path, rows_file):
     config = shrunk(name, tmp_path / "base", rows_file, tmp_path / "run")
     done = run_here(tmp_path, config, "epochs=2", "tokenizer.max_seq_len=64")
     assert done.returncode == 0, done.output
@@ -102,7 +102,7 @@ def test_runs_with_the_model_shrunk(name, tmp_path, rows_file):
     ("name", "tied"),
     [("qwen3/4B_finch", True), ("qwen3/4B_finch", False), ("llama3/8B_finch", False)],
 )
-def test_two_ranks_equal_one(name, tied, tmp_path, rows_file):
+def test_config_on_two_ranks_equals_one(name, tied, tmp_path, rows_file):
     config = shrunk(name, tmp_path / "base", rows_file, tmp_path / "two")
     if name.startswith("qwen3") and not tied:
         save_qwen3(tmp_path / "base", tied=False, vocab_size=320)
@@ -123,8 +123,8 @@ def test_two_ranks_equal_one(name, tied, tmp_path, rows_file):
     assert len(one.column("loss")) == 3
     for column in ("loss", "ema_loss", "lr", "grad_norm"):
         assert one.column(column) == pytest.approx(two.column(column), rel=1e-5)
-    theirs = AutoModelForCausalLM.from_pretrained(two.folder / "epoch_0")
-    assert theirs.config.tie_word_embeddings == tied
+    reference = AutoModelForCausalLM.from_pretrained(two.folder / "epoch_0")
+    assert reference.config.tie_word_embeddings == tied
 
 
 def two_node_command(name):
@@ -133,7 +133,7 @@ def two_node_command(name):
 
 
 @pytest.mark.slow
-def test_the_two_node_command_of_the_header(tmp_path, rows_file):
+def test_two_node_command_of_the_header(tmp_path, rows_file):
     """Two torchrun agents on this machine meet as two nodes would, by the very words of the header; equal to one process."""
     name = "qwen3/4B_finch"
     command = two_node_command(name)
@@ -146,9 +146,9 @@ def test_the_two_node_command_of_the_header(tmp_path, rows_file):
     config["tokenizer"]["max_seq_len"] = 64
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    for words, ours in (("nproc_per_node 8", "nproc_per_node 1"), ("HOST:29500", endpoint), (name, str(file))):
+    for words, result in (("nproc_per_node 8", "nproc_per_node 1"), ("HOST:29500", endpoint), (name, str(file))):
         assert command.count(words) == 1, command
-        command = command.replace(words, ours)
+        command = command.replace(words, result)
     tune = [sys.executable, "-m", "torchtune._cli.tune", *shlex.split(command)[1:]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [subprocess.Popen(tune, cwd=tmp_path, env=environment(), **pipes) for _ in range(2)]

@@ -36,8 +36,8 @@ def config(tmp_path_factory, base_folder):
     folder = tmp_path_factory.mktemp("methods")
     write_rows(folder / "rows.jsonl", 30)
     lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    for place in (0, 4, 8, 9):
-        lines[place]["question"] = (
+    for index in (0, 4, 8, 9):
+        lines[index]["question"] = (
             "the old red fox sings near a stone " * 12
         )  # longer than max_seq_len: no target token
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -57,7 +57,7 @@ def alone(config, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_objective_on_every_layout(ranks, config, alone, tmp_path):
+def test_objective_equals_one_process_on_every_layout(ranks, config, alone, tmp_path):
     """{1x4, 2x2, 4x1} in float64; one start of torchrun runs them all."""
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "gradient_accumulation_steps": 4 // ranks}))
     (tmp_path / "objectives.json").write_text(json.dumps({name: overrides(OBJECTIVES[name]) for name in OBJECTIVES}))
@@ -82,7 +82,7 @@ def test_every_objective_on_every_layout(ranks, config, alone, tmp_path):
         assert relative_l2(weights(tmp_path / name / "epoch_0"), weights(one.folder / "epoch_0")) < 1e-12, name
 
 
-def test_objectives_differ_and_finch_sees_the_raw_loss(alone, config, tmp_path):
+def test_objectives_differ_and_finch_uses_raw_loss(alone, config, tmp_path):
     plain = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "plain")})
     ends = {name: run.column("loss")[-1] for name, run in alone.items()} | {"plain": plain.column("loss")[-1]}
     assert len({round(loss, 9) for loss in ends.values()}) == len(ends), ends
@@ -95,7 +95,7 @@ def test_objectives_differ_and_finch_sees_the_raw_loss(alone, config, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["flow", "stm", "talr lagged", "l2"])
-def test_resumed_as_if_nothing_had_happened(name, config, alone, tmp_path):
+def test_objective_resumes_bitwise(name, config, alone, tmp_path):
     """The pass is not made again with tuned weights, the median and theta0 are those of the straight run."""
     straight = run_here(
         tmp_path, {**config, "epochs": 2, "output_dir": str(tmp_path / "straight")}, *overrides(OBJECTIVES[name])
@@ -113,17 +113,17 @@ def test_resumed_as_if_nothing_had_happened(name, config, alone, tmp_path):
     assert all(torch.equal(one[key], other[key]) for key in other)
 
 
-def test_another_objective_is_another_run(config, alone):
-    told = run_here(
+def test_resume_with_another_objective_raises(config, alone):
+    message = run_here(
         alone["dft"].folder.parent,
         {**config, "output_dir": str(alone["dft"].folder)},
         *overrides(OBJECTIVES["flow"]),
         "resume_from_checkpoint=True",
     )
-    assert "belongs to a run with loss=" in told.error()
+    assert "belongs to a run with loss=" in message.error()
 
 
-def test_the_pass_is_used_again_by_a_run_in_the_same_place(config, tmp_path):
+def test_reference_losses_are_reused_in_the_same_folder(config, tmp_path):
     changed = {**config, "output_dir": str(tmp_path / "run")}
     first = run_here(tmp_path, changed)
     assert first.returncode == 0
@@ -135,7 +135,7 @@ def test_the_pass_is_used_again_by_a_run_in_the_same_place(config, tmp_path):
     assert "pretrained model's mean loss over 30 training samples" in other.output
 
 
-def test_packed_rows_have_the_same_weights(config, tmp_path):
+def test_objective_weights_are_the_same_when_packed(config, tmp_path):
     """FLOW and STM on packed rows: the loss of the first step, whose batch is all rows, has the gradient of the unpacked ones."""
     for name in ("flow", "stm", "talr"):
         norms = {}
@@ -158,7 +158,7 @@ def test_packed_rows_have_the_same_weights(config, tmp_path):
 PACKS = 3
 
 
-def test_replay_repeats_the_curve_and_nothing_else(config, tmp_path):
+def test_replay_repeats_only_the_learning_rates(config, tmp_path):
     finch = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "finch")})
     schedule = {"_component_": "finch.ReplayLR", "log": str(tmp_path / "finch")}
     replay = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "replay"), "lr_scheduler": schedule})
@@ -181,7 +181,7 @@ def test_replay_repeats_the_curve_and_nothing_else(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             ["loss._component_=finch.objectives.STM", "loss.threshold=1.0001"],
@@ -204,14 +204,14 @@ def test_replay_repeats_the_curve_and_nothing_else(config, tmp_path):
         ),
     ],
 )
-def test_mistakes(changes, told, config, tmp_path):
+def test_objective_mistakes_raise_one_line(changes, message, config, tmp_path):
     run = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "run")}, *changes)
     assert run.returncode == 1
-    assert told in run.error()
+    assert message in run.error()
     assert not list((tmp_path / "run").glob("epoch_*"))
 
 
-def test_a_replay_of_the_run_it_would_overwrite(config, tmp_path):
+def test_replay_of_the_run_it_would_overwrite_raises(config, tmp_path):
     finch = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "run")})
     schedule = {"_component_": "finch.ReplayLR", "log": str(tmp_path / "run")}
     run = run_here(
@@ -221,7 +221,7 @@ def test_a_replay_of_the_run_it_would_overwrite(config, tmp_path):
     assert run.column("lr") == finch.column("lr")
 
 
-def test_a_replay_shorter_than_the_run(config, tmp_path):
+def test_replay_shorter_than_the_run_raises(config, tmp_path):
     finch = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "finch")})
     steps = len(finch.column("lr"))
     schedule = {"_component_": "finch.ReplayLR", "log": str(tmp_path / "finch")}

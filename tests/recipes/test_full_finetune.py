@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from helpers.runs import llama_args, make_config, relative_l2, run_here, tune_run, weights, write_rows
+from helpers.runs import llama_args, make_config, relative_l2, run_here, tune_run, weights
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def two_epochs(tmp_path_factory, base_folder, rows_file):
     return run, config
 
 
-def test_reports_every_step(two_epochs):
+def test_metrics_has_a_line_for_every_step(two_epochs):
     run, _ = two_epochs
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(
@@ -66,7 +66,7 @@ def test_reports_every_step(two_epochs):
     assert "dtype fp32: weights, optimizer states and computation in fp32" in run.output
 
 
-def test_the_learning_rate_is_the_equation_of_the_logged_losses(two_epochs):
+def test_lr_follows_the_equation_of_the_logged_losses(two_epochs):
     run, _ = two_epochs
     average = float(run.output.split("training samples: ")[1].split(" nats")[0])
     lines = run.metrics()
@@ -78,7 +78,7 @@ def test_the_learning_rate_is_the_equation_of_the_logged_losses(two_epochs):
         assert line["eta_sqrt_loss"] == pytest.approx(line["lr"] * math.sqrt(line["loss"]), rel=1e-12)
 
 
-def test_the_saved_config_starts_the_same_run_elsewhere(two_epochs, tmp_path):
+def test_saved_config_repeats_the_run_in_another_folder(two_epochs, tmp_path):
     run, _ = two_epochs
     saved = yaml.safe_load((run.folder / "config.yaml").read_text())
     again = run_here(tmp_path, {**saved, "epochs": 1, "output_dir": str(tmp_path / "again")})
@@ -87,7 +87,7 @@ def test_the_saved_config_starts_the_same_run_elsewhere(two_epochs, tmp_path):
     assert saved["checkpointer"]["output_dir"] == "${output_dir}"
 
 
-def test_every_epoch_leaves_a_folder_that_transformers_loads_with_equal_logits(two_epochs, base_folder):
+def test_epoch_folder_loads_in_transformers_with_equal_logits(two_epochs, base_folder):
     from torchtune.models.llama2 import llama2
 
     from finch.weights.huggingface import HuggingFaceFolder
@@ -98,16 +98,16 @@ def test_every_epoch_leaves_a_folder_that_transformers_loads_with_equal_logits(t
         assert {"config.json", "model.safetensors", "tokenizer.model", "generation_config.json"} <= {
             path.name for path in folder.iterdir()
         }
-        theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-        ours = llama2(**llama_args()).eval()
-        ours.load_state_dict(dict(HuggingFaceFolder(str(folder)).weights()))
+        reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+        result = llama2(**llama_args()).eval()
+        result.load_state_dict(dict(HuggingFaceFolder(str(folder)).weights()))
         tokens = torch.arange(24).view(2, 12) % 64
         with torch.no_grad():
-            torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(result(tokens), reference(tokens).logits, rtol=0, atol=1e-5)
     assert relative_l2(weights(run.folder / "epoch_1"), weights(base_folder)) > 1e-3
 
 
-def test_best_names_the_epoch_with_the_lowest_validation_loss(two_epochs):
+def test_best_links_the_lowest_validation_loss(two_epochs):
     run, _ = two_epochs
     validated = run.metrics(validation=True)
     assert [line["step"] for line in validated] == [4, 8, 11, 12, 16, 20, 22]
@@ -117,7 +117,7 @@ def test_best_names_the_epoch_with_the_lowest_validation_loss(two_epochs):
     assert (run.folder / "best" / "config.json").is_file()
 
 
-def test_a_run_resumed_after_its_first_epoch_ends_like_the_straight_one(two_epochs, tmp_path):
+def test_resume_after_an_epoch_is_bitwise(two_epochs, tmp_path):
     """Kill between epochs: resumed weights, losses and learning rates are bitwise those of the straight run."""
     straight, config = two_epochs
     config = {**config, "output_dir": str(tmp_path / "run"), "epochs": 1}
@@ -134,7 +134,7 @@ def test_a_run_resumed_after_its_first_epoch_ends_like_the_straight_one(two_epoc
 
 
 @pytest.mark.parametrize("schedule", ["finch", "cosine"])
-def test_a_run_stopped_within_an_epoch_goes_on_after_the_last_whole_one(
+def test_resume_without_step_checkpoints_repeats_the_epoch(
     schedule, two_epochs, tmp_path, base_folder, rows_file, monkeypatch
 ):
     import finch_full_finetune
@@ -169,7 +169,7 @@ def test_a_run_stopped_within_an_epoch_goes_on_after_the_last_whole_one(
     assert len(again.metrics()) == 22
 
 
-def test_two_ranks_equal_one_process_and_go_on_from_each_other(tmp_path, two_epochs):
+def test_two_ranks_equal_one_and_resume_each_other(tmp_path, two_epochs):
     straight, straight_config = two_epochs
     config = {**straight_config, "output_dir": str(tmp_path / "run"), "batch_size": 2, "debug_checks": True}
     run = tune_run(tmp_path, config, ranks=2)
@@ -199,102 +199,7 @@ def test_two_ranks_equal_one_process_and_go_on_from_each_other(tmp_path, two_epo
     assert largest_difference(back.column("loss"), alone.column("loss")) < 2e-6
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
-def test_the_same_step_on_every_layout(ranks, micro_batches, tmp_path, base_folder):
-    """Invariance of docs: loss and update equal in float64 to 1e-12, micro-batches without any target token included."""
-    import random
-
-    random.seed(5)
-    rows = tmp_path / "rows.jsonl"
-    write_rows(rows, 30)
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
-    for place in (0, 1, 7):
-        lines[place]["question"] = (
-            "the old red fox sings near a stone " * 12
-        )  # longer than max_seq_len: no target token
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    changes = {
-        "dtype": "fp64",
-        "batch_size": 2,
-        "gradient_accumulation_steps": micro_batches,
-        "shuffle": False,
-        "epochs": 2,
-    }
-    config = make_config(base_folder, rows, tmp_path / "run", **changes)
-    run = tune_run(tmp_path, config, ranks=None if ranks == 1 else ranks)
-    assert run.returncode == 0, run.output[-3000:]
-    assert "3 of 30 samples have no target token" in run.output
-    reference = _float64_reference(base_folder, config)
-    for name, expected in reference.items():
-        if name != "weights":
-            assert run.column(name) == pytest.approx(expected, rel=1e-12), name
-    ours = weights(run.folder / "epoch_1")
-    assert relative_l2(ours, reference["weights"]) < 1e-12
-
-
-def _float64_reference(base, config):
-    """The same training in a few lines of plain torch: one batch a step, AdamW, the equation of Section 3.3."""
-    import torch.nn.functional as F
-    from omegaconf import OmegaConf
-    from torchtune.config import instantiate
-    from torchtune.models.convert_weights import tune_to_hf
-    from torchtune.models.llama2 import llama2
-    from torchtune.training import set_default_dtype
-
-    from finch.weights.huggingface import HuggingFaceFolder
-
-    with set_default_dtype(torch.float64):
-        model = llama2(**llama_args())
-    model.load_state_dict(dict(HuggingFaceFolder(str(base)).weights()))
-    cfg = OmegaConf.create(config)
-    samples = list(instantiate(cfg.dataset, instantiate(cfg.tokenizer)))
-
-    def sums(rows):
-        total, count = 0, 0
-        for row in rows:  # one sample at a time: no padding
-            tokens, labels = torch.tensor(row["tokens"]), torch.tensor(row["labels"])
-            hidden = model.norm(_hidden(model, tokens[None]))
-            total = total + F.cross_entropy(
-                model.output(hidden)[0, :-1], labels[1:], reduction="sum", ignore_index=-100
-            )
-            count += int((labels[1:] != -100).sum())
-        return total, count
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    with torch.no_grad():
-        total, count = sums(samples)
-    average = float(total / count)
-    found = {"loss": [], "ema_loss": [], "lr": [], "grad_norm": []}
-    for _ in range(2):
-        for start in range(0, len(samples), 8):
-            total, count = sums(samples[start : start + 8])
-            loss = total / count
-            optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            average = 0.9 * average + 0.1 * float(loss)
-            optimizer.param_groups[0]["lr"] = min(2e-3 / math.sqrt(average + 1e-8), 5e-3)
-            optimizer.step()
-            for name, value in (
-                ("loss", float(loss)),
-                ("ema_loss", average),
-                ("lr", optimizer.param_groups[0]["lr"]),
-                ("grad_norm", float(norm)),
-            ):
-                found[name].append(value)
-    size = llama_args()
-    found["weights"] = tune_to_hf(model.state_dict(), size["num_heads"], size["num_kv_heads"], size["embed_dim"])
-    return found
-
-
-def _hidden(model, tokens):
-    hidden = model.tok_embeddings(tokens)
-    for layer in model.layers:
-        hidden = layer(hidden)
-    return hidden
-
-
-def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, rows_file):
+def test_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, rows_file):
     """Same loss curve as torchtune's own recipe, cosine schedule and accumulation included, on rows that fill every batch."""
     schedule = {
         "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
@@ -305,8 +210,8 @@ def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, 
     config = make_config(base_folder, rows_file, tmp_path / "run", **changes)
     config["dataset"]["split"] = "train[:40]"
     config.update(resume_from_checkpoint=False, shuffle=True, max_steps_per_epoch=None)
-    ours = run_here(tmp_path, config)
-    assert ours.returncode == 0, ours.output
+    result = run_here(tmp_path, config)
+    assert result.returncode == 0, result.output
     logger = {
         "_component_": "torchtune.training.metric_logging.DiskLogger",
         "log_dir": str(tmp_path),
@@ -322,9 +227,9 @@ def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, 
     run = tune_run(tmp_path / "stock_run", stock, recipe="full_finetune_single_device")
     assert run.returncode == 0, run.output[-3000:]
     lines = [line for line in (tmp_path / "stock.txt").read_text().splitlines() if "loss:" in line]
-    theirs = [float(line.split("loss:")[1].split()[0]) for line in lines]
-    assert len(theirs) == 10
-    assert ours.column("loss") == pytest.approx(theirs, rel=2e-6)
+    reference = [float(line.split("loss:")[1].split()[0]) for line in lines]
+    assert len(reference) == 10
+    assert result.column("loss") == pytest.approx(reference, rel=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +250,7 @@ def test_plain_sft_equals_the_stock_single_device_recipe(tmp_path, base_folder, 
     ],
     ids=lambda changes: ",".join(changes),
 )
-def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_epochs, monkeypatch):
+def test_torchtune_options_train(changes, tmp_path, base_folder, rows_file, two_epochs, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # a test machine may lack a C++ compiler
     straight, _ = two_epochs
     config = make_config(base_folder, rows_file, tmp_path / "run")
@@ -371,7 +276,7 @@ def test_torchtune_options_run(changes, tmp_path, base_folder, rows_file, two_ep
 
 
 @pytest.mark.parametrize("optimizer", ["bitsandbytes.optim.PagedAdamW8bit", "torchao.optim.AdamW8bit"])
-def test_an_8_bit_optimizer_goes_on_from_its_checkpoint(optimizer, tmp_path, base_folder, rows_file, monkeypatch):
+def test_8_bit_optimizer_resumes(optimizer, tmp_path, base_folder, rows_file, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its optimizer; a test machine may lack a compiler
     model = {"_component_": "torchtune.models.llama2.llama2", **llama_args(embed_dim=64, intermediate_dim=256)}
     base = tmp_path / "base"
@@ -390,7 +295,7 @@ def test_an_8_bit_optimizer_goes_on_from_its_checkpoint(optimizer, tmp_path, bas
     assert resumed.column("loss") == straight.column("loss")
 
 
-def test_the_profiler_writes_a_trace(tmp_path, base_folder, rows_file):
+def test_profiler_writes_a_trace(tmp_path, base_folder, rows_file):
     profiler = {
         "_component_": "torchtune.training.setup_torch_profiler",
         "enabled": True,
@@ -411,7 +316,7 @@ def test_the_profiler_writes_a_trace(tmp_path, base_folder, rows_file):
 
 
 @pytest.mark.parametrize("dtype", ["bf16_mixed", "bf16_stochastic"])
-def test_two_ranks_train_in_mixed_and_stochastic_precision(dtype, tmp_path, base_folder, rows_file, monkeypatch):
+def test_mixed_and_stochastic_precision_on_two_ranks(dtype, tmp_path, base_folder, rows_file, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its optimizer; a test machine may lack a compiler
     config = make_config(base_folder, rows_file, tmp_path / "run", dtype=dtype, batch_size=2)
     run = tune_run(tmp_path, config, ranks=2)
@@ -422,7 +327,7 @@ def test_two_ranks_train_in_mixed_and_stochastic_precision(dtype, tmp_path, base
     assert AutoModelForCausalLM.from_pretrained(run.folder / "epoch_0").dtype == stored.pop()
 
 
-def test_offloaded_and_apart_sharded_parameters(tmp_path, base_folder, rows_file, two_epochs):
+def test_cpu_offload_with_custom_sharded_layers(tmp_path, base_folder, rows_file, two_epochs):
     straight, _ = two_epochs
     config = make_config(
         base_folder,

@@ -37,7 +37,7 @@ def alone(tmp_path_factory, base_folder, rows_file):
     return run, config
 
 
-def test_finch_trains_the_adapters_alone(alone, base_folder):
+def test_lora_trains_adapters_alone(alone, base_folder):
     run, _ = alone
     assert sum(run.column("loss")[-3:]) < sum(run.column("loss")[:3])
     assert len(set(run.column("lr"))) > 10
@@ -48,7 +48,7 @@ def test_finch_trains_the_adapters_alone(alone, base_folder):
     assert (run.folder / "best").readlink().name in ("epoch_0", "epoch_1")
 
 
-def test_the_merged_folder_is_the_base_and_the_adapter(alone, base_folder):
+def test_lora_merged_folder_is_base_plus_adapter(alone, base_folder):
     """W + alpha / rank * B A, layer by layer, from the files alone."""
     run, _ = alone
     base, tuned, found = weights(base_folder), weights(run.folder / "epoch_1"), adapter(run, 1)
@@ -60,7 +60,7 @@ def test_the_merged_folder_is_the_base_and_the_adapter(alone, base_folder):
     assert AutoModelForCausalLM.from_pretrained(run.folder / "epoch_1").config.model_type == "llama"
 
 
-def test_resumed_bit_for_bit_from_adapters_alone(alone, tmp_path):
+def test_lora_resumes_bitwise_from_adapters(alone, tmp_path):
     straight, config = alone
     config = {**config, "output_dir": str(tmp_path / "run")}
     assert run_here(tmp_path, {**config, "epochs": 1}, recipe=RECIPE).returncode == 0
@@ -75,7 +75,7 @@ def test_resumed_bit_for_bit_from_adapters_alone(alone, tmp_path):
     assert all(".lora_" in name for name in kept)
 
 
-def test_two_ranks_equal_one(alone, tmp_path):
+def test_lora_two_ranks_equal_one(alone, tmp_path):
     straight, config = alone
     config = {**config, "output_dir": str(tmp_path / "run"), "batch_size": 4, "debug_checks": True}
     run = tune_run(tmp_path, config, ranks=2, recipe=RECIPE)
@@ -86,7 +86,7 @@ def test_two_ranks_equal_one(alone, tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["STM", "FLOW"])
-def test_with_an_objective(objective, alone, tmp_path):
+def test_lora_with_an_objective(objective, alone, tmp_path):
     config = {**alone[1], "output_dir": str(tmp_path / "run"), "epochs": 3}
     changes = [f"loss._component_=finch.objectives.{objective}"] + ["loss.threshold=60.0"] * (objective == "STM")
     changes += ["optimizer.lr=2e-2", "lr_scheduler.eta_max=5e-2", "save_adapter_weights_only=True"]
@@ -99,7 +99,7 @@ def test_with_an_objective(objective, alone, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"model": {"_component_": "torchtune.models.llama2.llama2", **llama_args()}},
@@ -114,12 +114,12 @@ def test_with_an_objective(objective, alone, tmp_path):
         ),
     ],
 )
-def test_mistakes(changes, told, base_folder, rows_file, tmp_path):
+def test_lora_mistakes_raise_one_line(changes, message, base_folder, rows_file, tmp_path):
     config = lora_config(base_folder, rows_file, tmp_path / "run")
     overrides = [f"{key}={value}" for key, value in changes.items() if key != "model"]
     run = run_here(
         tmp_path, {**config, **({"model": changes["model"]} if "model" in changes else {})}, *overrides, recipe=RECIPE
     )
     assert run.returncode == 1
-    assert told in run.error()
+    assert message in run.error()
     assert not run.folder.exists()

@@ -63,7 +63,7 @@ def test_every_mesh_equals_one_process(ranks, sizes, batch, alone, tmp_path):
     assert_equal_runs(resumed, straight, 1e-7)
 
 
-def test_a_torch_schedule_moves_between_meshes(alone, tmp_path):
+def test_cosine_schedule_resumes_on_another_mesh(alone, tmp_path):
     """An optimizer has a group of parameters for each mesh they lie on: two under tensor parallelism, one without."""
     cosine = {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.2}
     config = {**alone[1], "output_dir": str(tmp_path / "straight"), "lr_scheduler": cosine}
@@ -79,7 +79,7 @@ def test_a_torch_schedule_moves_between_meshes(alone, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_qwen3_cut_over_two_ranks(tied, tmp_path, base_folder, rows_file):
+def test_qwen3_tensor_parallel_equals_one_process(tied, tmp_path, base_folder, rows_file):
     save_qwen3(tmp_path / "base", tied=tied)
     model = {"_component_": "finch.models.qwen3.qwen3", **SIZE, "tie_word_embeddings": tied}
     config = make_config(base_folder, rows_file, tmp_path / "one", dtype="fp64", model=model, batch_size=8)
@@ -101,7 +101,7 @@ def unclipped(alone, tmp_path_factory):
     return run_here(folder, config)
 
 
-def test_finch_with_the_optimizer_in_the_backward(alone, unclipped, tmp_path):
+def test_optimizer_in_bwd_with_finch_is_bitwise(alone, unclipped, tmp_path):
     """The rate is known before the backward: bit for bit the ordinary order, resume included."""
     config = in_backward(alone[1], tmp_path / "run", dtype="fp32")
     assert run_here(tmp_path, {**config, "epochs": 1}).returncode == 0
@@ -110,12 +110,12 @@ def test_finch_with_the_optimizer_in_the_backward(alone, unclipped, tmp_path):
     assert run.column("grad_norm") == [None] * 12
 
 
-def test_finch_with_the_optimizer_in_the_backward_on_an_hsdp_mesh(alone, unclipped, tmp_path):
+def test_optimizer_in_bwd_with_finch_on_hsdp(alone, unclipped, tmp_path):
     config = in_backward(alone[1], tmp_path / "run", dtype="fp32", batch_size=2, data_parallel_replicate_dim=2)
     assert_equal_runs(tune_run(tmp_path, config, ranks=4), unclipped, 1e-5, columns=("loss", "ema_loss", "lr"))
 
 
-def test_a_torch_schedule_with_the_optimizer_in_the_backward(alone, tmp_path):
+def test_optimizer_in_bwd_with_cosine_schedule(alone, tmp_path):
     cosine = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 3}
     config = in_backward(alone[1], tmp_path / "run", dtype="fp32", lr_scheduler=cosine)
     ordinary = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "ordinary"), "optimizer_in_bwd": False})
@@ -125,7 +125,7 @@ def test_a_torch_schedule_with_the_optimizer_in_the_backward(alone, tmp_path):
     assert_equal_runs(straight, ordinary, 1e-300, columns=("loss", "lr"))
 
 
-def test_a_loss_that_is_not_finite_leaves_the_weights_alone(alone, tmp_path, monkeypatch):
+def test_optimizer_in_bwd_skips_a_nonfinite_loss(alone, tmp_path, monkeypatch):
     """With on_nonfinite: skip the backward does not run, so that no weight is updated."""
     import finch_full_finetune
 
@@ -149,8 +149,8 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(alone, tmp_path, mon
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_sizes_and_plans_that_do_not_fit(alone, tmp_path, base_folder, rows_file):
-    """On two ranks, through torchrun: one sentence, told once, and no rank left waiting."""
+def test_mesh_sizes_that_do_not_fit_raise(alone, tmp_path, base_folder, rows_file):
+    """On two ranks, through torchrun: one sentence, message once, and no rank left waiting."""
     config = {**alone[1], "output_dir": str(tmp_path / "run")}
 
     def refused(**changes):
@@ -159,17 +159,17 @@ def test_sizes_and_plans_that_do_not_fit(alone, tmp_path, base_folder, rows_file
         assert not run.folder.exists()
         return run.error()
 
-    told = refused(data_parallel_shard_dim=3)
+    message = refused(data_parallel_shard_dim=3)
     assert (
         "data_parallel_shard_dim=3 x data_parallel_replicate_dim=1 x tensor_parallel_dim=1 is 3, but 2 ranks started"
-        in told
+        in message
     )
     assert "layers.*.attn.q_norm, which the model does not have" in refused(
         tensor_parallel_dim=2, tensor_parallel_plan=QWEN3_PLAN
     )
 
 
-def test_plans_and_models_that_do_not_fit():
+def test_plans_that_do_not_fit_the_model_raise():
     from torchtune.models.llama2 import llama2
     from torchtune.models.llama3 import base_llama_tp_plan
 
@@ -191,7 +191,7 @@ def test_plans_and_models_that_do_not_fit():
         check_plan(gemma2(**{**GEMMA2, "head_dim": 8}), base_llama_tp_plan(), 2)
 
 
-def test_options_of_a_mesh_that_are_refused_in_one_process(alone, tmp_path):
+def test_mesh_options_in_one_process_raise(alone, tmp_path):
     config = {**alone[1], "output_dir": str(tmp_path / "run")}
 
     def refused(**changes):
@@ -203,5 +203,5 @@ def test_options_of_a_mesh_that_are_refused_in_one_process(alone, tmp_path):
     assert "does not divide the 1 rank that were started" in refused(data_parallel_replicate_dim=2)
     assert "tensor_parallel_dim=2 needs tensor_parallel_plan" in refused(tensor_parallel_dim=2)
     assert "data_parallel_shard_dim=0 must be at least 1, or -1" in refused(data_parallel_shard_dim=0)
-    told = refused(optimizer_in_bwd=True, clip_grad_norm=None, gradient_accumulation_steps=2)
-    assert "optimizer_in_bwd=True excludes gradient_accumulation_steps=2" in told
+    message = refused(optimizer_in_bwd=True, clip_grad_norm=None, gradient_accumulation_steps=2)
+    assert "optimizer_in_bwd=True excludes gradient_accumulation_steps=2" in message

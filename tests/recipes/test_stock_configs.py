@@ -48,7 +48,7 @@ def write_tokenizer(family: str, folder: Path) -> list[str]:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         symbols = list(bytes_to_unicode().values())
-        (folder / "vocab.json").write_text(json.dumps({symbol: place for place, symbol in enumerate(symbols)}))
+        (folder / "vocab.json").write_text(json.dumps({symbol: index for index, symbol in enumerate(symbols)}))
         (folder / "merges.txt").write_text("#version: 0.2\n")
         return [f"tokenizer.path={folder}/vocab.json", f"tokenizer.merges_file={folder}/merges.txt"]
     import sentencepiece
@@ -84,7 +84,7 @@ def stock(folder: Path, arguments: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_loss_curve_is_the_stock_recipes(name, tmp_path, monkeypatch):
+def test_stock_config_has_the_stock_recipes_losses(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # a test machine may lack a C++ compiler
     family, vocabulary, changes, tolerance = CASES[name]
     save(family, tmp_path / "base", vocab_size=vocabulary)
@@ -103,7 +103,7 @@ def test_the_loss_curve_is_the_stock_recipes(name, tmp_path, monkeypatch):
     config.model = {
         "_component_": FAMILIES[family].component,
         **SIZE,
-        **FAMILIES[family].ours,
+        **FAMILIES[family].result,
         "vocab_size": vocabulary,
     }
     config.dataset.update(source="json", data_files=str(tmp_path / "rows.jsonl"))
@@ -124,15 +124,15 @@ def test_the_loss_curve_is_the_stock_recipes(name, tmp_path, monkeypatch):
         *(["enable_activation_offloading=False"] if config.enable_activation_offloading else []),
         *changes,
     ]
-    theirs = stock(tmp_path, arguments)
-    ours = run_here(tmp_path, OmegaConf.to_container(config), *arguments[2:], f"output_dir={tmp_path}/ours")
-    assert ours.returncode == 0, ours.output
-    lines = [json.loads(line) for line in (tmp_path / "ours" / "metrics.jsonl").read_text().splitlines()]
+    reference = stock(tmp_path, arguments)
+    result = run_here(tmp_path, OmegaConf.to_container(config), *arguments[2:], f"output_dir={tmp_path}/result")
+    assert result.returncode == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / "result" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines]
-    assert len(theirs) >= 4  # packed rows are few
-    difference = max(abs(a - b) / b for a, b in zip(losses, theirs, strict=True))
+    assert len(reference) >= 4  # packed rows are few
+    difference = max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
     print(
-        f"{name}: {len(losses)} steps, loss {theirs[0]:.4f} to {theirs[-1]:.4f}, largest relative difference {difference:.1e}"
+        f"{name}: {len(losses)} steps, loss {reference[0]:.4f} to {reference[-1]:.4f}, largest relative difference {difference:.1e}"
     )
-    assert theirs[-1] < 0.98 * theirs[0]  # training moves the loss by far more than the tolerance
+    assert reference[-1] < 0.98 * reference[0]  # training moves the loss by far more than the tolerance
     assert difference < tolerance

@@ -40,7 +40,7 @@ def config(base_folder, tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
-def test_equals_the_plain_mean(config, batch_size):
+def test_dataset_loss_equals_the_float64_mean(config, batch_size):
     tokenizer = instantiate(config.tokenizer)
     samples = load_dataset(config, "dataset", tokenizer)
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def test_equals_the_plain_mean(config, batch_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_401_rows_on_several_ranks(config, tmp_path, ranks):
+def test_dataset_loss_on_several_ranks(config, tmp_path, ranks):
     OmegaConf.save(config, tmp_path / "config.yaml")
     code = """
         from helpers.runs import llama_args

@@ -13,7 +13,7 @@ from finch.training.token_loss import TokenLoss
 @pytest.mark.parametrize("num_chunks", [1, 3, 8])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("at_targets", [False, True])
-def test_equals_cross_entropy_of_the_logits(num_chunks, tied, at_targets):
+def test_token_loss_equals_cross_entropy(num_chunks, tied, at_targets):
     torch.manual_seed(0)
     size = llama_args()
     make = (lambda: llama3_2(**size, tie_word_embeddings=True)) if tied else (lambda: llama2(**size))
@@ -34,7 +34,7 @@ def test_equals_cross_entropy_of_the_logits(num_chunks, tied, at_targets):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_batch_without_targets_stays_attached_to_the_graph():
+def test_token_loss_without_targets_has_a_graph():
     """One rank's backward would fail otherwise, and the others wait."""
     decoder = llama2(**llama_args())
     tokens, labels = torch.randint(0, 64, (2, 5)), torch.full((2, 5), -100)
@@ -44,19 +44,19 @@ def test_a_batch_without_targets_stays_attached_to_the_graph():
     assert all(parameter.grad is not None and parameter.grad.abs().sum() == 0 for parameter in decoder.parameters())
 
 
-def test_losses_are_fp32_for_a_bf16_model_and_fp64_for_an_fp64_one():
+def test_token_loss_is_fp32_for_bf16_and_fp64_for_fp64():
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         model = TokenLoss(llama2(**llama_args()).to(dtype))
         assert model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).dtype == expected
 
 
-def test_the_decoders_names_stay_torchtunes():
+def test_token_loss_keeps_torchtunes_names():
     decoder = llama2(**llama_args())
     names = set(decoder.state_dict())
     assert set(TokenLoss(decoder).decoder.state_dict()) == names
 
 
-def test_in_chunks_no_logits_outlive_the_forward():
+def test_token_loss_in_chunks_keeps_no_logits():
     """What autograd keeps: with one piece the logits of all tokens, with more none of them; the gradients are the same."""
     torch.manual_seed(0)
     size = {**llama_args(), "vocab_size": 61}  # a number that nothing else has
@@ -84,7 +84,7 @@ def test_in_chunks_no_logits_outlive_the_forward():
 
 
 @pytest.mark.parametrize("num_chunks", [1, 4])
-def test_the_largest_logits_of_each_target(num_chunks):
+def test_token_loss_returns_top_logits(num_chunks):
     torch.manual_seed(0)
     decoder = llama2(**llama_args())
     tokens, labels = torch.randint(0, 64, (2, 9)), torch.randint(0, 64, (2, 9))

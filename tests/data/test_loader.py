@@ -30,18 +30,18 @@ def batches(samples, tokenizer, order, rank=0):
     return list(loader(samples, order, collator(samples, tokenizer, padded_collate_sft), rank=rank))
 
 
-def test_labels_stand_under_the_token_that_predicts_them(config, tokenizer):
+def test_labels_are_shifted_to_the_predicting_token(config, tokenizer):
     samples = load_dataset(config, "dataset", tokenizer)
     batch = batches(samples, tokenizer, GlobalOrder(41, micro_batch=3, shuffle=False))[0]
-    for place in range(3):
-        tokens, labels = samples[place]["tokens"], samples[place]["labels"]
-        assert batch["tokens"][place, : len(tokens)].tolist() == tokens
-        assert batch["labels"][place, : len(labels) - 1].tolist() == list(labels[1:])
-        assert (batch["labels"][place, len(labels) - 1 :] == -100).all()
+    for index in range(3):
+        tokens, labels = samples[index]["tokens"], samples[index]["labels"]
+        assert batch["tokens"][index, : len(tokens)].tolist() == tokens
+        assert batch["labels"][index, : len(labels) - 1].tolist() == list(labels[1:])
+        assert (batch["labels"][index, len(labels) - 1 :] == -100).all()
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_rank_without_samples_gets_a_masked_row(config, tokenizer, packed):
+def test_rank_without_samples_gets_a_masked_row(config, tokenizer, packed):
     config.dataset.packed = packed
     samples = load_dataset(config, "dataset", tokenizer)
     assert samples.packed == packed
@@ -54,7 +54,7 @@ def test_a_rank_without_samples_gets_a_masked_row(config, tokenizer, packed):
     assert (torch.as_tensor(samples[0]["labels"]) != -100).any()  # the sample itself is unharmed
 
 
-def test_packed_batches_are_torchtunes_with_shifted_labels(config, tokenizer):
+def test_packed_batches_equal_torchtunes_but_for_shift(config, tokenizer):
     config.dataset.packed = True
     samples = load_dataset(config, "dataset", tokenizer)
     (batch,) = batches(samples, tokenizer, GlobalOrder(2, micro_batch=2, shuffle=False))
@@ -65,21 +65,21 @@ def test_packed_batches_are_torchtunes_with_shifted_labels(config, tokenizer):
     assert torch.equal(batch["labels"][:, :-1], reference["labels"][:, 1:])
 
 
-def test_counts_are_those_of_the_batches_on_any_number_of_ranks(config, tokenizer):
+def test_stats_equal_the_batches_on_any_number_of_ranks(config, tokenizer):
     samples = load_dataset(config, "dataset", tokenizer)
     expected = sum(
         int((batch["labels"] != -100).sum()) for batch in batches(samples, tokenizer, GlobalOrder(41, micro_batch=4))
     )
     alone = collect_stats(samples, 0, 1)
     assert (alone.num_targets, alone.num_without_targets, alone.num_truncated) == (expected, 0, 0)
-    assert alone.max_length == max(len(samples[place]["tokens"]) for place in range(41))
+    assert alone.max_length == max(len(samples[index]["tokens"]) for index in range(41))
     for ranks in (2, 3):
         assert sum((collect_stats(samples, rank, ranks) for rank in range(ranks)), DatasetStats()) == alone
-    reaching = sum(len(samples[place]["tokens"]) >= alone.max_length for place in range(41))
+    reaching = sum(len(samples[index]["tokens"]) >= alone.max_length for index in range(41))
     assert collect_stats(samples, 0, 1, max_seq_len=alone.max_length).num_truncated == reaching > 0
 
 
-def test_the_digest_tells_rows_and_their_order_apart(config, tokenizer):
+def test_digest_depends_on_rows_and_their_order(config, tokenizer):
     digests = set()
     for split in ("train[:5]", "train[1:6]", "train[:4]"):
         config.dataset.split = split
@@ -87,7 +87,7 @@ def test_the_digest_tells_rows_and_their_order_apart(config, tokenizer):
         digests.add(collect_stats(samples, 0, 1).digest)
     config.dataset.update(split="train[:5]", train_on_input=True)  # the same tokens, other labels
     digests.add(collect_stats(load_dataset(config, "dataset", tokenizer), 0, 1).digest)
-    samples.data = [samples.data[place] for place in (1, 0, 2, 3)]
+    samples.data = [samples.data[index] for index in (1, 0, 2, 3)]
     digests.add(collect_stats(samples, 0, 1).digest)
     assert len(digests) == 5
 
@@ -103,7 +103,7 @@ def test_several_datasets_are_concatenated(config, tokenizer):
     ]
 
 
-def test_a_row_that_breaks_in_the_tokenizer_is_named(config, tokenizer, tmp_path):
+def test_bad_row_is_named_by_its_number(config, tokenizer, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"question": text, "answer": "x"}) + "\n" for text in ("a", "b")))
     config.dataset.data_files = str(file)
