@@ -155,16 +155,16 @@ class MetricsLog:
 
 
 def progress_bar(*args: Any, **kwargs: Any) -> tqdm:
-    """tqdm, quieter where the output is a file: a line every half minute in place of ten a second."""
+    """tqdm, with an update every half minute instead of ten a second where the output is a file."""
     return tqdm(*args, mininterval=0.1 if sys.stderr.isatty() else 30, dynamic_ncols=True, **kwargs)
 
 
 def _read(pending: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Brings all tensors of all pending steps to the host in one transfer."""
-    places = [(line, key) for line in pending for key, value in line.items() if isinstance(value, torch.Tensor)]
-    if places:
-        values = torch.stack([line[key].detach().double().reshape(()) for line, key in places]).tolist()
-        for (line, key), value in zip(places, values, strict=True):
+    tensors = [(line, key) for line in pending for key, value in line.items() if isinstance(value, torch.Tensor)]
+    if tensors:
+        values = torch.stack([line[key].detach().double().reshape(()) for line, key in tensors]).tolist()
+        for (line, key), value in zip(tensors, values, strict=True):
             line[key] = value
     for line in pending:
         line["num_target_tokens"], line["lr_is_capped"] = int(line["num_target_tokens"]), bool(line["lr_is_capped"])
@@ -175,7 +175,7 @@ def _read(pending: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:
-    """Returns how many lines are left."""
+    """Returns the number of remaining lines."""
     if not path.exists():
         return 0
     kept = [line for line in run_files.read_metrics(path)[:first_lines] if line["step"] <= step]

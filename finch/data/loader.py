@@ -1,4 +1,4 @@
-"""From rows to batches: collation with shifted labels, a rank's micro-batches of an epoch, and one pass over a whole dataset."""
+"""From rows to batches: collation with shifted labels, a rank's micro-batches of an epoch, and one pass over a complete dataset."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 EMPTY = -1
-"""Stands for a row without targets, which a rank without samples contributes so that every rank runs the same forwards."""
+"""Index of a row without targets: a rank that has run out of samples uses it, so that every rank runs the same forwards."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class GlobalOrder:
         shuffle: whether an epoch is a seeded permutation, or the dataset's own order.
         seed: of the permutation; epoch e uses seed + e, as torch's DistributedSampler does.
         drop_last: leave out an epoch's last global batch if it is short, as torchtune does. Otherwise it is kept,
-            whole.
+            complete.
     """
 
     num_samples: int
@@ -46,8 +46,8 @@ class GlobalOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        whole, rest = divmod(self.num_samples, self.global_batch)
-        return whole + (1 if rest and not self.drop_last else 0)
+        full_batches, rest = divmod(self.num_samples, self.global_batch)
+        return full_batches + (1 if rest and not self.drop_last else 0)
 
     def samples_in(self, steps: int) -> int:
         """Samples that an epoch's first ``steps`` steps consume."""

@@ -16,7 +16,7 @@ PARTS = ("train", "validation")
 
 
 class QuestionAnswers(Dataset[Any]):
-    """Rows of a table as single-turn conversations, tokenized when they are asked for.
+    """Rows of a table as single-turn conversations, tokenized on access.
 
     Args:
         rows: a table with the columns that ``transform`` reads.
@@ -67,7 +67,7 @@ def tofu_dataset(
         packed: whether rows are packed to ``tokenizer.max_seq_len``.
 
     Raises:
-        UserError: a part, fraction or packing that cannot be.
+        UserError: an unknown part, a fraction out of range, or packing without max_seq_len.
     """
     if part not in PARTS:
         raise UserError(f"dataset.part={part} must be train or validation")

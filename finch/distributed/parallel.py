@@ -147,7 +147,7 @@ def start(
         backend = f"{device.type}:{backend},cpu:gloo"
     timeout = timedelta(seconds=timeout_s)
     if is_launched():
-        # device_id binds NCCL's communicator to this GPU; gloo wants none.
+        # device_id binds NCCL's communicator to this GPU; gloo takes none.
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     elif shard:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -207,7 +207,7 @@ def local_device(name: str | None) -> torch.device:
         raise UserError(f"device={name} is not known: use cpu, cuda or auto")
     if not torch.cuda.is_available():
         raise UserError(
-            f"device={name} was asked for, but torch sees no CUDA device here: use device=cpu, or install a CUDA build of torch"
+            f"device={name} needs a CUDA device, and torch sees none here: use device=cpu, or install a CUDA build of torch"
         )
     try:
         index = torch.device(kind).index

@@ -48,7 +48,7 @@ def build_schedule(
     """
     Args:
         init: FINCH's Lbar_0.
-        num_steps: of the whole run, for schedulers that end.
+        num_steps: of the complete run, for schedulers with an end.
     """
     action = on_nonfinite(cfg)
     nonfinite: dict[str, Any] = {} if action == "raise" else {"on_nonfinite": "skip"}

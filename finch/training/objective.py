@@ -1,4 +1,4 @@
-"""The objective a config asks for, and what it takes from the pretrained model before the first step."""
+"""The objective a config names, and the pretrained model's losses it needs before the first step."""
 
 from __future__ import annotations
 

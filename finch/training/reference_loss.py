@@ -79,7 +79,7 @@ def fingerprint_of(files: Iterable[Path], rows: int, settings: Mapping[str, Any]
 
     Args:
         files: the pretrained weights; their sizes and 64 pieces spread over each are read, since tuning changes every
-            weight and reading whole files would take minutes.
+            weight and reading complete files would take minutes.
         rows: digest of all tokenized rows, which depend on tokenizer, template and max_seq_len.
         settings: whatever else decides the losses, as JSON: the model's block, the dtype.
     """

@@ -25,7 +25,7 @@ class TrainState:
     Attributes:
         identity: what may not change when the run is resumed, see :mod:`finch.training.identity`.
         step, epoch: optimizer steps so far; the epoch at hand, from 0.
-        consumed: samples of this epoch; with the epoch it is the whole position in the data, on any number of ranks.
+        consumed: samples of this epoch; with the epoch it is the complete position in the data, on any number of ranks.
         best: ``{"epoch": name, "validation_loss": nats}`` of the best epoch, or None.
     """
 

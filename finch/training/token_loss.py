@@ -16,7 +16,7 @@ from finch.objectives import IGNORE_INDEX
 
 
 class TokenLoss(nn.Module):
-    """A torchtune decoder that returns token losses in place of logits; the root module that FSDP2 wraps.
+    """A torchtune decoder that returns token losses instead of logits; the root module that FSDP2 wraps.
 
     Output layer and cross-entropy are part of its forward, so that FSDP2 gathers a head tied to the embedding while it is
     used, and so that chunking stays invisible to objectives.
