@@ -54,7 +54,7 @@ def test_fp16_and_devices(refused):
     assert "dtype=fp8 is not known: use one of fp32" in refused("dtype=fp8")
     assert "device=tpu is not known" in refused("device=tpu")
     if not torch.cuda.is_available():
-        assert "device=cuda was asked for, but torch sees no CUDA device here" in refused("device=cuda")
+        assert "device=cuda needs a CUDA device, and torch sees none here" in refused("device=cuda")
 
 
 def test_options_that_exclude_each_other(refused):
