@@ -22,7 +22,7 @@ try:
 except ImportError:  # main builds Gemma 2 on MultiHeadAttention, without the soft cap of attention scores
 
     class Gemma2Attention(nn.Module):  # type: ignore[no-redef]
-        """Stands for a class that this torchtune does not have: nothing is an instance of it."""
+        """Placeholder: nothing is an instance of it."""
 
 
 # 0.6.1 has the first of torchtune's; main deprecates it for the second, whose other arguments change memory alone.
@@ -34,20 +34,20 @@ PLAIN_CROSS_ENTROPY: tuple[Any, ...] = (
 
 @functools.cache
 def labels_come_shifted() -> bool:
-    """Whether the installed torchtune's datasets put each label under the token that predicts it.
+    """Whether the installed torchtune's datasets put each label at the token that predicts it.
 
-    main's do, before rows are packed (its pull request 2613); 0.6.1 leaves it to the recipe. SignalDecision of a row rather than
-    of a version, since a checkout's version is 0.0.0.
+    main's do, before rows are packed (its pull request 2613); 0.6.1 leaves it to the recipe. Decided by building a row, since
+    the version of a checkout is 0.0.0.
     """
     row = SFTTransform(model_transform=_three_tokens)({})
     return int(row["labels"][0]) == 1
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Moves each label under the token that predicts it, unless the datasets have.
+    """Moves each label to the token that predicts it, unless the datasets have done so.
 
     Args:
-        labels: [..., seq] int64, as torchtune's datasets and collators give them.
+        labels: [..., seq] int64, from torchtune's datasets and collators.
 
     Returns:
         [..., seq] int64; ``labels[..., t]`` is the token after ``tokens[..., t]``, the last one ignored.
@@ -58,17 +58,20 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 def plan_arguments(builder: Callable[..., Any], decoder: nn.Module) -> dict[str, Any]:
-    """What a builder of a tensor-parallel plan is called with, for activations that are whole between the layers.
+    """The arguments for a builder of a tensor-parallel plan that replicates activations between the layers.
 
-    torchtune 0.6.1's builders take nothing and give that plan. main's take the model, and give it for ``inference``; their
-    other plan cuts activations along the sequence.
+    torchtune 0.6.1's builders have no arguments and return that plan. main's have the model as an argument, and return that plan
+    for ``inference``; their other plan shards activations along the sequence.
 
     Args:
         builder: such as torchtune.models.llama3.base_llama_tp_plan.
-        decoder: the model the plan is for.
+        decoder: the model of the plan.
+
+    Returns:
+        Those of ``model`` and ``inference`` that the builder accepts.
     """
-    known = inspect.signature(builder).parameters
-    return {name: value for name, value in (("model", decoder), ("inference", True)) if name in known}
+    accepted = inspect.signature(builder).parameters
+    return {name: value for name, value in (("model", decoder), ("inference", True)) if name in accepted}
 
 
 def _three_tokens(_: Any) -> dict[str, list[Any]]:

@@ -31,5 +31,7 @@ class EAFT(Objective):
                 f"batch['top_logits'] of shape {list(logits.shape)} must hold the {self.num_logits} largest logits of each token; "
                 "a vocabulary smaller than that cannot be trained with EAFT"
             )
-        entropy: torch.Tensor = torch.special.entr(logits.softmax(-1)).sum(-1)  # entr(0) = 0, where p * log(p) would be NaN
+        entropy: torch.Tensor = torch.special.entr(logits.softmax(-1)).sum(
+            -1
+        )  # entr(0) = 0, where p * log(p) would be NaN
         return (entropy / math.log(self.num_logits)).to(upcast(token_loss).dtype)

@@ -1,4 +1,4 @@
-"""torchtune's cosine schedule, with a warm-up that is a share of the run: the same block fits a run of any length."""
+"""torchtune's cosine schedule with a warm-up given as a fraction of the run, so that one config fits runs of any length."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ def cosine_with_warmup(
     warmup_fraction: float = 0.05,
     num_cycles: float = 0.5,
 ) -> LambdaLR:
-    """A linear rise from 0 to the optimizer's lr, then a cosine down to 0 at the run's end.
+    """Linear warm-up from 0 to the optimizer's lr, then cosine decay to 0 at the end of the run.
 
     Args:
-        num_training_steps: optimizer steps of the whole run.
+        optimizer: whose learning rates are set.
+        num_training_steps: optimizer steps of the run.
         last_epoch: as in torch's schedulers.
-        warmup_fraction: the rise's share of them, in [0, 1), rounded to whole steps; the paper's baselines rise over 0.05.
-        num_cycles: waves of the cosine; half a one ends at 0.
+        warmup_fraction: of the steps, in [0, 1), rounded to a number of steps; 0.05 for the baselines of the FINCH paper.
+        num_cycles: periods of the cosine; 0.5 ends at 0.
 
     Raises:
-        ValueError: warmup_fraction lies outside its range.
+        ValueError: warmup_fraction is out of range.
     """
-    from torchtune.training.lr_schedulers import (
-        get_cosine_schedule_with_warmup,  # this package imports with torch alone
-    )
+    # Imported here: this package must import with torch alone.
+    from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
     if not (isinstance(warmup_fraction, (int, float)) and 0 <= warmup_fraction < 1):
-        raise ValueError(f"warmup_fraction={warmup_fraction!r} must lie in [0, 1): it is a share of the run's steps")
+        raise ValueError(f"warmup_fraction={warmup_fraction!r} must lie in [0, 1): it is a fraction of the run's steps")
     return get_cosine_schedule_with_warmup(
         optimizer,
         num_warmup_steps=round(warmup_fraction * num_training_steps),

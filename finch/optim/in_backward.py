@@ -1,10 +1,9 @@
-"""The optimizer step inside the backward: a gradient is used and freed as soon as it is whole."""
+"""The optimizer step inside the backward: each gradient is used and freed as soon as it is complete."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +15,13 @@ def optimizers_in_backward(
 ) -> list[Optimizer]:
     """One optimizer a parameter, each stepped by its parameter's hook during the backward.
 
-    At no time do the gradients of the whole model exist. So there is no norm over them to clip by, and no second
-    micro-batch to add to them; and the learning rate must be set before the backward. FINCH's can be: it depends on the
-    loss alone (:class:`finch.FinchLR` takes the list).
+    The gradients of the complete model never exist at one time. So gradient clipping and accumulation are impossible,
+    and the learning rate must be set before the backward. FINCH's can be: it depends on the loss alone
+    (:class:`finch.FinchLR` accepts the list).
 
     Args:
         parameters: sharded by FSDP2 or not.
-        build: makes an optimizer of one parameter.
+        build: builds the optimizer of one parameter.
     """
     optimizers = []
     for parameter in parameters:
@@ -32,6 +31,6 @@ def optimizers_in_backward(
     return optimizers
 
 
-def _step(optimizer: Optimizer, _: torch.Tensor) -> Any:
+def _step(optimizer: Optimizer, _: torch.Tensor) -> None:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

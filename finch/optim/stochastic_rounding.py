@@ -1,7 +1,7 @@
 """torchao's optimizers with stochastic rounding, on FSDP2's shards as well.
 
-A bf16 weight of 0.02 has neighbours 1.2e-4 apart: an update of 1e-5 rounds back to where it came from, each time.
-Rounding up with the probability of the part that is cut off keeps the mean of many such updates right.
+A bf16 weight of 0.02 has neighbours 1.2e-4 apart: rounding to the nearest undoes an update of 1e-5 every time. Stochastic
+rounding rounds up with a probability equal to the remainder, so that the mean of many such updates is right.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ from torch.distributed.tensor import DTensor
 from finch.dtensor import to_local
 from finch.errors import UserError
 
-# torch's optimizers and their twins in torchao that can round stochastically.
+# torch's optimizers and torchao's equivalents that can round stochastically.
 TWINS = {"torch.optim.AdamW": "torchao.optim._AdamW", "torch.optim.Adam": "torchao.optim._Adam"}
-# These choose a kernel of torch's; torchao compiles its own.
+# These select a kernel of torch's; torchao compiles its own.
 _KERNEL_ARGUMENTS = ("fused", "foreach", "capturable")
 
 
 def stochastic_optimizer(component: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The optimizer and its arguments that take the place of a config's under ``dtype: bf16_stochastic``.
+    """The optimizer that replaces a config's under ``dtype: bf16_stochastic``.
+
+    Args:
+        component: dotted path of the config's optimizer.
+        arguments: its arguments.
+
+    Returns:
+        Path and arguments of torchao's.
 
     Raises:
-        UserError: the optimizer has no form that rounds stochastically.
+        UserError: there is none for this optimizer.
     """
     twin = TWINS.get(component, component)
     if not twin.startswith("torchao.optim."):
@@ -38,14 +45,14 @@ def stochastic_optimizer(component: str, arguments: dict[str, Any]) -> tuple[str
 
 
 def adapt(optimizer: torch.optim.Optimizer) -> None:
-    """Mends two things in a torchao optimizer that is to round stochastically, in place.
+    """Fixes two defects of a torchao optimizer that rounds stochastically, in place.
 
-    - On FSDP2's shards torchao 0.15 fails: it draws random bits in the shape of the whole parameter and compares them
-      with a shard. Here each rank updates its shard as a plain tensor, which gives the same result, since the updates
-      are elementwise. Parameters and states stay DTensors to everybody else: checkpoints do not notice.
+    - On FSDP2's shards torchao 0.15 fails: it draws random bits in the shape of the full parameter and compares them
+      with a shard. Here each rank updates its shard as a plain tensor, with the same result, since the updates are
+      elementwise. Outside of ``step`` parameters and states are DTensors, so checkpoints do not change.
     - The states of its unquantized optimizers become fp32. In bf16 and with beta2 0.999 the second moment of a
-      gradient of 1 cannot pass 0.5, since each increment is rounded away, and the steps grow by up to 41%. The 8-bit
-      and 4-bit optimizers stay as they are.
+      gradient of 1 cannot exceed 0.5, since each increment is rounded away, and the steps grow by up to 41%. The 8-bit
+      and 4-bit optimizers are unchanged.
     """
     fp32_states = (_Fp32States,) if type(optimizer).__name__ in ("_AdamW", "_Adam") else ()
     optimizer.__class__ = type(f"Adapted{type(optimizer).__name__}", (_LocalStep, *fp32_states, type(optimizer)), {})

@@ -12,19 +12,19 @@ from finch.objectives import Batch, Objective, median
 
 
 class StepMedian:
-    """Puts ``batch["statistic"]`` where an objective declares one, and does nothing otherwise.
+    """Puts the step's median into ``batch["statistic"]`` where the objective declares one; does nothing otherwise.
 
-    ``exact`` is this step's median. A step of several micro-batches then runs each forward once more, without
-    gradients, since the median is needed before the first backward. ``lagged`` is the last finite median of a step
-    before, and costs only the gathering of the losses; the first step has none and takes its own. Either way the host
-    reads the device at each step.
+    ``exact`` is this step's median. With several micro-batches each forward then runs a second time, without gradients,
+    since the median is needed before the first backward. ``lagged`` is the last finite median of an earlier step and
+    costs one gathering of the losses; the first step has none and uses its own. Either way the host reads the device at
+    each step.
 
     Args:
-        objective: see :mod:`finch.objectives`.
+        objective: its ``statistic`` selects the mode, see :class:`finch.objectives.Objective`.
         parallel: the ranks that share a step.
 
     Attributes:
-        last: the last finite median in nats, or None; belongs in the checkpoint.
+        last: the last finite median in nats, or None; part of the checkpoint.
     """
 
     def __init__(self, objective: Objective, parallel: Parallel) -> None:
@@ -34,7 +34,8 @@ class StepMedian:
         self._losses: list[torch.Tensor] = []
 
     def before_step(self, batches: Sequence[Batch], token_losses: Callable[[Batch], torch.Tensor]) -> None:
-        """
+        """Computes the median before the first backward, where the objective needs it then.
+
         Args:
             batches: the step's micro-batches on this rank.
             token_losses: the forward, [batch, seq] in nats.
@@ -47,7 +48,7 @@ class StepMedian:
             self._value = self._median(losses)
 
     def observe(self, token_loss: torch.Tensor, batch: Batch) -> None:
-        """Takes a micro-batch's losses, [batch, seq], and gives the batch its statistic."""
+        """Records a micro-batch's losses, [batch, seq] in nats, and sets ``batch["statistic"]``, [] in nats."""
         if self._objective.statistic is None:
             return
         self._losses.append(self._objective.sequence_losses(token_loss, batch))
@@ -55,11 +56,11 @@ class StepMedian:
         batch["statistic"] = torch.tensor(value, dtype=torch.float64)
 
     def after_step(self) -> None:
-        """Keeps what the next step may need."""
+        """Updates ``last``."""
         if self._objective.statistic == "lagged":
             value = self._median(self._losses)
             self.last = value if math.isfinite(value) else self.last
 
     def _median(self, losses: list[torch.Tensor]) -> float:
-        shares = self._parallel.gather(torch.cat(losses).double().cpu())
-        return float(median(torch.cat(shares)))
+        losses_of_ranks = self._parallel.gather(torch.cat(losses).double().cpu())
+        return float(median(torch.cat(losses_of_ranks)))

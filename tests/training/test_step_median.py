@@ -1,4 +1,4 @@
-"""TALR's tau over micro-batches: exact before the first backward, lagged from the step before."""
+"""TALR's tau over micro-batches: of this step before the first backward, or lagged by a step."""
 
 import math
 import statistics
@@ -18,33 +18,33 @@ def batch_of(*losses):
 
 
 def run(median, *batches):
-    """A step as the recipe takes it; returns the statistic each micro-batch got and how many forwards ran ahead."""
-    ahead = []
+    """A step of the recipe; returns each micro-batch's statistic and the number of extra forwards."""
+    extra = []
 
     def forward(batch):
-        ahead.append(batch)
+        extra.append(batch)
         return batch["losses"]
 
     median.before_step(batches, forward)
     for batch in batches:
         median.observe(batch["losses"], batch)
     median.after_step()
-    return [float(batch["statistic"]) if "statistic" in batch else None for batch in batches], len(ahead)
+    return [float(batch["statistic"]) if "statistic" in batch else None for batch in batches], len(extra)
 
 
-def alone(objective):
+def on_one_rank(objective):
     return StepMedian(objective, Parallel(torch.device("cpu")))
 
 
-def test_exact_is_the_median_of_all_micro_batches_for_each_of_them():
-    median = alone(TALR("exact"))
+def test_step_median_exact_is_over_all_micro_batches():
+    median = on_one_rank(TALR("exact"))
     assert run(median, batch_of(1.0, 5.0), batch_of(2.0, 9.0)) == ([3.5, 3.5], 2)
-    assert run(median, batch_of(1.0, 5.0, 7.0)) == ([5.0], 0)  # one micro-batch: its own forward says it
+    assert run(median, batch_of(1.0, 5.0, 7.0)) == ([5.0], 0)  # one micro-batch needs no extra forward
     assert median.last is None
 
 
-def test_lagged_is_the_step_befores():
-    median = alone(TALR("lagged"))
+def test_step_median_lagged_is_of_the_step_before():
+    median = on_one_rank(TALR("lagged"))
     assert run(median, batch_of(1.0, 5.0), batch_of(2.0, 9.0)) == ([3.5, 3.5], 2)  # the first step's own
     assert run(median, batch_of(4.0), batch_of(6.0)) == ([3.5, 3.5], 0)
     assert run(median, batch_of(math.nan)) == ([5.0], 0)
@@ -52,5 +52,5 @@ def test_lagged_is_the_step_befores():
 
 
 @pytest.mark.parametrize("objective", [TALR(2.0), CrossEntropy()])
-def test_nothing_is_done_where_nothing_is_declared(objective):
-    assert run(alone(objective), batch_of(1.0)) == ([None], 0)
+def test_step_median_does_nothing_without_a_statistic(objective):
+    assert run(on_one_rank(objective), batch_of(1.0)) == ([None], 0)
