@@ -208,7 +208,7 @@ def test_wheel_finds_recipe_and_configs_away_from_checkout(wheel, tmp_path):
     assert origin.count(str(site)) == 2, origin
     assert "qwen3/4B_finch  " in run("-m", "finch.cli", "configs")
     submit = ("slurm", "submit", "qwen3/4B_finch", "--dry-run", f"output_dir={tmp_path / 'run'}")
-    assert f"\n  output_dir={tmp_path / 'run'}\n" in run("-m", "finch.cli", *submit)
+    assert f" output_dir={tmp_path / 'run'}\n" in run("-m", "finch.cli", *submit)
     # The name resolves, the config passes, its components are found: the first error is the missing model.
     tune = ("-m", "torchtune._cli.tune", "run", "finch_full_finetune", "--config", "qwen3/4B_finch")
     output = run(*tune, "device=cpu", f"model_dir={tmp_path / 'absent'}")

@@ -49,8 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
     jobs = slurm.add_subparsers(dest="action", metavar="ACTION", required=True)
     submit = jobs.add_parser(
         "submit",
-        help="check a run, fill in the sbatch script and submit it",
-        usage="finch slurm submit CONFIG [--nodes N] [--gpus-per-node N] [--option=value of sbatch ...] [key=value ...]",
+        help="check a run and submit it with sbatch",
+        usage="finch slurm submit CONFIG [--nodes N] [--gpus-per-node N] [option of sbatch ...] [key=value ...]",
         allow_abbrev=False,
     )
     add_submit_arguments(submit)

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of two nodes: submitted by `finch slurm submit`, disturbed in every way, and equal to one that was not."""
+"""Jobs on a real Slurm of two nodes: submitted by `finch slurm submit`, interrupted in every way, and equal to a run that was not."""
 
 import os
 import signal
@@ -13,10 +13,11 @@ from helpers.runs import ROOT, make_config, relative_l2, run_here, tune_run, wei
 from helpers.slurm_lab import Lab, NoSlurm, processes_with
 
 from finch.cli import main as cli
+from finch.cli.slurm import SCRIPT
 
 pytestmark = pytest.mark.slow
 
-# Rows take as long as a file says, in seconds, while it is there.
+# Each row takes the seconds that a file holds, as long as the file exists.
 SLOW_ROWS = """\
 import os
 import time
@@ -38,7 +39,7 @@ class Slow:
 def dataset(tokenizer, **kwargs):
     return Slow(instruct_dataset(tokenizer, **kwargs))
 """
-# What it is given before the image is dropped; the rest runs as a child, which a signal to this process does not reach.
+# Logs its arguments and runs the command behind the image as a child, which a signal to this process does not reach.
 APPTAINER = """\
 #!/usr/bin/env bash
 echo "$*" >> "$APPTAINER_LOG"
@@ -66,13 +67,12 @@ def slow_file(run):
 
 
 class Job:
-    """A submitted job."""
+    """A submitted job and its run's folder."""
 
     def __init__(self, lab, number, run):
         self.lab, self.number, self.run = lab, number, run
 
-    def hurry(self):
-        """Its rows are slow no more."""
+    def speed_up(self):
         slow_file(self.run).unlink(missing_ok=True)
 
     def show(self):
@@ -85,7 +85,6 @@ class Job:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def checkpoints(self):
-        """The steps of its whole checkpoints."""
         return [int(path.name.split("_")[1]) for path in (self.run / "checkpoints").glob("step_*[0-9]")]
 
     def wait(self, condition, what, timeout=120):
@@ -102,7 +101,7 @@ class Job:
         self.wait(lambda: int(self.show()["Restarts"]) >= number, f"restart {number}")
 
     def end(self):
-        """The state that it ends in."""
+        """Waits, and returns the final state."""
         done = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.wait(lambda: self.show()["JobState"] in done, "end")
         return self.show()["JobState"]
@@ -110,14 +109,13 @@ class Job:
     def scontrol(self, *words):
         self.lab.run("scontrol", *words)
 
-    def is_gone(self):
-        """No process of any of its steps is left."""
+    def has_no_processes(self):
         return not processes_with(f"SLURM_JOB_ID={self.number}")
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, base_folder, rows_file):
-    """Of a run of 33 steps, in a folder with slow_rows.py."""
+    """For 33 steps, in a folder with slow_rows.py."""
     folder = tmp_path_factory.mktemp("slurm")
     config = make_config(base_folder, rows_file, folder / "run", epochs=3, batch_size=2, check_dataset=False)
     config["lr_scheduler"] = {**config["lr_scheduler"], "init": 4.0}
@@ -130,7 +128,7 @@ def config(tmp_path_factory, base_folder, rows_file):
 
 @pytest.fixture
 def submit(lab, config, monkeypatch, capsys):
-    """`finch slurm submit`: two nodes with a rank each, unless told otherwise."""
+    """`finch slurm submit`: by default two nodes with one rank each."""
     folder = Path(config["output_dir"]).parent
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
@@ -142,10 +140,10 @@ def submit(lab, config, monkeypatch, capsys):
         run = folder / name
         if seconds:
             slow_file(run).write_text(str(seconds))
-        monkeypatch.setenv("SLOW_ROWS", str(slow_file(run)))  # sbatch hands it on
+        monkeypatch.setenv("SLOW_ROWS", str(slow_file(run)))  # inherited by the job
         capsys.readouterr()
-        given = ("--nodes", str(nodes), "--gpus-per-node", "0", "--time", "60", *words)
-        cli.main(["slurm", "submit", "config.yaml", *given, f"output_dir={run}"])
+        options = ("--nodes", str(nodes), "--gpus-per-node=0", "--time", "60")
+        cli.main(["slurm", "submit", "config.yaml", *options, *words, f"output_dir={run}"])
         jobs.append(Job(lab, capsys.readouterr().out.split()[1].rstrip(":"), run))
         return jobs[-1]
 
@@ -153,86 +151,89 @@ def submit(lab, config, monkeypatch, capsys):
     for job in jobs:
         lab.run("scancel", "--full", "--signal=KILL", job.number, check=False)
         lab.run("scancel", job.number, check=False)
-        job.wait(job.is_gone, "end of its processes", timeout=60)
+        job.wait(job.has_no_processes, "end of its processes", timeout=60)
 
 
 @pytest.fixture(scope="module")
-def straight(config):
-    """The folder of the run that nothing disturbs: two ranks of one torchrun, without Slurm."""
+def uninterrupted(config):
+    """The folder of a run that is not interrupted: two ranks of one torchrun, without Slurm."""
     run = Path(config["output_dir"])
     done = tune_run(run.parent, config, ranks=2)
     assert done.returncode == 0, done.output[-3000:]
     return run
 
 
-def assert_same_weights(run, straight):
+def assert_same_weights(run, uninterrupted):
+    """Bit for bit."""
     for epoch in ("epoch_0", "epoch_1", "epoch_2"):
-        one, other = weights(run / epoch), weights(straight / epoch)
+        one, other = weights(run / epoch), weights(uninterrupted / epoch)
         assert all(torch.equal(one[key], other[key]) for key in other), epoch
 
 
-def test_two_nodes_to_the_end(submit, request):
-    job = submit("whole")
-    straight = request.getfixturevalue("straight")  # runs beside it
+def test_job_on_two_nodes_completes(submit, request):
+    job = submit("complete")
+    uninterrupted = request.getfixturevalue("uninterrupted")  # runs at the same time
     assert job.end() == "COMPLETED", job.output()
     assert job.show()["NumNodes"] == "2"
-    assert_same_weights(job.run, straight)
+    assert_same_weights(job.run, uninterrupted)
     assert job.output().rstrip().endswith("done")
     assert "2 ranks on cpu" in job.output()
     logs = {path.parent.parent.parent.parent.name for path in job.run.glob("slurm/*/start_0/*/*/*/0/stderr.log")}
     assert logs == {"node_0", "node_1"}
 
 
-def test_time_limit_and_scancel(submit, config, straight, tmp_path, monkeypatch):
-    """Beside a job that waits for the warning of its time limit, one that is cancelled. The warning passes through a container's
-    program, as the ranks are its children's children."""
+def test_job_resumes_after_its_time_limit_and_scancel(submit, config, uninterrupted, tmp_path, monkeypatch):
+    """One job gets the warning of its time limit, through a container's program; another job is cancelled meanwhile."""
     (tmp_path / "apptainer").write_text(APPTAINER)
     (tmp_path / "apptainer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("APPTAINER_LOG", str(tmp_path / "log"))
-    container = ("--container=image.sif", "--container-runtime=apptainer", f"--python={sys.executable}")
-    limited = submit("limited", *container, "--signal=B:USR1@300", seconds=1)
+    with monkeypatch.context() as settings:
+        settings.setenv("FINCH_CONTAINER", "image.sif")
+        settings.setenv("FINCH_CONTAINER_RUNTIME", "apptainer")
+        settings.setenv("FINCH_CONTAINER_MOUNTS", "/data/a,/b:/c")
+        settings.setenv("FINCH_PYTHON", sys.executable)
+        limited = submit("limited", seconds=1)
     cancelled = submit("cancelled", seconds=0.5)
     limited.wait_for_step(2)
     limited.scontrol("update", f"JobId={limited.number}", "TimeLimit=5")  # less than 300 s are left now
 
     cancelled.wait_for_step(5)
-    assert not cancelled.is_gone()
+    assert not cancelled.has_no_processes()
     cancelled.lab.run("scancel", cancelled.number)
     assert cancelled.end() == "CANCELLED"
-    cancelled.wait(cancelled.is_gone, "end of its processes", timeout=10)
+    cancelled.wait(cancelled.has_no_processes, "end of its processes", timeout=10)
 
     limited.wait_for_restart()
     limited.scontrol("update", f"JobId={limited.number}", "TimeLimit=60")
-    limited.hurry()
+    limited.speed_up()
 
     assert (cancelled.show()["JobState"], cancelled.show()["Restarts"]) == ("CANCELLED", "0")
     steps = cancelled.checkpoints()
     assert steps
-    cancelled.hurry()
+    cancelled.speed_up()
     resumed = {**config, "output_dir": str(cancelled.run), "batch_size": 4, "resume_from_checkpoint": "auto"}
     run = run_here(tmp_path, resumed)
     assert f"resumed from step {max(steps)} of" in run.output
-    assert relative_l2(weights(cancelled.run / "epoch_2"), weights(straight / "epoch_2")) < 1e-5
+    assert relative_l2(weights(cancelled.run / "epoch_2"), weights(uninterrupted / "epoch_2")) < 1e-5
 
     assert limited.end() == "COMPLETED", limited.output()
     assert limited.show()["Restarts"] == "1"
     output = limited.output()
     assert "the time limit is near" in output
     stopped = output.split("stopped by a signal after step ")[1].split(";")[0]
-    assert f"left before its end; this job starts again, from step {stopped}" in output
+    assert f"stopped early; requeued, to resume from step {stopped}" in output
     assert f"resumed from step {stopped} of" in output
     assert "Traceback" not in output
-    assert_same_weights(limited.run, straight)
-    told = (tmp_path / "log").read_text().splitlines()
-    assert len(told) == 4  # two nodes, two starts
-    assert all(
-        f"--bind {limited.run.parent},{limited.run} image.sif {sys.executable} -m torch" in line for line in told
-    )
+    assert_same_weights(limited.run, uninterrupted)
+    started = (tmp_path / "log").read_text().splitlines()
+    assert len(started) == 4  # two nodes, two starts: the settings outlive the requeue
+    binds = ",".join(f"{folder}:{folder}" for folder in (limited.run.parent, limited.run, "/data/a"))
+    assert all(f"--bind {binds},/b:/c image.sif {sys.executable} -m torch" in line for line in started)
 
 
-def test_lost(submit, straight, lab):
-    """One node's launcher and rank are killed; once it runs again, Slurm loses the node."""
+def test_job_resumes_after_a_killed_rank_and_a_lost_node(submit, uninterrupted, lab):
+    """One node's launcher and rank are killed; after the restart Slurm loses the node."""
     job = submit("lost", seconds=0.2)
     job.wait_for_step(5)
     killed = processes_with(f"FINCH_NODE={job.number}.0.1")
@@ -240,35 +241,32 @@ def test_lost(submit, straight, lab):
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
     job.wait_for_restart()
-    assert "failed with exit code 137; this job starts again, from step " in job.output()
+    assert "failed with exit code 137; requeued, to resume from step " in job.output()
 
     job.wait(lambda: "resumed from step " in job.output(), "resume")
     resumed = int(job.output().split("resumed from step ")[1].split()[0])
     job.wait(lambda: max(job.checkpoints(), default=-1) > resumed, "checkpoint")
     job.scontrol("update", f"NodeName={lab.nodes[1]}", "State=DOWN", "Reason=test")
     job.wait_for_restart(2)
-    job.hurry()
-    lab.run(
-        "scontrol", "update", f"NodeName={lab.nodes[1]}", "State=RESUME", check=False
-    )  # it may have come back by itself
+    job.speed_up()
+    lab.run("scontrol", "update", f"NodeName={lab.nodes[1]}", "State=RESUME", check=False)  # may be back already
     assert job.end() == "COMPLETED", job.output()
     assert job.show()["Restarts"] == "2"
-    assert_same_weights(job.run, straight)
+    assert_same_weights(job.run, uninterrupted)
 
 
-def test_requeued_beside_two_that_fail(submit, straight, tmp_path):
-    """`scontrol requeue` in the middle; a job of which each start fails at once, and may do so twice; a user's mistake."""
-    template = (ROOT / "slurm" / "finch_full_finetune.sbatch").read_text()
-    own = template.replace("MAX_RESTARTS_WITHOUT_PROGRESS=3", "MAX_RESTARTS_WITHOUT_PROGRESS=1")
-    assert own != template
-    (tmp_path / "own.sbatch").write_text(own)
+def test_job_resumes_after_requeue_and_gives_up_on_failures(submit, uninterrupted, monkeypatch):
+    """`scontrol requeue`; meanwhile a job whose starts all fail and that may restart once, and a user's mistake."""
     requeued = submit("requeued", seconds=0.5)
-    hopeless = submit("hopeless", "--python", "false", "--script", str(tmp_path / "own.sbatch"), nodes=1)
+    with monkeypatch.context() as settings:
+        settings.setenv("FINCH_PYTHON", "false")
+        settings.setenv("FINCH_MAX_RESTARTS_WITHOUT_PROGRESS", "1")
+        hopeless = submit("hopeless", nodes=1)
     requeued.wait_for_step(5)
     requeued.scontrol("requeue", requeued.number)
     mistaken = submit("mistaken", "dataset.data_files=absent.jsonl", nodes=1)
     requeued.wait_for_restart()
-    requeued.hurry()
+    requeued.speed_up()
 
     assert hopeless.end() == "FAILED"
     assert hopeless.show()["Restarts"] == "1"
@@ -276,19 +274,24 @@ def test_requeued_beside_two_that_fail(submit, straight, tmp_path):
 
     assert mistaken.end() == "FAILED"
     assert mistaken.show()["Restarts"] == "0"
-    assert "not tried again: dataset" in mistaken.output().splitlines()[-1]
+    assert "not retried: dataset" in mistaken.output().splitlines()[-1]
 
     assert requeued.end() == "COMPLETED", requeued.output()
     assert requeued.show()["Restarts"] == "1"
     stopped = requeued.output().split("stopped by a signal after step ")[1].split(";")[0]
     assert f"resumed from step {stopped} of" in requeued.output()
-    assert_same_weights(requeued.run, straight)
+    assert_same_weights(requeued.run, uninterrupted)
 
 
-def test_submitted_by_hand(submit, lab, config):
-    """The script as it lies in the repository, without `finch slurm submit`; it demands output_dir."""
-    script = str(ROOT / "slurm" / "finch_full_finetune.sbatch")
+def test_job_submitted_by_hand(lab, config):
+    """sbatch alone, with a site's copy of the script and none of the environment; output_dir is required."""
     folder = Path(config["output_dir"]).parent
-    plain = ("--gpus-per-node=0", f"--output={folder}/by_hand.out", f"--chdir={folder}", "--wait")
-    lab.run("sbatch", *plain, script, "config.yaml", check=False)
-    assert "give CONFIG and output_dir=DIR after the script's name" in (folder / "by_hand.out").read_text()
+    output, own = folder / "by_hand.out", folder / "own.sbatch"
+    (folder / "setup.sh").write_text(f"export PYTHONPATH={os.environ.get('PYTHONPATH', '')}\n")
+    text = (ROOT / "slurm" / SCRIPT).read_text().replace("${FINCH_PYTHON:-python}", sys.executable)
+    own.write_text(text.replace("${FINCH_SETUP:-}", f"{folder}/setup.sh"))
+    command = ("sbatch", f"--output={output}", f"--chdir={folder}", "--export=NONE", "--wait", str(own), "config.yaml")
+    lab.run(*command, check=False)
+    assert "give CONFIG and output_dir=DIR after the script's name" in output.read_text()
+    lab.run(*command, "output_dir=by_hand", "epochs=1", check=False)
+    assert output.read_text().rstrip().endswith("done"), output.read_text()

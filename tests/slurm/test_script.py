@@ -1,48 +1,45 @@
-"""The sbatch script at work, with programs in Slurm's place. On a real Slurm: tests/slurm."""
+"""The sbatch script with programs in Slurm's place. On a real Slurm: test_jobs.py."""
 
 import os
-import re
+import shutil
 import socket
 import subprocess
 
 import pytest
 from helpers.runs import ROOT
 
-from finch.cli import main as cli
-from finch.cli.sbatch import fill_in
 from finch.cli.slurm import SCRIPT
 
-TEMPLATE = (ROOT / "slurm" / SCRIPT).read_text()
+SCRIPT = ROOT / "slurm" / SCRIPT
 
 
-class Script:
-    """The script in a folder of its own; ``srun`` and ``scontrol`` are shell lines that ``put`` sets."""
+class Job:
+    """Starts of one job in a folder of its own; ``srun`` and ``scontrol`` are shell lines that ``put`` sets."""
 
     def __init__(self, folder):
         self.folder, self.run, self.job = folder, folder / "run", folder / "run/slurm/7"
         (folder / "bin").mkdir()
-        self.put("srun", 'printf "%s\\n" "$@" > given')
-        self.put("scontrol", 'echo "$@" >> requeued')
+        self.put("srun", 'printf "%s\\n" "$@" > srun_arguments')
+        self.put("scontrol", 'echo "$@" >> requeues')
         self.put("sleep", "")
 
     def put(self, program, lines):
         (self.folder / "bin" / program).write_text(f"#!/bin/bash\n{lines}\n")
         (self.folder / "bin" / program).chmod(0o755)
 
-    def checkpoint(self, step):
+    def add_checkpoint(self, step):
         (self.run / f"checkpoints/step_{step}").mkdir(parents=True)
         (self.run / f"checkpoints/step_{step}/manifest.json").touch()
 
-    def start(self, number=0, *overrides, script=TEMPLATE, **variables):
-        """What it prints, and its exit code; ``variables``: of its first lines."""
-        for name, value in variables.items():
-            script = fill_in(script, {}, {name: value})
-        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-        job |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_RESTART_COUNT": str(number), "HOSTNAME": "login"}
-        (self.folder / "given").unlink(missing_ok=True)
+    def start(self, number=0, *overrides, **variables):
+        """The output and the exit code of the start after ``number`` requeues."""
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+        slurm |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_RESTART_COUNT": str(number), "HOSTNAME": "login"}
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        (self.folder / "srun_arguments").unlink(missing_ok=True)
         done = subprocess.run(
-            ["bash", "-c", script, "script", "some.yaml", f"output_dir={self.run}", *overrides],
-            env={**os.environ, **job, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"},
+            ["bash", str(SCRIPT), "some.yaml", f"output_dir={self.run}", *overrides],
+            env={**os.environ, **slurm, "PATH": path, **variables},
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -51,127 +48,123 @@ class Script:
         )
         return done.stdout + done.stderr, done.returncode
 
-    def given(self):
-        """srun's arguments."""
-        return (self.folder / "given").read_text().splitlines()
+    def srun_arguments(self):
+        return (self.folder / "srun_arguments").read_text().splitlines()
 
-    def resumes(self):
-        return [word.partition("=")[2] for word in self.given() if word.startswith("resume_from_checkpoint=")][-1]
+    def value(self, name):
+        """Of the last argument ``name=value``."""
+        return [word.partition("=")[2] for word in self.srun_arguments() if word.startswith(f"{name}=")][-1]
 
     def requeues(self):
-        file = self.folder / "requeued"
+        file = self.folder / "requeues"
         return file.read_text().splitlines() if file.exists() else []
 
 
 @pytest.fixture
-def script(tmp_path):
-    return Script(tmp_path)
+def job(tmp_path):
+    return Job(tmp_path)
 
 
-def test_resumes_from_another_run_until_it_has_a_checkpoint(script):
+def test_script_resumes_from_path_until_first_checkpoint(job):
     """A start that is preempted before its first checkpoint must not make the next one begin with the pretrained model."""
     other = "resume_from_checkpoint=/other/checkpoints/step_9"
     for number in (0, 1):
-        script.start(number, other)
-        assert script.resumes() == "/other/checkpoints/step_9"
-    (script.run / "metrics.jsonl").write_text("lost\n")  # of steps that were taken and not saved
-    script.start(2, other)
-    assert not (script.run / "metrics.jsonl").exists()
-    assert (script.job / "start_2/metrics_of_lost_steps.jsonl").read_text() == "lost\n"
-    (script.run / "metrics.jsonl").write_text("kept\n")
-    script.checkpoint(4)
-    script.start(3, other)
-    assert script.resumes() == "auto"
-    assert (script.run / "metrics.jsonl").read_text() == "kept\n"
+        job.start(number, other)
+        assert job.value("resume_from_checkpoint") == "/other/checkpoints/step_9"
+    (job.run / "metrics.jsonl").write_text("lost\n")  # steps that were done and not saved
+    job.start(2, other)
+    assert not (job.run / "metrics.jsonl").exists()
+    assert (job.job / "start_2/metrics_of_lost_steps.jsonl").read_text() == "lost\n"
+    (job.run / "metrics.jsonl").write_text("kept\n")
+    job.add_checkpoint(4)
+    job.start(3, other)
+    assert job.value("resume_from_checkpoint") == "auto"
+    assert (job.run / "metrics.jsonl").read_text() == "kept\n"
 
 
-@pytest.mark.parametrize("lines", ['A="(x) $NOWHERE_SET"', "[[ -f absent ]] && source absent"])
-def test_a_sites_file_need_not_be_strict(lines, script):
-    (script.folder / "site.sh").write_text(f"export SITE=1\n{lines}\n")
-    script.put("srun", "echo SITE=$SITE")
-    printed, code = script.start(SETUP="site.sh")
-    assert (code, "SITE=1" in printed) == (0, True), printed
-    assert "SETUP=absent.sh cannot be read" in script.start(SETUP="absent.sh")[0]
+@pytest.mark.parametrize("line", ['A="(x) $NOWHERE_SET"', "[[ -f absent ]] && source absent"])
+def test_script_sources_setup_that_is_not_strict(line, job):
+    (job.folder / "site.sh").write_text(f"export SITE=1\n{line}\n")
+    job.put("srun", "echo SITE=$SITE")
+    output, code = job.start(FINCH_SETUP="site.sh")
+    assert (code, "SITE=1" in output) == (0, True), output
+    assert "SETUP=absent.sh cannot be read" in job.start(FINCH_SETUP="absent.sh")[0]
 
 
-def test_gives_up_where_progress_cannot_be_written(script):
-    """Its disk is full for all starts but the first."""
-    script.put("srun", "exit 9")
-    script.start(0)
-    assert (script.job / "progress").read_text() == "0 -1 0\n"
-    script.put("mv", "exit 1")
+def test_script_gives_up_where_progress_cannot_be_written(job):
+    """As on a disk that is full for all starts but the first."""
+    job.put("srun", "exit 9")
+    job.start(0)
+    assert (job.job / "progress").read_text() == "0 -1\n"
+    job.put("mv", "exit 1")
     for number in (1, 2, 3):
-        printed, code = script.start(number)
-        assert f"{script.job}/progress cannot be written" in printed
-    assert "gave up: no new checkpoint in 4 starts" in printed
-    assert (code, script.requeues()) == (9, ["requeue 7"] * 3)
-    (script.job / "progress").write_text("")  # as on a disk that was full
-    assert "gave up: no new checkpoint in 4 starts" in script.start(3)[0]
-    (script.job / "progress").unlink()
-    assert "gave up: no new checkpoint in 4 starts" in script.start(4)[0]
+        output, code = job.start(number)
+        assert f"{job.job}/progress cannot be written" in output
+    assert "gave up: no new checkpoint in 4 starts" in output
+    assert (code, job.requeues()) == (9, ["requeue 7"] * 3)
+    (job.job / "progress").write_text("")
+    assert "gave up: no new checkpoint in 4 starts" in job.start(3)[0]
+    (job.job / "progress").unlink()
+    assert "gave up: no new checkpoint in 4 starts" in job.start(4)[0]
 
 
-def test_a_new_checkpoint_counts_as_progress(script):
-    script.put("srun", "exit 9")
+def test_script_counts_a_new_checkpoint_as_progress(job):
+    """Also one that is below an earlier one, as after a rollback."""
+    job.put("srun", "exit 9")
     for number in range(8):
-        if number % 3 == 2:
-            script.checkpoint(number)
-        script.start(number)
-    assert len(script.requeues()) == 8
-    assert (script.job / "progress").read_text() == "7 5 2\n"
+        if number == 4:
+            shutil.rmtree(job.run / "checkpoints")
+        if number in (2, 5):
+            job.add_checkpoint(12 - number)
+        output, _ = job.start(number)
+    assert (job.job / "progress").read_text() == "5 7\n"
+    assert len(job.requeues()) == 8
+    assert "failed with exit code 9; requeued, to resume from step 7" in output
+    assert "gave up: no new checkpoint in 4 starts" in job.start(8)[0]
 
 
-def test_each_start_has_its_own_port(script):
-    ports = []
+def test_script_chooses_host_and_port_for_each_start(job):
+    ports = set()
     for number in range(3):
-        script.start(number)
-        host, _, port = (
-            next(w for w in script.given() if w.startswith("--rdzv-endpoint=")).partition("=")[2].partition(":")
-        )
+        job.start(number)
+        host, _, port = job.value("--rdzv-endpoint").partition(":")
         assert host == socket.gethostname()
-        ports.append(int(port))
-    assert len(set(ports)) == 3
-    assert all(10000 <= port < 30000 for port in ports)
+        assert 10000 <= int(port) < 30000
+        ports.add(port)
+    assert len(ports) == 3
 
 
 @pytest.mark.parametrize(("signal", "code", "requeues"), [("USR1", 0, ["requeue 7"]), ("TERM", 143, [])])
-def test_a_signal_before_the_ranks_are_started(signal, code, requeues, script):
+def test_script_handles_a_signal_before_ranks_start(signal, code, requeues, job):
     """A time limit that is no longer than its warning; a job that is cancelled while it waits for a file system."""
-    (script.folder / "site.sh").write_text(f"kill -{signal} $$\n")
-    printed, left = script.start(SETUP="site.sh")
-    assert (left, script.requeues()) == (code, requeues), printed
-    assert not (script.folder / "given").exists()
+    (job.folder / "site.sh").write_text(f"kill -{signal} $$\n")
+    output, returned = job.start(FINCH_SETUP="site.sh")
+    assert (returned, job.requeues()) == (code, requeues), output
+    assert not (job.folder / "srun_arguments").exists()
 
 
-def test_one_nodes_program(script):
-    """With no container and no CPUs asked for, arrays are empty; bash before 4.4 takes them for unset under `set -u`."""
-    script.start()
-    assert script.given()[4] == "bash"
-    assert not re.search(r"^\s*set -\S*u", TEMPLATE, flags=re.MULTILINE)
+def test_script_runs_only_as_a_job(job):
+    output, code = job.start(SLURM_JOB_ID="")
+    assert (code, "submit it with sbatch" in output) == (2, True)
 
 
-def test_it_is_a_jobs(script):
-    printed, code = script.start(script="unset SLURM_JOB_ID\n" + TEMPLATE)
-    assert (code, "hand it to sbatch" in printed) == (2, True)
-
-
-def test_pyxis_is_given_image_mounts_and_place(capsys, script, tmp_path, monkeypatch):
-    """Down to the command of srun: pyxis is a plugin of a site's own."""
-    monkeypatch.chdir(tmp_path)
-    options = ("--nodes", "2", "--container", "nvcr.io#team/image:1", "--container-mounts", "/models,/a b:/data")
-    cli.main(["slurm", "submit", "qwen3/4B_finch", *options, "--dry-run"])
-    filled = capsys.readouterr().out
-    printed, _ = script.start(script=filled)
-    assert printed.splitlines()[-1].endswith("done"), printed
-    given = script.given()
-    run = tmp_path / "out/qwen3/4B_finch"
-    mounts = ",".join(f"{folder}:{folder}" for folder in (tmp_path, run, "/models"))
+def test_script_passes_image_and_mounts_to_pyxis(job):
+    """Up to srun's command line: pyxis is a plugin of the site."""
+    mounts = f"/models,/a b:/data,{job.run}"
+    output, _ = job.start(FINCH_CONTAINER="nvcr.io#team/image:1", FINCH_CONTAINER_MOUNTS=mounts)
+    assert output.rstrip().endswith("done"), output
+    arguments = job.srun_arguments()
     for option in (
         "--container-image=nvcr.io#team/image:1",
-        f"--container-workdir={tmp_path}",
-        f"--container-mounts={mounts},/a b:/data",
+        f"--container-workdir={job.folder}",
+        f"--container-mounts={job.folder}:{job.folder},{job.run}:{job.run},/models:/models,/a b:/data",
         "--nodes=2",
-        "--nproc-per-node=8",
     ):
-        assert option in given
-    assert given.index("--container-image=nvcr.io#team/image:1") < given.index("bash")
+        assert option in arguments[: arguments.index("bash")]
+    assert "--nproc-per-node=8" in arguments
+    assert "RUNTIME=docker must be" in job.start(FINCH_CONTAINER="i", FINCH_CONTAINER_RUNTIME="docker")[0]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_script_passes_shellcheck():
+    subprocess.run(["shellcheck", str(SCRIPT)], check=True)
