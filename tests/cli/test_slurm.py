@@ -150,18 +150,7 @@ def test_split_options_separates_options_from_overrides():
     assert slurm.options_of(options) == {"p": "gpu", "nodes": "4", "exclusive": "", "time": "5", "requeue": ""}
 
 
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [
-        ("5", 300),
-        ("5:30", 330),
-        ("1:05:30", 3930),
-        ("2-3", 183600),
-        ("2-3:04", 183840),
-        ("2-3:04:05", 183845),
-        ("0", None),
-        ("UNLIMITED", None),
-    ],
-)
-def test_seconds_of_reads_slurms_time_limits(limit, seconds):
-    assert slurm.seconds_of(limit) == seconds
+def test_seconds_of_reads_slurms_time_limits():
+    limits = {"5": 300, "5:30": 330, "1:05:30": 3930, "2-3": 183600, "2-3:04": 183840, "2-3:04:05": 183845}
+    for limit, seconds in {**limits, "0": None, "UNLIMITED": None}.items():
+        assert slurm.seconds_of(limit) == seconds, limit

@@ -1,6 +1,6 @@
-"""A real Slurm on one machine, for the tests: munge, one controller and two nodes, each with its own ports and folder.
+"""A real Slurm on one machine, for the tests: munge, one controller and two nodes, with their own ports and folder.
 
-By hand, to look at a script at work (then `export SLURM_CONF=...`):  python tests/slurm/lab.py
+To try a script by hand: `python tests/helpers/slurm_lab.py`, and elsewhere the `export SLURM_CONF=...` that it prints.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
-NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
-# Debian keeps the daemons where an ordinary user's PATH does not look.
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
+# Debian installs the daemons outside of an ordinary user's PATH.
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
 
 # Nodes claim more CPUs than there are, so that no job waits for another. A requeued job waits until the credentials of its last
-# start have expired: five seconds in place of two minutes. KillWait is Slurm's own default.
+# start have expired: here 5 s instead of 120 s. KillWait has Slurm's default.
 _CONF = """\
 ClusterName=finch
 SlurmctldHost={host}(127.0.0.1)
@@ -55,33 +55,30 @@ PartitionName=main Nodes={nodes[0]},{nodes[1]} Default=YES OverSubscribe=FORCE:8
 """
 
 
-_CGROUP_CONF = "CgroupAutomount=no\n"
-
-
 class NoSlurm(RuntimeError):
-    """Slurm is not installed here, or does not start; says which."""
+    """Slurm is not installed or does not start; the message has the reason."""
 
 
 class Lab:
     """Starts on construction, ends with ``close``.
 
     Args:
-        proctrack: how Slurm follows a job's processes. With ``cgroup``, what clusters use, a signal reaches the first process
-            of a task alone; it takes root here. With ``linuxproc`` it reaches all of them.
+        proctrack: how Slurm tracks a job's processes. With ``cgroup``, as on clusters, a signal reaches only the first
+            process of a task; needs root. With ``linuxproc`` it reaches all of them.
 
     Raises:
-        NoSlurm: what is missing, or what the logs end in where a daemon does not start or a job does not run.
+        NoSlurm: a program is missing, a daemon does not start, or a job does not run.
     """
 
     def __init__(self, proctrack: str = "cgroup") -> None:
-        missing = [program for program in NEEDED if shutil.which(program, path=_PATH) is None]
+        missing = [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
         if missing:
-            raise NoSlurm(f"no {', '.join(missing)} here (Debian: apt-get install slurm-wlm munge)")
-        self._folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: a socket's path has room for 107 characters
+            raise NoSlurm(f"{', '.join(missing)} not installed (Debian: apt-get install slurm-wlm munge)")
+        self._folder = Path(tempfile.mkdtemp(prefix="slurm"))  # a socket's path has at most 107 characters
         self._folder.chmod(0o755)
         self._daemons: list[subprocess.Popen] = []
         ports = _free_ports(3)
-        # Names of their own: the system keeps control groups by the name of the node and the number of the job.
+        # Unique names: control groups are named after the node and the job.
         self.nodes = [f"n{port}" for port in ports[1:]]
         conf = self._folder / "slurm.conf"
         self.environment = {
@@ -102,7 +99,7 @@ class Lab:
                     proctrack=proctrack,
                 )
             )
-            (self._folder / "cgroup.conf").write_text(_CGROUP_CONF)
+            (self._folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
             self._start_munge()
             self._start("slurmctld", "-D", "-f", str(conf))
             for node in self.nodes:
@@ -113,29 +110,20 @@ class Lab:
             reason = self._logs()
             self.close()
             if isinstance(error, subprocess.TimeoutExpired):
-                raise NoSlurm(f"{error.cmd[0]} gets no answer here: {reason}") from error
+                raise NoSlurm(f"{error.cmd[0]} does not answer here: {reason}") from error
             raise
 
     def run(self, *command: str, check: bool = True, timeout: float = 60) -> str:
-        """What a command of Slurm's prints."""
-        done = subprocess.run(
-            command,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
-            cwd=self._folder,
-        )
+        """Runs one of Slurm's commands and returns its stdout."""
+        options = {"env": self.environment, "cwd": self._folder, "timeout": timeout}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def close(self) -> None:
-        """Ends all jobs and daemons, also where something failed."""
+        """Ends all jobs and daemons, also after a failure."""
         if len(self._daemons) > 1:
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # a controller that does not answer ends below all the same
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the controller may not answer
                 self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), check=False, timeout=20)
                 self.run("scancel", "--user", getpass.getuser(), check=False, timeout=20)
         for daemon in reversed(self._daemons):
@@ -146,11 +134,9 @@ class Lab:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        left = set(processes_with(f"SLURM_CONF={self._folder / 'slurm.conf'}"))
-        for pid in left & {
-            *processes_with("SLURM_JOB_ID="),
-            *_daemons_of_steps(),
-        }:  # both may outlive the nodes' daemons
+        of_lab = set(processes_with(f"SLURM_CONF={self._folder / 'slurm.conf'}"))
+        # Processes of jobs and slurmstepd may outlive the nodes' daemons.
+        for pid in of_lab & {*processes_with("SLURM_JOB_ID="), *_step_daemons()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for group in [each for node in self.nodes for each in Path("/sys/fs/cgroup").glob(f"*/slurm_{node}")]:
@@ -176,9 +162,8 @@ class Lab:
 
     def _wait_until_idle(self) -> None:
         end = time.monotonic() + 30
-        while self.run("sinfo", "--noheader", "--states=idle", "--format=%D", check=False).strip() != str(
-            len(self.nodes)
-        ):
+        count_idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
+        while self.run(*count_idle, check=False).strip() != str(len(self.nodes)):
             ended = [daemon for daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > end:
                 raise NoSlurm(f"Slurm does not start here: {self._logs()}")
@@ -192,9 +177,9 @@ class Lab:
             "--ntasks-per-node=1",
             "--quiet",
             "echo",
-            "well",
+            "ok",
         )
-        if self.run(*command, check=False).split() != ["well"] * len(self.nodes):
+        if self.run(*command, check=False).split() != ["ok"] * len(self.nodes):
             raise NoSlurm(f"Slurm runs no job here: {self._logs()}")
 
     def _logs(self) -> str:
@@ -206,23 +191,23 @@ class Lab:
 
 
 def processes_with(variable: str) -> list[int]:
-    """The processes that were started with ``NAME=value`` in their environment; with ``NAME=``, whatever its value."""
-    wanted = f"\0{variable}" if variable.endswith("=") else f"\0{variable}\0"
-    found = []
+    """Ids of the processes that started with ``NAME=value`` in their environment; ``NAME=`` matches any value."""
+    pattern = f"\0{variable}" if variable.endswith("=") else f"\0{variable}\0"
+    pids = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if wanted.encode() in b"\0" + file.read_bytes():
-                found.append(int(file.parent.name))
-    return found
+            if pattern.encode() in b"\0" + file.read_bytes():
+                pids.append(int(file.parent.name))
+    return pids
 
 
-def _daemons_of_steps() -> list[int]:
-    found = []
+def _step_daemons() -> list[int]:
+    pids = []
     for file in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):
             if file.read_text().startswith("slurmstepd"):
-                found.append(int(file.parent.name))
-    return found
+                pids.append(int(file.parent.name))
+    return pids
 
 
 def _free_ports(number: int) -> list[int]:
@@ -242,9 +227,5 @@ if __name__ == "__main__":
     lab = Lab(*sys.argv[1:])
     print(f"export SLURM_CONF={lab.environment['SLURM_CONF']}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    try:
+    with contextlib.closing(lab), contextlib.suppress(KeyboardInterrupt):
         signal.pause()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        lab.close()

@@ -283,15 +283,16 @@ def test_job_resumes_after_requeue_and_gives_up_on_failures(submit, uninterrupte
     assert_same_weights(requeued.run, uninterrupted)
 
 
-def test_job_submitted_by_hand(lab, config):
-    """sbatch alone, with a site's copy of the script and none of the environment; output_dir is required."""
+def test_job_submitted_by_hand_completes(lab, config):
+    """sbatch alone, with a site's copy of the script and none of the environment."""
     folder = Path(config["output_dir"]).parent
-    output, own = folder / "by_hand.out", folder / "own.sbatch"
     (folder / "setup.sh").write_text(f"export PYTHONPATH={os.environ.get('PYTHONPATH', '')}\n")
     text = (ROOT / "slurm" / SCRIPT).read_text().replace("${FINCH_PYTHON:-python}", sys.executable)
-    own.write_text(text.replace("${FINCH_SETUP:-}", f"{folder}/setup.sh"))
-    command = ("sbatch", f"--output={output}", f"--chdir={folder}", "--export=NONE", "--wait", str(own), "config.yaml")
-    lab.run(*command, check=False)
-    assert "give CONFIG and output_dir=DIR after the script's name" in output.read_text()
-    lab.run(*command, "output_dir=by_hand", "epochs=1", check=False)
-    assert output.read_text().rstrip().endswith("done"), output.read_text()
+    (folder / "own.sbatch").write_text(text.replace("${FINCH_SETUP:-}", f"{folder}/setup.sh"))
+    run = folder / "by_hand"
+    (run / "slurm").mkdir(parents=True)
+    sbatch = ("sbatch", "--parsable", "--export=NONE", f"--output={run}/slurm/%j.out", f"--chdir={folder}")
+    arguments = (str(folder / "own.sbatch"), "config.yaml", "output_dir=by_hand", "epochs=1")
+    job = Job(lab, lab.run(*sbatch, *arguments).strip(), run)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.output().rstrip().endswith("done")

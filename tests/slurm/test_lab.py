@@ -1,4 +1,4 @@
-"""The lab where Slurm is there and does not answer: a reason to skip, and nothing left behind."""
+"""The lab where Slurm is installed and does not answer: tests skip, and no process or file remains."""
 
 import subprocess
 import tempfile
@@ -10,10 +10,10 @@ from helpers import slurm_lab as lab
 pytestmark = pytest.mark.slow
 
 
-def test_a_slurm_that_gives_no_answer(tmp_path, monkeypatch):
+def test_lab_cleans_up_where_slurm_does_not_answer(tmp_path, monkeypatch):
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in lab.NEEDED:
+    for name in lab.PROGRAMS:
         (programs / name).write_text("#!/bin/sh\nexec sleep 60\n")
         (programs / name).chmod(0o755)
     monkeypatch.setattr(lab, "_PATH", f"{programs}:/usr/bin:/bin")
@@ -27,7 +27,7 @@ def test_a_slurm_that_gives_no_answer(tmp_path, monkeypatch):
         raise subprocess.TimeoutExpired(command, 60)
 
     monkeypatch.setattr(lab.Lab, "run", no_answer)
-    with pytest.raises(lab.NoSlurm, match="sinfo gets no answer here"):
+    with pytest.raises(lab.NoSlurm, match="sinfo does not answer here"):
         lab.Lab()
     assert lab.processes_with(f"THIS_LAB={tmp_path}") == []
     assert list(tmp_path.iterdir()) == [programs]

@@ -143,9 +143,11 @@ def test_script_handles_a_signal_before_ranks_start(signal, code, requeues, job)
     assert not (job.folder / "srun_arguments").exists()
 
 
-def test_script_runs_only_as_a_job(job):
+def test_script_needs_a_job_and_output_dir(job):
     output, code = job.start(SLURM_JOB_ID="")
     assert (code, "submit it with sbatch" in output) == (2, True)
+    output, code = job.start(0, "output_dir=")
+    assert (code, "give CONFIG and output_dir=DIR after the script's name" in output) == (2, True)
 
 
 def test_script_passes_image_and_mounts_to_pyxis(job):
