@@ -1,7 +1,7 @@
-"""Writes docs/compatibility.md: what becomes of every full fine-tuning config that torchtune ships, and what is refused.
+"""Writes docs/compatibility.md: which of torchtune's full fine-tuning configs run on finch, and which are refused.
 
-Each config goes, as shipped, through the checks that a run makes before it opens files; and its model is built without
-memory, to see whether it is a text decoder whose checkpoint finch reads.
+Each config goes through the checks that a run makes before it opens files. Its model is built on the meta device, to see
+whether it is a text decoder.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from finch.models.overrides import replace_known_bad_builder
 from finch.training.config_checks import check_combinations, check_schedule, check_text_decoder
 
 CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
-RECIPES = ("full_finetune_single_device", "full_finetune_distributed")
+RECIPES = {"full_finetune_single_device": "single device", "full_finetune_distributed": "distributed"}
 PAGE = Path(__file__).with_suffix(".md")
 
 
-def shipped() -> list[tuple[str, str]]:
-    """(recipe, config) of every config torchtune's registry has for the two full fine-tuning recipes."""
+def torchtune_configs() -> list[tuple[str, str]]:
+    """(recipe, config) of each config that torchtune's registry has for the two full fine-tuning recipes."""
     return [
         (recipe.name, config.name)
         for recipe in get_all_recipes()
@@ -36,8 +36,8 @@ def shipped() -> list[tuple[str, str]]:
     ]
 
 
-def outcome(name: str) -> str | None:
-    """Why finch refuses a config, or None: it runs."""
+def error_of(name: str) -> str | None:
+    """Why finch refuses a config; None if it runs."""
     try:
         cfg = read(["--config", str(CONFIGS / f"{name}.yaml")], FULL_FINETUNE)
         check_schedule(cfg)
@@ -53,40 +53,34 @@ def outcome(name: str) -> str | None:
 
 
 def remarks(name: str) -> str:
-    raw = OmegaConf.load(CONFIGS / f"{name}.yaml")
-    said = []
-    if "bitsandbytes" in raw.optimizer["_component_"]:
-        said.append("needs `bitsandbytes`")
-    if raw.get("optimizer_in_bwd"):
-        said.append("optimizer in the backward")
-    if raw.get("tensor_parallel_plan"):
-        said.append("tensor-parallel plan")
-    if raw.get("fsdp_cpu_offload"):
-        said.append("CPU offload")
-    if "Meta" in raw.checkpointer["_component_"]:
-        said.append("Meta's checkpoint format")
-    if replace_known_bad_builder(raw.model)[1] is not None:
-        said.append("finch's builder takes the place of torchtune's")
-    return ", ".join(said)
+    cfg = OmegaConf.load(CONFIGS / f"{name}.yaml")
+    conditions = {
+        "needs `bitsandbytes`": "bitsandbytes" in cfg.optimizer["_component_"],
+        "optimizer in the backward": cfg.get("optimizer_in_bwd"),
+        "tensor-parallel plan": cfg.get("tensor_parallel_plan"),
+        "CPU offload": cfg.get("fsdp_cpu_offload"),
+        "Meta's checkpoint format": "Meta" in cfg.checkpointer["_component_"],
+        "finch's builder replaces torchtune's": replace_known_bad_builder(cfg.model)[1] is not None,
+    }
+    return ", ".join(remark for remark, is_true in conditions.items() if is_true)
 
 
 def page() -> str:
     rows, refused = [], []
-    for recipe, name in shipped():
-        why = outcome(name)
-        rows.append(
-            f"| `{name}` | {'single device' if 'single' in recipe else 'distributed'} | {'runs' if why is None else 'refused'} | {remarks(name) if why is None else ''} |"
-        )
-        if why is not None:
-            refused.append(f"- `{name}`: {why}")
-    runs = sum("| runs |" in row for row in rows)
+    for recipe, name in torchtune_configs():
+        error = error_of(name)
+        if error is None:
+            rows.append(f"| `{name}` | {RECIPES[recipe]} | runs | {remarks(name)} |")
+        else:
+            rows.append(f"| `{name}` | {RECIPES[recipe]} | refused | |")
+            refused.append(f"- `{name}`: {error}")
     keys = [
-        f"| `{key}` | {option.harmless if option.harmless is not None else 'null'} | {option.instead} |"
-        for key, option in UNSUPPORTED_KEYS.items()
+        f"| `{key}` | {'null' if unsupported.no_op_value is None else unsupported.no_op_value} | {unsupported.remedy} |"
+        for key, unsupported in UNSUPPORTED_KEYS.items()
     ]
     return TEMPLATE.format(
         version=torchtune.__version__.split("+")[0],
-        runs=runs,
+        runs=len(rows) - len(refused),
         all=len(rows),
         rows="\n".join(rows),
         refused="\n".join(refused),
@@ -96,22 +90,24 @@ def page() -> str:
 
 TEMPLATE = """# torchtune's configs on finch
 
-Made by `python docs/compatibility.py` from torchtune {version}; a test keeps it true. {runs} of {all} configs of the two full
-fine-tuning recipes pass every check unchanged; start one with its path, or copy it with `tune cp`:
+Written by `python docs/compatibility.py` for torchtune {version}; a test compares. {runs} of {all} configs of the two full
+fine-tuning recipes pass every check unchanged. Start one by its path, or copy it with `tune cp`:
 
-    tune cp llama3_1/8B_full my.yaml
-    tune run --nproc_per_node 8 finch_full_finetune --config my.yaml
+```bash
+tune cp llama3_1/8B_full my.yaml
+tune run --nproc_per_node 8 finch_full_finetune --config my.yaml
+```
 
-It is plain fine-tuning with a constant learning rate or torchtune's schedule, until an `lr_scheduler` block makes it FINCH.
+This is plain fine-tuning with a constant learning rate or torchtune's schedule; `method=finch` makes it FINCH.
 
 | config | recipe | | |
 |---|---|---|---|
 {rows}
 
-torchtune 0.6.1's builders of Gemma 2 and Phi-4 make another model than the published checkpoints (`finch/models/gemma2`,
-`finch/models/phi4.py` say how). A config that names them runs with finch's builders of the same names, and says so when it
-starts; its losses are then not the stock recipe's. Mistral 0.1 and Phi-3-mini limit attention to a window, which torchtune's
-models do not: rows longer than the window are trained with more context, and a warning says so.
+torchtune 0.6.1's builders of Gemma 2 and Phi-4 differ from the published checkpoints (`finch/models/gemma2` and
+`finch/models/phi4.py` describe how). A config that names them runs with finch's builders of the same names and logs that
+at the start; its losses then differ from the stock recipe's. Mistral 0.1 and Phi-3-mini limit attention to a window, which
+torchtune's models do not: rows longer than the window are trained with more context, and a warning is logged.
 
 ## Refused
 
@@ -121,10 +117,9 @@ finch trains text decoders:
 
 ## Keys of torchtune's recipes that are refused
 
-A config that merely names one of them, with the value in the second column, runs. The others are those of
-[the recipe](recipe.md).
+A config may name them with the value in the second column. [The recipe](recipe.md) lists all other keys.
 
-| key | passes | otherwise |
+| key | accepted | otherwise |
 |---|---|---|
 {keys}
 """

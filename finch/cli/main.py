@@ -1,4 +1,4 @@
-"""The `finch` command. Imports torch only where a subcommand needs it, so that `finch --help` answers at once."""
+"""The `finch` command. A subcommand imports what it needs, so that `finch --help` answers at once."""
 
 from __future__ import annotations
 
@@ -25,27 +25,36 @@ def main(arguments: list[str] | None = None) -> None:
 
     configs = commands.add_parser("configs", help="list, show and copy the configs that --config finds by name")
     actions = configs.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("list", help="names, with a line each (the default)")
-    show = actions.add_parser("show", help="print a config with its references resolved and the defaults filled in")
+    actions.add_parser("list", help="list the names with a description (the default)")
+    show = actions.add_parser("show", help="print a config, references resolved and defaults filled in")
     show.add_argument("name")
     show.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`, ~key included")
-    copy = actions.add_parser("cp", help="copy a config to a file of your own")
+    copy = actions.add_parser("cp", help="copy a config to a file")
     copy.add_argument("name")
     copy.add_argument("file", type=Path)
 
-    commands.add_parser("methods", help="the names that method= takes, with a line each")
+    keys = commands.add_parser("keys", help="list a config's keys: values, default, description")
+    keys.add_argument("word", nargs="?", metavar="WORD", help="only keys whose name or description contains it")
 
-    commands.add_parser("doctor", help="what is installed here, what the machine has, what does not fit together")
+    commands.add_parser("methods", help="list the methods that method=NAME trains with")
 
-    wise_ft = commands.add_parser("wise-ft", help="a model between the pretrained and the tuned one")
+    commands.add_parser("doctor", help="check the installed packages and the machine")
+
+    wise_ft = commands.add_parser("wise-ft", help="interpolate between the pretrained and the tuned model's weights")
     wise_ft.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
     wise_ft.add_argument("--tuned", type=Path, required=True, metavar="DIR", help="the tuned model's folder")
     wise_ft.add_argument(
         "--alpha", type=float, nargs="+", default=[0.5], help="the tuned model's share, or several (default: 0.5)"
     )
-    wise_ft.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets a folder alpha_A for each alpha")
+    wise_ft.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the results, one folder alpha_A for each alpha",
+    )
 
-    slurm = commands.add_parser("slurm", help="runs as jobs of Slurm")
+    slurm = commands.add_parser("slurm", help="run as Slurm jobs")
     jobs = slurm.add_subparsers(dest="action", metavar="ACTION", required=True)
     submit = jobs.add_parser(
         "submit",
@@ -55,26 +64,30 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add_submit_arguments(submit)
 
-    chosen, rest = parser.parse_known_args(arguments)
-    if rest and chosen.command != "slurm":
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and parsed.command != "slurm":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if chosen.command == "configs":
-        run = {"show": show_config, "cp": copy_config}.get(chosen.action, list_configs)
-        run(chosen)
-    elif chosen.command == "methods":
+    if parsed.command == "configs":
+        run = {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)
+        run(parsed)
+    elif parsed.command == "keys":
+        from finch.config.keys import format_keys
+
+        print(format_keys(parsed.word))
+    elif parsed.command == "methods":
         list_methods()
-    elif chosen.command == "doctor":
+    elif parsed.command == "doctor":
         from finch.cli import doctor
 
         sys.exit(1 if doctor.main() else 0)
-    elif chosen.command == "slurm":
+    elif parsed.command == "slurm":
         require_extras("finch slurm submit", "torchtune")
-        submit_to_slurm(chosen, rest)
-    elif chosen.command == "wise-ft":
+        submit_to_slurm(parsed, rest)
+    elif parsed.command == "wise-ft":
         require_extras("finch wise-ft", "torchtune")
         from finch.weights.wise_ft import wise_ft as interpolate
 
-        for folder in interpolate(chosen.base, chosen.tuned, chosen.alpha, chosen.out):
+        for folder in interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out):
             print(folder)
     else:
         parser.print_help()
@@ -82,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def list_configs(_: argparse.Namespace) -> None:
-    """Each config's name and the first line of its header."""
+    """Prints each config's name and the first line of its header."""
     from finch.config.registry import config_names
 
     names = config_names()
@@ -92,15 +105,15 @@ def list_configs(_: argparse.Namespace) -> None:
 
 
 def list_methods() -> None:
-    """Each method's name and what it does."""
+    """Prints each method's name and summary."""
     from finch.config.methods import METHODS
 
     for name, method in METHODS.items():
         print(f"{name:<{max(map(len, METHODS))}}  {method.summary}")
 
 
-def show_config(chosen: argparse.Namespace) -> None:
-    """The config as a run would see it; a key left open shows as <key>."""
+def show_config(parsed: argparse.Namespace) -> None:
+    """Prints the config as a run would see it; a missing value as ``<key>``."""
     require_extras("finch configs show", "torchtune")
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -111,42 +124,42 @@ def show_config(chosen: argparse.Namespace) -> None:
     from finch.config.validation import check, drop_null_blocks
 
     try:
-        file = DictConfig(OmegaConf.load(find_config(chosen.name)))
-        cfg, changed = file, bool(chosen.overrides) or "method" in file
-        if changed:  # by torchtune's own reading of key=value and ~key, which takes seconds to import
-            in_file: Any = OmegaConf.to_container(file)
-            cfg, _ = merge(in_file, chosen.overrides)
+        file_cfg = DictConfig(OmegaConf.load(find_config(parsed.name)))
+        cfg, is_changed = file_cfg, bool(parsed.overrides) or "method" in file_cfg
+        if is_changed:  # only then, since torchtune's parser takes seconds to import
+            file_blocks: Any = OmegaConf.to_container(file_cfg)
+            cfg, _ = merge(file_blocks, parsed.overrides)
             drop_null_blocks(cfg)
         options = RECIPES[recipe_of(cfg)]
         for key, option in options.items():
             if option.default is not REQUIRED and key not in cfg:
                 cfg[key] = option.default
         for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
-            cfg[key] = f"<{key}>"  # what refers to it shows the gap
-        if changed:
-            check(cfg, options, own_keys=file)
+            cfg[key] = f"<{key}>"
+        if is_changed:
+            check(cfg, options, user_keys=file_cfg)
         print(OmegaConf.to_yaml(cfg, resolve=True), end="")
     except UserError:
         raise
     except (OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{chosen.name}: {str(error).splitlines()[0]}; overrides are key=value") from error
+        raise UserError(f"{parsed.name}: {str(error).splitlines()[0]}; overrides are key=value") from error
 
 
-def copy_config(chosen: argparse.Namespace) -> None:
-    """Never overwrites."""
+def copy_config(parsed: argparse.Namespace) -> None:
+    """Copies a config to a new file."""
     from finch.config.registry import find_config
 
-    source = find_config(chosen.name)
-    if chosen.file.exists():
-        raise UserError(f"{chosen.file} exists; give another name")
+    source = find_config(parsed.name)
+    if parsed.file.exists():
+        raise UserError(f"{parsed.file} exists; give another name")
     try:
-        chosen.file.parent.mkdir(parents=True, exist_ok=True)
-        chosen.file.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+        parsed.file.parent.mkdir(parents=True, exist_ok=True)
+        parsed.file.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{chosen.file} cannot be written ({error.strerror}); give another place") from error
-    open_keys = re.findall(r"^(\w+): \?\?\?", source.read_text(encoding="utf-8"), re.MULTILINE)
-    given = "".join(f" {key}=..." for key in open_keys)
-    print(f"copied to {chosen.file}; start it with: tune run finch_full_finetune --config {chosen.file}{given}")
+        raise UserError(f"{parsed.file} cannot be written ({error.strerror}); give another path") from error
+    missing_keys = re.findall(r"^(\w+): \?\?\?", source.read_text(encoding="utf-8"), re.MULTILINE)
+    overrides = "".join(f" {key}=..." for key in missing_keys)
+    print(f"copied to {parsed.file}; start it with: tune run finch_full_finetune --config {parsed.file}{overrides}")
 
 
 if __name__ == "__main__":

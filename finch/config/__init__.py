@@ -1,6 +1,6 @@
-"""From the command line and a YAML file to a checked config: the keys and their defaults (schema), parsing and merging, validation,
-the methods by name, building components, and the resolved config that is kept beside a run.
+"""From the command line and a YAML file to a checked config: the keys with their types and defaults (schema), parsing and merging
+(parser), validation, the methods by name, building components (instantiate), and the resolved config saved beside a run.
 
-May import errors, log and torchtune_names. Knows nothing of ranks, models or files of a run; must not import distributed or anything
-above.
+May import errors, log and torchtune_names. Knows nothing of ranks, models or a run's files; must not import distributed or anything
+above. schema, keys, methods and registry load without torch.
 """

@@ -1,13 +1,13 @@
 """The methods by name: ``method=talr``, in a config file or on the command line, makes any config train with TALR.
 
-A method sets the blocks ``lr_scheduler``, ``loss`` and ``regularizer``. All of them stand on SFT's (cosine, plain
-cross-entropy, no regularizer); names joined by ``+`` each bring their own: ``method=finch+talr`` is FINCH's schedule
-with TALR's weights. What a config file says gives way to the method, and the method to the rest of the command line:
+A method sets the blocks ``lr_scheduler``, ``loss`` and ``regularizer``, SFT's (cosine, plain cross-entropy, no regularizer)
+where it has none of its own. Names joined by ``+`` combine: ``method=finch+talr`` is FINCH's schedule with TALR's token weights.
+A method overrides the config file, and the rest of the command line overrides the method:
 
     file  <  method  <  key=value
 
-A block of the file that has the method's component already keeps its settings. The key ``method`` is used up by this:
-a run's config.yaml holds the blocks it stands for.
+A block of the file that has the method's component already keeps its settings. The key ``method`` itself is not kept: a run's
+config.yaml holds the blocks.
 
 `finch methods` works at once and without the torchtune extra: omegaconf is imported only where a method is applied.
 """
@@ -15,11 +15,12 @@ a run's config.yaml holds the blocks it stands for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from finch.config.registry import did_you_mean
+from finch.config.instantiate import component_of, locate
+from finch.config.suggestions import did_you_mean
 from finch.errors import UserError
 from finch.log import logger
 
@@ -30,10 +31,10 @@ Blocks = dict[str, Any]
 """Top-level keys of a config, as read from YAML."""
 
 ETA_MAX_RATIO = 2.5
-"""eta_max over eta_base, where no cap is given: the paper's 5e-5 over 2e-5."""
+"""eta_max / eta_base where no eta_max is given: the paper's 5e-5 / 2e-5."""
 
-SMALL_LR_SHARE = 0.1
-"""The learning rate of small_lr over the config's."""
+SMALL_LR_FACTOR = 0.1
+"""small_lr's learning rate / the config's."""
 
 SFT: Blocks = {
     "lr_scheduler": {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.05},
@@ -49,29 +50,25 @@ LORA = {
     "lora_dropout": 0.0,
 }
 
-UNRESOLVED = "???"  # omegaconf's mark of a value still to come
-_PLAIN_CROSS_ENTROPY = (
-    "torch.nn.CrossEntropyLoss",
-    "torchtune.modules.loss.CEWithChunkedOutputLoss",
-    "torchtune.modules.loss.LinearCrossEntropyLoss",
-)
+UNRESOLVED = "???"
+"""OmegaConf's missing value: depends on the merged config, or must be given."""
 
 
 @dataclass(frozen=True)
 class MethodContext:
-    """What a method may look at once file, method and command line are one config.
+    """What a method's ``resolve`` sees.
 
     Attributes:
-        cfg: that config, to be completed in place.
-        in_file: what the file alone says.
+        cfg: file, method and command line merged; changed in place.
+        file_cfg: the file alone.
         overrides: the command line's ``key=value``.
-        name: what stands behind ``method=``.
+        method: the value of ``method=``.
     """
 
     cfg: DictConfig
-    in_file: DictConfig
+    file_cfg: DictConfig
     overrides: list[str]
-    name: str
+    method: str
 
     def learning_rate(self) -> float:
         from omegaconf import OmegaConf
@@ -79,57 +76,63 @@ class MethodContext:
         rate = OmegaConf.select(self.cfg, "optimizer.lr")
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
             raise UserError(
-                f"optimizer.lr={rate} must be a number above 0, since method={self.name} depends on it; set it in the file or on the command line"
+                f"optimizer.lr={rate} must be a number above 0, since method={self.method} depends on it; set it in the file or on the command line"
             )
         return float(rate)
 
 
 @dataclass(frozen=True)
 class Method:
-    """``blocks``: what it sets on top of SFT's; ``complete``: what depends on the rest of the config, done last."""
+    """A method.
+
+    Attributes:
+        summary: what it does, for `finch methods`.
+        blocks: the blocks it sets in place of SFT's.
+        resolve: sets, after the merge, what depends on the rest of the config.
+    """
 
     summary: str
     blocks: Blocks = field(default_factory=dict)
-    complete: Callable[[MethodContext], None] | None = None
+    resolve: Callable[[MethodContext], None] | None = None
 
 
 def _scale_lr(context: MethodContext) -> None:
     if not any(override.startswith("optimizer.lr=") for override in context.overrides):
-        context.cfg.optimizer.lr = _tidy(SMALL_LR_SHARE * context.learning_rate())
+        context.cfg.optimizer.lr = _round_12_digits(SMALL_LR_FACTOR * context.learning_rate())
 
 
-def _set_cap(context: MethodContext) -> None:
-    """A cap belongs to the scale of its eta_base: the file's holds for the file's learning rate alone."""
+def _set_eta_max(context: MethodContext) -> None:
+    """The file's eta_max if the file is FINCH's and its learning rate is used, since the two scale together; else 2.5 x eta_base."""
     from omegaconf import OmegaConf
 
     schedule = context.cfg.lr_scheduler
-    if _component(schedule) is None or not OmegaConf.is_missing(schedule, "eta_max"):
-        return  # the command line has removed the block, or set the cap
-    rate = context.learning_rate()
-    cap = OmegaConf.select(context.in_file, "lr_scheduler.eta_max")
-    unchanged = _component(context.in_file.get("lr_scheduler")) == "finch.FinchLR" and cap is not None
-    if unchanged and OmegaConf.select(context.in_file, "optimizer.lr") == rate:
-        schedule.eta_max = cap
+    if component_of(schedule) is None or not OmegaConf.is_missing(schedule, "eta_max"):
+        return  # the command line has removed the block, or set eta_max
+    eta_base = context.learning_rate()
+    eta_max = OmegaConf.select(context.file_cfg, "lr_scheduler.eta_max")
+    is_finch = component_of(context.file_cfg.get("lr_scheduler")) == "finch.FinchLR"
+    if is_finch and eta_max is not None and OmegaConf.select(context.file_cfg, "optimizer.lr") == eta_base:
+        schedule.eta_max = eta_max
     else:
-        schedule.eta_max = _tidy(ETA_MAX_RATIO * rate)
+        schedule.eta_max = _round_12_digits(ETA_MAX_RATIO * eta_base)
 
 
-def _need_log(context: MethodContext) -> None:
+def _require_log(context: MethodContext) -> None:
     from omegaconf import OmegaConf
 
     schedule = context.cfg.lr_scheduler
-    if _component(schedule) is not None and OmegaConf.is_missing(schedule, "log"):
+    if component_of(schedule) is not None and OmegaConf.is_missing(schedule, "log"):
         raise UserError(
-            f"method={context.name} replays the learning rates of an earlier run: add lr_scheduler.log=RUN, its folder or metrics.jsonl"
+            f"method={context.method} replays the learning rates of an earlier run: add lr_scheduler.log=RUN, its folder or metrics.jsonl"
         )
 
 
 def _add_adapters(context: MethodContext) -> None:
-    """After the merge, so that a builder given on the command line is turned into its twin as well."""
+    """Replaces the model's builder by its LoRA counterpart, also one given on the command line."""
     model = context.cfg.get("model")
-    path = _component(model)
+    path = component_of(model)
     if path is None:
-        return  # told by the check of the whole config
+        return  # validation reports it
     if isinstance(model, str):
         model = context.cfg.model = {"_component_": path}
     module, _, builder = path.rpartition(".")
@@ -142,29 +145,30 @@ def _add_adapters(context: MethodContext) -> None:
 
 METHODS: dict[str, Method] = {
     "sft": Method("plain fine-tuning: cross-entropy, 5% linear warm-up, cosine to 0", SFT),
-    "small_lr": Method("sft at a tenth of the config's optimizer.lr, unless optimizer.lr is given", complete=_scale_lr),
+    "small_lr": Method("sft at a tenth of the config's optimizer.lr, unless optimizer.lr is given", resolve=_scale_lr),
     "finch": Method(
         "a learning rate that follows the loss: min(eta_base / sqrt(EMA of the loss), eta_max), eta_base = optimizer.lr",
         {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": UNRESOLVED, "ema": 0.9, "init": "dataset"}},
-        _set_cap,
+        _set_eta_max,
     ),
     "flow": Method(
-        "sequences that the pretrained model finds easy weigh more", {"loss": {"_component_": "finch.objectives.FLOW"}}
+        "sequences with a low loss under the pretrained model weigh more",
+        {"loss": {"_component_": "finch.objectives.FLOW"}},
     ),
     "dft": Method("each token's loss is scaled by its probability", {"loss": {"_component_": "finch.objectives.DFT"}}),
     "talr": Method(
-        "dft with a sharpness that follows the loss of the batch, and a least weight",
+        "dft with a sharpness that follows the loss of the batch, and a minimum weight",
         {"loss": {"_component_": "finch.objectives.TALR"}},
     ),
     "stm": Method(
-        "only tokens that the pretrained model finds easy are learnt",
+        "trains only on tokens with a low loss under the pretrained model",
         {"loss": {"_component_": "finch.objectives.STM"}},
     ),
     "eaft": Method(
-        "tokens that the model is unsure about weigh more", {"loss": {"_component_": "finch.objectives.EAFT"}}
+        "tokens with a high entropy under the model weigh more", {"loss": {"_component_": "finch.objectives.EAFT"}}
     ),
     "l2": Method(
-        "sft with a pull toward the pretrained weights",
+        "sft with an L2 penalty on the distance from the pretrained weights",
         {"regularizer": {"_component_": "finch.regularization.L2", "strength": 1.0e-3}},
     ),
     "lora": Method(
@@ -172,27 +176,27 @@ METHODS: dict[str, Method] = {
         {"model": LORA},
         _add_adapters,
     ),
-    "wise_ft": Method("sft; `finch wise-ft` then makes the mean of the pretrained and the tuned weights"),
+    "wise_ft": Method("sft; afterwards `finch wise-ft` averages the pretrained and the tuned weights"),
     "replay": Method(
         "sft with the learning rates of an earlier run, lr_scheduler.log=RUN",
         {"lr_scheduler": {"_component_": "finch.ReplayLR", "log": UNRESOLVED}},
-        _need_log,
+        _require_log,
     ),
 }
 
 
 def split_name(name: str) -> list[str]:
-    """``finch+talr`` to its names.
+    """The methods in a name such as ``finch+talr``.
 
     Raises:
-        UserError: a name that is not known, twice the same, or two that set the same block.
+        UserError: an unknown or repeated method, or two that set the same block.
     """
     names = name.split("+")
     for one in names:
         if one not in METHODS:
-            near = did_you_mean(one, METHODS)
+            suggestion = did_you_mean(one, METHODS)
             raise UserError(
-                f"method={name} is not known{near or '; known are ' + ', '.join(METHODS) + ', joined by +'}"
+                f"method={name} is not known{suggestion or '; known are ' + ', '.join(METHODS) + ', joined by +'}"
             )
     owner: dict[str, str] = {}
     for one in names:
@@ -205,20 +209,20 @@ def split_name(name: str) -> list[str]:
     return names
 
 
-def apply_method(in_file: Blocks, overrides: list[str]) -> tuple[Blocks, list[str], list[str]]:
-    """Puts the method's blocks over the file's; what depends on the command line is left open for ``complete``.
+def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[str], list[str]]:
+    """Replaces the file's blocks by the method's; what depends on the merged config is left UNRESOLVED.
 
     Args:
-        in_file: the file's top-level keys, left as they are.
-        overrides: the command line's; its ``method`` goes before the file's, null and ``~method`` are none.
+        file_blocks: the file's top-level keys; not changed.
+        overrides: the command line's; its ``method`` overrides the file's, ``method=null`` and ``~method`` remove it.
 
     Returns:
-        The file's keys with the method's blocks; the overrides that remain; the method's names, none without a method.
+        The file's keys with the method's blocks; the other overrides; the methods' names, empty without a method.
 
     Raises:
         UserError: see ``split_name``.
     """
-    blocks = copy.deepcopy(in_file)
+    blocks = copy.deepcopy(file_blocks)
     name = blocks.pop("method", None)
     remaining = []
     for override in overrides:
@@ -232,30 +236,30 @@ def apply_method(in_file: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     names = split_name(str(name))
     for one in ("sft", *names):
         for key, block in METHODS[one].blocks.items():
-            if key != "model":  # LoRA's, which must wait for the builder that the command line may name
-                blocks[key] = _keep_settings(block, in_file.get(key))
+            if key != "model":  # LoRA's: resolved later, since the command line may name the builder
+                blocks[key] = _keep_settings(block, file_blocks.get(key))
     return blocks, remaining, names
 
 
-def complete(names: list[str], cfg: DictConfig, in_file: Blocks, overrides: list[str]) -> None:
-    """Fills in, in place, what depends on the context config ``cfg``.
+def resolve(names: list[str], cfg: DictConfig, file_blocks: Blocks, overrides: list[str]) -> None:
+    """Sets, in place, what depends on the merged config ``cfg``.
 
     Raises:
-        UserError: something it depends on is missing or not a number.
+        UserError: a value it depends on is missing or not a number.
     """
     from omegaconf import OmegaConf
 
-    context = MethodContext(cfg, OmegaConf.create(in_file), overrides, "+".join(names))
-    for name, method in METHODS.items():  # in the table's order: small_lr sets the rate that finch's cap refers to
-        if name in names and method.complete is not None:
-            method.complete(context)
+    context = MethodContext(cfg, OmegaConf.create(file_blocks), overrides, "+".join(names))
+    for name, method in METHODS.items():  # small_lr before finch, whose eta_max depends on the learning rate
+        if name in names and method.resolve is not None:
+            method.resolve(context)
 
 
 def log_method(names: list[str], cfg: DictConfig) -> None:
-    """Logs, on rank 0, the blocks that the method has become, and the command that follows the run if one does."""
+    """Logs the method's blocks, and for wise_ft the command to start when the run has ended."""
     if not names:
         return
-    blocks = ", ".join(f"{key} {_component(cfg.get(key)) or 'null'}" for key in SFT)
+    blocks = ", ".join(f"{key} {component_of(cfg.get(key)) or 'null'}" for key in SFT)
     logger.info(f"method={'+'.join(names)}: {blocks}")
     if "wise_ft" in names:
         run = cfg.output_dir
@@ -265,21 +269,24 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
         )
 
 
-def _keep_settings(block: Any, in_file: Any) -> Any:
-    ours, theirs = _component(block), _component(in_file)
-    if ours is not None and (theirs == ours or {ours, theirs} <= set(_PLAIN_CROSS_ENTROPY)):
-        kept = {**block, **(in_file if isinstance(in_file, dict) else {"_component_": theirs})}
-        return {**kept, "eta_max": UNRESOLVED} if "eta_max" in kept else kept
-    return copy.deepcopy(block)
+def _keep_settings(block: Any, file_block: Any) -> Any:
+    """The method's block, with the settings of the file's where both have the same component or are plain cross-entropy."""
+    ours, theirs = component_of(block), component_of(file_block)
+    if ours is None or not (theirs == ours or (_is_plain_cross_entropy(ours) and _is_plain_cross_entropy(theirs))):
+        return copy.deepcopy(block)
+    kept = {**block, **(file_block if isinstance(file_block, dict) else {"_component_": theirs})}
+    return {**kept, "eta_max": UNRESOLVED} if "eta_max" in kept else kept
 
 
-def _component(block: Any) -> str | None:
-    """A block's component; also in torchtune's short form, ``loss: torch.nn.CrossEntropyLoss``."""
-    if isinstance(block, str):
-        return block
-    return block.get("_component_") if isinstance(block, Mapping) else None
+def _is_plain_cross_entropy(path: str | None) -> bool:
+    from finch.torchtune_names import PLAIN_CROSS_ENTROPY
+
+    try:
+        return path is not None and locate(path, "loss") in PLAIN_CROSS_ENTROPY
+    except UserError:  # it does not exist
+        return False
 
 
-def _tidy(number: float) -> float:
-    """2.5 * 3e-4 is 0.00075, and should be written so."""
+def _round_12_digits(number: float) -> float:
+    """2.5 * 3e-4 is 0.00075 in a config, not 0.0007499999999999999."""
     return float(f"{number:.12g}")

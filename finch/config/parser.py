@@ -1,9 +1,10 @@
-"""From the command line to a config: ``--config NAME_OR_PATH [key=value ...] [~key]``."""
+"""From the command line to a checked config: ``--config NAME_OR_PATH [key=value ...] [~key]``."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -15,19 +16,24 @@ from omegaconf.errors import OmegaConfBaseException
 
 from finch.config import methods
 from finch.config.instantiate import component_of, first_line
+from finch.config.keys import recipe_help
 from finch.config.registry import find_config
-from finch.config.schema import COMPONENT, FULL_FINETUNE, Option
+from finch.config.schema import FULL_FINETUNE, Option
 from finch.config.validation import check, referred_keys
 from finch.errors import UserError, report_user_errors
 
 
 def parse(options: Mapping[str, Option]) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
-    """Decorates a recipe's main function: ``--config NAME_OR_PATH [key=value ...] [~key]`` becomes its checked config."""
+    """Decorates a recipe's main function: it gets the checked config. ``--help`` prints what the command line accepts."""
 
     def decorate(main: Callable[[DictConfig], Any]) -> Callable[[], None]:
         @report_user_errors
         @functools.wraps(main)
         def wrapper() -> None:
+            if {"-h", "--help"} & set(sys.argv[1:]):
+                if os.environ.get("RANK", "0") == "0":
+                    print(recipe_help(Path(sys.argv[0]).stem, options))
+                return
             main(read(sys.argv[1:], options))
 
         return wrapper
@@ -44,17 +50,17 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
     from torchtune.config._parse import TuneRecipeArgumentParser
 
     # `--config=NAME` as well as `--config NAME`.
-    parts = [argument.split("=", 1) if argument.startswith("--config=") else [argument] for argument in arguments]
-    arguments = [part for pair in parts for part in pair]
+    pairs = [argument.split("=", 1) if argument.startswith("--config=") else [argument] for argument in arguments]
+    arguments = [argument for pair in pairs for argument in pair]
     if "--config" not in arguments or arguments.index("--config") + 1 == len(arguments):
         raise UserError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
-    place = arguments.index("--config") + 1
-    path = find_config(arguments[place])
+    index = arguments.index("--config") + 1
+    path = find_config(arguments[index])
     try:
-        in_file, overrides = TuneRecipeArgumentParser().parse_known_args(
-            [*arguments[:place], str(path), *arguments[place + 1 :]]
+        file_blocks, overrides = TuneRecipeArgumentParser().parse_known_args(
+            [*arguments[:index], str(path), *arguments[index + 1 :]]
         )
-        cfg, names = merge(vars(in_file), overrides)
+        cfg, names = merge(vars(file_blocks), overrides)
         OmegaConf.to_container(cfg, resolve=True)
     except UserError:
         raise
@@ -62,20 +68,20 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
         missing = re.search(r"Missing mandatory value: (\w+)", str(error))
         if missing:
             raise UserError(
-                f"{missing[1]} is not set: add {missing[1]}=VALUE to the command; the header of {path} says what it is"
+                f"{missing[1]} is not set: add {missing[1]}=VALUE to the command; the header of {path} describes it"
             ) from error
         raise UserError(
             f"{path}: {first_line(error)}; give the missing key on the command line or in the file"
         ) from error
     except ValueError as error:
         raise UserError(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
-    except Exception as error:  # of the YAML reader, whose classes omegaconf does not re-export
+    except Exception as error:  # the YAML reader's, whose classes omegaconf does not re-export
         raise UserError(f"{path} cannot be read as YAML: {first_line(error)}") from error
     if "lora" in names and options is FULL_FINETUNE:
         raise UserError(
-            f"method={'+'.join(names)} trains adapters, which another recipe does: tune run finch_lora_finetune {' '.join(arguments)}"
+            f"method={'+'.join(names)} trains adapters, which needs the other recipe: tune run finch_lora_finetune {' '.join(arguments)}"
         )
-    cfg = check(cfg, options, own_keys=referred_keys(_file(path)))
+    cfg = check(cfg, options, user_keys=referred_keys(_load_file(path)))
     methods.log_method(names, cfg)
     return cfg
 
@@ -84,14 +90,14 @@ def recipe_for(name: str, overrides: list[str]) -> str:
     """The recipe that trains a config's model.
 
     Raises:
-        UserError: there is no such config; what is wrong inside it is left to ``read``.
+        UserError: the config does not exist; errors inside it are left to ``read``.
     """
-    file = _file(find_config(name))
+    file_cfg = _load_file(find_config(name))
     try:
-        in_file: Any = OmegaConf.to_container(file)
-        return recipe_of(merge(in_file, overrides)[0])
-    except Exception:  # told by the reading that follows
-        return recipe_of(file)
+        file_blocks: Any = OmegaConf.to_container(file_cfg)
+        return recipe_of(merge(file_blocks, overrides)[0])
+    except Exception:  # `read` reports it
+        return recipe_of(file_cfg)
 
 
 def recipe_of(cfg: DictConfig) -> str:
@@ -100,42 +106,41 @@ def recipe_of(cfg: DictConfig) -> str:
     return "finch_lora_finetune" if builder.startswith("lora_") else "finch_full_finetune"
 
 
-def merge(in_file: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, list[str]]:
-    """One config from a file's keys, the method's blocks and the command line's ``key=value``, each over the one before.
+def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, list[str]]:
+    """One config from a file's keys, the method's blocks and the command line's ``key=value``; each overrides the one before.
 
     Returns:
-        The config, without the key ``method``, and the names of the method, none without one.
+        The config, without the key ``method``; the methods' names, empty without a method.
 
     Raises:
         UserError: see :mod:`finch.config.methods`.
-        ValueError: an override that is none.
+        ValueError: an override is not ``key=value``.
     """
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    blocks, overrides, names = methods.apply_method(in_file, overrides)
-    arguments = [_as_component(_without_block(override, blocks)) for override in overrides]
+    blocks, overrides, names = methods.apply_method(file_blocks, overrides)
+    arguments = [_expand_component(_remove_block(override, blocks)) for override in overrides]
     cfg = _merge_yaml_and_cli_args(argparse.Namespace(**blocks), arguments)
-    methods.complete(names, cfg, in_file, overrides)
+    methods.resolve(names, cfg, file_blocks, overrides)
     return cfg, names
 
 
-def _without_block(override: str, in_file: Mapping[str, Any]) -> str:
-    """Makes `~lr_scheduler` the null that torchtune's parser takes; by itself it removes no block with a component."""
+def _remove_block(override: str, blocks: Mapping[str, Any]) -> str:
+    """`~lr_scheduler` as `lr_scheduler=null`, since torchtune's parser does not remove a block with a component."""
     key = override.removeprefix("~")
-    if override.startswith("~") and component_of(in_file.get(key)) is not None:
-        return f"{key}=null"
-    return override
+    is_block = isinstance(blocks.get(key), dict) and component_of(blocks[key]) is not None
+    return f"{key}=null" if override.startswith("~") and is_block else override
 
 
-def _as_component(override: str) -> str:
-    """Makes `loss=PATH` the `loss._component_=PATH` that `loss.key=value` can stand beside, whatever the file has."""
+def _expand_component(override: str) -> str:
+    """`loss=PATH` as `loss._component_=PATH`, which merges with `loss.key=value`."""
     key, _, value = override.partition("=")
-    is_block = key in FULL_FINETUNE and FULL_FINETUNE[key].kinds == COMPONENT
-    return f"{key}._component_={value}" if is_block and "." in value and "{" not in value else override
+    is_component = key in FULL_FINETUNE and FULL_FINETUNE[key].is_component
+    return f"{key}._component_={value}" if is_component and "." in value and "{" not in value else override
 
 
-def _file(path: Path) -> DictConfig:
+def _load_file(path: Path) -> DictConfig:
     try:
         return DictConfig(OmegaConf.load(path))
-    except Exception:  # told by the reading that follows
+    except Exception:  # `read` reports it
         return DictConfig({})

@@ -1,11 +1,10 @@
-"""Names: the configs that come with finch, and the nearest known word to a misspelt one."""
+"""The configs that come with finch, by name."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
 
+from finch.config.suggestions import did_you_mean
 from finch.errors import UserError
 
 CONFIG_FOLDERS = [
@@ -15,7 +14,7 @@ CONFIG_FOLDERS = [
 
 
 def config_names() -> dict[str, Path]:
-    """The configs that come with finch: name, such as ``stories260k/tofu_finch``, to file."""
+    """The file of each config that comes with finch, by its name, such as ``stories260k/tofu_finch``."""
     folder = next((folder for folder in CONFIG_FOLDERS if folder.is_dir()), None)
     if folder is None:
         return {}
@@ -23,24 +22,17 @@ def config_names() -> dict[str, Path]:
 
 
 def find_config(name: str) -> Path:
-    """The file behind ``--config``: a path, or the name of a config of finch.
+    """The file that ``--config`` names: a path, or a config of finch.
 
     Raises:
-        UserError: neither; names the nearest ones.
+        UserError: it is neither; names the nearest one.
     """
     if Path(name).is_file():
         return Path(name)
     known = config_names()
     if name.removesuffix(".yaml") in known:
         return known[name.removesuffix(".yaml")]
-    near = did_you_mean(name, known, cutoff=0.5)
+    suggestion = did_you_mean(name, known, cutoff=0.5)
     raise UserError(
-        f"--config {name} is neither a file nor a config of finch{near or '; finch has ' + ', '.join(known)}"
+        f"--config {name} is neither a file nor a config of finch{suggestion or '; finch has ' + ', '.join(known)}"
     )
-
-
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
-    """``", did you mean PREFIX.X?"`` for the nearest known word, whatever its case; an empty string if none is near."""
-    by_lower_case = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=cutoff)
-    return f", did you mean {prefix}{by_lower_case[near[0]]}?" if near else ""

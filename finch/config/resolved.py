@@ -1,4 +1,4 @@
-"""The resolved config that is kept beside a run, and values as logs and error messages may show them: without secrets."""
+"""The resolved config saved beside a run; configs and values without secrets, for files, logs and error messages."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ SECRETS = re.compile(
     r"^(?!(pad|bos|eos|unk|sep|cls|mask)_token$)(.*_)?(token|api_?key|access_key|auth|secret|secret_key|password)$",
     re.IGNORECASE,
 )
-_SWEPT_LENGTH = 8  # shorter values may stand inside other words by chance
+_MIN_SECRET_LENGTH = 8  # a shorter secret may be part of another value by chance
 
 
 def redacted(cfg: DictConfig) -> DictConfig:
-    """A copy, resolved, in which tokens, keys and passwords are starred; for everything that is written or logged."""
-
+    """A resolved copy with tokens, API keys and passwords replaced by ``***``; for everything that is written or logged."""
     secrets: set[str] = set()
 
-    def star(node: Any, key: str = "") -> Any:
+    def mask_keys(node: Any, key: str = "") -> Any:
         if isinstance(node, dict):
-            return {name: star(value, str(name)) for name, value in node.items()}
+            return {name: mask_keys(value, str(name)) for name, value in node.items()}
         if isinstance(node, list):
-            return [star(value) for value in node]
+            return [mask_keys(value) for value in node]
         if isinstance(node, str) and node and SECRETS.match(key):
-            if len(node) >= _SWEPT_LENGTH:
+            if len(node) >= _MIN_SECRET_LENGTH:
                 secrets.add(node)
             return "***"
         return node
 
-    def sweep(node: Any) -> Any:
-        """A secret may also stand inside another value, by interpolation."""
+    def mask_values(node: Any) -> Any:
+        """By interpolation a secret may be part of another value."""
         if isinstance(node, dict):
-            return {name: sweep(value) for name, value in node.items()}
+            return {name: mask_values(value) for name, value in node.items()}
         if isinstance(node, list):
-            return [sweep(value) for value in node]
+            return [mask_values(value) for value in node]
         for secret in secrets if isinstance(node, str) else ():
             node = node.replace(secret, "***")
         return node
 
-    return OmegaConf.create(sweep(star(OmegaConf.to_container(cfg, resolve=True))))
+    return OmegaConf.create(mask_values(mask_keys(OmegaConf.to_container(cfg, resolve=True))))
 
 
 def resolved_config(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
-    """The resolved config to keep beside a run: with another ``output_dir`` it starts the same run afresh there."""
+    """The resolved config to save beside a run: with another ``output_dir`` it starts the same run from scratch there."""
     output = str(cfg.output_dir)
 
     def relative(node: Any) -> Any:
@@ -60,12 +59,14 @@ def resolved_config(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfi
             return "${output_dir}" + node[len(output) :]
         return node
 
-    shown = OmegaConf.to_container(OmegaConf.masked_copy(redacted(cfg), list(options)))
-    kept = {**relative(shown), "output_dir": output, "resume_from_checkpoint": False, "overwrite": False}
-    return OmegaConf.create(kept)
+    known = OmegaConf.to_container(OmegaConf.masked_copy(redacted(cfg), list(options)))
+    return OmegaConf.create(
+        {**relative(known), "output_dir": output, "resume_from_checkpoint": False, "overwrite": False}
+    )
 
 
-def shown(value: Any, key: str = "") -> str:
+def format_value(value: Any, key: str = "") -> str:
+    """A value on one line of at most 60 characters, ``***`` if the key is a secret's."""
     if isinstance(value, (DictConfig, ListConfig)):
         return "{...}" if isinstance(value, DictConfig) else "[...]"  # a block may hold secrets, and is long
     text = "***" if SECRETS.match(key) else " ".join(str(value).split())

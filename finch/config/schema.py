@@ -1,184 +1,318 @@
-"""Every top-level key of a recipe's config, with its default and a sentence."""
+"""The keys of the recipes' configs: each with its type, its default and what it does. `finch keys` prints them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 REQUIRED = object()
+"""The default of a key that must be given."""
+
+Component = dict
+"""A block with a ``_component_``, the dotted path of a class or function, and its arguments."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A key: its default (REQUIRED: none), the types it takes, and what it does. ``block``: the keys of a block that is
-    no component."""
+    """A config key.
 
+    Attributes:
+        type: one type or a union: ``Literal`` for choices, ``Component`` for a block with a ``_component_``, ``Path`` for any
+            text, ``| None`` where null is accepted. An int is accepted where float is.
+        default: the value if the key is left out, or REQUIRED.
+        help: what the key does.
+        minimum: the smallest number accepted.
+        above: a number must be larger. With a bound, text is read as a number.
+        pattern: a regular expression of texts accepted beside the choices.
+        unsupported: values that have an error message of their own.
+        block: the keys of a block without a ``_component_``.
+    """
+
+    type: Any
     default: Any
-    kinds: tuple[type, ...]
     help: str
     minimum: float | None = None
-    nullable: bool = False
+    above: float | None = None
+    pattern: str | None = None
+    unsupported: Mapping[Any, str] = field(default_factory=dict)
     block: Mapping[str, Option] | None = None
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The members of the union; a type by itself is its only member."""
+        return (self.type,) if get_origin(self.type) is Literal else get_args(self.type) or (self.type,)
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        return tuple(choice for member in self.members for choice in get_args(member))
+
+    @property
+    def is_nullable(self) -> bool:
+        return NoneType in self.members
+
+    @property
+    def is_component(self) -> bool:
+        return Component in self.members and list not in self.members and self.block is None
+
+    @property
+    def expected(self) -> str:
+        """The accepted values for people: ``int >= 1``, ``full, selective or null``."""
+        names = [str(choice) for choice in self.choices if type(choice) is not bool]
+        bound = (
+            f" >= {self.minimum:g}"
+            if self.minimum is not None
+            else f" > {self.above:g}"
+            if self.above is not None
+            else ""
+        )
+        words = {bool: "True, False", int: f"int{bound}", float: f"number{bound}", list: "list", Path: "PATH"}
+        for member in self.members:
+            if member is bool:
+                names = ["True", "False", *names]
+            elif member in words:
+                names.append(words[member])
+            elif member is str and not (self.choices or bound):
+                names.append("text")
+            elif member is Component:
+                names.append("block" if self.block else "component")
+        if self.is_nullable:
+            names.append("null")
+        return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value that is not null has the type and lies in the bounds."""
+        if any(type(value) is type(choice) and value == choice for choice in self.choices):
+            return True
+        if self.pattern is not None and isinstance(value, str):
+            return re.fullmatch(self.pattern, value) is not None
+        types = {{Path: str}.get(member, member) for member in self.members}
+        if type(value) not in types and not (type(value) is int and float in types):
+            return False
+        if self.minimum is None and self.above is None:
+            return True
+        try:
+            number = float(value)
+        except ValueError:
+            return False
+        return number > self.above if self.above is not None else number >= (self.minimum or 0)
+
+
+MODEL_AND_DATA: dict[str, Option] = {
+    "model": Option(Component, REQUIRED, "builds the torchtune decoder"),
+    "tokenizer": Option(Component, REQUIRED, "builds the tokenizer"),
+    "checkpointer": Option(
+        Component, REQUIRED, "torchtune's block: checkpoint_dir, checkpoint_files, output_dir, model_type"
+    ),
+    "dataset": Option(Component | list, REQUIRED, "training rows; the datasets of a list are concatenated"),
+    "dataset_validation": Option(
+        Component | list | None, None, "held-out rows; their mean loss is computed at the end of each epoch"
+    ),
+    "collate_fn": Option(str, "torchtune.data.padded_collate_sft", "function that pads a micro-batch"),
+    "output_dir": Option(str, REQUIRED, "the run's folder: metrics, checkpoints, Hugging Face folders"),
+}
+
+BATCH: dict[str, Option] = {
+    "batch_size": Option(int, 1, "samples per forward pass and rank (the micro-batch)", minimum=1),
+    "gradient_accumulation_steps": Option(int, 1, "micro-batches per optimizer step", minimum=1),
+    "shuffle": Option(bool, True, "a new seeded permutation each epoch"),
+    "seed": Option(int | None, 0, "seed of the data order and of all random numbers; null draws one", minimum=0),
+    "drop_last": Option(bool, False, "leave out an epoch's last global batch if it is short"),
+    "num_workers": Option(int, 0, "processes per rank that read and tokenize ahead", minimum=0),
+    "check_dataset": Option(
+        bool,
+        True,
+        "read every row once before weights are loaded, to find broken and overlong ones; init: dataset, FLOW and STM read them anyway",
+    ),
+}
+
+OPTIMIZATION: dict[str, Option] = {
+    "optimizer": Option(Component, REQUIRED, "the optimizer; its lr is eta_base under FinchLR"),
+    "lr_scheduler": Option(
+        Component | None, None, "finch.FinchLR, a torchtune scheduler, or null for a constant learning rate"
+    ),
+    "loss": Option(
+        Component,
+        {"_component_": "torch.nn.CrossEntropyLoss"},
+        "one of torchtune's cross-entropy losses, or of finch.objectives",
+    ),
+    "regularizer": Option(
+        Component | None, None, "adds a gradient toward the pretrained weights: finch.regularization.L2; null: none"
+    ),
+    "clip_grad_norm": Option(
+        float | str | None, None, "largest gradient norm; null does not clip; the paper clips to 1.0", above=0
+    ),
+    "on_nonfinite": Option(
+        Literal["raise", "skip", "rollback"] | None,
+        None,
+        "if a loss or gradient is not finite: raise an error, skip the update, or rollback to the last checkpoint and continue after the batch; null: what lr_scheduler sets, else raise",
+    ),
+    "optimizer_in_bwd": Option(
+        bool,
+        False,
+        "update each weight inside the backward and free its gradient at once; no accumulation, no clipping",
+    ),
+    "epochs": Option(int, 1, "passes over the training rows", minimum=1),
+    "max_steps_per_epoch": Option(
+        int | None, None, "optimizer steps after which an epoch ends; null: all rows", minimum=1
+    ),
+    "validate_every_n_steps": Option(int | None, None, "also validate after every n optimizer steps", minimum=1),
+}
+
+HARDWARE: dict[str, Option] = {
+    "device": Option(
+        Literal["auto", "cpu", "cuda", "cuda:N"], "auto", "auto: CUDA where there is a GPU", pattern=r"cuda:\d+"
+    ),
+    "dtype": Option(
+        Literal["fp32", "bf16", "bf16_mixed", "bf16_stochastic", "fp64"],
+        "fp32",
+        "bf16: pure; bf16_mixed: fp32 master weights; bf16_stochastic: bf16 weights, stochastic rounding",
+        unsupported=dict.fromkeys(
+            ("fp16", "float16", "half"),
+            "is not trained in full: its range needs gradient scaling; use bf16, bf16_mixed or fp32",
+        ),
+    ),
+    "compile": Option(bool, False, "torch.compile layers and loss"),
+    "enable_activation_checkpointing": Option(
+        bool, False, "recompute each layer in the backward: less memory, more time"
+    ),
+    "enable_activation_offloading": Option(bool, False, "keep checkpointed activations in host memory (CUDA)"),
+    "ac_mode": Option(
+        Literal["full", "selective"] | None, None, "torchtune's selective activation checkpointing: which layers"
+    ),
+    "ac_option": Option(
+        Literal["op"] | int | str | None, None, "with ac_mode=selective: op, or n for every n-th layer", minimum=1
+    ),
+    "custom_sharded_layers": Option(
+        list | None, None, "modules besides the layers that FSDP2 wraps on their own, such as tok_embeddings"
+    ),
+    "cudnn_deterministic_mode": Option(
+        Literal["default", "warn", "error", 0, 1, 2] | None, None, "torch's deterministic debug mode"
+    ),
+}
+
+PARALLELISM: dict[str, Option] = {
+    "fsdp_cpu_offload": Option(bool, False, "keep parameters, gradients and optimizer states in host memory"),
+    "fsdp_reshard_after_forward": Option(
+        bool, True, "free gathered parameters after the forward; False: faster, more memory"
+    ),
+    "data_parallel_replicate_dim": Option(
+        int, 1, "HSDP: copies of the sharded model; gradients are averaged over them", minimum=1
+    ),
+    "data_parallel_shard_dim": Option(
+        Literal[-1] | int, -1, "ranks that one copy is sharded over; -1: all remaining", minimum=1
+    ),
+    "tensor_parallel_dim": Option(int, 1, "ranks that share each layer's matrix products", minimum=1),
+    "tensor_parallel_plan": Option(
+        Component | None,
+        None,
+        "how they share them: torchtune.models.llama3.base_llama_tp_plan, or finch.models.qwen3.qwen3_tp_plan",
+    ),
+    "debug_checks": Option(bool, False, "compare learning rate and EMA bit for bit over the ranks at each step"),
+    "distributed_timeout": Option(float, 1800, "seconds after which a collective that hangs is an error", minimum=1),
+}
+
+CHECKPOINT: dict[str, Option] = {
+    "every_n_steps": Option(int | None, None, "save a resumable checkpoint after every n optimizer steps", minimum=1),
+    "every_n_minutes": Option(
+        float | None, None, "save one at the next step once n minutes have passed since the last save", minimum=0
+    ),
+    "keep_last": Option(int, 1, "complete checkpoints that are kept; 2 leaves one to fall back on", minimum=1),
+    "async": Option(bool, True, "write while training continues; costs a copy of the state in host memory"),
+}
+
+OUTPUT: dict[str, Option] = {
+    "checkpoint": Option(
+        Component,
+        {key: option.default for key, option in CHECKPOINT.items()},
+        "when a resumable checkpoint is saved between epoch ends",
+        block=CHECKPOINT,
+    ),
+    "resume_from_checkpoint": Option(
+        bool | Literal["auto"] | Path,
+        False,
+        "continue the run in output_dir: True from its last checkpoint, auto if there is one, or from a step_N folder",
+    ),
+    "overwrite": Option(
+        bool, False, "start from scratch in an output_dir that holds a run; its files are removed first"
+    ),
+    "metric_logger": Option(Component | None, None, "a torchtune metric logger beside metrics.jsonl"),
+    "log_every_n_steps": Option(
+        int, 1, "how often the metric logger and the progress bar are updated, and a GPU is read", minimum=1
+    ),
+    "log_peak_memory_stats": Option(bool, True, "log the peak memory of each step, on CUDA"),
+    "log_level": Option(
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
+        "INFO",
+        "of finch's logger",
+        pattern="(?i)debug|info|warn|warning|error|fatal|critical|notset",
+    ),
+    "profiler": Option(Component | None, None, "torchtune's profiler block"),
+    "export_dtype": Option(
+        Literal["fp32", "bf16", "fp64"] | None, None, "dtype of the Hugging Face folders' weights; null: as trained"
+    ),
+}
+
+LORA: dict[str, Option] = {
+    "save_adapter_weights_only": Option(
+        bool, False, "write only the adapter at the end of an epoch, without the merged model"
+    ),
+}
+
+SECTIONS: dict[str, dict[str, Option]] = {
+    "Model and data": MODEL_AND_DATA,
+    "Batch": BATCH,
+    "Optimization": OPTIMIZATION,
+    "Precision, memory, speed": HARDWARE,
+    "Parallelism": PARALLELISM,
+    "Output": OUTPUT,
+}
+
+FULL_FINETUNE: dict[str, Option] = {key: option for section in SECTIONS.values() for key, option in section.items()}
+
+LORA_FINETUNE: dict[str, Option] = {
+    **FULL_FINETUNE,
+    "model": Option(
+        Component,
+        REQUIRED,
+        "builds a torchtune decoder with LoRA layers, such as torchtune.models.llama3.lora_llama3_8b",
+    ),
+    **LORA,
+}
+
+RECIPES: dict[str, dict[str, Option]] = {"finch_full_finetune": FULL_FINETUNE, "finch_lora_finetune": LORA_FINETUNE}
 
 
 @dataclass(frozen=True)
 class UnsupportedKey:
-    """A key of torchtune's recipes that finch's do not have: the value that asks for nothing, and what to do instead."""
+    """A key of torchtune's recipes that finch's do not have.
 
-    harmless: Any
-    instead: str
+    Attributes:
+        no_op_value: the value with which the key does nothing, and is accepted.
+        remedy: what is wrong with another value, and what to do.
+    """
+
+    no_op_value: Any
+    remedy: str
 
 
-# Keys of torchtune's distributed recipes, 0.6.1's and its main branch's. Their harmless values pass, so that a config that
-# merely names them runs.
+# Keys of torchtune's distributed recipes, 0.6.1's and its main branch's.
 UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
     "context_parallel_dim": UnsupportedKey(
-        1, "sequences are not cut over ranks here; set it to 1, and use tensor_parallel_dim"
+        1, "there is no context parallelism; set it to 1, and use tensor_parallel_dim"
     ),
-    "context_parallel_rotate_method": UnsupportedKey("allgather", "there is no context parallelism here; leave it out"),
-    "enable_fp8_training": UnsupportedKey(False, "linear layers are not trained in fp8 here; set it to False"),
-    "fp8_recipe_name": UnsupportedKey(None, "linear layers are not trained in fp8 here; set it to null"),
-    "enable_async_checkpointing": UnsupportedKey(False, "checkpoint.async says it here; set it to False"),
-    "save_every_n_steps": UnsupportedKey(None, "checkpoint.every_n_steps says it here; set it to null"),
+    "context_parallel_rotate_method": UnsupportedKey("allgather", "there is no context parallelism; leave it out"),
+    "enable_fp8_training": UnsupportedKey(False, "there is no fp8 training; set it to False"),
+    "fp8_recipe_name": UnsupportedKey(None, "there is no fp8 training; set it to null"),
+    "enable_async_checkpointing": UnsupportedKey(False, "the key here is checkpoint.async; set it to False"),
+    "save_every_n_steps": UnsupportedKey(None, "the key here is checkpoint.every_n_steps; set it to null"),
     "batch_size_val": UnsupportedKey(None, "validation uses batch_size; leave it out"),
     "resize_token_embeddings": UnsupportedKey(False, "embeddings keep the checkpoint's size; set it to False"),
     "activation_offloading_use_streams": UnsupportedKey(True, "offloading always uses streams; leave it out"),
 }
 
-# The same keys under the names of torchtune's main branch.
+# Names of torchtune's main branch for keys that finch has.
 ALIASES = {"dataset_val": "dataset_validation", "run_val_every_n_steps": "validate_every_n_steps"}
-
-COMPONENT = (dict,)
-NUMBER = (int, float)
-
-CHECKPOINT: dict[str, Option] = {
-    "every_n_steps": Option(None, (int,), "save the state to resume from after every n optimizer steps", 1),
-    "every_n_minutes": Option(
-        None, NUMBER, "save it at the next step once n minutes have passed since the last save", 0
-    ),
-    "keep_last": Option(1, (int,), "whole checkpoints that stay; 2 leaves one to fall back on", 1),
-    "async": Option(True, (bool,), "write while training goes on; costs a copy of the state in host memory"),
-}
-
-FULL_FINETUNE: dict[str, Option] = {
-    # What is trained on what
-    "model": Option(REQUIRED, COMPONENT, "component that builds the torchtune decoder"),
-    "tokenizer": Option(REQUIRED, COMPONENT, "component that builds the tokenizer"),
-    "checkpointer": Option(
-        REQUIRED, COMPONENT, "torchtune's block: checkpoint_dir, checkpoint_files, output_dir, model_type"
-    ),
-    "dataset": Option(REQUIRED, (dict, list), "component of the training rows, or a list of them, concatenated"),
-    "dataset_validation": Option(
-        None, (dict, list), "component of held-out rows; their mean loss is taken at each epoch's end"
-    ),
-    "collate_fn": Option("torchtune.data.padded_collate_sft", (str,), "function that pads a micro-batch"),
-    "output_dir": Option(REQUIRED, (str,), "the run's folder: metrics, checkpoints, Hugging Face folders"),
-    # The batch
-    "batch_size": Option(1, (int,), "samples a forward pass and rank (the micro-batch)", 1),
-    "gradient_accumulation_steps": Option(1, (int,), "micro-batches an optimizer step", 1),
-    "shuffle": Option(True, (bool,), "a new seeded permutation each epoch"),
-    "seed": Option(0, (int,), "of the data order and of everything random; null draws one", 0, nullable=True),
-    "drop_last": Option(False, (bool,), "leave out an epoch's last global batch if it is short"),
-    "num_workers": Option(0, (int,), "processes a rank that read and tokenize ahead", 0),
-    "check_dataset": Option(
-        True,
-        (bool,),
-        "read every row once before weights are loaded, to find broken and overlong ones; init: dataset, FLOW and STM read them anyway",
-    ),
-    # The update
-    "optimizer": Option(REQUIRED, COMPONENT, "component of the optimizer; its lr is eta_base under FinchLR"),
-    "lr_scheduler": Option(
-        None, COMPONENT, "finch.FinchLR, a torchtune scheduler, or null for a constant learning rate"
-    ),
-    "loss": Option(
-        {"_component_": "torch.nn.CrossEntropyLoss"},
-        COMPONENT,
-        "torchtune's cross-entropy losses, all plain cross-entropy here",
-    ),
-    "regularizer": Option(
-        None,
-        COMPONENT,
-        "component that pulls weights toward the pretrained ones, finch.regularization.L2; null: none",
-    ),
-    "clip_grad_norm": Option(
-        None, (int, float, str), "largest gradient norm; null does not clip; the paper clips to 1.0"
-    ),
-    "on_nonfinite": Option(
-        None,
-        (str,),
-        "a loss or gradient that is not finite: raise, skip the update, or rollback to the last checkpoint and on past the batch; null: as lr_scheduler says, else raise",
-    ),
-    "optimizer_in_bwd": Option(
-        False,
-        (bool,),
-        "update each weight inside the backward and free its gradient at once; no accumulation, no clipping",
-    ),
-    # How long
-    "epochs": Option(1, (int,), "passes over the training rows", 1),
-    "max_steps_per_epoch": Option(None, (int,), "optimizer steps after which an epoch ends; null: all of it", 1),
-    "validate_every_n_steps": Option(None, (int,), "also validate after every n optimizer steps", 1),
-    # Numbers, memory, speed
-    "device": Option("auto", (str,), "cuda, cpu, or auto: CUDA where there is one"),
-    "dtype": Option("fp32", (str,), "fp32, bf16 (pure), bf16_mixed (fp32 master weights), bf16_stochastic, fp64"),
-    "compile": Option(False, (bool,), "torch.compile layers and loss"),
-    "enable_activation_checkpointing": Option(
-        False, (bool,), "recompute each layer in the backward: less memory, more time"
-    ),
-    "enable_activation_offloading": Option(False, (bool,), "keep checkpointed activations in host memory (CUDA)"),
-    "ac_mode": Option(None, (str,), "selective activation checkpointing: full or selective"),
-    "ac_option": Option(None, (int, str), "with ac_mode selective: every n-th layer, or op"),
-    "fsdp_cpu_offload": Option(False, (bool,), "keep parameters, gradients and optimizer states in host memory"),
-    "fsdp_reshard_after_forward": Option(
-        True, (bool,), "free gathered parameters after the forward; False: faster, more memory"
-    ),
-    "data_parallel_replicate_dim": Option(
-        1, (int,), "HSDP: copies of the sharded model; gradients are averaged over them", 1
-    ),
-    "data_parallel_shard_dim": Option(-1, (int,), "ranks a copy is sharded over; -1: all that are left", -1),
-    "tensor_parallel_dim": Option(1, (int,), "ranks that share each layer's matrix products", 1),
-    "tensor_parallel_plan": Option(
-        None,
-        COMPONENT,
-        "how: torchtune.models.llama3.base_llama_tp_plan, or finch.models.qwen3.qwen3_tp_plan",
-    ),
-    "custom_sharded_layers": Option(
-        None, (list,), "modules besides the layers that FSDP2 wraps on their own, such as tok_embeddings"
-    ),
-    "cudnn_deterministic_mode": Option(None, (int, str), "torch's deterministic debug mode: default, warn or error"),
-    "debug_checks": Option(False, (bool,), "compare learning rate and EMA bit for bit over the ranks at each step"),
-    "distributed_timeout": Option(1800, NUMBER, "seconds after which a collective that hangs is an error", 1),
-    # Where it is written
-    "checkpoint": Option(
-        {key: option.default for key, option in CHECKPOINT.items()},
-        (dict,),
-        "when a state to resume from is saved between epoch ends",
-        block=CHECKPOINT,
-    ),
-    "resume_from_checkpoint": Option(
-        False,
-        (bool, str),
-        "continue the run in output_dir: True from its last checkpoint, auto if there is one, or the path of a step_N folder",
-    ),
-    "overwrite": Option(False, (bool,), "start afresh in an output_dir that holds a run; its files are removed first"),
-    "metric_logger": Option(None, COMPONENT, "a torchtune metric logger beside metrics.jsonl"),
-    "log_every_n_steps": Option(
-        1, (int,), "how often the metric logger and the progress bar are fed, and a GPU is read", 1
-    ),
-    "log_peak_memory_stats": Option(True, (bool,), "peak memory a step, on CUDA"),
-    "log_level": Option("INFO", (str,), "of torchtune's logger"),
-    "profiler": Option(None, COMPONENT, "torchtune's profiler block"),
-    "export_dtype": Option(None, (str,), "dtype of the Hugging Face folders' weights: fp32, bf16; null: as trained"),
-}
-
-LORA_FINETUNE: dict[str, Option] = {
-    **FULL_FINETUNE,
-    "model": Option(
-        REQUIRED, COMPONENT, "component that builds a torchtune decoder with LoRA layers, such as lora_llama3_8b"
-    ),
-    "save_adapter_weights_only": Option(
-        False, (bool,), "write the adapter alone at an epoch's end, without the merged model"
-    ),
-}
-
-RECIPES: dict[str, dict[str, Option]] = {"finch_full_finetune": FULL_FINETUNE, "finch_lora_finetune": LORA_FINETUNE}

@@ -13,7 +13,7 @@ from torchtune import modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from finch.config.instantiate import build, component_of
-from finch.config.registry import did_you_mean
+from finch.config.suggestions import did_you_mean
 from finch.distributed import fsdp, watchdog
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision

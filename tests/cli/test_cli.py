@@ -12,50 +12,56 @@ from finch.cli import doctor
 from finch.config.registry import config_names, find_config
 
 
-def test_help_does_not_wait_for_torch():
-    code = "import sys; from finch.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert not {'torch', 'omegaconf'} & set(sys.modules)"
+@pytest.mark.parametrize("argument", ["--help", "configs", "keys", "methods"])
+def test_commands_need_no_torch(argument):
+    code = f"import sys; from finch.cli.main import main\ntry: main([{argument!r}])\nexcept SystemExit: pass\nassert not {{'torch', 'omegaconf'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("arguments", [("configs",), ("configs", "list")])
-def test_configs_are_listed_with_a_line_each(capsys, arguments):
+def test_configs_lists_names_with_headers(capsys, arguments):
     code, out, _ = finch(capsys, *arguments)
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == list(config_names())
-    assert all(len(line.split(None, 1)[1]) > 20 for line in out.splitlines())
+    listed = dict(line.split(None, 1) for line in out.splitlines())
+    assert list(listed) == list(config_names())
+    assert listed["qwen3/4B_finch"] == "FINCH on Qwen3-4B: the paper's knowledge task, TOFU."
 
 
-def test_show_resolves_references_and_fills_in_defaults(capsys):
-    code, out, _ = finch(capsys, "configs", "show", "qwen3/4B_finch", "model_dir=/models/x", "epochs=2")
-    shown = yaml.safe_load(out)
-    assert code == 0
-    assert shown["tokenizer"]["path"] == "/models/x/tokenizer.json"
-    assert (shown["epochs"], shown["drop_last"]) == (2, False)
-    code, out, _ = finch(
-        capsys,
-        "configs",
-        "show",
-        "qwen3/4B_finch",
-        "model=finch.models.qwen3.qwen3_4b_base",
-        "lr_scheduler=null",
-        "~seed",
-    )
-    assert yaml.safe_load(out)["model"] == {"_component_": "finch.models.qwen3.qwen3_4b_base"}
-    assert (yaml.safe_load(out)["lr_scheduler"], yaml.safe_load(out)["seed"]) == (None, 0)
-    code, out, _ = finch(capsys, "configs", "show", "stories260k/tofu_finch")
-    assert yaml.safe_load(out)["checkpointer"]["checkpoint_dir"] == "<data_root>/stories260k"
+def show(capsys, name, *overrides):
+    code, out, err = finch(capsys, "configs", "show", name, *overrides)
+    assert code == 0, err
+    return yaml.safe_load(out)
 
 
-def test_show_refuses_what_a_run_refuses(capsys):
-    code, _, err = finch(capsys, "configs", "show", "stories260k/tofu_finch", "optimizer.lrr=3")
+def test_configs_show_resolves_and_fills_in_defaults(capsys):
+    cfg = show(capsys, "qwen3/4B_finch", "model_dir=/models/x", "epochs=2")
+    assert (cfg["tokenizer"]["path"], cfg["epochs"], cfg["drop_last"]) == ("/models/x/tokenizer.json", 2, False)
+    builder = "finch.models.qwen3.qwen3_4b_base"
+    cfg = show(capsys, "qwen3/4B_finch", f"model={builder}", "lr_scheduler=null", "~seed")
+    assert (cfg["model"], cfg["lr_scheduler"], cfg["seed"]) == ({"_component_": builder}, None, 0)
+    for overrides in ((), ("epochs=9",)):
+        cfg = show(capsys, "stories260k/tofu_finch", *overrides)
+        assert cfg["checkpointer"]["checkpoint_dir"] == "<data_root>/stories260k"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", "stories260k/tofu_finch", "optimizer.lrr=3"), "did you mean optimizer.lr?"),
+        (("show", "qwen3/4B_fnch"), "did you mean qwen3/4B_finch?"),
+        (("cp", "qwen3/4B_fnch", "x.yaml"), "did you mean qwen3/4B_finch?"),
+    ],
+)
+def test_configs_rejects(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = finch(capsys, "configs", *arguments)
     assert code == 1
-    assert "did you mean optimizer.lr?" in err
-    code, out, _ = finch(capsys, "configs", "show", "stories260k/tofu_finch", "epochs=9")
-    assert (code, yaml.safe_load(out)["epochs"]) == (0, 9)
+    assert message in err
+    assert not list(tmp_path.iterdir())
 
 
-def test_cp_copies_and_never_overwrites(capsys, tmp_path):
-    target = tmp_path / "mine" / "config.yaml"
+def test_configs_cp_never_overwrites(capsys, tmp_path):
+    target = tmp_path / "new" / "config.yaml"
     code, out, _ = finch(capsys, "configs", "cp", "llama3/8B_sft", str(target))
     assert code == 0
     assert f"--config {target}" in out
@@ -65,31 +71,48 @@ def test_cp_copies_and_never_overwrites(capsys, tmp_path):
     assert f"{target} exists; give another name" in err
 
 
-@pytest.mark.parametrize("action", [("show",), ("cp", "x.yaml")])
-def test_a_wrong_name_is_answered_with_the_nearest(capsys, tmp_path, monkeypatch, action):
-    monkeypatch.chdir(tmp_path)
-    code, _, err = finch(capsys, "configs", action[0], "qwen3/4B_fnch", *action[1:])
-    assert code == 1
-    assert "did you mean qwen3/4B_finch?" in err
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_doctor_finds_this_environment_well(capsys, monkeypatch):
+def test_doctor_finds_no_problems_here(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "COMFORTABLE_FREE_BYTES", 0)
     code, out, _ = finch(capsys, "doctor")
     assert code == 0, out
-    assert "all of this fits together" in out
+    assert "no problems found" in out
     for word in ("python ", "torch ", "torchao ", "backends ", "gloo", "free disk"):
         assert word in out
 
 
-def test_the_doctor_names_what_does_not_fit_and_the_command_that_mends_it(capsys, monkeypatch):
+REQUIRES = [
+    "torch>=2.11",
+    "tomli>=2; python_version < '3.0'",
+    "torchtune<0.8,>=0.6.1; extra == 'torchtune'",
+    "torchao<0.16,>=0.13; extra == 'torchtune'",
+    "datasets>=4.1; extra == 'torchtune'",
+    "nothing-such>=1; extra == 'wandb'",
+    "finch-finetune[torchtune]; extra == 'all'",
+    "nothing-such>=1; extra == 'dev'",
+]
+
+
+def test_doctor_names_problems_and_their_fixes(capsys, monkeypatch):
+    class Distribution:
+        def get_all(self, _):
+            return ["torchtune", "wandb", "all", "dev"]
+
     versions = {"torchao": "0.17.0", "datasets": None}
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, real(name)))
+    installed = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, installed(name)))
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _: REQUIRES)
+    monkeypatch.setattr(doctor.metadata, "metadata", lambda _: Distribution())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 10**9))
     code, out, _ = finch(capsys, "doctor")
     assert code == 1
     assert "problem: torchao 0.17.0 is outside <0.16,>=0.13: pip install 'torchao<0.16,>=0.13'" in out
     assert "problem: datasets is missing: pip install 'datasets>=4.1'" in out
     assert "problem: 1 GB are free here" in out
+    assert out.count("problem: ") == 3
+    assert "extras       not installed: wandb; pip install 'finch-finetune[NAME]'" in out
+    assert "tomli" not in out
+    versions["torchtune"] = None  # without it the packages of its extra are of no concern
+    out = finch(capsys, "doctor")[1]
+    assert out.count("problem: ") == 1
+    assert "torchao" not in out
+    assert "extras       not installed: torchtune, wandb;" in out

@@ -1,4 +1,4 @@
-"""Methods by name, without a run: what a config becomes, and what is refused."""
+"""method=NAME, without a run: the config it makes, and the errors."""
 
 import logging
 import math
@@ -29,9 +29,9 @@ def objective(name):
     return {"_component_": f"finch.objectives.{name}"}
 
 
-def merged(*overrides, **in_file):
-    """The config as plain values; ``in_file`` replaces top-level keys of the minimal one."""
-    return OmegaConf.to_container(merge({**MINIMAL, **in_file}, list(overrides))[0], resolve=True)
+def merged(*overrides, **changes):
+    """The config as plain values; ``changes`` replace top-level keys of the minimal one."""
+    return OmegaConf.to_container(merge({**MINIMAL, **changes}, list(overrides))[0], resolve=True)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def merged(*overrides, **in_file):
         ("stm+finch+l2", FINCH, objective("STM"), L2),
     ],
 )
-def test_a_method_sets_three_blocks_and_nothing_else(name, lr_scheduler, loss, regularizer):
+def test_method_sets_three_blocks_and_nothing_else(name, lr_scheduler, loss, regularizer):
     before = {
         **MINIMAL,
         "lr_scheduler": {"_component_": "x.Y", "z": 1},
@@ -63,7 +63,7 @@ def test_a_method_sets_three_blocks_and_nothing_else(name, lr_scheduler, loss, r
     assert merged(method=name) == {**MINIMAL, **blocks}  # from the file
 
 
-def test_every_component_of_the_table_exists():
+def test_method_components_exist():
     for method in METHODS.values():
         for key, block in method.blocks.items():
             component = block.get("_component_", "") if isinstance(block, dict) else ""
@@ -71,7 +71,7 @@ def test_every_component_of_the_table_exists():
                 assert callable(locate(component, key))
 
 
-def test_file_then_method_then_command_line():
+def test_method_precedence_file_method_command_line():
     assert merged("method=dft", method="talr")["loss"] == objective("DFT")
     assert merged("~method", method="talr") == MINIMAL
     assert merged("method=null", method="talr") == MINIMAL
@@ -82,7 +82,7 @@ def test_file_then_method_then_command_line():
     assert merged("method=dft", "loss=finch.objectives.STM")["loss"] == objective("STM")
 
 
-def test_a_block_can_be_removed_from_a_method(tmp_path):
+def test_method_block_can_be_removed(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(MINIMAL))
     for name in ("sft", "finch", "replay"):
@@ -91,7 +91,7 @@ def test_a_block_can_be_removed_from_a_method(tmp_path):
         assert "method" not in cfg
 
 
-def test_a_block_of_the_same_component_keeps_its_settings():
+def test_method_keeps_settings_of_the_same_component():
     own = {"_component_": "finch.objectives.TALR", "w_min": 0.2}
     assert merged("method=talr", loss=own)["loss"] == own
     assert merged("method=stm", loss=own)["loss"] == objective("STM")
@@ -102,7 +102,7 @@ def test_a_block_of_the_same_component_keeps_its_settings():
 @pytest.mark.parametrize(
     ("overrides", "eta_max"),
     [
-        ([], 7e-5),  # the file's cap, for the file's learning rate
+        ([], 7e-5),  # the file's eta_max, for the file's learning rate
         (["optimizer.lr=1e-5"], 7e-5),  # the same learning rate
         (["optimizer.lr=3e-4"], 7.5e-4),
         (["optimizer.lr=3e-4", "lr_scheduler.eta_max=1"], 1),
@@ -111,25 +111,25 @@ def test_a_block_of_the_same_component_keeps_its_settings():
         (["optimizer.lr=${nested.rate}", "nested.rate=3e-4"], 7.5e-4),
     ],
 )
-def test_finchs_cap_follows_its_eta_base(overrides, eta_max):
+def test_finch_eta_max_scales_with_eta_base(overrides, eta_max):
     block = {"_component_": "finch.FinchLR", "eta_max": 7e-5, "ema": 0.8, "init": 3.0, "eps": 1e-6}
     cfg = merged("method=finch", *overrides, lr_scheduler=block)
     assert cfg["lr_scheduler"] == {**block, "eta_max": eta_max}
 
 
-def test_finch_without_a_schedule_in_the_file():
+def test_finch_sets_eta_max_without_a_schedule_in_the_file():
     assert merged("method=finch", "optimizer.lr=2e-5")["lr_scheduler"] == {**FINCH, "eta_max": 5e-5}
     for rate in ("x", "0", "null"):
         with pytest.raises(UserError, match=r"optimizer\.lr=\w+ must be a number above 0, since method=finch"):
             merged("method=finch", f"optimizer.lr={rate}")
 
 
-def test_a_small_learning_rate_is_a_tenth_of_the_configs():
+def test_small_lr_is_a_tenth():
     assert merged("method=small_lr")["optimizer"]["lr"] == 1e-6
     assert merged("method=small_lr", "optimizer.lr=3e-6")["optimizer"]["lr"] == 3e-6
 
 
-def test_replay_needs_the_run_to_replay():
+def test_replay_requires_a_log():
     cfg = merged("method=replay+dft", "lr_scheduler.log=out/run")
     assert cfg["lr_scheduler"] == {"_component_": "finch.ReplayLR", "log": "out/run"}
     assert cfg["loss"] == objective("DFT")
@@ -138,7 +138,7 @@ def test_replay_needs_the_run_to_replay():
 
 
 @pytest.mark.parametrize(
-    ("full", "twin"),
+    ("full", "lora"),
     [
         ("torchtune.models.llama3.llama3_8b", "torchtune.models.llama3.lora_llama3_8b"),
         ("finch.models.qwen3.qwen3_4b_instruct", "finch.models.qwen3.lora_qwen3_4b_instruct"),
@@ -147,10 +147,10 @@ def test_replay_needs_the_run_to_replay():
         ("torchtune.models.llama2.lora_llama2_7b", "torchtune.models.llama2.lora_llama2_7b"),
     ],
 )
-def test_lora_turns_a_builder_into_its_twin(full, twin):
-    assert callable(locate(twin, "model"))
+def test_lora_replaces_the_model_builder(full, lora):
+    assert callable(locate(lora, "model"))
     expected = {
-        "_component_": twin,
+        "_component_": lora,
         "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
         "apply_lora_to_mlp": True,
         "lora_rank": 64,
@@ -163,7 +163,7 @@ def test_lora_turns_a_builder_into_its_twin(full, twin):
     assert (cfg["lr_scheduler"], cfg["loss"], cfg["regularizer"]) == (FINCH, CROSS_ENTROPY, None)
 
 
-def test_the_full_recipe_refuses_lora_with_the_right_command(tmp_path):
+def test_full_recipe_rejects_lora_with_the_right_command(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({**MINIMAL, "method": "lora"}))
     with pytest.raises(UserError, match=f"tune run finch_lora_finetune --config {file} epochs=2"):
@@ -172,7 +172,7 @@ def test_the_full_recipe_refuses_lora_with_the_right_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("tlr", "method=tlr is not known, did you mean talr?"),
         ("finch+xyz", "method=finch+xyz is not known; known are sft, small_lr, finch"),
@@ -184,25 +184,26 @@ def test_the_full_recipe_refuses_lora_with_the_right_command(tmp_path):
         ("finch+", "is not known"),
     ],
 )
-def test_names_that_do_not_work(tmp_path, name, told):
+def test_read_rejects_method_names(tmp_path, name, message):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(MINIMAL))
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         read(["--config", str(file), f"method={name}"], FULL_FINETUNE)
-    assert told in str(refused.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", config_names())
-def test_every_config_takes_every_method(name):
+def test_every_config_accepts_every_method(name):
     given = [f"{key}=/x" for key, value in yaml.safe_load(config_names()[name].read_text()).items() if value == "???"]
     for method in METHODS:
         log = ["lr_scheduler.log=/x"] if method == "replay" else []
         options = LORA_FINETUNE if method == "lora" else FULL_FINETUNE
         cfg = read(["--config", name, f"method={method}", *given, *log], options)
         assert "method" not in cfg
+        assert cfg.output_dir == f"out/{name}"
 
 
-def test_the_log_says_what_a_method_is_and_what_follows(tmp_path, caplog):
+def test_log_method_names_blocks_and_next_command(tmp_path, caplog):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(MINIMAL))
     with caplog.at_level(logging.INFO, logger="finch"):
@@ -211,14 +212,14 @@ def test_the_log_says_what_a_method_is_and_what_follows(tmp_path, caplog):
     assert "finch wise-ft --base x --tuned run/epoch_2 --out run/wise_ft" in caplog.text
 
 
-def test_the_command_lists_methods_and_shows_what_one_stands_for(capsys):
+def test_finch_methods_and_configs_show(capsys):
     code, out, _ = finch_command(capsys, "methods")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(METHODS)
     code, out, _ = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=talr", "~clip_grad_norm")
-    shown = yaml.safe_load(out)
-    assert (code, shown["loss"], shown["lr_scheduler"]) == (0, objective("TALR"), COSINE)
-    assert "method" not in shown
+    cfg = yaml.safe_load(out)
+    assert (code, cfg["loss"], cfg["lr_scheduler"]) == (0, objective("TALR"), COSINE)
+    assert "method" not in cfg
     code, out, _ = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=lora")
     assert (code, yaml.safe_load(out)["model"]["lora_rank"]) == (0, 64)
     assert yaml.safe_load(out)["save_adapter_weights_only"] is False
@@ -228,15 +229,15 @@ def test_the_command_lists_methods_and_shows_what_one_stands_for(capsys):
 
 
 @pytest.mark.parametrize(("steps", "fraction", "warmup"), [(100, 0.05, 5), (140, 0.05, 7), (75, 0.05, 4), (50, 0, 0)])
-def test_the_cosine_equals_torchtunes_with_that_many_steps(steps, fraction, warmup):
+def test_cosine_with_warmup_equals_torchtune(steps, fraction, warmup):
     def rates(make):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
-        schedule, taken = make(optimizer), []
+        schedule, used = make(optimizer), []
         for _ in range(steps):
-            taken.append(optimizer.param_groups[0]["lr"])
+            used.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
-        return [*taken, optimizer.param_groups[0]["lr"]]
+        return [*used, optimizer.param_groups[0]["lr"]]
 
     ours = rates(lambda optimizer: cosine_with_warmup(optimizer, steps, warmup_fraction=fraction))
     assert ours == rates(lambda optimizer: get_cosine_schedule_with_warmup(optimizer, warmup, steps))
@@ -245,11 +246,11 @@ def test_the_cosine_equals_torchtunes_with_that_many_steps(steps, fraction, warm
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1, "x"])
-def test_a_warm_up_beyond_the_run_is_refused(fraction):
+def test_cosine_with_warmup_rejects_fraction(fraction):
     with pytest.raises(ValueError, match="warmup_fraction"):
         cosine_with_warmup(torch.optim.SGD([torch.zeros(1)], lr=1.0), 10, warmup_fraction=fraction)
 
 
-def test_the_page_has_a_row_for_every_method():
+def test_methods_page_has_a_row_for_every_method():
     rows = [line.split("`")[1] for line in (ROOT / "docs" / "methods.md").read_text().splitlines() if line[:3] == "| `"]
     assert rows == list(METHODS)
