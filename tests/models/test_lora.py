@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers.models import QWEN3_SIZE as SIZE
-from helpers.models import save_qwen3
+from helpers.models import FAMILIES, save
 from helpers.ranks import on_ranks
 from safetensors.torch import load_file
 from torchtune import training
@@ -33,6 +32,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
 LLAMA = {"vocab_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "max_seq_len": 16}
 LLAMA |= {"intermediate_dim": 24}
 COMPONENT = "torchtune.models.llama3.llama3"
+SIZE = FAMILIES["qwen3"].arguments
 
 
 def small(use_dora=False, **changes):
@@ -152,7 +152,7 @@ def begin_and_write(folder, ranks):
 
 @pytest.mark.slow
 def test_two_ranks_begin_and_write_what_one_does(tmp_path):
-    save_qwen3(tmp_path / "base", tied=False)
+    save("qwen3", tmp_path / "base")
     alone = begin_and_write(tmp_path, parallel.start(torch.device("cpu"), shard=False))
     code = """
         from finch.distributed import parallel

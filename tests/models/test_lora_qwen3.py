@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.models import QWEN3_SIZE as SIZE
+from helpers.models import FAMILIES
 from torch import nn
 
 from finch.errors import UserError
@@ -10,6 +10,7 @@ from finch.models import qwen3 as family
 from finch.models.lora import adapter_layers, adapter_parameters, initialize_adapters
 from finch.models.qwen3 import lora_qwen3, qwen3
 
+SIZE = FAMILIES["qwen3"].arguments
 ALL = ["q_proj", "k_proj", "v_proj", "output_proj"]
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 

@@ -10,8 +10,7 @@ import sys
 import pytest
 import torch
 import yaml
-from helpers.models import LLAMA3_SIZE as LLAMA_SIZE
-from helpers.models import QWEN3_SIZE, save_qwen3
+from helpers.models import FAMILIES, save
 from helpers.models import llama3_scaling as scaling
 from helpers.runs import environment, run_here, tune_run
 from helpers.tokenizers import write_llama3_tokenizer, write_qwen3_tokenizer
@@ -60,12 +59,11 @@ def test_finch_and_sft_configs_differ_in_the_schedule(family):
 def shrunk(name, folder, rows, run):
     """The shipped file with the model, the rows and the device changed, nothing else."""
     config = yaml.safe_load(find_config(name).read_text())
-    size = QWEN3_SIZE if name.startswith("qwen3") else LLAMA_SIZE
-    component = "finch.models.qwen3.qwen3" if name.startswith("qwen3") else "torchtune.models.llama3.llama3"
-    config["model"] = {"_component_": component, **size}
+    family = FAMILIES["qwen3 tied" if name.startswith("qwen3") else "llama 3"]
+    config["model"] = {"_component_": family.component, **family.arguments}
     if name.startswith("qwen3"):
-        config["model"].update(vocab_size=320, tie_word_embeddings=True)
-        save_qwen3(folder, tied=True, vocab_size=320)
+        config["model"].update(vocab_size=320)
+        save("qwen3 tied", folder, vocab_size=320)
         write_qwen3_tokenizer(folder, WORDS)
     else:
         config["model"].update(vocab_size=128256, embed_dim=16, num_heads=2, num_kv_heads=1, rope_base=500000)
@@ -105,7 +103,7 @@ def test_config_trains_a_shrunk_model(name, tmp_path, rows_file):
 def test_config_on_two_ranks_equals_one(name, tied, tmp_path, rows_file):
     config = shrunk(name, tmp_path / "base", rows_file, tmp_path / "two")
     if name.startswith("qwen3") and not tied:
-        save_qwen3(tmp_path / "base", tied=False, vocab_size=320)
+        save("qwen3", tmp_path / "base", vocab_size=320)
         config["model"]["tie_word_embeddings"] = False
     if name.startswith("llama3"):  # with the rotary scaling of 3.1, which is built anew after sharding
         file = tmp_path / "base" / "config.json"

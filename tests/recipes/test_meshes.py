@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from helpers.models import QWEN3_SIZE as SIZE
-from helpers.models import save_qwen3
+from helpers.models import FAMILIES, save
 from helpers.runs import llama_args, make_config, relative_l2, run_here, tune_run, weights
 
 pytestmark = pytest.mark.slow
@@ -80,8 +79,9 @@ def test_cosine_schedule_resumes_on_another_mesh(alone, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_qwen3_tensor_parallel_equals_one_process(tied, tmp_path, base_folder, rows_file):
-    save_qwen3(tmp_path / "base", tied=tied)
-    model = {"_component_": "finch.models.qwen3.qwen3", **SIZE, "tie_word_embeddings": tied}
+    family = FAMILIES["qwen3 tied" if tied else "qwen3"]
+    save("qwen3 tied" if tied else "qwen3", tmp_path / "base")
+    model = {"_component_": family.component, **family.arguments}
     config = make_config(base_folder, rows_file, tmp_path / "one", dtype="fp64", model=model, batch_size=8)
     config["checkpointer"] = {**config["checkpointer"], "checkpoint_dir": str(tmp_path / "base")}
     one = run_here(tmp_path, config)
@@ -176,9 +176,9 @@ def test_plans_that_do_not_fit_the_model_raise():
     from finch.distributed.tensor_parallel import check_plan
     from finch.errors import UserError
     from finch.models.gemma2 import gemma2
-    from finch.models.qwen3 import qwen3, qwen3_tp_plan
+    from finch.models.qwen3 import qwen3_tp_plan
 
-    small = qwen3(**SIZE)
+    small = FAMILIES["qwen3"].build()
     check_plan(small, qwen3_tp_plan(), 2)
     with pytest.raises(UserError, match=r"leaves out layers\.0\.attn\.q_norm, which sees this rank's heads alone"):
         check_plan(small, base_llama_tp_plan(), 2)

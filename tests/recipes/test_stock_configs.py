@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torchtune
+from helpers.models import FAMILIES, save
 from helpers.runs import run_here
 from helpers.tokenizers import write_llama3_tokenizer
-from models.test_families import FAMILIES, SIZE, save
 from omegaconf import OmegaConf
 
 from benchmarks.tiny_text import WORDS
@@ -102,8 +102,7 @@ def test_stock_config_has_the_stock_recipes_losses(name, tmp_path, monkeypatch):
     config = OmegaConf.load(RECIPES / "configs" / f"{name}.yaml")
     config.model = {
         "_component_": FAMILIES[family].component,
-        **SIZE,
-        **FAMILIES[family].result,
+        **FAMILIES[family].arguments,
         "vocab_size": vocabulary,
     }
     config.dataset.update(source="json", data_files=str(tmp_path / "rows.jsonl"))
