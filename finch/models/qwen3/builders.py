@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -141,44 +142,17 @@ SIZE_1_7B = _size(28, 16, 2048, 6144, tied=True)
 SIZE_4B = _size(36, 32, 2560, 9728, tied=True)
 SIZE_8B = _size(36, 32, 4096, 12288, tied=False)
 
-# Each takes the two settings in which later releases of a size differ: Qwen3-4B-Instruct-2507 has rope_base 5e6.
+
+def _builder(size: dict[str, Any], max_seq_len: int) -> Callable[..., TransformerDecoder]:
+    """:func:`qwen3` of one size. Later releases of a size differ in max_seq_len and rope_base: Qwen3-4B-Instruct-2507 has 5e6."""
+    return partial(qwen3, **size, max_seq_len=max_seq_len)
 
 
-def qwen3_0_6b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
-    """Qwen/Qwen3-0.6B-Base."""
-    return qwen3(**SIZE_0_6B, max_seq_len=max_seq_len, rope_base=rope_base)
-
-
-def qwen3_0_6b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
-    """Qwen/Qwen3-0.6B."""
-    return qwen3(**SIZE_0_6B, max_seq_len=max_seq_len, rope_base=rope_base)
-
-
-def qwen3_1_7b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
-    """Qwen/Qwen3-1.7B-Base."""
-    return qwen3(**SIZE_1_7B, max_seq_len=max_seq_len, rope_base=rope_base)
-
-
-def qwen3_1_7b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
-    """Qwen/Qwen3-1.7B."""
-    return qwen3(**SIZE_1_7B, max_seq_len=max_seq_len, rope_base=rope_base)
-
-
-def qwen3_4b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
-    """Qwen/Qwen3-4B-Base."""
-    return qwen3(**SIZE_4B, max_seq_len=max_seq_len, rope_base=rope_base)
-
-
-def qwen3_4b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
-    """Qwen/Qwen3-4B."""
-    return qwen3(**SIZE_4B, max_seq_len=max_seq_len, rope_base=rope_base)
-
-
-def qwen3_8b_base(max_seq_len: int = BASE_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
-    """Qwen/Qwen3-8B-Base."""
-    return qwen3(**SIZE_8B, max_seq_len=max_seq_len, rope_base=rope_base)
-
-
-def qwen3_8b_instruct(max_seq_len: int = INSTRUCT_CONTEXT, rope_base: float = 1e6) -> TransformerDecoder:
-    """Qwen/Qwen3-8B."""
-    return qwen3(**SIZE_8B, max_seq_len=max_seq_len, rope_base=rope_base)
+qwen3_0_6b_base = _builder(SIZE_0_6B, BASE_CONTEXT)  # Qwen/Qwen3-0.6B-Base
+qwen3_0_6b_instruct = _builder(SIZE_0_6B, INSTRUCT_CONTEXT)  # Qwen/Qwen3-0.6B, and so on
+qwen3_1_7b_base = _builder(SIZE_1_7B, BASE_CONTEXT)
+qwen3_1_7b_instruct = _builder(SIZE_1_7B, INSTRUCT_CONTEXT)
+qwen3_4b_base = _builder(SIZE_4B, BASE_CONTEXT)
+qwen3_4b_instruct = _builder(SIZE_4B, INSTRUCT_CONTEXT)
+qwen3_8b_base = _builder(SIZE_8B, BASE_CONTEXT)
+qwen3_8b_instruct = _builder(SIZE_8B, INSTRUCT_CONTEXT)

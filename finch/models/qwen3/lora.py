@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from torch import nn
 from torchtune.modules import TransformerDecoder
@@ -86,100 +87,16 @@ def lora_qwen3(
     )
 
 
-class LoRAOptions(TypedDict, total=False):
-    """The options that all sizes have; rank 8 and alpha 16 unless given, as in torchtune. See :func:`lora_qwen3`."""
-
-    lora_rank: int
-    lora_alpha: float
-    lora_dropout: float
-    use_dora: bool
-    quantize_base: bool
-    max_seq_len: int
-    rope_base: float
+def _builder(size: dict[str, Any], max_seq_len: int) -> Callable[..., TransformerDecoder]:
+    """:func:`lora_qwen3` of one size, with torchtune's defaults of rank and alpha."""
+    return partial(lora_qwen3, **size, max_seq_len=max_seq_len, lora_rank=8, lora_alpha=16)
 
 
-def _lora(
-    size: dict[str, Any], context: int, attention: Sequence[str], mlp: bool, output: bool, options: LoRAOptions
-) -> TransformerDecoder:
-    settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 16, "max_seq_len": context, **options}
-    return lora_qwen3(attention, mlp, output, **size, **settings)
-
-
-def lora_qwen3_0_6b_base(
-    lora_attn_modules: Sequence[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    **options: Unpack[LoRAOptions],
-) -> TransformerDecoder:
-    """Qwen/Qwen3-0.6B-Base with LoRA."""
-    return _lora(SIZE_0_6B, BASE_CONTEXT, lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output, options)
-
-
-def lora_qwen3_0_6b_instruct(
-    lora_attn_modules: Sequence[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    **options: Unpack[LoRAOptions],
-) -> TransformerDecoder:
-    """Qwen/Qwen3-0.6B with LoRA."""
-    return _lora(SIZE_0_6B, INSTRUCT_CONTEXT, lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output, options)
-
-
-def lora_qwen3_1_7b_base(
-    lora_attn_modules: Sequence[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    **options: Unpack[LoRAOptions],
-) -> TransformerDecoder:
-    """Qwen/Qwen3-1.7B-Base with LoRA."""
-    return _lora(SIZE_1_7B, BASE_CONTEXT, lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output, options)
-
-
-def lora_qwen3_1_7b_instruct(
-    lora_attn_modules: Sequence[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    **options: Unpack[LoRAOptions],
-) -> TransformerDecoder:
-    """Qwen/Qwen3-1.7B with LoRA."""
-    return _lora(SIZE_1_7B, INSTRUCT_CONTEXT, lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output, options)
-
-
-def lora_qwen3_4b_base(
-    lora_attn_modules: Sequence[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    **options: Unpack[LoRAOptions],
-) -> TransformerDecoder:
-    """Qwen/Qwen3-4B-Base with LoRA."""
-    return _lora(SIZE_4B, BASE_CONTEXT, lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output, options)
-
-
-def lora_qwen3_4b_instruct(
-    lora_attn_modules: Sequence[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    **options: Unpack[LoRAOptions],
-) -> TransformerDecoder:
-    """Qwen/Qwen3-4B with LoRA."""
-    return _lora(SIZE_4B, INSTRUCT_CONTEXT, lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output, options)
-
-
-def lora_qwen3_8b_base(
-    lora_attn_modules: Sequence[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    **options: Unpack[LoRAOptions],
-) -> TransformerDecoder:
-    """Qwen/Qwen3-8B-Base with LoRA."""
-    return _lora(SIZE_8B, BASE_CONTEXT, lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output, options)
-
-
-def lora_qwen3_8b_instruct(
-    lora_attn_modules: Sequence[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    **options: Unpack[LoRAOptions],
-) -> TransformerDecoder:
-    """Qwen/Qwen3-8B with LoRA."""
-    return _lora(SIZE_8B, INSTRUCT_CONTEXT, lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output, options)
+lora_qwen3_0_6b_base = _builder(SIZE_0_6B, BASE_CONTEXT)  # Qwen/Qwen3-0.6B-Base
+lora_qwen3_0_6b_instruct = _builder(SIZE_0_6B, INSTRUCT_CONTEXT)  # Qwen/Qwen3-0.6B, and so on
+lora_qwen3_1_7b_base = _builder(SIZE_1_7B, BASE_CONTEXT)
+lora_qwen3_1_7b_instruct = _builder(SIZE_1_7B, INSTRUCT_CONTEXT)
+lora_qwen3_4b_base = _builder(SIZE_4B, BASE_CONTEXT)
+lora_qwen3_4b_instruct = _builder(SIZE_4B, INSTRUCT_CONTEXT)
+lora_qwen3_8b_base = _builder(SIZE_8B, BASE_CONTEXT)
+lora_qwen3_8b_instruct = _builder(SIZE_8B, INSTRUCT_CONTEXT)
