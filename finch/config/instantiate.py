@@ -30,7 +30,8 @@ def locate(path: str, key: str) -> Any:
         return _get_component_from_path(path)
     except (InstantiationError, ValueError) as error:
         parent, _, name = path.rpartition(".")
-        hint = did_you_mean(name, dir(sys.modules[parent])) if parent in sys.modules else ""
+        attributes = vars(sys.modules[parent]) if parent in sys.modules else {}
+        hint = did_you_mean(name, [attribute for attribute, value in attributes.items() if callable(value)])
         if isinstance(error.__cause__, ImportError) and not isinstance(
             error.__cause__, ModuleNotFoundError
         ):  # it is broken

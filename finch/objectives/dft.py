@@ -12,7 +12,7 @@ class DFT(Objective):
 
     Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification" (2025, arXiv
     2508.05629). Without the detaching, the gradient of p * l would push tokens with p < 1/e further down. The denominator is the
-    number of target tokens of the whole step; the authors' code takes the mean of each micro-batch instead.
+    number of target tokens of the complete step; the authors' code takes the mean of each micro-batch instead.
     """
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:

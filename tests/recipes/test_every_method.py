@@ -107,7 +107,7 @@ def test_objective_resumes_bitwise(name, config, alone, tmp_path):
         (folder / "pretrained.safetensors").unlink()
     resumed = run_here(tmp_path, once, *overrides(OBJECTIVES[name]), "epochs=2", "resume_from_checkpoint=True")
     assert resumed.returncode == 0, resumed.output
-    assert ("the pretrained model's losses are those of" in resumed.output) == (name == "stm")
+    assert ("the pretrained model's losses are read from" in resumed.output) == (name == "stm")
     assert resumed.column("loss") == straight.column("loss")
     one, other = weights(resumed.folder / "epoch_1"), weights(straight.folder / "epoch_1")
     assert all(torch.equal(one[key], other[key]) for key in other)
@@ -129,7 +129,7 @@ def test_reference_losses_are_reused_in_the_same_folder(config, tmp_path):
     assert first.returncode == 0
     assert "pretrained model's mean loss over 30 training samples" in first.output
     again = run_here(tmp_path, changed, "overwrite=True")
-    assert "the pretrained model's losses are those of" in again.output
+    assert "the pretrained model's losses are read from" in again.output
     assert again.column("lr") == first.column("lr")
     other = run_here(tmp_path, changed, "overwrite=True", "tokenizer.max_seq_len=40")
     assert "pretrained model's mean loss over 30 training samples" in other.output
