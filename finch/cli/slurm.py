@@ -71,6 +71,10 @@ def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
     settings = {name: os.environ[name] for name in names if os.environ.get(name)}
     if not args.script and "FINCH_CONTAINER" not in settings:
         settings.setdefault("FINCH_PYTHON", sys.executable)
+    if setup := settings.get("FINCH_SETUP"):
+        if not Path(setup).is_file():
+            raise UserError(f"FINCH_SETUP={setup} is not a file; give one that is")
+        settings["FINCH_SETUP"] = os.path.abspath(setup)
     nodes = _number(options.get("nodes", "1"))
     ranks = _ranks_per_node(settings, options, text)
     settings["FINCH_RECIPE"], run = _check_config(config, overrides, nodes * ranks if nodes and ranks else None)

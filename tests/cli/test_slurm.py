@@ -65,6 +65,8 @@ def test_submit_passes_options_overrides_and_settings(capsys, tmp_path, monkeypa
 
 def test_dry_run_prints_the_same_command(capsys, tmp_path, monkeypatch, sbatch):
     monkeypatch.setenv("FINCH_SETUP", "a b;$c.sh")
+    assert "FINCH_SETUP=a b;$c.sh is not a file" in submit(capsys, "qwen3/4B_finch")[2]
+    Path("a b;$c.sh").touch()
     words = ("qwen3/4B_finch", "method=finch+lora", "tokenizer.prompt_template={user: ['a b', ' $x']}", "output_dir=r")
     submit(capsys, *words)
     submitted = received(sbatch)
@@ -74,7 +76,7 @@ def test_dry_run_prints_the_same_command(capsys, tmp_path, monkeypatch, sbatch):
     monkeypatch.delenv("FINCH_SETUP")
     subprocess.run(["bash", "-c", line], check=True)
     assert received(sbatch) == submitted
-    assert "FINCH_RECIPE=finch_lora_finetune" in submitted[1]
+    assert {"FINCH_RECIPE=finch_lora_finetune", f"FINCH_SETUP={tmp_path}/a b;$c.sh"} < set(submitted[1])
     assert (tmp_path / "r/slurm").is_dir()
 
 
