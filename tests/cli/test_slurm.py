@@ -98,7 +98,7 @@ MISTAKES = {
     "no config": (("--exclusive", "qwen3/4B_finch"), "CONFIG is missing"),
     "unknown config": (("qwen3/4B_fnch",), "did you mean qwen3/4B_finch?"),
     "unknown key": (("qwen3/4B_finch", "optimizer.lrr=3"), "did you mean optimizer.lr?"),
-    "value": (("qwen3/4B_finch", "epochs=0"), "epochs=0 must be at least 1"),
+    "value": (("qwen3/4B_finch", "epochs=0"), "epochs=0 must be int >= 1"),
     "schedule": (("qwen3/4B_finch", "lr_scheduler.ema=2"), "ema"),
     "override": (("qwen3/4B_finch", "epochs"), "overrides are key=value"),
     "overwrite": (("qwen3/4B_finch", "overwrite=True"), "excludes overwrite=True"),

@@ -202,6 +202,6 @@ def test_mesh_options_in_one_process_raise(alone, tmp_path):
 
     assert "does not divide the 1 rank that were started" in refused(data_parallel_replicate_dim=2)
     assert "tensor_parallel_dim=2 needs tensor_parallel_plan" in refused(tensor_parallel_dim=2)
-    assert "data_parallel_shard_dim=0 must be at least 1, or -1" in refused(data_parallel_shard_dim=0)
+    assert "data_parallel_shard_dim=0 must be -1 or int >= 1" in refused(data_parallel_shard_dim=0)
     message = refused(optimizer_in_bwd=True, clip_grad_norm=None, gradient_accumulation_steps=2)
     assert "optimizer_in_bwd=True excludes gradient_accumulation_steps=2" in message
