@@ -1,4 +1,4 @@
-"""A disk without room: what is there stays, the run says so and goes on; a folder that cannot be written is refused."""
+"""A full disk: earlier files stay, the run warns and continues; a folder that cannot be written fails early."""
 
 import errno
 import os
@@ -13,44 +13,44 @@ from finch.weights.huggingface import HuggingFaceFolder
 pytestmark = pytest.mark.slow
 
 
-def full():
+def raise_disk_full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_state_that_finds_no_room(tmp_path, base_folder, rows_file, monkeypatch):
-    config = make_config(base_folder, rows_file, tmp_path / "straight")
-    straight = run_here(tmp_path / "s", config)
-    save, left = dcp.save, []
+def test_full_disk_at_a_save_keeps_the_last_checkpoint(tmp_path, base_folder, rows_file, monkeypatch):
+    config = make_config(base_folder, rows_file, tmp_path / "uninterrupted")
+    uninterrupted = run_here(tmp_path / "s", config)
+    save, folders = dcp.save, []
 
     def fails_at_six(*args, **kwargs):
         if kwargs["checkpoint_id"].endswith("step_6.partial"):
-            left.append(sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()))
-            full()
+            folders.append(sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()))
+            raise_disk_full()
         return save(*args, **kwargs)
 
     monkeypatch.setattr(dcp, "save", fails_at_six)
     config = {**config, "output_dir": str(tmp_path / "run"), "checkpoint": {"every_n_steps": 3}}
     run = run_here(tmp_path / "r", config)
-    assert left == [["step_3", "step_6.partial"]]
+    assert folders == [["step_3", "step_6.partial"]]
     assert "the state of step 6 could not be saved (No space left on device); " in run.output
     assert "checkpoints/step_3 stays, and the next save tries again" in run.output
     assert "saved the state of step 9 in" in run.output
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_11"]
-    assert_same_run(run, straight)
+    assert_same_run(run, uninterrupted)
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_an_epochs_folder_that_finds_no_room(epoch, tmp_path, base_folder, rows_file, monkeypatch):
-    config = make_config(base_folder, rows_file, tmp_path / "straight", epochs=2)
+def test_full_disk_at_an_export_continues_or_fails_at_the_end(epoch, tmp_path, base_folder, rows_file, monkeypatch):
+    config = make_config(base_folder, rows_file, tmp_path / "uninterrupted", epochs=2)
     config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
-    straight = run_here(tmp_path / "s", config)
+    uninterrupted = run_here(tmp_path / "s", config)
     write = HuggingFaceFolder._write_into
 
     def fails(folder, target, weights):
         if target.name == f"epoch_{epoch}.partial":
             (target / "part-1").write_bytes(b"half")
             next(weights)
-            full()
+            raise_disk_full()
         write(folder, target, weights)
 
     config = {**config, "output_dir": str(tmp_path / "run")}
@@ -59,7 +59,7 @@ def test_an_epochs_folder_that_finds_no_room(epoch, tmp_path, base_folder, rows_
         run = run_here(tmp_path / "r", config)
     assert f"epoch_{epoch} could not be written ([Errno 28] No space left on device)" in run.output
     assert not list(run.folder.glob("*.partial"))
-    assert run.column("loss") == straight.column("loss")
+    assert run.column("loss") == uninterrupted.column("loss")
     if epoch == 0:
         assert run.returncode == 0
         assert (run.folder / "best").readlink().name == "epoch_1"
@@ -67,22 +67,22 @@ def test_an_epochs_folder_that_finds_no_room(epoch, tmp_path, base_folder, rows_
         assert "has no room for the last epoch's folder; make room" in run.error()
         resumed = run_here(tmp_path / "r", config, "resume_from_checkpoint=auto")
         assert "resumed from step 22 of" in resumed.output
-        assert_same_run(resumed, straight)
+        assert_same_run(resumed, uninterrupted)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(base_folder, rows_file, tmp_path, monkeypatch):
-    """Also by root, whom permissions do not stop."""
+def test_unwritable_output_dir_fails_early(base_folder, rows_file, tmp_path, monkeypatch):
+    """Without permissions, which do not stop root."""
     (tmp_path / "file").write_text("")
     run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "file" / "run"))
     assert "cannot be written (Not a directory); give another folder" in run.error()
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(RunLock, "acquire", lambda lock: full())
+    monkeypatch.setattr(RunLock, "acquire", lambda lock: raise_disk_full())
     run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "run"))
     assert "cannot be written (No space left on device); give another folder" in run.error()
 
 
-def test_on_two_ranks_a_real_limit_stops_the_epochs_folder(tmp_path, base_folder, rows_file):
-    """Files may grow to one and a half times the model: a rank's state under SGD fits, the model in fp64 does not."""
+def test_file_size_limit_stops_the_export_on_two_ranks(tmp_path, base_folder, rows_file):
+    """Files may have one and a half times the model's size: a rank's state with SGD fits, the model in fp64 does not."""
     size = (base_folder / "model.safetensors").stat().st_size
     config = make_config(base_folder, rows_file, tmp_path / "run", batch_size=2, epochs=2, export_dtype="fp64")
     config["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 1e-2}

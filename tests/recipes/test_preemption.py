@@ -1,4 +1,4 @@
-"""A run that is told to leave: it saves, leaves REQUEUE, and goes on later as if nothing had happened; through the recipe."""
+"""Preemption: a run saves, writes REQUEUE, and a later resume equals the uninterrupted run; through the recipe."""
 
 import json
 import os
@@ -33,10 +33,10 @@ def raise_signal_in(monkeypatch, step, number):
 @pytest.mark.parametrize(
     ("number", "step"), [(signal.SIGTERM, 7), (signal.SIGUSR1, 11), (signal.SIGTERM, 22), (signal.SIGINT, 3)]
 )
-def test_the_step_is_finished_saved_and_gone_on_from(number, step, tmp_path, base_folder, rows_file, monkeypatch):
+def test_resume_after_a_signal_equals_uninterrupted(number, step, tmp_path, base_folder, rows_file, monkeypatch):
     """Also in the last step of an epoch, whose end then comes after the resume, and in the very last step."""
-    config = make_config(base_folder, rows_file, tmp_path / "straight", epochs=2, num_workers=2)
-    straight = run_here(tmp_path / "s", config)
+    config = make_config(base_folder, rows_file, tmp_path / "uninterrupted", epochs=2, num_workers=2)
+    uninterrupted = run_here(tmp_path / "s", config)
     config = {**config, "output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto"}
     with monkeypatch.context() as patch:
         raise_signal_in(patch, step, number)
@@ -49,7 +49,7 @@ def test_the_step_is_finished_saved_and_gone_on_from(number, step, tmp_path, bas
     resumed = run_here(tmp_path / "r", config)
     assert f"resumed from step {step} of" in resumed.output
     assert not (resumed.folder / "REQUEUE").exists()
-    assert_same_run(resumed, straight)
+    assert_same_run(resumed, uninterrupted)
 
 
 def start(folder, config, ranks):
@@ -87,10 +87,10 @@ def workers_of(launcher):
     return [int(each) for each in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
-def test_two_ranks_leave_together_and_die_with_their_launcher(tmp_path, base_folder, rows_file, monkeypatch):
-    config = make_config(base_folder, rows_file, tmp_path / "straight", epochs=2, batch_size=2, check_dataset=False)
+def test_two_ranks_stop_together_and_die_with_their_launcher(tmp_path, base_folder, rows_file, monkeypatch):
+    config = make_config(base_folder, rows_file, tmp_path / "uninterrupted", epochs=2, batch_size=2, check_dataset=False)
     config["lr_scheduler"] = {**config["lr_scheduler"], "init": 4.0}
-    straight = run_here(tmp_path / "s", {**config, "batch_size": 4})
+    uninterrupted = run_here(tmp_path / "s", {**config, "batch_size": 4})
     config = {**config, "output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto"}
     config["checkpoint"] = {"every_n_steps": 2}
     slow = {**config, "dataset": {**config["dataset"], "_component_": "slow_rows.dataset"}}
@@ -110,15 +110,15 @@ def test_two_ranks_leave_together_and_die_with_their_launcher(tmp_path, base_fol
         assert time.monotonic() < end
         time.sleep(0.05)
 
-    # Told to leave: torchrun hands SIGTERM on.
+    # SIGTERM, which torchrun forwards
     launcher = start(tmp_path, slow, ranks=2)
     wait_for_step(tmp_path / "run", len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) + 2)
     launcher.send_signal(signal.SIGTERM)
     launcher.wait(timeout=40)
-    told = (tmp_path / "output.txt").read_text()
-    assert "resumed from step" in told
-    assert "stopped by a signal after step" in told, told[-3000:]
+    output = (tmp_path / "output.txt").read_text()
+    assert "resumed from step" in output
+    assert "stopped by a signal after step" in output, output[-3000:]
     assert (tmp_path / "run" / "REQUEUE").exists()
     resumed = run_here(tmp_path / "r", {**config, "batch_size": 4})
-    assert resumed.column("step") == straight.column("step")
-    assert max(abs(a - b) for a, b in zip(resumed.column("loss"), straight.column("loss"), strict=True)) < 1e-5
+    assert resumed.column("step") == uninterrupted.column("step")
+    assert max(abs(a - b) for a, b in zip(resumed.column("loss"), uninterrupted.column("loss"), strict=True)) < 1e-5

@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite: raised, skipped, or answered by going back to the last checkpoint; through the recipe."""
+"""on_nonfinite: a nonfinite loss or gradient raises, is skipped, or rolls back to the last checkpoint; through the recipe."""
 
 import json
 import math
@@ -22,21 +22,21 @@ def recipe(monkeypatch):
     return finch_full_finetune.FinchFullFinetune
 
 
-def spoil_losses(patch, recipe, *steps):
+def make_losses_nan(patch, recipe, *steps):
     token_losses = recipe._token_losses
 
-    def spoilt(self, batch):
+    def nan_at_steps(self, batch):
         losses = token_losses(self, batch)
-        return losses * math.nan if self.step + 1 in steps else losses
+        return losses * math.nan if self.state.step + 1 in steps else losses
 
-    patch.setattr(recipe, "_token_losses", spoilt)
+    patch.setattr(recipe, "_token_losses", nan_at_steps)
 
 
 def lines_of(run, first):
     return [[line[name] for name in COLUMNS] for line in run.metrics() if "loss" in line and line["step"] >= first]
 
 
-def notes_of(run):
+def rollbacks_of(run):
     return [(line["step"], line["rolled_back_to"]) for line in run.metrics() if "rolled_back_to" in line]
 
 
@@ -74,15 +74,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_back_to_the_checkpoint_and_on_past_the_batch(case, config, recipe, tmp_path, monkeypatch):
-    """As a run that was broken after step 6 and goes on from there with batch 9: its checkpoint is edited by hand."""
+def test_rollback_continues_after_the_batch(case, config, recipe, tmp_path, monkeypatch):
+    """Equals a run that was killed after step 6 and resumes with batch 9: its checkpoint is edited."""
     name = "finch_lora_finetune" if case == "lora" else "finch_full_finetune"
     with monkeypatch.context() as patch:
-        spoil_losses(patch, recipe, 8)
+        make_losses_nan(patch, recipe, 8)
         run = run_here(tmp_path / "r", config(**CASES[case]), recipe=name)
     assert run.returncode == 0, run.output[-3000:]
     assert "a loss or gradient was not finite at step 8: back to " in run.output
-    assert notes_of(run) == [(8, 6)]
+    assert rollbacks_of(run) == [(8, 6)]
     assert [line["loss"] for line in run.metrics() if line["step"] == 8 and "loss" in line] == [None]
 
     edited = config("edited", **CASES[case])
@@ -95,96 +95,96 @@ def test_back_to_the_checkpoint_and_on_past_the_batch(case, config, recipe, tmp_
     manifest.write(folder, {**entries, "state.json": manifest.file_entry(folder / "state.json")})
     reference = run_here(tmp_path / "e", edited, "resume_from_checkpoint=True", recipe=name)
     assert len(lines_of(run, 9)) == 14
-    if case == "stochastic":  # rounding goes on with other random numbers
+    if case == "stochastic":  # rounding continues with other random numbers
         assert lines_of(run, 9)[0] == lines_of(reference, 9)[0]
         return
     assert lines_of(run, 9) == lines_of(reference, 9)
-    ours, theirs = weights(run.folder / "epoch_1"), weights(reference.folder / "epoch_1")
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    one, other = weights(run.folder / "epoch_1"), weights(reference.folder / "epoch_1")
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_killed_after_the_return_it_is_the_same_run(config, recipe, tmp_path, monkeypatch):
-    spoil_losses(monkeypatch, recipe, 8)
+def test_resume_after_a_rollback_equals_uninterrupted(config, recipe, tmp_path, monkeypatch):
+    make_losses_nan(monkeypatch, recipe, 8)
     run = run_here(tmp_path / "r", config())
     broken = {**config("broken"), "resume_from_checkpoint": "auto"}
     run_broken(tmp_path / "b", broken, monkeypatch, 8)  # the last checkpoint is that of step 6
     resumed = run_here(tmp_path / "b", broken)
     assert "resumed from step 6 of" in resumed.output
-    assert notes_of(run) == notes_of(resumed) == [(8, 6)]
+    assert rollbacks_of(run) == rollbacks_of(resumed) == [(8, 6)]
     assert lines_of(resumed, 1) == lines_of(run, 1)
-    ours = weights(run.folder / "epoch_1")
-    assert all(torch.equal(ours[name], other) for name, other in weights(resumed.folder / "epoch_1").items())
+    one, other = weights(run.folder / "epoch_1"), weights(resumed.folder / "epoch_1")
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_before_the_first_checkpoint_it_is_back_to_the_pretrained_model(config, recipe, tmp_path, monkeypatch):
-    """Then step 1 has not been: as if both steps had been skipped."""
+def test_rollback_without_checkpoint_restores_pretrained(config, recipe, tmp_path, monkeypatch):
+    """Step 1 is undone: as if both steps had been skipped."""
     with monkeypatch.context() as patch:
-        spoil_losses(patch, recipe, 2)
+        make_losses_nan(patch, recipe, 2)
         run = run_here(tmp_path / "r", config())
-    assert "not finite at step 2: back to the pretrained model, and on with the next batch" in run.output
+    assert "not finite at step 2: back to the pretrained model, continuing with the next batch" in run.output
     with monkeypatch.context() as patch:
-        spoil_losses(patch, recipe, 1, 2)
+        make_losses_nan(patch, recipe, 1, 2)
         skipped = run_here(tmp_path / "s", config("skipped", on_nonfinite="skip"))
     assert lines_of(run, 3) == lines_of(skipped, 3)
     assert [line[1] for line in lines_of(skipped, 1)[:2]] == [None, None]
 
 
-def test_schedules_that_go_by_the_step_go_on(config, recipe, tmp_path, monkeypatch):
-    straight = run_here(tmp_path / "s", config("straight", lr_scheduler=COSINE))
-    spoil_losses(monkeypatch, recipe, 8)
+def test_schedules_by_step_continue_after_a_rollback(config, recipe, tmp_path, monkeypatch):
+    finite = run_here(tmp_path / "s", config("finite", lr_scheduler=COSINE))
+    make_losses_nan(monkeypatch, recipe, 8)
     for action in ("rollback", "skip"):
         run = run_here(tmp_path / "r", config(action, lr_scheduler=COSINE, on_nonfinite=action))
-        assert [line[3] for line in lines_of(run, 1)] == straight.column("lr")
-        assert (lines_of(run, 9)[0][1] == straight.column("loss")[8]) is False
-        assert lines_of(run, 1)[:7] == lines_of(straight, 1)[:7]
-    replay = {"_component_": "finch.ReplayLR", "log": str(tmp_path / "straight")}
+        assert [line[3] for line in lines_of(run, 1)] == finite.column("lr")
+        assert lines_of(run, 9)[0][1] != finite.column("loss")[8]
+        assert lines_of(run, 1)[:7] == lines_of(finite, 1)[:7]
+    replay = {"_component_": "finch.ReplayLR", "log": str(tmp_path / "finite")}
     replayed = run_here(tmp_path / "p", config("replayed", lr_scheduler=replay))
     assert lines_of(replayed, 1) == lines_of(run_here(tmp_path / "q", config("again", lr_scheduler=COSINE)), 1)
-    assert notes_of(replayed) == [(8, 6)]
+    assert rollbacks_of(replayed) == [(8, 6)]
 
 
-def test_it_gives_up_where_going_back_does_not_help(config, recipe, tmp_path, monkeypatch):
-    """Twice in a row: further back each time, as long as there is a checkpoint. Again and again: ten times."""
+def test_run_gives_up_when_rollbacks_do_not_help(config, recipe, tmp_path, monkeypatch):
+    """In consecutive steps: further back each time while there is a checkpoint. With finite steps between: ten times."""
     with monkeypatch.context() as patch:
-        spoil_losses(patch, recipe, 7, 8, 9)
+        make_losses_nan(patch, recipe, 7, 8, 9)
         run = run_here(tmp_path / "r", config())
     assert "a loss or gradient was not finite at step 9, and 2 rollbacks have not helped" in run.error()
-    assert notes_of(run) == [(7, 6), (8, 3)]
+    assert rollbacks_of(run) == [(7, 6), (8, 3)]
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step_3", "step_6"]
     with monkeypatch.context() as patch:
-        spoil_losses(patch, recipe, *range(4, 33, 2))
+        make_losses_nan(patch, recipe, *range(4, 33, 2))
         run = run_here(tmp_path / "r", config("often", epochs=3))
     assert "a loss or gradient was not finite at step 24, and 10 rollbacks have not helped" in run.error()
 
 
-def test_a_damaged_checkpoint_is_not_gone_back_to(config, recipe, tmp_path, monkeypatch):
+def test_rollback_skips_a_damaged_checkpoint(config, recipe, tmp_path, monkeypatch):
     token_losses = recipe._token_losses
 
-    def damaged(self, batch):
-        if self.step + 1 == 8:
+    def damage_and_return_nan(self, batch):
+        if self.state.step + 1 == 8:
             self._checkpoint_writer.finish()
-            for name in damaged_ones:
+            for name in damaged:
                 (self._run / "checkpoints" / name / "__0_0.distcp").write_bytes(b"?")
             return token_losses(self, batch) * math.nan
         return token_losses(self, batch)
 
-    monkeypatch.setattr(recipe, "_token_losses", damaged)
-    damaged_ones = ["step_6"]
+    monkeypatch.setattr(recipe, "_token_losses", damage_and_return_nan)
+    damaged = ["step_6"]
     run = run_here(tmp_path / "r", config())
     assert run.returncode == 0, run.output[-2000:]
-    assert notes_of(run) == [(8, 3)]
+    assert rollbacks_of(run) == [(8, 3)]
     assert "step_6 is damaged (__0_0.distcp has 1 bytes" in run.output
-    damaged_ones = ["step_6", "step_3"]
+    damaged = ["step_6", "step_3"]
     assert "on_nonfinite=rollback: " in run_here(tmp_path / "r", config("all")).error()
 
 
-def test_a_gradient_that_is_not_finite(config, recipe, tmp_path, monkeypatch):
-    """Its loss is finite; taken, it would leave nothing of the weights."""
+def test_nonfinite_gradient_of_a_finite_loss(config, recipe, tmp_path, monkeypatch):
+    """Its update would make all weights nonfinite."""
     clip, seen = recipe._clip_gradients, []
 
     def overflows(self):
         seen.append({name: weight.detach().clone() for name, weight in self._model.named_parameters()})
-        if self.step + 1 == 5:
+        if self.state.step + 1 == 5:
             next(self._model.parameters()).grad[0] = math.inf
         return clip(self)
 
@@ -195,12 +195,12 @@ def test_a_gradient_that_is_not_finite(config, recipe, tmp_path, monkeypatch):
     assert not all(torch.equal(seen[3][name], seen[4][name]) for name in seen[4])
     line = run.metrics()[4]
     assert (line["step"], line["grad_norm"], math.isfinite(line["loss"])) == (5, None, True)
-    told = run_here(tmp_path / "r", config("raises", on_nonfinite="raise")).error()
-    assert "the loss was not finite at a step after step 4" in told
+    error = run_here(tmp_path / "r", config("raises", on_nonfinite="raise")).error()
+    assert "the loss was not finite at a step after step 4" in error
 
 
-def test_losses_that_stay_on_a_device(config, recipe, tmp_path, monkeypatch):
-    """They come to light when the device is read; a state is not saved before that."""
+def test_losses_on_a_device_are_checked_before_a_save(config, recipe, tmp_path, monkeypatch):
+    """They are checked when the device is read; no state is saved before that."""
     import finch_full_finetune
 
     build = finch_full_finetune.build_optimizers
@@ -212,16 +212,16 @@ def test_losses_that_stay_on_a_device(config, recipe, tmp_path, monkeypatch):
         return optimizers
 
     monkeypatch.setattr(finch_full_finetune, "build_optimizers", with_tensor_rates)
-    spoil_losses(monkeypatch, recipe, 5, 13)
+    make_losses_nan(monkeypatch, recipe, 5, 13)
     run = run_here(tmp_path / "r", config(log_every_n_steps=100))
     assert run.returncode == 0, run.output[-2000:]
-    assert notes_of(run) == [(6, 3), (15, 12)]
+    assert rollbacks_of(run) == [(6, 3), (15, 12)]
     run = run_here(tmp_path / "r", config("often", log_every_n_steps=2))
-    assert notes_of(run) == [(6, 3), (14, 12)]
+    assert rollbacks_of(run) == [(6, 3), (14, 12)]
 
 
-def test_on_two_ranks(config, tmp_path):
-    """Weights that an update has broken, in a step with a save and at the epoch's end: neither keeps them. 2 ranks as 1."""
+def test_rollback_on_two_ranks_equals_one(config, tmp_path):
+    """An update makes weights nonfinite, in a step with a save and at the epoch's end: neither saves them."""
     (tmp_path / "breaking.py").write_text(
         "import torch\n"
         "class AdamW(torch.optim.AdamW):\n"
@@ -239,7 +239,7 @@ def test_on_two_ranks(config, tmp_path):
     )
     for run in (one, two):
         assert run.returncode == 0, run.output[-3000:]
-        assert notes_of(run) == [(6, 3), (11, 9)]
-    for ours, theirs in zip(lines_of(two, 1), lines_of(one, 1), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert rollbacks_of(run) == [(6, 3), (11, 9)]
+    for line, expected in zip(lines_of(two, 1), lines_of(one, 1), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
     assert relative_l2(weights(two.folder / "epoch_0"), weights(one.folder / "epoch_0")) < 1e-5
