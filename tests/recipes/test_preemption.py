@@ -88,7 +88,9 @@ def workers_of(launcher):
 
 
 def test_two_ranks_stop_together_and_die_with_their_launcher(tmp_path, base_folder, rows_file, monkeypatch):
-    config = make_config(base_folder, rows_file, tmp_path / "uninterrupted", epochs=2, batch_size=2, check_dataset=False)
+    config = make_config(
+        base_folder, rows_file, tmp_path / "uninterrupted", epochs=2, batch_size=2, check_dataset=False
+    )
     config["lr_scheduler"] = {**config["lr_scheduler"], "init": 4.0}
     uninterrupted = run_here(tmp_path / "s", {**config, "batch_size": 4})
     config = {**config, "output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto"}
