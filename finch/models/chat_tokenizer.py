@@ -26,24 +26,24 @@ EMPTY_THINKING = "<think>\n\n</think>\n\n"
 
 
 class ChatTokenizer(ModelTokenizer, Transform):
-    """Renders conversations with the folder's own chat template and marks what the model has to write itself.
+    """Renders conversations with the folder's own chat template and masks what the model does not have to write itself.
 
     Targets are an assistant turn's content and its closing token. The turn's header, with thinking off also the empty
     thinking block that a hybrid model's template puts there, is what generation starts from and is masked. A
-    conversation with an unmasked user turn (torchtune's ``train_on_input``) is trained on as a whole.
+    conversation with an unmasked user turn (torchtune's ``train_on_input``) is trained on completely.
 
     Args:
         tokenizer_json: the folder's tokenizer.json.
         chat_template: Jinja source; rendered in a sandbox, as transformers does.
-        assistant_header: what begins an assistant turn, and ends a generation prompt.
+        assistant_header: the text that begins an assistant turn and ends a generation prompt.
         turn_start: the token that begins a turn.
         end_of_turn: the token that closes a turn.
         pad_token: the token that pads.
-        max_seq_len: tokens after which a conversation is cut off; None: never.
+        max_seq_len: tokens after which a conversation is truncated; None: never.
         thinking: the template's ``enable_thinking``.
 
     Raises:
-        UserError: a file that is missing or broken, or a special token that the tokenizer does not have.
+        UserError: a file is missing or broken, or the tokenizer lacks a special token.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
             self._template = _environment().from_string(chat_template)
         except TemplateError as error:
             raise UserError(
-                f"tokenizer: the chat template of {tokenizer_json.parent} cannot be read ({error}); mend it"
+                f"tokenizer: the chat template of {tokenizer_json.parent} cannot be read ({error}); fix it"
             ) from error
 
     @property
@@ -135,7 +135,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
         return {**sample, "tokens": tokens, "mask": mask}
 
     def _written(self, text: str, number: int, ended: bool) -> list[tuple[int, int]]:
-        """Where each assistant turn stands in ``text``, from after its header to its last closing token."""
+        """Start and end of each assistant turn in ``text``, in characters: from after its header to its last closing token."""
         starts = [header.end() for header in re.finditer(re.escape(self._assistant_header), text)]
         if len(starts) != number + (0 if ended else 1):
             raise UserError(

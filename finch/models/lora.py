@@ -1,7 +1,7 @@
-"""The LoRA layers of a torchtune decoder: what to train, how it begins, and the weights it adds up to.
+"""The LoRA layers of a torchtune decoder: what is trained, its initial values, and the merged weights.
 
-"LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al., 2021): a frozen weight W becomes W + alpha / rank * B A.
-"DoRA: Weight-Decomposed Low-Rank Adaptation" (Liu et al., 2024) then gives each row a trained norm.
+"LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al., arXiv 2106.09685): a frozen weight W becomes W + alpha / rank * B A.
+"DoRA: Weight-Decomposed Low-Rank Adaptation" (Liu et al., arXiv 2402.09353) then gives each row a trained norm.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ AdapterLayer: TypeAlias = LoRALinear | DoRALinear
 
 
 def check_attention_modules(names: Any) -> None:
-    """Checks ``lora_attn_modules``; torchtune's own builders pass over a name they do not know.
+    """Checks ``lora_attn_modules``; torchtune's own builders ignore an unknown name.
 
     Raises:
-        UserError: not a list, or one with a name that no attention layer has.
+        UserError: not a list, or a name is unknown.
     """
     known = ", ".join(ATTENTION_MODULES)
     if isinstance(names, str) or not isinstance(names, Sequence):
@@ -41,7 +41,7 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
     """Checks a config's ``model:`` block before the model is built from it.
 
     Raises:
-        UserError: a wrong ``lora_attn_modules``; a base in four bits.
+        UserError: ``lora_attn_modules`` is wrong, or the base is in four bits (QLoRA).
     """
     if "lora_attn_modules" in block:
         check_attention_modules(block["lora_attn_modules"])
@@ -57,7 +57,7 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
 
 
 def check_adapters(decoder: nn.Module, component: str) -> None:
-    """Checks that there is something to train.
+    """Checks that the decoder has LoRA layers.
 
     Args:
         decoder: as built, on any device.
@@ -91,7 +91,7 @@ def adapter_layers(decoder: nn.Module) -> dict[str, AdapterLayer]:
 
 
 def adapter_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that LoRA trains: ``lora_a.weight``, ``lora_b.weight`` and DoRA's ``magnitude`` of each layer.
+    """The parameters that LoRA trains, by name: ``lora_a.weight``, ``lora_b.weight`` and DoRA's ``magnitude`` of each layer.
 
     Sharding replaces parameters: ask for them after it.
     """
@@ -115,11 +115,11 @@ def scaling(layer: AdapterLayer) -> float:
 
 
 def initialize_adapters(decoder: nn.Module, seed: int) -> None:
-    """Begins where the pretrained model is: A uniform within 1 / sqrt(in_dim) as in torchtune, B zero, magnitudes the rows' norms.
+    """Initial values that leave the pretrained model unchanged: A uniform within 1 / sqrt(in_dim) as in torchtune, B zero, magnitudes the rows' norms.
 
-    After the base weights have been loaded, since magnitudes need them. Each A is drawn whole, by a generator of its
-    own: it has the same values on any number of ranks, in any precision, and whichever other layers have LoRA.
-    A collective for DoRA.
+    Call it after the base weights have been loaded, since magnitudes need them. Each A is drawn unsharded, by its own
+    generator: it has the same values on any number of ranks, in any precision, and whichever other layers have LoRA.
+    For DoRA this is a collective.
 
     Args:
         decoder: materialized, sharded or not.
@@ -138,15 +138,15 @@ def initialize_adapters(decoder: nn.Module, seed: int) -> None:
 def merged(decoder: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a plain decoder with the same outputs, one at a time; the decoder stays as it is.
 
-    Computed in fp32 (fp64 for an fp64 decoder) and cast once. Every rank must go through all of them: what a sum
-    needs is gathered, one layer at a time.
+    Computed in fp32 (fp64 for an fp64 decoder) and cast once. Every rank must iterate over all of them: each
+    layer's weights are gathered in turn.
 
     Args:
         decoder: with LoRA layers, sharded or not.
-        dtype: of the sums; None: the base weight's.
+        dtype: of the merged weights; None: the base weight's.
 
     Yields:
-        Name and tensor: sums are whole, all others as they are, sharded or not.
+        Name and tensor: merged weights unsharded, all others as they are, sharded or not.
     """
     layers = adapter_layers(decoder)
     stored = decoder.state_dict()

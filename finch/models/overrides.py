@@ -1,4 +1,4 @@
-"""finch's builders in the place of those of torchtune 0.6.1 that make another model than the published checkpoint."""
+"""Replaces builders of torchtune 0.6.1 whose models differ from the published checkpoints by finch's builders."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BUILDERS = ("gemma2.gemma2_2b", "gemma2.gemma2_9b", "gemma2.gemma2_27b", "phi4.
 
 
 def replace_known_bad_builder(model: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
-    """The ``model`` block to build, and what to say where it is not the config's own.
+    """The ``model`` block to build, and a log message where it is not the config's own, else None.
 
-    A torchtune config of these families runs unchanged, and trains the model that its checkpoint holds; the arguments
-    are the same.
+    A torchtune config of these families then runs unchanged and trains the model of its checkpoint; the arguments are the
+    same.
     """
     component = component_of(model) or ""
     name = component.removeprefix("torchtune.models.")
     if name == component or name not in _BUILDERS:
         return model, None
-    told = f"model: {component} {_WHY[name.split('.')[0]]}; finch.models.{name} takes its place"
-    return {**model, "_component_": f"finch.models.{name}"}, told
+    message = f"model: {component} {_WHY[name.split('.')[0]]}; finch.models.{name} takes its place"
+    return {**model, "_component_": f"finch.models.{name}"}, message

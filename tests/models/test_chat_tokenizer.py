@@ -33,17 +33,17 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("pairs", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("thinking", [False, True])
-def test_tokens_equal_those_of_transformers(folder, pairs, thinking):
-    ours = qwen3_tokenizer(str(folder / "tokenizer.json"), thinking=thinking)
-    theirs = AutoTokenizer.from_pretrained(folder)
+def test_tokens_equal_transformers(folder, pairs, thinking):
+    tokenizer = qwen3_tokenizer(str(folder / "tokenizer.json"), thinking=thinking)
+    reference = AutoTokenizer.from_pretrained(folder)
     messages = turns(*pairs)
     plain = [{"role": message.role, "content": message.text_content} for message in messages]
-    expected = theirs.apply_chat_template(plain, enable_thinking=thinking, return_dict=True)["input_ids"]
-    assert ours.tokenize_messages(messages)[0] == expected
-    prompt = theirs.apply_chat_template(
+    expected = reference.apply_chat_template(plain, enable_thinking=thinking, return_dict=True)["input_ids"]
+    assert tokenizer.tokenize_messages(messages)[0] == expected
+    prompt = reference.apply_chat_template(
         plain[:-1], enable_thinking=thinking, add_generation_prompt=True, return_dict=True
     )["input_ids"]
-    assert ours.tokenize_messages(messages[:-1], add_end_tokens=False)[0] == prompt
+    assert tokenizer.tokenize_messages(messages[:-1], add_end_tokens=False)[0] == prompt
 
 
 @pytest.mark.parametrize("pairs", CONVERSATIONS.values(), ids=CONVERSATIONS)
@@ -62,17 +62,17 @@ def test_targets_are_what_the_model_must_write(folder, pairs):
         assert tokenizer.decode(tokens[: mask.index(False)], skip_special_tokens=False) == prompt
 
 
-def test_the_whole_conversation_when_the_question_is_a_target(folder):
+def test_train_on_input_has_no_mask(folder):
     _, mask = qwen3_tokenizer(str(folder / "tokenizer.json")).tokenize_messages(turns(("a", "b"), masked=False))
     assert not any(mask)
 
 
 def test_cut_off_at_max_seq_len(folder):
-    whole = qwen3_tokenizer(str(folder / "tokenizer.json")).tokenize_messages(turns(*CONVERSATIONS["two turns"]))
+    full = qwen3_tokenizer(str(folder / "tokenizer.json")).tokenize_messages(turns(*CONVERSATIONS["two turns"]))
     cut = qwen3_tokenizer(str(folder / "tokenizer.json"), max_seq_len=9).tokenize_messages(
         turns(*CONVERSATIONS["two turns"])
     )
-    assert cut == (whole[0][:9], whole[1][:9])
+    assert cut == (full[0][:9], full[1][:9])
 
 
 def test_a_folder_without_a_template_gets_chatml(tmp_path):
@@ -89,7 +89,7 @@ def test_a_folder_without_a_template_gets_chatml(tmp_path):
     assert tokenizer.special_tokens["<think>"] == QWEN3_SPECIAL.index("<think>")
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_files_and_tokens_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer\.json does not exist"):
         qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
     write_qwen3_tokenizer(tmp_path, WORDS, special=["<|endoftext|>", "<|im_end|>"])
@@ -102,7 +102,7 @@ def test_what_is_missing_is_named(tmp_path):
         qwen3_tokenizer(str(tmp_path / "tokenizer.json"), prompt_template="x")
 
 
-def test_a_template_that_hides_the_answer_is_refused(tmp_path):
+def test_template_that_hides_the_answer_is_refused(tmp_path):
     write_qwen3_tokenizer(tmp_path, WORDS, template="{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match="cannot tell what to train on"):
         qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b")))
@@ -143,7 +143,7 @@ def test_a_template_that_leaves_a_turn_out_is_refused(tmp_path):
         qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(messages)
 
 
-def test_the_dialect_is_transformers(tmp_path):
+def test_template_dialect_is_transformers(tmp_path):
     template = (
         "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}<|im_start|>{{ m.role }}\n"
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n{% endfor %}{{ strftime_now('%Y') }}"
@@ -151,10 +151,10 @@ def test_the_dialect_is_transformers(tmp_path):
     )
     write_qwen3_tokenizer(tmp_path, WORDS, template=template)
     messages = turns(("who sings?", "a bird"))
-    ours = qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(messages)[0]
+    tokens = qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(messages)[0]
     plain = [{"role": message.role, "content": message.text_content} for message in messages]
-    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(plain, return_dict=True)["input_ids"]
-    assert ours == theirs
+    reference = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(plain, return_dict=True)["input_ids"]
+    assert tokens == reference
 
 
 def test_named_templates(tmp_path):

@@ -1,4 +1,4 @@
-"""LoRA layers: what is trained, how it begins, what it adds up to, on one process and on two ranks."""
+"""LoRA layers: what is trained, initial values, merged weights, on one process and on two ranks."""
 
 import json
 
@@ -55,14 +55,14 @@ def test_adapters_alone_are_trained(use_dora):
     expected = get_adapter_params(decoder)  # torchtune's
     training.set_activation_checkpointing(decoder, auto_wrap_policy={TransformerSelfAttentionLayer})
     train_adapters_only(decoder)
-    found = adapter_parameters(decoder)
-    assert {name: id(parameter) for name, parameter in found.items()} == {n: id(p) for n, p in expected.items()}
-    assert len(found) == 8 * (3 if use_dora else 2)
-    assert {id(p) for p in decoder.parameters() if p.requires_grad} == {id(p) for p in found.values()}
-    assert found.keys() <= decoder.state_dict().keys()
+    parameters = adapter_parameters(decoder)
+    assert {name: id(parameter) for name, parameter in parameters.items()} == {n: id(p) for n, p in expected.items()}
+    assert len(parameters) == 8 * (3 if use_dora else 2)
+    assert {id(p) for p in decoder.parameters() if p.requires_grad} == {id(p) for p in parameters.values()}
+    assert parameters.keys() <= decoder.state_dict().keys()
 
 
-def test_a_begins_uniform_and_b_at_zero():
+def test_lora_a_is_uniform_and_b_zero():
     decoder = small(num_heads=8, embed_dim=512, lora_rank=32)
     initialize_adapters(decoder, seed=5)
     for layer in adapter_layers(decoder).values():
@@ -74,23 +74,23 @@ def test_a_begins_uniform_and_b_at_zero():
         assert not layer.lora_b.weight.any()
 
 
-def test_a_depends_on_seed_and_layer_alone():
-    begun = {}
+def test_lora_a_depends_on_seed_and_layer_alone():
+    initial = {}
     for key, seed, decoder in (
         ("once", 0, small()),
         ("again", 0, small(num_layers=2)),
         ("other seed", 1, small()),
         ("bf16", 0, small().bfloat16()),
     ):
-        torch.manual_seed(len(begun))
+        torch.manual_seed(len(initial))
         initialize_adapters(decoder, seed)
         attention = decoder.layers[0].attn
-        begun[key] = attention.q_proj.lora_a.weight, attention.k_proj.lora_a.weight
-    q, k = begun["once"]
-    assert torch.equal(q, begun["again"][0])
-    assert torch.equal(q.bfloat16(), begun["bf16"][0])
+        initial[key] = attention.q_proj.lora_a.weight, attention.k_proj.lora_a.weight
+    q, k = initial["once"]
+    assert torch.equal(q, initial["again"][0])
+    assert torch.equal(q.bfloat16(), initial["bf16"][0])
     assert not torch.equal(q, k)
-    assert not torch.equal(q, begun["other seed"][0])
+    assert not torch.equal(q, initial["other seed"][0])
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
@@ -104,11 +104,11 @@ def test_merged_weights_give_the_same_logits(use_dora):
         torch.testing.assert_close(plain(tokens), decoder(tokens), rtol=0, atol=1e-12)
     assert all(torch.equal(tensor, before[name]) for name, tensor in decoder.state_dict().items())
 
-    theirs = get_merged_lora_ckpt({name: tensor.clone() for name, tensor in before.items()}, rank=4, alpha=6)
-    ours = dict(merged(decoder))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-12)
+    expected_weights = get_merged_lora_ckpt({name: tensor.clone() for name, tensor in before.items()}, rank=4, alpha=6)
+    merged_weights = dict(merged(decoder))
+    assert merged_weights.keys() == expected_weights.keys()
+    for name, tensor in merged_weights.items():
+        torch.testing.assert_close(tensor, expected_weights[name], rtol=0, atol=1e-12)
 
 
 def test_bf16_sums_are_rounded_once():
@@ -124,8 +124,8 @@ def test_bf16_sums_are_rounded_once():
     assert not torch.equal(twice, exact.float().bfloat16())
 
 
-def begin_and_write(folder, ranks):
-    """Begins, then with all adapters at random values writes both folders. Returns how the adapters began."""
+def initialize_and_write(folder, ranks):
+    """Initializes, then with random adapters writes both folders. Returns the adapters' initial values."""
     with torch.device("meta"):
         decoder = lora_qwen3(["q_proj", "output_proj"], True, **SIZE, lora_rank=5, lora_alpha=7, use_dora=True)
     train_adapters_only(decoder)
@@ -139,7 +139,7 @@ def begin_and_write(folder, ranks):
         dtensor.load_full_tensor(stored[name], tensor)
     initialize_adapters(decoder, seed=3)
     adapters = adapter_parameters(decoder)
-    begun = {name: dtensor.full_tensor(parameter.detach()).flatten().tolist() for name, parameter in adapters.items()}
+    initial = {name: dtensor.full_tensor(parameter.detach()).flatten().tolist() for name, parameter in adapters.items()}
     randomized(decoder)
     out = folder / f"of_{ranks.world_size}"
     peft.write(decoder, out / "adapter", is_writer=ranks.is_rank_zero)
@@ -147,21 +147,21 @@ def begin_and_write(folder, ranks):
     decoder(torch.arange(8).reshape(1, 8)).square().mean().backward()
     for name, parameter in decoder.named_parameters():
         assert (parameter.grad is not None) == (name in adapters), name
-    return begun
+    return initial
 
 
 @pytest.mark.slow
-def test_two_ranks_begin_and_write_what_one_does(tmp_path):
+def test_lora_on_two_ranks_equals_one(tmp_path):
     save("qwen3", tmp_path / "base")
-    alone = begin_and_write(tmp_path, parallel.start(torch.device("cpu"), shard=False))
+    alone = initialize_and_write(tmp_path, parallel.start(torch.device("cpu"), shard=False))
     code = """
         from finch.distributed import parallel
-        from models.test_lora import begin_and_write
+        from models.test_lora import initialize_and_write
         ranks = parallel.start(device, shard=False)
-        tell([ranks.world_size, begin_and_write(folder, ranks)])
+        tell([ranks.world_size, initialize_and_write(folder, ranks)])
         parallel.stop()
     """
-    # Magnitudes are norms of whole rows: they are the same bits as well.
+    # Magnitudes are norms of unsharded rows: they are the same bits as well.
     assert on_ranks(2, code, tmp_path) == [[2, alone], [2, alone]]
     for file in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
         one, two = (load_file(tmp_path / f"of_{ranks}" / file) for ranks in (1, 2))
@@ -173,7 +173,7 @@ def test_two_ranks_begin_and_write_what_one_does(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("block", "told"),
+    ("block", "message"),
     [
         ({"lora_attn_modules": ["q_proj", "o_proj"]}, "names o_proj; torchtune's names are q_proj, k_proj"),
         ({"lora_attn_modules": "q_proj"}, "lora_attn_modules=q_proj must be a list"),
@@ -182,13 +182,13 @@ def test_two_ranks_begin_and_write_what_one_does(tmp_path):
         ({"_component_": "torchtune.models.llama3.qlora_llama3_8b"}, "; give torchtune.models.llama3.lora_llama3_8b$"),
     ],
 )
-def test_settings_that_cannot_be_are_told(block, told):
+def test_unsupported_settings_are_refused(block, message):
     check_lora_settings({"_component_": "torchtune.models.llama3.lora_llama3_8b", "lora_attn_modules": ATTENTION})
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         check_lora_settings(block)
 
 
-def test_a_model_without_lora_is_told():
+def test_model_without_lora_is_refused():
     check_adapters(small(), "torchtune.models.llama3.lora_llama3")
     with pytest.raises(UserError, match=rf"model._component_={COMPONENT} builds no LoRA layers; .*llama3.lora_llama3,"):
         check_adapters(llama3(**LLAMA), COMPONENT)

@@ -46,16 +46,16 @@ def test_untrained_adapters_change_nothing(tied, use_dora):
         ((["k_proj"], False, True), {"attn.k_proj", "output"}),
     ],
 )
-def test_lora_is_where_it_was_asked_for(arguments, expected):
-    found = adapter_layers(lora_qwen3(*arguments, **SIZE, **LORA))
-    assert {name.removeprefix("layers.0.").removeprefix("layers.1.") for name in found} == expected
-    assert len(found) == sum(1 if name == "output" else 2 for name in expected)
-    assert {(layer.rank, layer.alpha) for layer in found.values()} == {(4, 8)}
+def test_lora_is_on_the_layers_named(arguments, expected):
+    layers = adapter_layers(lora_qwen3(*arguments, **SIZE, **LORA))
+    assert {name.removeprefix("layers.0.").removeprefix("layers.1.") for name in layers} == expected
+    assert len(layers) == sum(1 if name == "output" else 2 for name in expected)
+    assert {(layer.rank, layer.alpha) for layer in layers.values()} == {(4, 8)}
 
 
 @pytest.mark.parametrize("name", ["0_6b", "1_7b", "4b", "8b"])
 @pytest.mark.parametrize("kind", ["base", "instruct"])
-def test_sizes(name, kind):
+def test_number_of_parameters(name, kind):
     with torch.device("meta"):
         plain = getattr(family, f"qwen3_{name}_{kind}")()
         adapted = getattr(family, f"lora_qwen3_{name}_{kind}")(
@@ -78,7 +78,7 @@ def test_settings_of_later_releases_and_torchtunes_defaults():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"lora_attn_modules": ["q_proj", "o_proj"]}, r"names o_proj; .* q_proj, k_proj, v_proj, output_proj"),
         ({"lora_attn_modules": "q_proj"}, "model.lora_attn_modules=q_proj must be a list"),
@@ -86,11 +86,11 @@ def test_settings_of_later_releases_and_torchtunes_defaults():
         ({"quantize_base": True}, "model.quantize_base=True .QLoRA. is not taken"),
     ],
 )
-def test_what_cannot_be_is_told(change, told):
-    with pytest.raises(UserError, match=told):
+def test_unsupported_arguments_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
         lora_qwen3(**{"lora_attn_modules": ALL, **SIZE, **LORA, **change})
 
 
-def test_an_option_that_does_not_exist_is_refused():
+def test_unknown_option_is_refused():
     with torch.device("meta"), pytest.raises(TypeError, match="lora_ranks"):
         family.lora_qwen3_0_6b_base(ALL, lora_ranks=8)

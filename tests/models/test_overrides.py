@@ -1,4 +1,4 @@
-"""torchtune's builders that finch replaces: the same arguments, and the same parameters but for what is mended."""
+"""torchtune's builders that finch replaces: the same arguments, and the same parameters but for what is fixed."""
 
 import inspect
 
@@ -11,22 +11,22 @@ from finch.models.overrides import _BUILDERS, replace_known_bad_builder
 
 
 @pytest.mark.parametrize("name", _BUILDERS)
-def test_a_builder_that_is_replaced(name):
-    theirs, ours = f"torchtune.models.{name}", f"finch.models.{name}"
-    node, told = replace_known_bad_builder(OmegaConf.create({"_component_": theirs}))
-    assert node["_component_"] == ours
-    assert told.startswith(f"model: {theirs} ")
-    assert told.endswith(f"; {ours} takes its place")
-    assert set(inspect.signature(locate(theirs, "model")).parameters) <= set(
-        inspect.signature(locate(ours, "model")).parameters
+def test_known_bad_builder_is_replaced(name):
+    torchtune_name, finch_name = f"torchtune.models.{name}", f"finch.models.{name}"
+    node, message = replace_known_bad_builder(OmegaConf.create({"_component_": torchtune_name}))
+    assert node["_component_"] == finch_name
+    assert message.startswith(f"model: {torchtune_name} ")
+    assert message.endswith(f"; {finch_name} takes its place")
+    assert set(inspect.signature(locate(torchtune_name, "model")).parameters) <= set(
+        inspect.signature(locate(finch_name, "model")).parameters
     )
     with torch.device("meta"):
-        stock, mended = (build({"_component_": path}, "model") for path in (theirs, ours))
+        stock, fixed = (build({"_component_": path}, "model") for path in (torchtune_name, finch_name))
     assert sorted(weight.shape for weight in stock.parameters()) == sorted(
-        weight.shape for weight in mended.parameters()
+        weight.shape for weight in fixed.parameters()
     )
 
 
-def test_every_other_builder_stays():
+def test_other_builders_are_kept():
     node = OmegaConf.create({"_component_": "torchtune.models.gemma.gemma_2b", "x": 1})
     assert replace_known_bad_builder(node) == (node, None)

@@ -20,21 +20,21 @@ def config_of(name, data, run):
     return {**config, "data_root": str(data), "output_dir": str(run), "device": "cpu"}
 
 
-def test_logits_equal_those_of_transformers(shared_data):
+def test_stories260k_logits_equal_transformers(shared_data):
     folder = shared_data / "stories260k"
     model = config_of("tofu_finch", shared_data, "x")["model"]
     model.pop("_component_")
-    ours = llama2(**model).eval()
-    ours.load_state_dict(dict(HuggingFaceFolder(str(folder)).weights()))
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    decoder = llama2(**model).eval()
+    decoder.load_state_dict(dict(HuggingFaceFolder(str(folder)).weights()))
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = AutoTokenizer.from_pretrained(folder)(
         "Once upon a time, there was a little", return_tensors="pt"
     ).input_ids
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(decoder(tokens), reference(tokens).logits, rtol=0, atol=1e-5)
 
 
-def test_two_processes_and_one_learn_the_same_and_transformers_loads_it(shared_data, tmp_path):
+def test_stories260k_two_ranks_equal_one(shared_data, tmp_path):
     rows = ["dataset.split=train[:96]", "epochs=2"]
     two = tune_run(tmp_path / "two", config_of("tofu_finch", shared_data, tmp_path / "two" / "run"), *rows, ranks=2)
     assert two.returncode == 0, two.output[-3000:]
@@ -56,13 +56,13 @@ def test_two_processes_and_one_learn_the_same_and_transformers_loads_it(shared_d
     assert best.generate(**prompt, max_new_tokens=8, do_sample=False).shape[1] > prompt.input_ids.shape[1]
 
 
-def test_sft_equals_the_stock_single_device_recipe(shared_data, tmp_path):
+def test_stories260k_sft_equals_the_stock_recipe(shared_data, tmp_path):
     config = config_of("tofu_sft", shared_data, tmp_path / "run")
     config.update(batch_size=16, epochs=1)
     config["dataset"]["split"] = "train[:160]"
     config.pop("dataset_validation")
-    ours = run_here(tmp_path / "ours", config)
-    assert ours.returncode == 0, ours.output
+    run = run_here(tmp_path / "finch", config)
+    assert run.returncode == 0, run.output
     logger = {
         "_component_": "torchtune.training.metric_logging.DiskLogger",
         "log_dir": str(tmp_path),
@@ -70,9 +70,9 @@ def test_sft_equals_the_stock_single_device_recipe(shared_data, tmp_path):
     }
     stock = {**config, "output_dir": str(tmp_path / "stock"), "metric_logger": logger, "optimizer_in_bwd": False}
     stock["compile"] = False
-    done = tune_run(tmp_path / "theirs", stock, recipe="full_finetune_single_device")
+    done = tune_run(tmp_path / "torchtune", stock, recipe="full_finetune_single_device")
     assert done.returncode == 0, done.output[-3000:]
     lines = [line for line in (tmp_path / "stock.txt").read_text().splitlines() if "loss:" in line]
-    theirs = [float(line.split("loss:")[1].split()[0]) for line in lines]
-    assert len(theirs) == 10
-    assert all(math.isclose(a, b, rel_tol=5e-6) for a, b in zip(ours.column("loss"), theirs, strict=True))
+    stock_losses = [float(line.split("loss:")[1].split()[0]) for line in lines]
+    assert len(stock_losses) == 10
+    assert all(math.isclose(a, b, rel_tol=5e-6) for a, b in zip(run.column("loss"), stock_losses, strict=True))

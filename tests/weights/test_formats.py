@@ -35,7 +35,7 @@ META = {
 
 
 def meta_name(name):
-    return next(name.replace(ours, theirs) for ours, theirs in META.items() if ours in name)
+    return next(name.replace(tune, meta) for tune, meta in META.items() if tune in name)
 
 
 @pytest.fixture
@@ -67,23 +67,23 @@ def block(folder, kind="Meta", files=("consolidated.00.pth",), **changes):
 
 
 def loaded_by_torchtune(checkpointer, folder, files, tmp_path):
-    return checkpointer(str(folder), files, "LLAMA2", str(tmp_path / "theirs")).load_checkpoint()["model"]
+    return checkpointer(str(folder), files, "LLAMA2", str(tmp_path / "torchtune")).load_checkpoint()["model"]
 
 
-def test_metas_weights_are_those_that_torchtune_loads(base_folder, meta, tmp_path):
+def test_meta_weights_equal_torchtunes(base_folder, meta, tmp_path):
     folder = open_checkpoint(block(meta / "original"))
     folder.check_model(llama2(**llama_args()), LLAMA2)
-    found = dict(folder.weights())
+    weights = dict(folder.weights())
     expected = loaded_by_torchtune(FullModelMetaCheckpointer, meta / "original", ["consolidated.00.pth"], tmp_path)
     hugging_face = dict(HuggingFaceFolder(str(base_folder)).weights())
-    assert found.keys() == expected.keys() == hugging_face.keys()
-    for name, tensor in found.items():
+    assert weights.keys() == expected.keys() == hugging_face.keys()
+    for name, tensor in weights.items():
         assert torch.equal(tensor, expected[name])
         assert torch.equal(tensor, hugging_face[name])
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_hugging_face_folder_is_written_where_config_json_is_known(base_folder, meta, tmp_path, beside):
+def test_meta_with_config_json_writes_hugging_face(base_folder, meta, tmp_path, beside):
     home = meta / "original" if beside else meta
     if beside:
         (meta / "config.json").rename(home / "config.json")
@@ -100,7 +100,7 @@ def test_a_hugging_face_folder_is_written_where_config_json_is_known(base_folder
         assert torch.equal(*(model(tokens).logits for model in models))
 
 
-def test_metas_format_is_written_where_config_json_is_not_known(meta, tmp_path):
+def test_meta_without_config_json_writes_meta(meta, tmp_path):
     (meta / "config.json").unlink()
     folder = open_checkpoint(block(meta / "original"))
     folder.check_model(llama2(**llama_args()), LLAMA2)
@@ -119,7 +119,7 @@ def test_metas_format_is_written_where_config_json_is_not_known(meta, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("params", "told"),
+    ("params", "message"),
     [
         ({"norm_eps": 1e-6}, r"norm epsilon 1e-05, params\.json of .* says 1e-06"),
         ({"rope_theta": 5e5}, r"rope base 10000, params\.json of .* says 500000"),
@@ -128,18 +128,18 @@ def test_metas_format_is_written_where_config_json_is_not_known(meta, tmp_path):
         ({"use_scaled_rope": True}, r"rope scaling .1: on. 0, params\.json of .* says 1"),
     ],
 )
-def test_params_json_is_compared(meta, params, told):
+def test_params_json_is_compared(meta, params, message):
     (meta / "config.json").unlink()
     file = meta / "original" / "params.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **params}))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         open_checkpoint(block(meta / "original")).check_model(llama2(**llama_args()), LLAMA2)
     if "use_scaled_rope" in params:
         scaled = llama3_1(**llama_args(), rope_base=10000)
         open_checkpoint(block(meta / "original")).check_model(scaled, "torchtune.models.llama3_1.llama3_1")
 
 
-def test_a_tied_head_that_meta_stores_all_the_same(meta, tmp_path):
+def test_meta_stores_a_tied_head(meta, tmp_path):
     file = meta / "original" / "consolidated.00.pth"
     (meta / "config.json").unlink()
     tied = llama3_2(**llama_args(), rope_base=10000, scale_factor=8)
@@ -167,9 +167,9 @@ def test_torchtunes_own_format(base_folder, tmp_path, with_config):
     folder = open_checkpoint(block(tmp_path / "tuned", "TorchTune", ["model.pt"]))
     folder.check_model(llama2(**llama_args()), LLAMA2)
     expected = loaded_by_torchtune(FullModelTorchTuneCheckpointer, tmp_path / "tuned", ["model.pt"], tmp_path)
-    found = dict(folder.weights())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    read = dict(folder.weights())
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], expected[name]) for name in read)
     folder.write(weights.items(), tmp_path / "out", is_writer=True)
     original = load_file(base_folder / "model.safetensors") if with_config else expected
     written = (
@@ -179,8 +179,8 @@ def test_torchtunes_own_format(base_folder, tmp_path, with_config):
     assert all(torch.equal(written[name], original[name]) for name in original)
 
 
-def test_a_file_that_finds_no_room(base_folder, tmp_path):
-    """torch.save knows a full disk as a RuntimeError."""
+def test_full_disk_is_a_write_failure(base_folder, tmp_path):
+    """torch.save raises a RuntimeError on a full disk."""
     weights = dict(HuggingFaceFolder(str(base_folder)).weights())
     torch.save(weights, tmp_path / "model.pt")
     folder = open_checkpoint(block(tmp_path, "TorchTune", ["model.pt"]))
@@ -194,7 +194,7 @@ def test_a_file_that_finds_no_room(base_folder, tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_run_from_metas_files_is_the_run_from_the_hugging_face_folder(base_folder, meta, rows_file, tmp_path):
+def test_run_from_meta_equals_run_from_hugging_face(base_folder, meta, rows_file, tmp_path):
     config = {"epochs": 1, "max_steps_per_epoch": 3}
     one = run_here(tmp_path / "1", make_config(base_folder, rows_file, tmp_path / "one", **config))
     other = run_here(
@@ -209,7 +209,7 @@ def test_a_run_from_metas_files_is_the_run_from_the_hugging_face_folder(base_fol
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"_component_": "torchtune.training.DistributedCheckpointer"},
@@ -222,20 +222,20 @@ def test_a_run_from_metas_files_is_the_run_from_the_hugging_face_folder(base_fol
         ({"checkpoint_files": ["a", "b"]}, "must name one file in this format; for weights in several files give"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(meta, changes, told):
-    with pytest.raises(UserError, match=told):
+def test_open_checkpoint_refuses_wrong_blocks(meta, changes, message):
+    with pytest.raises(UserError, match=message):
         open_checkpoint({**block(meta / "original"), **changes})
 
 
-def test_files_that_are_not_what_they_should_be(meta):
+def test_broken_files_are_refused(meta):
     (meta / "config.json").unlink()
     file = meta / "original" / "consolidated.00.pth"
-    for stored, told in (
+    for stored, message in (
         ({"model": {}}, "holds model, which is not a weight"),
         ({"encoder.weight": torch.zeros(3)}, r"holds encoder\.weight of shape \[3\], which does not belong to a model"),
     ):
         torch.save(stored, file)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             open_checkpoint(block(meta / "original")).check_shapes(llama2(**llama_args()))
     (meta / "original" / "params.json").write_text("{")
     with pytest.raises(UserError, match=r"params\.json is not JSON"):
@@ -245,5 +245,5 @@ def test_files_that_are_not_what_they_should_be(meta):
 @pytest.mark.parametrize(
     "component", ["torchtune.training.FullModelHFCheckpointer", "finch.weights.huggingface.HuggingFaceFolder"]
 )
-def test_hugging_face_folders_are_opened_as_before(base_folder, component):
+def test_open_checkpoint_opens_hugging_face_folders(base_folder, component):
     assert type(open_checkpoint({"_component_": component, "checkpoint_dir": str(base_folder)})) is HuggingFaceFolder

@@ -20,17 +20,17 @@ def decoder_of(folder):
     return model
 
 
-def test_logits_equal_those_of_transformers(base_folder):
-    theirs = AutoModelForCausalLM.from_pretrained(base_folder).eval()
+def test_logits_equal_transformers(base_folder):
+    reference = AutoModelForCausalLM.from_pretrained(base_folder).eval()
     tokens = torch.arange(40).view(2, 20)
     with torch.no_grad():
         torch.testing.assert_close(
-            decoder_of(HuggingFaceFolder(str(base_folder)))(tokens), theirs(tokens).logits, rtol=0, atol=1e-5
+            decoder_of(HuggingFaceFolder(str(base_folder)))(tokens), reference(tokens).logits, rtol=0, atol=1e-5
         )
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 6000])
-def test_what_is_written_is_what_was_read(base_folder, tmp_path, monkeypatch, max_bytes):
+def test_written_weights_equal_those_read(base_folder, tmp_path, monkeypatch, max_bytes):
     monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", max_bytes)
     base = HuggingFaceFolder(str(base_folder))
     base.write(decoder_of(base).state_dict().items(), tmp_path / "out", is_writer=True)
@@ -48,14 +48,14 @@ def test_what_is_written_is_what_was_read(base_folder, tmp_path, monkeypatch, ma
     )
 
 
-def test_the_stored_dtype_is_said_in_the_config(base_folder, tmp_path):
+def test_config_has_the_stored_dtype(base_folder, tmp_path):
     base = HuggingFaceFolder(str(base_folder))
     base.write(base.weights(), tmp_path / "out", is_writer=True, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_a_folder_is_replaced_as_a_whole(base_folder, tmp_path):
+def test_existing_folder_is_replaced(base_folder, tmp_path):
     base = HuggingFaceFolder(str(base_folder))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stale").write_text("of an attempt before")
@@ -63,13 +63,13 @@ def test_a_folder_is_replaced_as_a_whole(base_folder, tmp_path):
     assert not (tmp_path / "out" / "stale").exists()
 
 
-def test_torchtunes_ways_to_name_files(base_folder, tmp_path):
+def test_torchtunes_file_names_are_accepted(base_folder, tmp_path):
     for name in ("config.json", "model.safetensors"):
         target = "part_1_of_1.safetensors" if name.startswith("model") else name
         (tmp_path / target).write_bytes((base_folder / name).read_bytes())
     files = {"filename_format": "part_{}_of_{}.safetensors", "max_filename": "1"}
-    found = HuggingFaceFolder(str(tmp_path), files, model_type="LLAMA2", output_dir="x", recipe_checkpoint=None)
-    assert [file.name for file in found.files] == ["part_1_of_1.safetensors"]
+    folder = HuggingFaceFolder(str(tmp_path), files, model_type="LLAMA2", output_dir="x", recipe_checkpoint=None)
+    assert [file.name for file in folder.files] == ["part_1_of_1.safetensors"]
     with pytest.raises(UserError, match="filename_format and max_filename"):
         HuggingFaceFolder(str(tmp_path), {"format": "x"})
 
@@ -83,14 +83,14 @@ def test_pickled_weights_are_read_as_weights_only(base_folder, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_a_tied_builder_does_not_swallow_an_untied_head(base_folder):
+def test_untied_head_is_refused_by_a_tied_model(base_folder):
     from torchtune.models.llama3_2 import llama3_2
 
     with pytest.raises(UserError, match=r"output\.weight has shape \[64, 32\], the model has no such weight"):
         HuggingFaceFolder(str(base_folder)).check_shapes(llama3_2(**llama_args(), tie_word_embeddings=True))
 
 
-def test_weights_that_do_not_belong_to_the_config(base_folder, tmp_path):
+def test_weights_of_another_model_are_refused(base_folder, tmp_path):
     weights = load_file(base_folder / "model.safetensors")
     weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -99,13 +99,13 @@ def test_weights_that_do_not_belong_to_the_config(base_folder, tmp_path):
         HuggingFaceFolder(str(tmp_path)).check_shapes(llama2(**llama_args()))
 
 
-def test_a_family_that_is_not_known(base_folder, tmp_path):
+def test_unknown_family_is_refused(base_folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(UserError, match="model of type 'mamba', which finch cannot convert; it knows llama"):
         HuggingFaceFolder(str(tmp_path))
 
 
-def test_a_broken_config(tmp_path):
+def test_broken_config_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no config\.json"):
         HuggingFaceFolder(str(tmp_path))
     (tmp_path / "config.json").write_text("{")

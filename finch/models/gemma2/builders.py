@@ -30,14 +30,14 @@ def gemma2(
 
     Args:
         vocab_size: rows of the embedding, which is the output layer as well.
-        num_layers: transformer blocks; those with an even place attend within the window alone.
+        num_layers: transformer blocks; those with an even index attend within the window alone.
         num_heads: query heads.
-        head_dim: width of a head; apart from embed_dim / num_heads.
+        head_dim: width of a head; need not be embed_dim / num_heads.
         num_kv_heads: key and value heads; divides ``num_heads``.
         embed_dim: width of the residual stream.
         intermediate_dim: width of the feed-forward.
         max_seq_len: longest sequence in tokens.
-        attn_dropout: taken for torchtune's sake; its Gemma 2 attention has none.
+        attn_dropout: accepted as torchtune's builder does; its Gemma 2 attention ignores it.
         norm_eps: epsilon of the RMS norms.
         rope_base: base period of the rotary embedding.
         hidden_capping_value: soft cap of the attention scores (``attn_logit_softcapping``).

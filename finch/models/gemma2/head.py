@@ -1,4 +1,4 @@
-"""An output layer whose logits are kept within a bound."""
+"""Gemma 2's output layer: logits with a soft cap."""
 
 from __future__ import annotations
 

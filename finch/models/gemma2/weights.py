@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchtune.models.gemma2 import _convert_weights as theirs
+from torchtune.models.gemma2 import _convert_weights as torchtune_weights
 
-# What torchtune's conversion says, and where the weight goes in finch's decoder. In torchtune's layer `mlp_norm` comes
+# Names from torchtune's conversion, and their names in finch's decoder. In torchtune's layer `mlp_norm` comes
 # before the feed-forward and `mlp_scale` after it; its conversion has them the other way round.
 _FROM_TORCHTUNE = {".mlp_norm.": ".mlp_scale.", ".mlp_scale.": ".mlp_norm.", "norm.rms_norm.": "norm."}
 _TO_TORCHTUNE = {".mlp_norm.": ".mlp_scale.", ".mlp_scale.": ".mlp_norm."}
@@ -22,16 +22,16 @@ def gemma2_hf_to_tune(weights: dict[str, torch.Tensor], **sizes: Any) -> dict[st
         sizes: num_heads, num_kv_heads, dim, head_dim.
 
     Raises:
-        Exception: torchtune's, for a name that Gemma 2 does not have.
+        Exception: torchtune's, for a name that is not Gemma 2's.
     """
-    converted = theirs.gemma2_hf_to_tune(weights, **sizes)
+    converted = torchtune_weights.gemma2_hf_to_tune(weights, **sizes)
     return {_renamed(name, _FROM_TORCHTUNE): tensor for name, tensor in converted.items()}
 
 
 def gemma2_tune_to_hf(weights: dict[str, torch.Tensor], **sizes: Any) -> dict[str, torch.Tensor]:
-    """The way back."""
+    """Converts torchtune's names and layouts back to Hugging Face's."""
     renamed = {_FINAL_NORM.get(name, _renamed(name, _TO_TORCHTUNE)): tensor for name, tensor in weights.items()}
-    return theirs.gemma2_tune_to_hf(renamed, **sizes)
+    return torchtune_weights.gemma2_tune_to_hf(renamed, **sizes)
 
 
 def _renamed(name: str, changes: dict[str, str]) -> str:

@@ -42,7 +42,7 @@ def qwen3(
         num_kv_heads: key and value heads; divides ``num_heads``.
         embed_dim: width of the residual stream.
         intermediate_dim: width of the feed-forward.
-        head_dim: width of a head; 128 in all of Qwen3, apart from embed_dim / num_heads.
+        head_dim: width of a head; 128 in all of Qwen3, not always embed_dim / num_heads.
         max_seq_len: longest sequence in tokens.
         rope_base: base period of the rotary embedding.
         norm_eps: epsilon of the RMS norms.
@@ -79,7 +79,7 @@ def assemble(
     norm_eps: float,
     tie_word_embeddings: bool,
 ) -> TransformerDecoder:
-    """The decoder with linear layers of a given make; every builder of Qwen3 ends here. Other arguments: :func:`qwen3`.
+    """The decoder with linear layers made by ``linear``; all builders of Qwen3 call it. Other arguments: :func:`qwen3`.
 
     Args:
         linear: makes ``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``, ``w1``, ``w2``, ``w3`` of each layer, and

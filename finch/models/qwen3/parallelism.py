@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 
 def qwen3_tp_plan() -> dict[str, ParallelStyle]:
-    """For ``tensor_parallel_plan``: heads and hidden units of the MLP are cut, activations between layers are whole.
+    """For ``tensor_parallel_plan``: heads and hidden units of the MLP are sharded, activations between layers are replicated.
 
     ``q_norm`` and ``k_norm`` normalise each head by itself with one scale for all heads: they work on this rank's heads
     (dimension 2 of [batch, seq, heads, head_dim]), and the scale's gradient is summed over the ranks.

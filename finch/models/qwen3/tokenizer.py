@@ -36,16 +36,16 @@ def qwen3_tokenizer(
     Args:
         path: the folder's tokenizer.json; or its vocab.json, as torchtune's main branch has it: tokenizer.json beside
             it holds the same and the special tokens.
-        merges_file: taken so that such a config works; tokenizer.json holds the merges.
+        merges_file: accepted so that such a config works; tokenizer.json has the merges.
         special_tokens_path: a tokenizer.json elsewhere.
-        max_seq_len: tokens after which a conversation is cut off; None: never.
+        max_seq_len: tokens after which a conversation is truncated; None: never.
         prompt_template: must be None; the folder's chat template decides.
         truncation_type: must be ``right``: what is too long loses its end.
         thinking: whether assistant turns begin with thinking; off: with the empty thinking block a hybrid model's
             template writes.
 
     Raises:
-        UserError: a missing file or special token.
+        UserError: a file or special token is missing, or an argument is not supported.
     """
     if prompt_template is not None:
         raise UserError(

@@ -20,20 +20,20 @@ _LAYER = {
     "input_layernorm.weight": "sa_norm.scale",
     "post_attention_layernorm.weight": "mlp_norm.scale",
 }
-_TO_TUNE = {
+_TO_TORCHTUNE = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.norm.weight": "norm.scale",
     "lm_head.weight": "output.weight",
-    **{f"model.layers.{{}}.{theirs}": f"layers.{{}}.{ours}" for theirs, ours in _LAYER.items()},
+    **{f"model.layers.{{}}.{hf}": f"layers.{{}}.{tune}" for hf, tune in _LAYER.items()},
 }
-_TO_HUGGING_FACE = {ours: theirs for theirs, ours in _TO_TUNE.items()}
+_TO_HUGGING_FACE = {tune: hf for hf, tune in _TO_TORCHTUNE.items()}
 
 
 def qwen3_hf_to_tune(state_dict: StateDict) -> StateDict:
     """Renames any part of a Hugging Face state dict of Qwen3."""
-    return {get_mapped_key(name, _TO_TUNE): tensor for name, tensor in state_dict.items()}
+    return {get_mapped_key(name, _TO_TORCHTUNE): tensor for name, tensor in state_dict.items()}
 
 
 def qwen3_tune_to_hf(state_dict: StateDict) -> StateDict:
-    """The way back."""
+    """Renames any part of a torchtune state dict of Qwen3."""
     return {get_mapped_key(name, _TO_HUGGING_FACE): tensor for name, tensor in state_dict.items()}
