@@ -27,7 +27,8 @@ def test_parallel_needs_no_group_in_one_process():
 def test_parallel_on_two_ranks(tmp_path):
     code = """
         from torch import nn
-        from finch.distributed import parallel
+        from finch import dtensor
+        from finch.distributed import fsdp, parallel
         ranks = parallel.start(device, shard=False)
         total = ranks.all_reduce_sum_(torch.tensor([0.1, 1.0 + ranks.rank], dtype=torch.float64))
         torch.manual_seed(0)
