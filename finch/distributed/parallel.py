@@ -85,14 +85,14 @@ class Parallel:
         return values
 
     def check_equal(self, name: str, value: float | torch.Tensor | None) -> None:
-        """Compares a number bit for bit over the ranks (``debug_checks``); None is not compared.
+        """Compares a number, or each of several, bit for bit over the ranks (``debug_checks``); None is not compared.
 
         Raises:
             RuntimeError: it differs, which is a defect of finch.
         """
         if self.world_size == 1 or value is None:
             return
-        values = torch.as_tensor(value, dtype=torch.float64).reshape(1).to(self.device)
+        values = torch.as_tensor(value, dtype=torch.float64).reshape(-1).to(self.device)
         gathered = [torch.empty_like(values) for _ in range(self.world_size)]
         dist.all_gather(gathered, values)
         # Bit patterns, so that a NaN equals itself.
