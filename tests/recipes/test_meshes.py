@@ -183,11 +183,11 @@ def test_plans_that_do_not_fit_the_model_raise():
     with pytest.raises(UserError, match=r"leaves out layers\.0\.attn\.q_norm, which sees this rank's heads alone"):
         check_plan(small, base_llama_tp_plan(), 2)
     without = {name: style for name, style in qwen3_tp_plan().items() if "output_proj" not in name}
-    with pytest.raises(UserError, match=r"leaves out layers\.\*\.attn\.output_proj; heads are cut in all four"):
+    with pytest.raises(UserError, match=r"leaves out layers\.\*\.attn\.output_proj; heads are sharded in all four"):
         check_plan(small, without, 2)
     with pytest.raises(UserError, match="tensor_parallel_dim=4 does not divide the model's 2 key-value heads"):
         check_plan(llama2(**llama_args()), base_llama_tp_plan(), 4)
-    with pytest.raises(UserError, match="attention or output layer torchtune does not cut"):
+    with pytest.raises(UserError, match="attention or output layer torchtune does not shard"):
         check_plan(gemma2(**{**GEMMA2, "head_dim": 8}), base_llama_tp_plan(), 2)
 
 
