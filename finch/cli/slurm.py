@@ -55,7 +55,10 @@ def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
     config, *overrides = words
     config = os.path.abspath(config) if Path(config).is_file() else config
     script = _find_script(args.script)
-    text = script.read_text(encoding="utf-8")
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--script {script} cannot be read ({error}); give a shell script") from error
     given = ["--export=ALL", *given]  # a site's SBATCH_EXPORT may say otherwise
     options = {**_header(text), **options_of(given)}
     if not any(name.startswith("gpus") or name == "gres" for name in options):
@@ -190,12 +193,10 @@ def _check_config(config: str, overrides: list[str], ranks: int | None) -> tuple
     from finch.config.parser import read, recipe_for
     from finch.config.schema import RECIPES
     from finch.distributed.parallel import MeshSizes
-    from finch.distributed.precision import precision_of
     from finch.training.config_checks import check_output_folder, check_schedule
 
     recipe = recipe_for(config, overrides)
     cfg = read(["--config", config, "resume_from_checkpoint=auto", *overrides], RECIPES[recipe])
-    precision_of(cfg.dtype)
     check_schedule(cfg)
     check_output_folder(cfg)
     if ranks is not None:
