@@ -13,17 +13,10 @@ VOCAB = 23
 LONGEST = 40
 
 
-def names(*objectives):
-    return {type(objective).__name__: objective for objective in objectives}
-
-
 def all_objectives():
     """New ones for each test, under the names that ``definition`` uses."""
-    return {
-        **names(CrossEntropy(), FLOW(), DFT(), STM(), EAFT()),
-        "TALR": TALR(tau="exact"),
-        "TALR_constant": TALR(tau=0.7, w_min=0.2),
-    }
+    plain = {kind.__name__: kind() for kind in (CrossEntropy, FLOW, DFT, STM, EAFT)}
+    return {**plain, "TALR": TALR(tau="exact"), "TALR_constant": TALR(tau=0.7, w_min=0.2)}
 
 
 # A minimal model: hidden states depend on the token and on its position in its sequence.
@@ -44,9 +37,7 @@ def logits_of(theta, batch):
 
 
 def token_losses(logits, labels):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(
-        labels
-    )
+    return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
 def samples(lengths, without=0):
@@ -97,16 +88,13 @@ def train_step(objective, ranks, theta, theta0):
     """
     batches = [batch for rank in ranks for batch in rank]
     if isinstance(objective, FLOW):
-        objective.tau = median(
-            torch.cat([objective.sequence_losses(batch["pretrained_token_loss"], batch) for batch in batches])
-        )
+        pretrained = [objective.sequence_losses(batch["pretrained_token_loss"], batch) for batch in batches]
+        objective.tau = median(torch.cat(pretrained))
     losses = {id(batch): token_losses(logits_of(theta, batch), batch["labels"]) for batch in batches}
     if objective.statistic:
-        statistic = median(
-            torch.cat([objective.sequence_losses(losses[id(batch)].detach(), batch) for batch in batches])
-        )
+        current = [objective.sequence_losses(losses[id(batch)].detach(), batch) for batch in batches]
         for batch in batches:
-            batch["statistic"] = statistic
+            batch["statistic"] = median(torch.cat(current))
     for batch in batches:
         if "top_logits" in objective.needs:
             batch["top_logits"] = logits_of(theta, batch).topk(20).values
@@ -170,9 +158,6 @@ def setting():
     return theta, theta0, samples([4, 8, 6, 2, 11, 5, 9, 3, 7, 3, 5, 4], without=3)
 
 
-LAYOUTS = {"1x4": (1, 4), "2x2": (2, 2), "4x1": (4, 1)}
-
-
 def deal(rows, ranks, micro_batches, theta0):
     """Another order of the samples for each layout; one micro-batch is always the one without targets."""
     order = torch.randperm(9, generator=torch.Generator().manual_seed(ranks)).tolist()
@@ -189,13 +174,16 @@ def close(one, other):
     assert other[1].norm() > 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [(1, 4), (2, 2), (4, 1), "packed"], ids=str)
 @pytest.mark.parametrize("name", all_objectives())
 def test_objective_equals_its_definition_on_every_layout(setting, name, layout):
     theta, theta0, rows = setting
-    ranks = deal(rows, *LAYOUTS[layout], theta0)
-    objective = all_objectives()[name]
-    close(train_step(objective, ranks, theta, theta0), definition(name, rows, theta, theta0))
+    if layout == "packed":
+        packs = [[rows[i] for i in pack] for pack in ([0, 9, 1, 2], [4], [3, 5, 6, 7, 8, 10])]
+        ranks = [[collate(packs[:2], theta0, packed=True), collate(packs[2:], theta0, packed=True)]]
+    else:
+        ranks = deal(rows, *layout, theta0)
+    close(train_step(all_objectives()[name], ranks, theta, theta0), definition(name, rows, theta, theta0))
 
 
 def test_objectives_differ_from_each_other(setting):
@@ -204,26 +192,18 @@ def test_objectives_differ_from_each_other(setting):
     assert len({round(loss, 3) for loss in losses}) == len(losses)
 
 
-@pytest.mark.parametrize("name", all_objectives())
-def test_objective_of_packed_rows_equals_its_definition(setting, name):
-    theta, theta0, rows = setting
-    packs = [[rows[0], rows[9], rows[1], rows[2]], [rows[4]], [rows[3], rows[5], rows[6], rows[7], rows[8], rows[10]]]
-    packed = [collate(packs[:2], theta0, packed=True), collate(packs[2:], theta0, packed=True)]
-    objective = all_objectives()[name]
-    close(train_step(objective, [packed], theta, theta0), definition(name, rows, theta, theta0))
-
-
-def test_sequence_losses_assign_a_token_to_its_label():
-    # The first two tokens' targets belong to sequence A, the third's to B, which starts after it.
-    batch = {"labels": torch.tensor([[1, 1, 1, 1, -100]]), "input_pos": torch.tensor([[0, 1, 2, 0, 1]])}
-    losses = torch.tensor([[1.0, 2.0, 30.0, 50.0, 0.0]])
-    assert FLOW().sequence_losses(losses, batch).tolist() == [1.5, 40.0]
-
-
-def test_sequence_losses_split_a_sequence_across_rows():
-    batch = {"labels": torch.ones(2, 4, dtype=torch.long), "input_pos": torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])}
-    losses = torch.tensor([[1.0, 1, 1, 1], [2.0, 2, 8, 8]])
-    assert FLOW().sequence_losses(losses, batch).tolist() == [1.0, 2.0, 8.0]
+@pytest.mark.parametrize(
+    ("labels", "input_pos", "losses", "expected"),
+    [
+        # The first two tokens' targets belong to sequence A, the third's to B, which starts after it.
+        ([[1, 1, 1, 1, -100]], [[0, 1, 2, 0, 1]], [[1.0, 2.0, 30.0, 50.0, 0.0]], [1.5, 40.0]),
+        # A sequence split across rows counts as two.
+        ([[1] * 4] * 2, [[0, 1, 2, 3], [4, 5, 6, 0]], [[1.0, 1, 1, 1], [2.0, 2, 8, 8]], [1.0, 2.0, 8.0]),
+    ],
+)
+def test_sequence_losses_of_packed_rows(labels, input_pos, losses, expected):
+    batch = {"labels": torch.tensor(labels), "input_pos": torch.tensor(input_pos)}
+    assert FLOW().sequence_losses(torch.tensor(losses), batch).tolist() == expected
 
 
 def test_sequence_losses_omit_sequences_without_targets(setting):
@@ -238,13 +218,6 @@ def test_sequence_losses_omit_sequences_without_targets(setting):
     assert FLOW().sequence_losses(batch["pretrained_token_loss"], batch).isnan().tolist() == [True] + [False] * 8
 
 
-def test_cross_entropy_weights_are_one():
-    batch = {"labels": torch.tensor([[3, -100, 1], [-100, -100, -100]])}
-    token_loss = torch.tensor([[0.5, 0.0, 2.0], [0.0, 0.0, 0.0]])
-    assert torch.equal(CrossEntropy().weights(token_loss, batch), torch.ones(2, 3))
-    assert CrossEntropy().count(batch) == 2
-
-
 def test_talr_with_tau_1_and_no_floor_is_dft():
     losses = torch.tensor([[0.0, 0.3, 2.0, 9.0, 60.0]])
     batch = {"labels": torch.ones_like(losses, dtype=torch.long)}
@@ -253,13 +226,6 @@ def test_talr_with_tau_1_and_no_floor_is_dft():
     for tau in ("exact", "lagged"):
         assert torch.equal(TALR(tau, w_min=0).weights(losses, {**batch, "statistic": torch.tensor(1.0)}), expected)
         assert torch.equal(TALR(tau, w_min=0).weights(losses, {**batch, "statistic": 1.0}), expected)
-
-
-def test_talr_declares_its_statistic_and_floors_its_weights():
-    assert (TALR("exact").statistic, TALR().statistic, TALR(2.0).statistic) == ("exact", "lagged", None)
-    losses = torch.tensor([[0.0, 2.0, 9.0]])
-    weights = TALR(2.0, w_min=0.05).weights(losses, {"labels": torch.ones(1, 3)})
-    torch.testing.assert_close(weights, torch.tensor([[1.0, math.exp(-1), 0.05]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -312,15 +278,13 @@ def test_stm_counts_the_tokens_kept():
     assert STM(threshold=math.inf).count(batch) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "masked_by"), [*((name, "labels") for name in all_objectives()), ("STM", "objective")]
-)
-def test_micro_batch_without_targets_keeps_its_graph(setting, name, masked_by):
+@pytest.mark.parametrize("name", [*all_objectives(), "STM masks all"])
+def test_micro_batch_without_targets_keeps_its_graph(setting, name):
     theta, theta0, rows = setting
-    batch = collate([[row] for row in (rows[9:] if masked_by == "labels" else rows[:3])], theta0)
-    if masked_by == "objective":
+    batch = collate([[row] for row in (rows[:3] if name == "STM masks all" else rows[9:])], theta0)
+    if name == "STM masks all":
         batch["pretrained_token_loss"] += 5
-    objective = all_objectives()[name]
+    objective = all_objectives()[name.split()[0]]
     if isinstance(objective, FLOW):
         objective.tau = 1.0
     batch["statistic"] = median(torch.empty(0))  # no sequence had a target
@@ -367,20 +331,14 @@ def test_median_equals_numpy(values):
 
 
 def test_objectives_declare_what_they_need():
-    assert {name: set(objective.needs) for name, objective in all_objectives().items() if objective.needs} == {
-        "FLOW": {"pretrained_token_loss"},
-        "STM": {"pretrained_token_loss"},
-        "EAFT": {"top_logits"},
-    }
-    batch, loss = {"labels": torch.ones(1, 2)}, torch.ones(1, 2)
-    for objective, key in [
-        (FLOW(1.0), "pretrained_token_loss"),
-        (STM(), "pretrained_token_loss"),
-        (EAFT(), "top_logits"),
-        (TALR(), "statistic"),
-    ]:
-        with pytest.raises(ValueError, match=rf"batch\['{key}'\] is missing: {type(objective).__name__} needs it"):
-            objective.weights(loss, batch)
+    needs = {"FLOW": "pretrained_token_loss", "STM": "pretrained_token_loss", "EAFT": "top_logits"}
+    declared = {name: objective.needs for name, objective in all_objectives().items() if objective.needs}
+    assert {name: set(keys) for name, keys in declared.items()} == {name: {key} for name, key in needs.items()}
+    assert (TALR("exact").statistic, TALR().statistic, TALR(2.0).statistic) == ("exact", "lagged", None)
+    for name, key in {**needs, "TALR": "statistic"}.items():
+        objective = FLOW(1.0) if name == "FLOW" else all_objectives()[name]
+        with pytest.raises(ValueError, match=rf"batch\['{key}'\] is missing: {name} needs it"):
+            objective.weights(torch.ones(1, 2), {"labels": torch.ones(1, 2)})
 
 
 @pytest.mark.parametrize(

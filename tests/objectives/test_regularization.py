@@ -16,14 +16,7 @@ from finch.models.qwen3 import qwen3, qwen3_tp_plan
 from finch.objectives.regularization import FORMS, L2
 
 CPU = torch.device("cpu")
-SIZE = {
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "embed_dim": 30,
-    "head_dim": 10,
-    "max_seq_len": 16,
-}
+SIZE = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 30, "head_dim": 10, "max_seq_len": 16}
 # Sizes that do not divide by the number of ranks: shards differ in size. Tensor parallelism needs even ones.
 UNEVEN = {**SIZE, "vocab_size": 63, "intermediate_dim": 45}
 UNEVEN_HALVES = {**SIZE, "vocab_size": 62, "intermediate_dim": 46}
