@@ -1,6 +1,6 @@
 """Prints docs/recipe.md's table of keys from finch.config.schema; a test compares the two."""
 
-from finch.config.keys import format_default, key_options
+from finch.config.key_help import format_default, key_options
 from finch.config.schema import FULL_FINETUNE
 
 

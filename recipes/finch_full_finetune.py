@@ -31,7 +31,7 @@ from finch.config.resolved import redacted, resolved_config
 from finch.config.schema import FULL_FINETUNE
 from finch.data.loader import Batch, model_inputs, to_device
 from finch.data.training_data import TrainingData
-from finch.distributed import fsdp, parallel, watchdog
+from finch.distributed import grad_clipping, parallel, watchdog
 from finch.distributed.precision import check_hardware, precision_of
 from finch.distributed.signals import SignalDecision, Signals
 from finch.errors import UserError, exit_without_teardown
@@ -42,16 +42,16 @@ from finch.training import config_checks
 from finch.training.dataset_loss import dataset_loss
 from finch.training.export import export
 from finch.training.identity import identity_of
-from finch.training.launch import run
 from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, uses_dataset_init
 from finch.training.model import build_decoder, check_custom_layers, load_pretrained, parallelize
-from finch.training.nonfinite import NonfiniteGuard
+from finch.training.nonfinite_guard import NonfiniteGuard
 from finch.training.objective import build_objective, prepare_objective
 from finch.training.optimizer import build_optimizers
 from finch.training.reference_loss import ReferenceLossCache, ReferenceLosses, fingerprint_of
 from finch.training.resume import resume_point
 from finch.training.run_folder import RunFolder
 from finch.training.run_lock import RunLock
+from finch.training.run_recipe import run
 from finch.training.state import TrainState
 from finch.training.step_median import StepMedian
 
@@ -312,9 +312,9 @@ class FinchFullFinetune(FTRecipeInterface):
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
         parameters = list(self._trained_parameters().values())
         if self._clip_grad_norm is None:
-            norm = fsdp.grad_norm(parameters)
+            norm = grad_clipping.grad_norm(parameters)
         else:
-            norm = fsdp.clip_grad_norm(parameters, self._clip_grad_norm)
+            norm = grad_clipping.clip_grad_norm(parameters, self._clip_grad_norm)
         return norm.to(self._device, non_blocking=True)  # offloaded gradients live on the CPU
 
     def _log_step(self, loss: torch.Tensor, targets: torch.Tensor, norms: dict[str, torch.Tensor | None]) -> None:

@@ -14,7 +14,7 @@ from finch.config.parser import parse
 from finch.config.schema import LORA_FINETUNE
 from finch.errors import UserError, exit_without_teardown
 from finch.models.lora import check_adapters, check_lora_settings, initialize_adapters, merged, train_adapters_only
-from finch.training.launch import run
+from finch.training.run_recipe import run
 from finch.weights.peft import PeftFolder
 
 

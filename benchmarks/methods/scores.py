@@ -16,7 +16,7 @@ from torchtune.datasets._sft import SFTTransform
 from finch.config.registry import find_config
 from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import shift_labels
-from finch.training.token_loss import TokenLoss
+from finch.training.chunked_loss import TokenLoss
 from finch.weights.huggingface import HuggingFaceFolder
 
 NUM_STORIES = 200

@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         run = {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)
         run(parsed)
     elif parsed.command == "keys":
-        from finch.config.keys import format_keys
+        from finch.config.key_help import format_keys
 
         print(format_keys(parsed.word))
     elif parsed.command == "methods":

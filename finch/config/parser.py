@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from finch.config import methods
 from finch.config.instantiate import component_of, first_line
-from finch.config.keys import recipe_help
+from finch.config.key_help import recipe_help
 from finch.config.registry import find_config
 from finch.config.schema import FULL_FINETUNE, Option
 from finch.config.validation import check, referred_keys

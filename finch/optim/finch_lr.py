@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from finch.optim.nonfinite import check_nonfinite_options
+from finch.optim.nonfinite_counter import check_nonfinite_options
 from finch.optim.param_groups import ParamGroups, Scalar
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from finch import run_files
-from finch.optim.nonfinite import NonfiniteCounter
+from finch.optim.nonfinite_counter import NonfiniteCounter
 from finch.optim.param_groups import ParamGroups, Scalar
 
 
@@ -26,7 +26,7 @@ class ReplayLR:
     Args:
         optimizer: one optimizer or a list of them.
         log: the earlier run's metrics.jsonl, or its folder.
-        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite.NonfiniteCounter`.
+        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite_counter.NonfiniteCounter`.
 
     Attributes:
         optimizers: as a list.

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from finch.optim.nonfinite import NonfiniteCounter
+from finch.optim.nonfinite_counter import NonfiniteCounter
 from finch.optim.param_groups import Scalar, set_group_lr
 
 
@@ -21,7 +21,7 @@ class TorchLR:
     Args:
         optimizers: those that step together; with the optimizer step inside the backward, one for each parameter.
         scheduler: built on the first of them, whose learning rate the others get; None: constant.
-        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite.NonfiniteCounter`.
+        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite_counter.NonfiniteCounter`.
     """
 
     def __init__(

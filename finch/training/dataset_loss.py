@@ -19,7 +19,7 @@ def iter_token_losses(model: nn.Module, loader: EvalLoader) -> Iterator[tuple[li
     """This rank's share of a dataset in evaluation mode: row indices, their batch on the host, token losses [batch, seq] in nats.
 
     Args:
-        model: returns token losses; see :class:`finch.training.token_loss.TokenLoss`.
+        model: returns token losses; see :class:`finch.training.chunked_loss.TokenLoss`.
     """
     parallel = loader.parallel
     has_bar = bool(loader.title) and parallel.is_rank_zero

@@ -22,8 +22,8 @@ from finch.dtensor import load_full_tensor
 from finch.errors import UserError
 from finch.log import logger
 from finch.models.overrides import replace_known_bad_builder
+from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import check_text_decoder
-from finch.training.token_loss import TokenLoss
 from finch.weights.base import PretrainedFolder
 from finch.weights.formats import open_checkpoint
 

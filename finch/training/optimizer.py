@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from finch import dtensor
 from finch.config.instantiate import build
 from finch.distributed.precision import Precision
-from finch.optim.in_backward import optimizers_in_backward
+from finch.optim.optimizer_in_backward import optimizers_in_backward
 from finch.optim.stochastic_rounding import adapt, stochastic_optimizer
 
 

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from finch.checkpoint.reader import FORMAT, load_tensors, read_state
 from finch.distributed.parallel import Parallel
 from finch.optim.finch_lr import FinchLR
+from finch.training.chunked_loss import TokenLoss
 from finch.training.lr_scheduler import Schedule
 from finch.training.rollback import RollbackTracker
 from finch.training.step_median import StepMedian
-from finch.training.token_loss import TokenLoss
 
 
 @dataclass

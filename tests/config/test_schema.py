@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers.runs import ROOT, finch
 
-from finch.config.keys import format_default, format_keys, key_options
+from finch.config.key_help import format_default, format_keys, key_options
 from finch.config.schema import FULL_FINETUNE, LORA_FINETUNE, REQUIRED
 from finch.distributed.precision import PRECISIONS
 from finch.errors import UserError

@@ -15,7 +15,7 @@ from torchtune.models.gemma2 import gemma2 as torchtune_gemma2
 
 from finch.errors import UserError
 from finch.models import gemma2, phi4
-from finch.training.token_loss import TokenLoss
+from finch.training.chunked_loss import TokenLoss
 from finch.weights.conversion import is_tied
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.validation import FAMILIES as KNOWN_FAMILIES

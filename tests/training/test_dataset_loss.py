@@ -13,8 +13,8 @@ from torchtune.models.llama2 import llama2
 from finch.data.dataset import load_dataset
 from finch.data.loader import EvalLoader, collator
 from finch.distributed import parallel
+from finch.training.chunked_loss import TokenLoss
 from finch.training.dataset_loss import dataset_loss
-from finch.training.token_loss import TokenLoss
 
 
 def float64_mean(config):
@@ -68,7 +68,7 @@ def test_dataset_loss_on_several_ranks(config, tmp_path, ranks):
         from finch.data.dataset import load_dataset
         from finch.data.loader import EvalLoader, collator
         from finch.training.dataset_loss import dataset_loss
-        from finch.training.token_loss import TokenLoss
+        from finch.training.chunked_loss import TokenLoss
         config = OmegaConf.load(folder.parent / "config.yaml")
         ranks = parallel.start(device, shard=False)
         tokenizer = instantiate(config.tokenizer)

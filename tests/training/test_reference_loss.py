@@ -15,8 +15,8 @@ from finch.data.loader import EvalLoader, collator, loader
 from finch.data.order import EMPTY, GlobalOrder
 from finch.distributed import parallel
 from finch.errors import UserError
+from finch.training.chunked_loss import TokenLoss
 from finch.training.reference_loss import compute_reference_losses, fingerprint_of, load_reference_losses
-from finch.training.token_loss import TokenLoss
 
 
 @pytest.fixture

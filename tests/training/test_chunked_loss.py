@@ -7,7 +7,7 @@ from helpers.runs import llama_args
 from torchtune.models.llama2 import llama2
 from torchtune.models.llama3_2 import llama3_2
 
-from finch.training.token_loss import TokenLoss
+from finch.training.chunked_loss import TokenLoss
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 8])
