@@ -1,5 +1,6 @@
 """L2 toward the pretrained weights: against autograd of the plain formula, on one process and on many."""
 
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -65,11 +66,8 @@ def reference(form, size=UNEVEN):
     decoder, pretrained, tuned = build(parallel.Parallel(CPU), size)
     fill(decoder, tuned)
     parameters = dict(decoder.named_parameters())
-    penalty = formula(
-        form,
-        [(parameter, pretrained[name]) for name, parameter in parameters.items()],
-        sum(parameter.numel() for parameter in parameters.values()),
-    )
+    pairs = [(parameter, pretrained[name]) for name, parameter in parameters.items()]
+    penalty = formula(form, pairs, sum(parameter.numel() for parameter in parameters.values()))
     (loss_of(decoder) + penalty).backward()
     distance = torch.cat([(tuned[name] - pretrained[name]).flatten() for name in parameters]).norm()
     return {
@@ -127,24 +125,15 @@ def test_l2_equals_autograd_of_the_formula(form, offload):
     assert_equal(one_step(parallel.Parallel(CPU), form, offload=offload), reference(form))
 
 
-@pytest.fixture(scope="module")
-def results_of_ranks(tmp_path_factory):
-    code = """
-        from objectives.test_regularization import on_meshes
-        tell(on_meshes())
-    """
-    return on_ranks(4, code, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mesh", ["fsdp2", "hsdp", "shard x tensor"])
-def test_l2_on_every_mesh_equals_one_process(mesh, form, results_of_ranks):
-    expected = reference(form, UNEVEN_HALVES if mesh == "shard x tensor" else UNEVEN)
-    for results in results_of_ranks:
-        assert_equal(results[mesh][form], expected)
-        # One for each mesh that parameters lie on; under tensor parallelism the norms' is another.
-        assert results[mesh][form]["collectives"] == (2 if mesh == "shard x tensor" else 1)
+def test_l2_on_every_mesh_equals_one_process(tmp_path):
+    every_rank = on_ranks(4, "from objectives.test_regularization import on_meshes; tell(on_meshes())", tmp_path)
+    for mesh, form in itertools.product(("fsdp2", "hsdp", "shard x tensor"), FORMS):
+        expected = reference(form, UNEVEN_HALVES if mesh == "shard x tensor" else UNEVEN)
+        for results in every_rank:
+            assert_equal(results[mesh][form], expected)
+            # One for each mesh that parameters lie on; under tensor parallelism the norms' is another.
+            assert results[mesh][form]["collectives"] == (2 if mesh == "shard x tensor" else 1)
 
 
 def small(dtype=torch.float64):
@@ -160,17 +149,8 @@ def move(model, by=0.1):
             parameter.add_(by * torch.randn_like(parameter))
 
 
-def test_l2_creates_a_missing_gradient():
-    model, origin = small()
-    penalty = L2(STRENGTH)
-    penalty.start(model.named_parameters())
-    move(model)
-    penalty.add_gradients()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * STRENGTH * (parameter - origin[name]), rtol=1e-14, atol=0)
-
-
 def test_l2_adds_at_every_call_and_follows_the_parameters():
+    """The first call finds no gradient and creates it."""
     model, origin = small()
     penalty = L2(STRENGTH, "half")
     penalty.start(model.named_parameters())
