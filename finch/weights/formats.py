@@ -52,23 +52,14 @@ def open_checkpoint(block: Mapping[str, Any]) -> PretrainedFolder:
     )
 
 
-def meta_folder(
-    checkpoint_dir: str,
-    checkpoint_files: list[str],
-    model_type: str | None = None,
-    output_dir: str | None = None,
-    recipe_checkpoint: str | None = None,
-    adapter_checkpoint: str | None = None,
-    should_load_recipe_state: bool = False,
-    resume_from_checkpoint: bool = False,
-) -> PretrainedFolder:
+def meta_folder(checkpoint_dir: str, checkpoint_files: list[str], **_: Any) -> PretrainedFolder:
     """A folder in Meta's format, such as ``original/`` with consolidated.00.pth and params.json.
 
     Args:
         checkpoint_dir: the folder.
         checkpoint_files: its one weight file.
 
-    The other keys of torchtune's block are accepted and ignored.
+    The other keys of torchtune's block are ignored; a config's check refuses those that its checkpointer does not accept.
 
     Raises:
         UserError: a folder or file is missing; weights in several files.
@@ -76,16 +67,7 @@ def meta_folder(
     return _folder(checkpoint_dir, checkpoint_files, meta_to_tune, tune_to_meta)
 
 
-def torchtune_folder(
-    checkpoint_dir: str,
-    checkpoint_files: list[str],
-    model_type: str | None = None,
-    output_dir: str | None = None,
-    recipe_checkpoint: str | None = None,
-    adapter_checkpoint: str | None = None,
-    should_load_recipe_state: bool = False,
-    resume_from_checkpoint: bool = False,
-) -> PretrainedFolder:
+def torchtune_folder(checkpoint_dir: str, checkpoint_files: list[str], **_: Any) -> PretrainedFolder:
     """A folder in torchtune's own format. Arguments and errors: see :func:`meta_folder`."""
     return _folder(checkpoint_dir, checkpoint_files, dict, dict)
 

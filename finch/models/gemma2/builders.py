@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torchtune.models.gemma2 import gemma2 as torchtune_gemma2
 from torchtune.modules import TransformerDecoder
 
@@ -66,44 +68,21 @@ def gemma2(
     return decoder
 
 
-def gemma2_2b() -> TransformerDecoder:
-    """google/gemma-2-2b and gemma-2-2b-it."""
-    return gemma2(
-        vocab_size=256_000,
-        num_layers=26,
-        num_heads=8,
-        head_dim=256,
-        num_kv_heads=4,
-        embed_dim=2304,
-        intermediate_dim=9216,
-        max_seq_len=8192,
-    )
-
-
-def gemma2_9b() -> TransformerDecoder:
-    """google/gemma-2-9b and gemma-2-9b-it."""
-    return gemma2(
-        vocab_size=256_000,
-        num_layers=42,
-        num_heads=16,
-        head_dim=256,
-        num_kv_heads=8,
-        embed_dim=3584,
-        intermediate_dim=14336,
-        max_seq_len=8192,
-    )
-
-
-def gemma2_27b() -> TransformerDecoder:
-    """google/gemma-2-27b and gemma-2-27b-it."""
-    return gemma2(
-        vocab_size=256_000,
-        num_layers=46,
-        num_heads=32,
-        head_dim=128,
-        num_kv_heads=16,
-        embed_dim=4608,
-        intermediate_dim=36864,
-        max_seq_len=8192,
-        query_pre_attn_scalar=144,
-    )
+_size = partial(gemma2, vocab_size=256_000, max_seq_len=8192)
+# google/gemma-2-2b and gemma-2-2b-it, and so on
+gemma2_2b = partial(
+    _size, num_layers=26, num_heads=8, head_dim=256, num_kv_heads=4, embed_dim=2304, intermediate_dim=9216
+)
+gemma2_9b = partial(
+    _size, num_layers=42, num_heads=16, head_dim=256, num_kv_heads=8, embed_dim=3584, intermediate_dim=14336
+)
+gemma2_27b = partial(
+    _size,
+    num_layers=46,
+    num_heads=32,
+    head_dim=128,
+    num_kv_heads=16,
+    embed_dim=4608,
+    intermediate_dim=36864,
+    query_pre_attn_scalar=144,
+)

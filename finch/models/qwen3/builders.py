@@ -19,6 +19,10 @@ MakeLinear = Callable[[str, int, int], nn.Module]
 """(its name in torchtune's layer, input features, output features) to a linear layer without bias."""
 
 
+def _plain_linear(_: str, in_dim: int, out_dim: int) -> nn.Module:
+    return nn.Linear(in_dim, out_dim, bias=False)
+
+
 def qwen3(
     *,
     vocab_size: int,
@@ -32,6 +36,7 @@ def qwen3(
     rope_base: float = 1e6,
     norm_eps: float = 1e-6,
     tie_word_embeddings: bool = False,
+    linear: MakeLinear = _plain_linear,
 ) -> TransformerDecoder:
     """A Qwen3 decoder on torchtune's modules.
 
@@ -47,43 +52,8 @@ def qwen3(
         rope_base: base period of the rotary embedding.
         norm_eps: epsilon of the RMS norms.
         tie_word_embeddings: whether the output layer is the embedding (0.6B, 1.7B, 4B).
-    """
-    return assemble(
-        lambda _, in_dim, out_dim: nn.Linear(in_dim, out_dim, bias=False),
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        embed_dim=embed_dim,
-        intermediate_dim=intermediate_dim,
-        head_dim=head_dim,
-        max_seq_len=max_seq_len,
-        rope_base=rope_base,
-        norm_eps=norm_eps,
-        tie_word_embeddings=tie_word_embeddings,
-    )
-
-
-def assemble(
-    linear: MakeLinear,
-    *,
-    vocab_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    embed_dim: int,
-    intermediate_dim: int,
-    head_dim: int,
-    max_seq_len: int,
-    rope_base: float,
-    norm_eps: float,
-    tie_word_embeddings: bool,
-) -> TransformerDecoder:
-    """The decoder with linear layers made by ``linear``; all builders of Qwen3 call it. Other arguments: :func:`qwen3`.
-
-    Args:
-        linear: makes ``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``, ``w1``, ``w2``, ``w3`` of each layer, and
-            ``output`` unless embeddings are tied.
+        linear: for :func:`finch.models.qwen3.lora_qwen3`; makes ``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``, ``w1``,
+            ``w2``, ``w3`` of each layer, and ``output`` unless embeddings are tied.
     """
     rope = Qwen2RotaryPositionalEmbeddings(dim=head_dim, max_seq_len=max_seq_len, base=rope_base)
     layers = [
@@ -124,23 +94,11 @@ def assemble(
     )
 
 
-def _size(num_layers: int, num_heads: int, embed_dim: int, intermediate_dim: int, tied: bool) -> dict[str, Any]:
-    return {
-        "vocab_size": 151936,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": 8,
-        "embed_dim": embed_dim,
-        "intermediate_dim": intermediate_dim,
-        "head_dim": 128,
-        "tie_word_embeddings": tied,
-    }
-
-
-SIZE_0_6B = _size(28, 16, 1024, 3072, tied=True)
-SIZE_1_7B = _size(28, 16, 2048, 6144, tied=True)
-SIZE_4B = _size(36, 32, 2560, 9728, tied=True)
-SIZE_8B = _size(36, 32, 4096, 12288, tied=False)
+_size: Callable[..., dict[str, Any]] = partial(dict, vocab_size=151936, num_kv_heads=8, head_dim=128)
+SIZE_0_6B = _size(num_layers=28, num_heads=16, embed_dim=1024, intermediate_dim=3072, tie_word_embeddings=True)
+SIZE_1_7B = _size(num_layers=28, num_heads=16, embed_dim=2048, intermediate_dim=6144, tie_word_embeddings=True)
+SIZE_4B = _size(num_layers=36, num_heads=32, embed_dim=2560, intermediate_dim=9728, tie_word_embeddings=True)
+SIZE_8B = _size(num_layers=36, num_heads=32, embed_dim=4096, intermediate_dim=12288, tie_word_embeddings=False)
 
 
 def _builder(size: dict[str, Any], max_seq_len: int) -> Callable[..., TransformerDecoder]:

@@ -12,7 +12,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from finch.errors import UserError
 from finch.models.lora import check_attention_modules
-from finch.models.qwen3.builders import BASE_CONTEXT, INSTRUCT_CONTEXT, SIZE_0_6B, SIZE_1_7B, SIZE_4B, SIZE_8B, assemble
+from finch.models.qwen3.builders import BASE_CONTEXT, INSTRUCT_CONTEXT, SIZE_0_6B, SIZE_1_7B, SIZE_4B, SIZE_8B, qwen3
 
 _MLP = ("w1", "w2", "w3")
 
@@ -71,8 +71,8 @@ def lora_qwen3(
             return layer(in_dim, out_dim, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
         return nn.Linear(in_dim, out_dim, bias=False)
 
-    return assemble(
-        linear,
+    return qwen3(
+        linear=linear,
         vocab_size=vocab_size,
         num_layers=num_layers,
         num_heads=num_heads,
