@@ -28,7 +28,7 @@ def run(tmp_path):
         schedule.step(loss, 0 if step == 3 else 7)
         log.add(step, {"epoch": 0, "loss": loss, **schedule.metrics(), "num_target_tokens": 7})
         if step % 2 == 0:
-            log.note({"step": step, "epoch": 0, "validation_loss": loss})
+            log.write_event({"step": step, "epoch": 0, "validation_loss": loss})
     log.close()
     return tmp_path
 
