@@ -53,49 +53,39 @@ def assert_equal_weights(one, other):
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_weights_and_moments_are_restored_bit_for_bit(tmp_path):
-    model, optimizer = train(0, 3)
-    folder = save_checkpoint(tmp_path, 3, model, optimizer, {"step": 3})
-    other, other_optimizer = train(1, 0)
-    load_tensors(folder, other, [other_optimizer], ONE_PROCESS)
-    assert read_state(folder) == {"step": 3, "world_size": 1}
-    update(model, optimizer)
-    update(other, other_optimizer)
-    assert_equal_weights(model, other)
-
-
-def test_tensor_lr_follows_the_schedule_after_loading(tmp_path):
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_weights_moments_and_schedule_are_restored_bit_for_bit(tmp_path, kind):
     """On CUDA the recipe makes the rate a tensor; loading replaces the tensor, and FinchLR must write into the new one."""
 
     def with_schedule(seed, steps):
-        model, optimizer = train(seed, steps, lr=torch.tensor(1e-2), fused=True)
+        model, optimizer = train(seed, steps, lr=kind(1e-2), fused=kind is torch.tensor)
         return model, optimizer, FinchLR(optimizer, eta_base=1e-2, eta_max=1.0, init=2.0)
 
     model, optimizer, schedule = with_schedule(0, 2)
     schedule.step(torch.tensor(1.0))
     folder = save_checkpoint(tmp_path, 2, model, optimizer, {"schedule": schedule.state_dict()})
+    assert read_state(folder) == {"schedule": schedule.state_dict(), "world_size": 1}
     other, other_optimizer, other_schedule = with_schedule(1, 0)
     load_tensors(folder, other, [other_optimizer], ONE_PROCESS)
     other_schedule.load_state_dict(read_state(folder)["schedule"])
     for each_schedule, *each in ((schedule, model, optimizer), (other_schedule, other, other_optimizer)):
         each_schedule.step(torch.tensor(0.5))
         update(*each)
-        assert isinstance(each[1].param_groups[0]["lr"], torch.Tensor)
+        assert isinstance(each[1].param_groups[0]["lr"], torch.Tensor) == (kind is torch.tensor)
     assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert_equal_weights(model, other)
 
 
-@pytest.mark.parametrize(("before", "after"), [("float", "tensor"), ("tensor", "float")])
+@pytest.mark.parametrize(("before", "after"), [(float, torch.tensor), (torch.tensor, float)])
 def test_hyperparameters_are_the_configs_not_the_checkpoints(tmp_path, before, after):
     def with_lr_type(kind, seed, steps, weight_decay):
-        lr = torch.tensor(1e-2) if kind == "tensor" else 1e-2
-        return train(seed, steps, lr=lr, weight_decay=weight_decay, fused=kind == "tensor")
+        return train(seed, steps, lr=kind(1e-2), weight_decay=weight_decay, fused=kind is torch.tensor)
 
     folder = save_checkpoint(tmp_path, 2, *with_lr_type(before, 0, 2, 0.1), {})
     other, other_optimizer = with_lr_type(after, 1, 0, 0.5)
     load_tensors(folder, other, [other_optimizer], ONE_PROCESS)
     (group,) = other_optimizer.param_groups
-    assert isinstance(group["lr"], torch.Tensor) == (after == "tensor")
+    assert isinstance(group["lr"], torch.Tensor) == (after is torch.tensor)
     assert group["weight_decay"] == 0.5
     assert float(other_optimizer.state[next(other.parameters())]["step"]) == 2
 
@@ -130,17 +120,14 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path, monkeypatch):
     model, optimizer = train(0, 1)
     folder = save_checkpoint(tmp_path, 5, model, optimizer, {"step": 5, "epoch": 0})
 
-    class Killed(BaseException):
-        pass
-
     def rename(path, target):
         if path.name.endswith(".partial"):
-            raise Killed
+            raise KeyboardInterrupt
         os.rename(path, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(type(folder), "rename", rename)
-        with pytest.raises(Killed):
+        with pytest.raises(KeyboardInterrupt):
             save_checkpoint(tmp_path, 5, model, optimizer, {"step": 5, "epoch": 1})
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_5.replaced"]
     assert read_state(latest_valid(list_checkpoints(tmp_path), ONE_PROCESS)[0])["epoch"] == 0

@@ -13,8 +13,6 @@ from finch import run_files
 
 pytestmark = pytest.mark.slow
 
-COSINE = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"}
-
 
 @pytest.fixture
 def error_of(tmp_path, base_folder, rows_file):
@@ -35,102 +33,54 @@ def error_of(tmp_path, base_folder, rows_file):
     ("overrides", "message"),
     [
         # Unknown keys, components and files
-        ("epoch=3", "unknown key epoch=3, did you mean epochs?"),
         ("optimizer.lrr=3", "unknown key optimizer.lrr, did you mean optimizer.lr?"),
         ("lr_scheduler.eta_maxx=3", "unknown key lr_scheduler.eta_maxx, did you mean lr_scheduler.eta_max?"),
         ("hf_token=hf_do_not_show", "unknown key hf_token=***"),
         ("epochs", "key=value"),
         ("~nothing", "Could not find key nothing"),
-        (
-            "model=torchtune.models.llama2.llama3",
-            "model._component_=torchtune.models.llama2.llama3 does not exist, did you mean llama2?",
-        ),
+        ("model=torchtune.models.llama2.llama3", "model._component_=torchtune.models.llama2.llama3 does not exist, did you mean llama2?"),
         ("checkpointer.checkpoint_dir=/nowhere", "checkpointer.checkpoint_dir=/nowhere is not a folder"),
-        (
-            "checkpointer.checkpoint_files=[model-7.safetensors]",
-            "checkpointer.checkpoint_files names model-7.safetensors, which is not in",
-        ),
+        ("checkpointer.checkpoint_files=[model-7.safetensors]", "checkpointer.checkpoint_files names model-7.safetensors, which is not in"),
         ("tokenizer.path=/nowhere/tokenizer.model", "tokenizer: .*/nowhere/tokenizer.model"),
         ("dataset.data_files=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
-        # Values
+        # Values; all keys' are in tests/config
         ("batch_size=0", "batch_size=0 must be int >= 1"),
-        ("batch_size=x", "batch_size=x must be int >= 1"),
-        ("clip_grad_norm=-1", "clip_grad_norm=-1 must be number > 0"),
-        ("epochs=null", "epochs has no value"),
         ("collate_fn=null", "collate_fn has no value"),
-        ("log_level=FOO", "log_level=FOO must be DEBUG"),
-        ("cudnn_deterministic_mode=foo", "cudnn_deterministic_mode=foo must be default"),
-        ("export_dtype=bf16_mixed", "export_dtype=bf16_mixed must be fp32"),
-        ("on_nonfinite=ignore", "on_nonfinite=ignore must be raise, skip, rollback or null"),
-        ("data_parallel_shard_dim=0", "data_parallel_shard_dim=0 must be -1 or int >= 1"),
-        ("ac_mode=some", "ac_mode=some must be full, selective or null"),
-        ("ac_option=all", "ac_option=all must be op, int >= 1 or null"),
-        ("dtype=fp16", "dtype=fp16 is not trained in full"),
-        ("dtype=fp8", "dtype=fp8 must be fp32"),
-        ("device=tpu", "device=tpu must be auto, cpu, cuda or cuda:N"),
-        pytest.param(
-            "device=cuda",
-            "device=cuda needs a CUDA device, and torch sees none here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
-        ),
+        *([] if torch.cuda.is_available() else [("device=cuda", "device=cuda needs a CUDA device, and torch sees none here")]),
         ("lr_scheduler.eta_max=-1.0", "lr_scheduler: eta_max=-1.0 must be above 0"),
         ("lr_scheduler.eta_max=abc", "lr_scheduler: eta_max='abc' must be a number"),
-        ("lr_scheduler.ema=1.5", "lr_scheduler: ema=1.5 must lie in [0, 1)"),
-        ("lr_scheduler.init=-2", "lr_scheduler: init=-2 must be above 0"),
         ("optimizer.lr=0", "optimizer.lr=0 must be a number above 0"),
         ("optimizer.lr=abc", "optimizer.lr=abc must be a number above 0"),
         ("optimizer.betas=[0.9,7]", "optimizer: Invalid beta parameter at index 1"),
         ("loss.label_smoothing=0.5", "loss.label_smoothing=0.5 would change plain cross-entropy"),
         ("loss=torch.nn.MSELoss", "is not a plain cross-entropy"),
-        (
-            "custom_sharded_layers=[tok_embedding]",
-            "names tok_embedding, which the model does not have, did you mean tok_embeddings?",
-        ),
+        ("custom_sharded_layers=[tok_embedding]", "names tok_embedding, which the model does not have, did you mean tok_embeddings?"),
         # Combinations
         ("optimizer_in_bwd=True", "optimizer_in_bwd=True excludes clip_grad_norm=1.0"),
         ("ac_mode=selective", "ac_mode=selective needs ac_option; set it to op, or to n"),
         ("enable_activation_offloading=True", "enable_activation_offloading=True needs device=cuda"),
-        (
-            "dtype=bf16_stochastic optimizer=torch.optim.SGD ~optimizer.fused",
-            "optimizer._component_=torch.optim.SGD cannot round stochastically",
-        ),
-        (
-            "dtype=bf16_mixed optimizer=bitsandbytes.optim.AdamW8bit ~optimizer.fused",
-            "bitsandbytes.optim.AdamW8bit does not update sharded weights",
-        ),
+        ("dtype=bf16_stochastic optimizer=torch.optim.SGD ~optimizer.fused", "optimizer._component_=torch.optim.SGD cannot round stochastically"),
+        ("dtype=bf16_mixed optimizer=bitsandbytes.optim.AdamW8bit ~optimizer.fused", "bitsandbytes.optim.AdamW8bit does not update sharded weights"),
         # The model
         ("model.intermediate_dim=40", "model does not fit checkpointer.checkpoint_dir"),
         ("model.intermediate_dim=40", "layers.0.mlp.w1.weight has shape [48, 32], the model expects [40, 32]"),
         ("model.num_layers=1", "layers.1.attn.k_proj.weight"),
         # The rows
-        (
-            "dataset.column_map.output=reply",
-            "has no field 'reply', which column_map names for 'output'; its fields are",
-        ),
+        ("dataset.column_map.output=reply", "has no field 'reply', which column_map names for 'output'; its fields are"),
         ("dataset.split=train[:0]", "dataset is empty"),
-        (
-            "batch_size=64",
-            "global batch of 64 (batch_size 64 x gradient_accumulation_steps 1 x 1 ranks) is larger than the dataset of 41 samples",
-        ),
+        ("batch_size=64", "global batch of 64 (batch_size 64 x gradient_accumulation_steps 1 x 1 ranks) is larger than the dataset of 41 samples"),
         ("tokenizer.max_seq_len=2", "none of the 41 samples"),
     ],
-)
+)  # fmt: skip
 def test_override_is_rejected(error_of, overrides, message):
     error = error_of(*overrides.split())
     assert message in error or re.search(message, error)
     assert "do_not_show" not in error
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": 7}, "model=7 must be a block with a _component_"),
-        ({"dataset": None}, "dataset is missing: training rows"),
-        ({"lr_scheduler": COSINE}, "lr_scheduler: .*num_warmup_steps"),
-    ],
-)
-def test_file_is_rejected(error_of, changes, message):
-    assert re.search(message, error_of(**changes))
+def test_file_is_rejected(error_of):
+    cosine = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"}
+    assert re.search("lr_scheduler: .*num_warmup_steps", error_of(lr_scheduler=cosine))
 
 
 def test_unknown_config_name_is_rejected():
@@ -150,13 +100,10 @@ def test_incomplete_checkpoint_folder_is_rejected(error_of, base_folder, tmp_pat
     (folder / "model-00001-of-00002.safetensors").write_bytes((base_folder / "model.safetensors").read_bytes())
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    overrides = (
-        f"checkpointer.checkpoint_dir={folder}",
-        "checkpointer.checkpoint_files=[model-00001-of-00002.safetensors]",
-    )
-    assert "model.safetensors.index.json lists model-00002-of-00002.safetensors, which is not in" in error_of(
-        *overrides
-    )
+    files = "checkpointer.checkpoint_files=[model-00001-of-00002.safetensors]"
+    overrides = (f"checkpointer.checkpoint_dir={folder}", files)
+    message = "model.safetensors.index.json lists model-00002-of-00002.safetensors, which is not in"
+    assert message in error_of(*overrides)
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"no tensors here")
     assert "is not a complete safetensors file" in error_of(*overrides)
@@ -224,9 +171,8 @@ def dataset(tokenizer, **kwargs):
 
 
 def test_broken_row_in_a_loader_process_is_one_line(tmp_path, base_folder, rows_file):
-    config = make_config(
-        base_folder, rows_file, tmp_path / "run", check_dataset=False, num_workers=1, lr_scheduler=None
-    )
+    changes = {"check_dataset": False, "num_workers": 1, "lr_scheduler": None}
+    config = make_config(base_folder, rows_file, tmp_path / "run", **changes)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"question": "a", "answer": "x"}) + "\n" for _ in range(8)))
     (tmp_path / "failing.py").write_text(FAILING_DATASET.format(index=5, rank=0, error="KeyError('messages')"))

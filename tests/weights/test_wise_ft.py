@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from helpers.runs import finch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -39,9 +40,8 @@ def rewrite(folder, change):
     change(weights)
     for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
         file.unlink()
-    save_file(
-        {name: tensor.clone() for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    copies = {name: tensor.clone() for name, tensor in weights.items()}
+    save_file(copies, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.fixture
@@ -67,16 +67,14 @@ def test_wise_ft_equals_the_formula_and_loads(folders, tmp_path):
     assert written == [tmp_path / "out" / "alpha_0.5", tmp_path / "out" / "alpha_0.3"]
     theta_0, theta_ft = read(base), read(tuned)
     for folder, alpha in zip(written, (0.5, 0.3), strict=True):
-        expected = {
-            name: ((1 - alpha) * theta_0[name] + alpha * theta_ft[name].float()).to(torch.bfloat16) for name in theta_ft
-        }
+        blend = {name: (1 - alpha) * theta_0[name] + alpha * theta_ft[name].float() for name in theta_ft}
+        expected = {name: tensor.to(torch.bfloat16) for name, tensor in blend.items()}
         assert is_same(read(folder), expected)
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.dtype == torch.bfloat16
         assert is_same(dict(model.state_dict()), expected)
-        assert {path.name for path in folder.iterdir()} == {path.name for path in tuned.iterdir()} - {
-            "training_args.bin"
-        }
+        files, tuned_files = ({path.name for path in place.iterdir()} for place in (folder, tuned))
+        assert files == tuned_files - {"training_args.bin"}
         assert (folder / "tokenizer.model").read_bytes() == (tuned / "tokenizer.model").read_bytes()
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as shard, safe_open(tuned / file.name, "pt") as tuned_shard:
@@ -108,23 +106,17 @@ def test_wise_ft_end_points_are_bit_for_bit(folders, tmp_path):
 
 def test_wise_ft_blends_fp64_in_fp64_and_copies_integers(folders, tmp_path):
     base, tuned = folders
+    others = {"counter": torch.tensor(2**60 + 1), "empty": torch.empty(0, 4, dtype=torch.bfloat16)}
     for folder in folders:
-
-        def change(weights, folder=folder):
-            weights[NORM] = weights[NORM].double() / 3
-            weights["counter"] = torch.tensor(2**60 + 1)
-            weights["empty"] = torch.empty(0, 4, dtype=torch.bfloat16)
-
-        rewrite(folder, change)
+        rewrite(folder, lambda weights: weights.update({NORM: weights[NORM].double() / 3, **others}))
     (quarter,) = wise_ft.wise_ft(base, tuned, [0.25], tmp_path / "out")
     weights = read(quarter)
     assert torch.equal(weights[NORM], 0.75 * read(base)[NORM] + 0.25 * read(tuned)[NORM])
     assert weights["counter"].item() == 2**60 + 1
     assert weights["empty"].shape == (0, 4)
     rewrite(tuned, lambda weights: weights["counter"].sub_(1))
-    with pytest.raises(
-        UserError, match=r"counter differs between --base=.* \(I64\) and --tuned=.* \(I64\), and only F64"
-    ):
+    message = r"counter differs between --base=.* \(I64\) and --tuned=.* \(I64\), and only F64"
+    with pytest.raises(UserError, match=message):
         wise_ft.wise_ft(base, tuned, [0.5], tmp_path / "new" / "place")
     assert not (tmp_path / "new").exists()
 
@@ -140,32 +132,26 @@ def test_command_prints_its_folders_and_needs_no_torchtune(folders, tmp_path):
     assert is_same(read(tmp_path / "default" / "alpha_0.5"), read(tmp_path / "out" / "alpha_0.5"))
 
 
-def test_command_prints_a_one_line_error(folders, tmp_path, capsys):
-    base, tuned = map(str, folders)
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["wise-ft", "--base", base, "--tuned", tuned, "--alpha", "1.5", "--out", str(tmp_path / "out")])
-    assert exit_info.value.code == 1
-    assert capsys.readouterr().err.strip().splitlines() == [
-        "finch: error: --alpha=1.5 must be in [0, 1]: it is the tuned model's weight, 0.5 in the paper"
-    ]
+def test_command_prints_a_one_line_error(capsys):
+    arguments = ("--base", "x", "--tuned", "y", "--alpha", "1.5", "--out", "z")
+    error = "\nfinch: error: --alpha=1.5 must be in [0, 1]: it is the tuned model's weight, 0.5 in the paper\n"
+    assert finch(capsys, "wise-ft", *arguments) == (1, "", error)
 
 
-def test_tied_head_stored_by_the_tuned_folder_alone(folders, tmp_path):
+def test_tied_head_stored_by_one_folder_alone(folders, tmp_path):
     base, tuned = folders
     rewrite(base, lambda weights: weights.pop(HEAD))
     (half,) = wise_ft.wise_ft(base, tuned, [0.5], tmp_path / "out")
     expected = (0.5 * read(base)[EMBEDDING] + 0.5 * read(tuned)[HEAD].float()).bfloat16()
     assert torch.equal(read(half)[HEAD], expected)
-
-
-def test_tied_head_stored_by_the_base_alone(folders, tmp_path):
-    base, tuned = folders
+    # By the base alone: refused unless it is a copy of the embedding.
+    rewrite(base, lambda weights: weights.update({HEAD: 2 * weights[EMBEDDING]}))
     rewrite(tuned, lambda weights: weights.pop(HEAD))
     message = r"has its own output layer lm_head\.weight, --tuned=.* ties it to model\.embed_tokens"
     with pytest.raises(UserError, match=message):
-        wise_ft.wise_ft(base, tuned, [0.5], tmp_path / "out")
+        wise_ft.wise_ft(base, tuned, [0.5], tmp_path / "tied")
     rewrite(base, lambda weights: weights.update({HEAD: weights[EMBEDDING]}))
-    (half,) = wise_ft.wise_ft(base, tuned, [0.5], tmp_path / "out")
+    (half,) = wise_ft.wise_ft(base, tuned, [0.5], tmp_path / "tied")
     assert read(half).keys() == read(tuned).keys()
 
 
@@ -203,13 +189,14 @@ def truncate(folder):
         (lambda base, tuned: (tuned / "config.json").write_text("{"), r"tuned/config\.json is not JSON"),
         (change_config(num_attention_heads=8), "has num_attention_heads=4, --tuned=.* has num_attention_heads=8; give the model"),
         (lambda base, tuned: shutil.rmtree(base), r"--base=.*base is not a folder"),
+        (lambda base, tuned: (base.parent / "out").touch(), "out is a file; give a folder"),
     ],
 )  # fmt: skip
 def test_folders_that_do_not_fit_are_refused(folders, tmp_path, spoil, message):
     spoil(*folders)
     with pytest.raises(UserError, match=message):
         wise_ft.wise_ft(*folders, [0.5], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -229,12 +216,6 @@ def test_alphas_out_of_range_or_written_already_are_refused(folders, tmp_path, a
         wise_ft.wise_ft(*folders, alphas, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").rglob("*")] == ["alpha_0.75", "other"]
     wise_ft.wise_ft(*folders, [0.5], tmp_path / "out")  # other alphas are written beside it
-
-
-def test_out_that_is_a_file_is_refused(folders, tmp_path):
-    (tmp_path / "out").touch()
-    with pytest.raises(UserError, match="out is a file; give a folder"):
-        wise_ft.wise_ft(*folders, [0.5], tmp_path / "out")
 
 
 def test_full_disk_leaves_no_folder(folders, tmp_path):
