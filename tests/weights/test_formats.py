@@ -66,6 +66,11 @@ def block(folder, kind="Meta", files=("consolidated.00.pth",), **changes):
     }
 
 
+def assert_equal(weights, expected):
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 def loaded_by_torchtune(checkpointer, folder, files, tmp_path):
     return checkpointer(str(folder), files, "LLAMA2", str(tmp_path / "torchtune")).load_checkpoint()["model"]
 
@@ -76,10 +81,8 @@ def test_meta_weights_equal_torchtunes(base_folder, meta, tmp_path):
     weights = dict(folder.weights())
     expected = loaded_by_torchtune(FullModelMetaCheckpointer, meta / "original", ["consolidated.00.pth"], tmp_path)
     hugging_face = dict(HuggingFaceFolder(str(base_folder)).weights())
-    assert weights.keys() == expected.keys() == hugging_face.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(tensor, expected[name])
-        assert torch.equal(tensor, hugging_face[name])
+    assert_equal(weights, expected)
+    assert_equal(weights, hugging_face)
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -90,8 +93,7 @@ def test_meta_with_config_json_writes_hugging_face(base_folder, meta, tmp_path, 
     folder = open_checkpoint(block(meta / "original"))
     folder.write(folder.weights(), tmp_path / "out", is_writer=True)
     written, original = (load_file(place / "model.safetensors") for place in (tmp_path / "out", base_folder))
-    assert written.keys() == original.keys()
-    assert all(torch.equal(written[name], original[name]) for name in original)
+    assert_equal(written, original)
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (home / "tokenizer.model").read_bytes()
     assert not list((tmp_path / "out").glob("*.pth"))
     tokens = torch.arange(20).view(1, 20)
@@ -105,15 +107,11 @@ def test_meta_without_config_json_writes_meta(meta, tmp_path):
     folder = open_checkpoint(block(meta / "original"))
     folder.check_model(llama2(**llama_args()), LLAMA2)
     folder.write(folder.weights(), tmp_path / "out", is_writer=True)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "consolidated.00.pth",
-        "params.json",
-        "tokenizer.model",
-    }
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["consolidated.00.pth", "params.json", "tokenizer.model"]
     original, written = (torch.load(place / "consolidated.00.pth") for place in (meta / "original", tmp_path / "out"))
     del original["rope.freqs"]  # torchtune's model computes it
-    assert written.keys() == original.keys()
-    assert all(torch.equal(written[name], original[name]) for name in original)
+    assert_equal(written, original)
     again = open_checkpoint(block(tmp_path / "out"))
     again.check_model(llama2(**llama_args()), LLAMA2)
 
@@ -167,16 +165,12 @@ def test_torchtunes_own_format(base_folder, tmp_path, with_config):
     folder = open_checkpoint(block(tmp_path / "tuned", "TorchTune", ["model.pt"]))
     folder.check_model(llama2(**llama_args()), LLAMA2)
     expected = loaded_by_torchtune(FullModelTorchTuneCheckpointer, tmp_path / "tuned", ["model.pt"], tmp_path)
-    read = dict(folder.weights())
-    assert read.keys() == expected.keys()
-    assert all(torch.equal(read[name], expected[name]) for name in read)
+    assert_equal(dict(folder.weights()), expected)
     folder.write(weights.items(), tmp_path / "out", is_writer=True)
-    original = load_file(base_folder / "model.safetensors") if with_config else expected
-    written = (
-        load_file(tmp_path / "out" / "model.safetensors") if with_config else torch.load(tmp_path / "out" / "model.pt")
-    )
-    assert written.keys() == original.keys()
-    assert all(torch.equal(written[name], original[name]) for name in original)
+    if with_config:
+        assert_equal(load_file(tmp_path / "out" / "model.safetensors"), load_file(base_folder / "model.safetensors"))
+    else:
+        assert_equal(torch.load(tmp_path / "out" / "model.pt"), expected)
 
 
 def test_full_disk_is_a_write_failure(base_folder, tmp_path):
@@ -197,15 +191,12 @@ def test_full_disk_is_a_write_failure(base_folder, tmp_path):
 def test_run_from_meta_equals_run_from_hugging_face(base_folder, meta, rows_file, tmp_path):
     config = {"epochs": 1, "max_steps_per_epoch": 3}
     one = run_here(tmp_path / "1", make_config(base_folder, rows_file, tmp_path / "one", **config))
-    other = run_here(
-        tmp_path / "2",
-        make_config(base_folder, rows_file, tmp_path / "other", checkpointer=block(meta / "original"), **config),
-    )
+    config["checkpointer"] = block(meta / "original")
+    other = run_here(tmp_path / "2", make_config(base_folder, rows_file, tmp_path / "other", **config))
     assert (one.returncode, other.returncode) == (0, 0), other.output
     assert one.column("loss") == other.column("loss")
     assert len(one.column("loss")) == 3
-    first, second = (load_file(run.folder / "epoch_0" / "model.safetensors") for run in (one, other))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_equal(*(load_file(run.folder / "epoch_0" / "model.safetensors") for run in (one, other)))
 
 
 @pytest.mark.parametrize(
