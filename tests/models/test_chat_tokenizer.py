@@ -18,6 +18,22 @@ def folder(tmp_path):
     return tmp_path
 
 
+def tokenizer_of(folder, **options):
+    return qwen3_tokenizer(str(folder / "tokenizer.json"), **options)
+
+
+def tokens_of_transformers(folder, messages, **options):
+    plain = [{"role": message.role, "content": message.text_content} for message in messages]
+    return AutoTokenizer.from_pretrained(folder).apply_chat_template(plain, return_dict=True, **options)["input_ids"]
+
+
+def targets(tokenizer, messages):
+    """The text of the tokens that are trained on."""
+    tokens, mask = tokenizer.tokenize_messages(messages)
+    kept = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+    return tokenizer.decode(kept, skip_special_tokens=False)
+
+
 def turns(*pairs, masked=True):
     messages = []
     for user, assistant in pairs:
@@ -34,105 +50,87 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("pairs", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("thinking", [False, True])
 def test_tokens_equal_transformers(folder, pairs, thinking):
-    tokenizer = qwen3_tokenizer(str(folder / "tokenizer.json"), thinking=thinking)
-    reference = AutoTokenizer.from_pretrained(folder)
-    messages = turns(*pairs)
-    plain = [{"role": message.role, "content": message.text_content} for message in messages]
-    expected = reference.apply_chat_template(plain, enable_thinking=thinking, return_dict=True)["input_ids"]
+    tokenizer, messages = tokenizer_of(folder, thinking=thinking), turns(*pairs)
+    expected = tokens_of_transformers(folder, messages, enable_thinking=thinking)
     assert tokenizer.tokenize_messages(messages)[0] == expected
-    prompt = reference.apply_chat_template(
-        plain[:-1], enable_thinking=thinking, add_generation_prompt=True, return_dict=True
-    )["input_ids"]
+    prompt = tokens_of_transformers(folder, messages[:-1], enable_thinking=thinking, add_generation_prompt=True)
     assert tokenizer.tokenize_messages(messages[:-1], add_end_tokens=False)[0] == prompt
 
 
 @pytest.mark.parametrize("pairs", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_targets_are_what_the_model_must_write(folder, pairs):
-    tokenizer = qwen3_tokenizer(str(folder / "tokenizer.json"))
-    tokens, mask = tokenizer.tokenize_messages(turns(*pairs))
-    written = tokenizer.decode(
-        [token for token, masked in zip(tokens, mask, strict=True) if not masked], skip_special_tokens=False
-    )
-    assert written == "".join(answer + "<|im_end|>" for _, answer in pairs)
-    # With thinking off the last answer begins right where a generation prompt of transformers ends.
-    prompt = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        [{"role": "user", "content": pairs[0][0]}], enable_thinking=False, add_generation_prompt=True, tokenize=False
-    )
-    if len(pairs) == 1:
-        assert tokenizer.decode(tokens[: mask.index(False)], skip_special_tokens=False) == prompt
+    tokenizer, messages = tokenizer_of(folder), turns(*pairs)
+    assert targets(tokenizer, messages) == "".join(answer + "<|im_end|>" for _, answer in pairs)
+    if len(pairs) == 1:  # with thinking off the answer begins right where a generation prompt of transformers ends
+        tokens, mask = tokenizer.tokenize_messages(messages)
+        prompt = tokens_of_transformers(folder, messages[:-1], enable_thinking=False, add_generation_prompt=True)
+        assert tokens[: mask.index(False)] == prompt
 
 
 def test_train_on_input_has_no_mask(folder):
-    _, mask = qwen3_tokenizer(str(folder / "tokenizer.json")).tokenize_messages(turns(("a", "b"), masked=False))
+    _, mask = tokenizer_of(folder).tokenize_messages(turns(("a", "b"), masked=False))
     assert not any(mask)
 
 
 def test_cut_off_at_max_seq_len(folder):
-    full = qwen3_tokenizer(str(folder / "tokenizer.json")).tokenize_messages(turns(*CONVERSATIONS["two turns"]))
-    cut = qwen3_tokenizer(str(folder / "tokenizer.json"), max_seq_len=9).tokenize_messages(
-        turns(*CONVERSATIONS["two turns"])
-    )
+    messages = turns(*CONVERSATIONS["two turns"])
+    full, cut = (tokenizer_of(folder, **options).tokenize_messages(messages) for options in ({}, {"max_seq_len": 9}))
     assert cut == (full[0][:9], full[1][:9])
 
 
 def test_a_folder_without_a_template_gets_chatml(tmp_path):
     write_qwen3_tokenizer(tmp_path, WORDS, template=None)
     messages = turns(("who sings?", "a bird"))
-    tokenizer = qwen3_tokenizer(
-        str(tmp_path / "vocab.json"), merges_file="merges.txt"
-    )  # torchtune main's way to name it
+    # torchtune main's way to name it
+    tokenizer = qwen3_tokenizer(str(tmp_path / "vocab.json"), merges_file="merges.txt")
     text = tokenizer.decode(tokenizer.tokenize_messages(messages)[0], skip_special_tokens=False)
-    assert (
-        text
-        == "<|im_start|>user\nwho sings?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\na bird<|im_end|>\n"
-    )
+    answer = "<|im_start|>assistant\n<think>\n\n</think>\n\na bird<|im_end|>\n"
+    assert text == "<|im_start|>user\nwho sings?<|im_end|>\n" + answer
     assert tokenizer.special_tokens["<think>"] == QWEN3_SPECIAL.index("<think>")
 
 
 def test_missing_files_and_tokens_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer\.json does not exist"):
-        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+        tokenizer_of(tmp_path)
     write_qwen3_tokenizer(tmp_path, WORDS, special=["<|endoftext|>", "<|im_end|>"])
     with pytest.raises(UserError, match=r"tokenizer\.json lacks the special token <\|im_start\|>"):
-        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+        tokenizer_of(tmp_path)
+    write_qwen3_tokenizer(tmp_path, WORDS, special=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    with pytest.raises(UserError, match="lacks the special token <think>"):  # which the template writes
+        tokenizer_of(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):
-        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+        tokenizer_of(tmp_path)
     with pytest.raises(UserError, match="prompt_template"):
-        qwen3_tokenizer(str(tmp_path / "tokenizer.json"), prompt_template="x")
+        tokenizer_of(tmp_path, prompt_template="x")
 
 
 def test_template_that_hides_the_answer_is_refused(tmp_path):
     write_qwen3_tokenizer(tmp_path, WORDS, template="{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match="cannot tell what to train on"):
-        qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b")))
+        tokenizer_of(tmp_path).tokenize_messages(turns(("a", "b")))
     write_qwen3_tokenizer(tmp_path, WORDS, template="{{ raise_exception('no system turn') }}")
     with pytest.raises(UserError, match=r"refuses a conversation .no system turn"):
-        qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b")))
+        tokenizer_of(tmp_path).tokenize_messages(turns(("a", "b")))
 
 
 def test_a_literal_closing_token_in_an_answer_stays_a_target(folder):
-    tokenizer = qwen3_tokenizer(str(folder / "tokenizer.json"))
-    tokens, mask = tokenizer.tokenize_messages(turns(("a", "write <|im_end|> here"), ("b", "yes")))
-    written = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-    assert tokenizer.decode(written, skip_special_tokens=False) == "write <|im_end|> here<|im_end|>yes<|im_end|>"
+    messages = turns(("a", "write <|im_end|> here"), ("b", "yes"))
+    assert targets(tokenizer_of(folder), messages) == "write <|im_end|> here<|im_end|>yes<|im_end|>"
 
 
-def test_system_and_tool_turns_are_context(tmp_path):
-    write_qwen3_tokenizer(tmp_path, WORDS)
-    tokenizer = qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+def test_system_and_tool_turns_are_context(folder):
+    tokenizer = tokenizer_of(folder)
     messages = [
         Message(role="system", content="be brief", masked=True),
         Message(role="user", content="who sings?", masked=True),
         Message(role="ipython", content="the bird sings", masked=True),
         Message(role="assistant", content="ein Vögel \U0001f426"),
     ]
-    tokens, mask = tokenizer.tokenize_messages(messages)
-    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    text = tokenizer.decode(tokenizer.tokenize_messages(messages)[0], skip_special_tokens=False)
     assert "<|im_start|>system\nbe brief<|im_end|>" in text
     assert "<|im_start|>tool\nthe bird sings<|im_end|>" in text
-    written = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-    assert tokenizer.decode(written, skip_special_tokens=False) == "ein Vögel \U0001f426<|im_end|>"
+    assert targets(tokenizer, messages) == "ein Vögel \U0001f426<|im_end|>"
 
 
 def test_a_template_that_leaves_a_turn_out_is_refused(tmp_path):
@@ -140,7 +138,7 @@ def test_a_template_that_leaves_a_turn_out_is_refused(tmp_path):
     write_qwen3_tokenizer(tmp_path, WORDS, template=template)
     messages = [Message(role="ipython", content="lost", masked=True), Message(role="assistant", content="x")]
     with pytest.raises(UserError, match="leaves out the text of a tool turn"):
-        qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(messages)
+        tokenizer_of(tmp_path).tokenize_messages(messages)
 
 
 def test_template_dialect_is_transformers(tmp_path):
@@ -151,25 +149,16 @@ def test_template_dialect_is_transformers(tmp_path):
     )
     write_qwen3_tokenizer(tmp_path, WORDS, template=template)
     messages = turns(("who sings?", "a bird"))
-    tokens = qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(messages)[0]
-    plain = [{"role": message.role, "content": message.text_content} for message in messages]
-    reference = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(plain, return_dict=True)["input_ids"]
-    assert tokens == reference
+    tokens = tokenizer_of(tmp_path).tokenize_messages(messages)[0]
+    assert tokens == tokens_of_transformers(tmp_path, messages)
 
 
-def test_named_templates(tmp_path):
-    write_qwen3_tokenizer(tmp_path, WORDS)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+def test_named_templates(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": config["chat_template"]}]
-    expected = qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b")))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
-    assert qwen3_tokenizer(str(tmp_path / "tokenizer.json")).tokenize_messages(turns(("a", "b"))) == expected
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:1]}))
+    expected = tokenizer_of(folder).tokenize_messages(turns(("a", "b")))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    assert tokenizer_of(folder).tokenize_messages(turns(("a", "b"))) == expected
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:1]}))
     with pytest.raises(UserError, match="none named default"):
-        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
-
-
-def test_thinking_tokens_that_the_template_writes_must_exist(tmp_path):
-    write_qwen3_tokenizer(tmp_path, WORDS, special=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    with pytest.raises(UserError, match="lacks the special token <think>"):
-        qwen3_tokenizer(str(tmp_path / "tokenizer.json"))
+        tokenizer_of(folder)
