@@ -102,10 +102,7 @@ MISTAKES = {
     "schedule": (("qwen3/4B_finch", "lr_scheduler.ema=2"), "ema"),
     "override": (("qwen3/4B_finch", "epochs"), "overrides are key=value"),
     "overwrite": (("qwen3/4B_finch", "overwrite=True"), "excludes overwrite=True"),
-    "time": (
-        ("qwen3/4B_finch", "--time", "5:30"),
-        "--time 5:30 must be at least 60 s longer than the 300 s of its warn",
-    ),
+    "time": (("qwen3/4B_finch", "--time", "5:30"), "--time 5:30 must be at least 60 s longer than the 300 s of its"),
     "warning": (("qwen3/4B_finch", "--time=1:00:00", "--signal=B:USR1@3590"), "or a shorter warning"),
     "export": (("qwen3/4B_finch", "--export=NONE"), "give --export=ALL,NAME=VALUE"),
     "mesh": (

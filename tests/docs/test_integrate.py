@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import shutil
@@ -20,12 +21,8 @@ from torchtune._cli import tune
 
 PAGE = (ROOT / "docs" / "integrate.md").read_text()
 # The page's headings with a diff below them, and the number of ranks to run it on. optimizer_in_bwd is a mode of the last recipe.
-RANKS = {
-    "full_finetune_distributed": 2,
-    "lora_finetune_distributed": 2,
-    "full_finetune_single_device": 1,
-    "optimizer_in_bwd": 1,
-}
+RANKS = {"full_finetune_distributed": 2, "lora_finetune_distributed": 2}
+RANKS |= {"full_finetune_single_device": 1, "optimizer_in_bwd": 1}
 EVERY_DIFF = pytest.mark.parametrize("name", RANKS)
 NUM_STEPS = 10  # two epochs of 40 samples, 8 a step
 
@@ -36,13 +33,10 @@ MEMORY_STATS = (
     "            pass\n",
 )
 CLEANUP = ("        training.cleanup_before_training()\n", "")
+GLOO = ('init_process_group("cuda:nccl,cpu:gloo")', 'init_process_group("gloo")')
 FOR_THE_CPU = {
     "full_finetune_distributed": [MEMORY_STATS, CLEANUP],
-    "lora_finetune_distributed": [
-        MEMORY_STATS,
-        CLEANUP,
-        ('init_process_group("cuda:nccl,cpu:gloo")', 'init_process_group("gloo")'),
-    ],
+    "lora_finetune_distributed": [MEMORY_STATS, CLEANUP, GLOO],
 }
 
 
@@ -119,13 +113,10 @@ def config_of(name: str, base: Path, rows: Path, run: Path) -> dict:
     """One config for torchtune's recipe and ours: 8 samples a step, two epochs, the page's schedule on a small model's scale."""
     in_backward = name == "optimizer_in_bwd"  # excludes accumulation and clipping
     schedule = yaml.safe_load(block("yaml", "A copy of a torchtune recipe"))["lr_scheduler"]
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}"}
     config = make_config(base, rows, run) | {
         "lr_scheduler": {**schedule, "eta_max": 5e-3},
-        "metric_logger": {
-            "_component_": "torchtune.training.metric_logging.DiskLogger",
-            "log_dir": "${output_dir}",
-            "filename": "log.txt",
-        },
+        "metric_logger": {**logger, "filename": "log.txt"},
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
         "batch_size": 8 if in_backward else 4 // RANKS[name],
         "gradient_accumulation_steps": 1 if in_backward else 2,
@@ -162,14 +153,12 @@ def finch_rates(losses: list[float], init: float, eta_base: float, eta_max: floa
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, base_folder: Path, rows_file: Path) -> Callable[[str], Run]:
     """Runs a copy for two epochs, once for all tests."""
-    runs: dict[str, Run] = {}
 
+    @functools.cache
     def get(name: str) -> Run:
-        if name not in runs:
-            folder = tmp_path_factory.mktemp(name)
-            make_copy(name, folder)
-            runs[name] = run_copy(name, folder, config_of(name, base_folder, rows_file, folder / "run"))
-        return runs[name]
+        folder = tmp_path_factory.mktemp(name)
+        make_copy(name, folder)
+        return run_copy(name, folder, config_of(name, base_folder, rows_file, folder / "run"))
 
     return get
 
@@ -216,9 +205,7 @@ def test_copy_follows_the_equation(finished, name):
 @pytest.mark.parametrize("name", ["full_finetune_single_device", "optimizer_in_bwd"])
 def test_optimizer_steps_with_the_logged_rate(name, base_folder, rows_file, tmp_path):
     step_rates: dict[float, None] = {}
-    hook = register_optimizer_step_pre_hook(
-        lambda optimizer, *_: step_rates.setdefault(optimizer.param_groups[0]["lr"])
-    )
+    hook = register_optimizer_step_pre_hook(lambda opt, *_: step_rates.setdefault(opt.param_groups[0]["lr"]))
     try:
         make_copy(name, tmp_path)
         run = run_copy(name, tmp_path, config_of(name, base_folder, rows_file, tmp_path / "run"))
