@@ -15,35 +15,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
-import torch
-from helpers.runs import ROOT, llama_args, write_rows
+from helpers.runs import ROOT, write_rows
 
-from benchmarks.tiny_text import train_tokenizer
+from benchmarks.tiny_job import make_base
 
 
 @pytest.fixture(scope="session")
 def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: random Llama weights as transformers saves them, and a SentencePiece tokenizer trained here."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("base")
-    random.seed(0)
-    train_tokenizer(folder, random)
-    size = llama_args()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=size["vocab_size"],
-        hidden_size=size["embed_dim"],
-        intermediate_size=size["intermediate_dim"],
-        num_hidden_layers=size["num_layers"],
-        num_attention_heads=size["num_heads"],
-        num_key_value_heads=size["num_kv_heads"],
-        max_position_embeddings=size["max_seq_len"],
-        rms_norm_eps=size["norm_eps"],
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    random.seed(0)  # for tests that draw rows
+    make_base(folder)
     return folder
 
 

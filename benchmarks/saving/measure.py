@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 
 import finch
 from benchmarks import tiny_job, tiny_text
@@ -59,14 +60,12 @@ def measure(folder: Path, ranks: int, rounds: int, every: int, size: dict[str, i
     stretches = 1 + len(MODES) * rounds
     base, rows, run, config = folder / "base", folder / "rows.jsonl", folder / "run", folder / "config.yaml"
     if not base.exists():
-        tiny_job.make_base(base, size)
+        tiny_job.make_base(base, std=0.02, **size)
     tiny_text.make_rows(rows, stretches * every * GLOBAL_BATCH, random.Random(1), words=(6, 8))
-    tiny_job.write_config(
-        config,
-        base=base,
-        rows=rows,
-        run=run,
-        size=size,
+    job = tiny_job.make_config(
+        base,
+        rows,
+        run,
         batch_size=GLOBAL_BATCH // ranks,
         lr_scheduler={"_component_": "finch.FinchLR", "eta_max": 5e-4, "init": "first_batch"},
         optimizer={"_component_": "torch.optim.AdamW", "lr": 2e-4, "weight_decay": 0.01, "fused": True},
@@ -74,14 +73,16 @@ def measure(folder: Path, ranks: int, rounds: int, every: int, size: dict[str, i
         overwrite=True,
         checkpoint={"every_n_steps": every},
     )
+    job["model"].update(attn_dropout=0.1, **size)
+    config.write_text(yaml.safe_dump(job), encoding="utf-8")
     (run / FILE_NAME).unlink(missing_ok=True)
     done = subprocess.run(
-        tiny_job.launch_command("benchmarks.saving.recipe", config, ranks=ranks),
+        tiny_job.torchrun(ranks, "-m", "benchmarks.saving.recipe", "--config", str(config)),
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        env=tiny_job.launch_environment(OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // ranks))),
+        env=tiny_job.environment(tiny_job.ROOT, OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // ranks))),
     )
     output = done.stdout + done.stderr
     if done.returncode != 0:

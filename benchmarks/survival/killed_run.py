@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import tiny_job
 from benchmarks.survival import process_tree
 from benchmarks.survival.phases import END, START, phases_file
+from benchmarks.tiny_job import ROOT, environment, torchrun
 from finch.run_files import METRICS, read_metrics
 
 RECIPE = "benchmarks.survival.slowed_recipe"
@@ -58,16 +58,11 @@ class Job:
     def start(self, attempt: int) -> subprocess.Popen[bytes]:
         """Starts the launcher in its own session; the output of all processes goes into ``log``."""
         phases_file(self.run).unlink(missing_ok=True)
-        command = tiny_job.launch_command(self.recipe, self.config, "resume_from_checkpoint=auto", ranks=2)
-        environment = tiny_job.launch_environment(**{"OMP_NUM_THREADS": "1", process_tree.VARIABLE: self.tag})
+        command = torchrun(2, "-m", self.recipe, "--config", str(self.config), "resume_from_checkpoint=auto")
+        env = environment(ROOT, **{"OMP_NUM_THREADS": "1", process_tree.VARIABLE: self.tag})
         with self.log(attempt).open("wb") as log:
             return subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=self.run.parent,
-                start_new_session=True,
+                command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=self.run.parent, start_new_session=True
             )
 
     def phase(self) -> str:

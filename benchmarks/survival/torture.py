@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 import finch
 from benchmarks import tiny_job, tiny_text
@@ -64,15 +65,17 @@ class Torture:
         folder.mkdir()
         changes = {"batch_size": 2, "epochs": 2, **VARIANTS[variant]}
         checkpoint = {"every_n_steps": EVERY_N_STEPS, "keep_last": 2, "async": changes.pop("async", True)}
-        tiny_job.write_config(
-            folder / "config.yaml",
-            base=self._out / "base",
-            rows=self._out / "rows.jsonl",
-            held_out=self._out / "held_out.jsonl",
-            run=folder / "run",
+        config = tiny_job.make_config(
+            self._out / "base",
+            self._out / "rows.jsonl",
+            folder / "run",
+            dataset_validation=tiny_job.instruct_dataset(self._out / "held_out.jsonl"),
             checkpoint=checkpoint,
             **changes,
         )
+        config["model"]["attn_dropout"] = 0.1  # so that random states matter
+        config["optimizer"]["weight_decay"] = 0.01
+        (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         return Job(folder / "config.yaml", folder / "run", recipe)
 
     def undisturbed(self, variant: str) -> tuple[Path, Timing]:

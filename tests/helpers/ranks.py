@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from helpers.runs import environment
+from benchmarks.tiny_job import ROOT, environment, torchrun
 
 
 def on_ranks(ranks: int, code: str, folder: Path, timeout: int = 120) -> list:
@@ -29,18 +27,8 @@ def on_ranks(ranks: int, code: str, folder: Path, timeout: int = 120) -> list:
     # Left at once: what libraries' threads do while the interpreter ends is not under test.
     epilogue = "\nsys.stdout.flush()\nos._exit(0)\n"
     file.write_text(textwrap.dedent(prologue) + textwrap.dedent(code) + epilogue)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={ranks}",
-        str(file),
-        str(folder),
-    ]
-    tests = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    launcher = subprocess.Popen(command, env=environment(PYTHONPATH=tests), **pipes)
+    launcher = subprocess.Popen(torchrun(ranks, str(file), str(folder)), env=environment(ROOT, ROOT / "tests"), **pipes)
     try:
         output, _ = launcher.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -7,7 +7,6 @@ import importlib
 import io
 import json
 import logging
-import os
 import random
 import subprocess
 import sys
@@ -20,10 +19,12 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.tiny_job import ROOT as ROOT
+from benchmarks.tiny_job import environment as environment
+from benchmarks.tiny_job import llama_args as llama_args
+from benchmarks.tiny_job import make_config as make_config
 from benchmarks.tiny_text import make_rows
 from finch.cli import main as cli
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -42,25 +43,10 @@ class Run:
         return [line[name] for line in self.metrics()]
 
     def error(self) -> str:
-        """The one sentence a user's mistake must leave."""
-        told = [line for line in self.output.splitlines() if line.startswith("finch: error: ")]
-        assert len(told) == 1, self.output[-3000:]
-        return told[0]
-
-
-def llama_args(**changes: object) -> dict:
-    """torchtune's arguments of the small model; also the source of its config.json."""
-    return {
-        "vocab_size": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "embed_dim": 32,
-        "max_seq_len": 64,
-        "intermediate_dim": 48,
-        "norm_eps": 1e-5,
-        **changes,
-    }
+        """The one line that reports a user's mistake."""
+        lines = [line for line in self.output.splitlines() if line.startswith("finch: error: ")]
+        assert len(lines) == 1, self.output[-3000:]
+        return lines[0]
 
 
 def write_rows(file: Path, number: int) -> None:
@@ -68,41 +54,11 @@ def write_rows(file: Path, number: int) -> None:
     make_rows(file, number, random)
 
 
-def make_config(base: Path, rows: Path, run: Path, **changes: object) -> dict:
-    """A config as a user would write it; ``changes`` replace top-level keys, None removes one."""
-    config = {
-        "output_dir": str(run),
-        "model": {"_component_": "torchtune.models.llama2.llama2", **llama_args()},
-        "tokenizer": {
-            "_component_": "torchtune.models.llama2.llama2_tokenizer",
-            "path": str(base / "tokenizer.model"),
-            "max_seq_len": 64,
-            "prompt_template": None,
-        },
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": str(base),
-            "checkpoint_files": ["model.safetensors"],
-            "output_dir": str(run),
-            "model_type": "LLAMA2",
-        },
-        "dataset": {
-            "_component_": "torchtune.datasets.instruct_dataset",
-            "source": "json",
-            "data_files": str(rows),
-            "column_map": {"input": "question", "output": "answer"},
-        },
-        "seed": 0,
-        "batch_size": 4,
-        "epochs": 1,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-3, "weight_decay": 0.0, "fused": True},
-        "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5e-3, "init": "dataset"},
-        "clip_grad_norm": 1.0,
-        "device": "cpu",
-        "dtype": "fp32",
-        **changes,
-    }
-    return {key: value for key, value in config.items() if value is not None}
+def write_config(folder: Path, config: dict) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return str(file)
 
 
 def tune_run(
@@ -115,13 +71,9 @@ def tune_run(
     before: Sequence[str] = (),
 ) -> Run:
     """Starts the real `tune run` in a process of its own, in ``folder``; with ``ranks`` through torchrun. ``before``: a command that starts it."""
-
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(config))
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
     command = [*before, sys.executable, "-m", "torchtune._cli.tune", "run", *launcher, recipe]
-    command += ["--config", str(file), *overrides]
+    command += ["--config", write_config(folder, config), *overrides]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False, env=environment()
     )
@@ -141,39 +93,22 @@ def relative_l2(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     return (difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """The environment of a started process: torchrun's variables of an outer run would make it join that one."""
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
-    return {**kept, "HF_HOME": kept.get("HF_HOME", "/tmp/finch-tests-hf"), **changes}
-
-
 def run_here(folder: Path, config: dict, *overrides: str, recipe: str = "finch_full_finetune") -> Run:
     """Runs the recipe in this process, as `python -m finch_full_finetune` would: quicker than a process of its own."""
 
-    import yaml
-
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(config))
-    told = io.StringIO()
-    handler = logging.StreamHandler(told)
+    output = io.StringIO()
+    handler = logging.StreamHandler(output)
     logging.getLogger("finch").addHandler(handler)
     code = 0
-    with (
-        mock.patch.object(sys, "argv", [recipe, "--config", str(file), *overrides]),
-        contextlib.redirect_stderr(told),
-    ):
+    arguments = [recipe, "--config", write_config(folder, config), *overrides]
+    with mock.patch.object(sys, "argv", arguments), contextlib.redirect_stderr(output):
         try:
             importlib.import_module(recipe).recipe_main()
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
+        except SystemExit as error:
+            code = int(error.code or 0)
         finally:
             logging.getLogger("finch").removeHandler(handler)
-    return Run(code, told.getvalue(), Path(config["output_dir"]))
+    return Run(code, output.getvalue(), Path(config["output_dir"]))
 
 
 MINIMAL = {
