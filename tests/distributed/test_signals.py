@@ -1,5 +1,6 @@
 """Signals are recorded and agreed on by all ranks, handlers are restored; a second signal ends the process."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -33,14 +34,9 @@ print(signals.sync(False).stop)
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"),
-    [
-        (signal.SIGTERM, SignalDecision(stop=True, requeue=True)),
-        (signal.SIGUSR1, SignalDecision(stop=True, requeue=True)),
-        (signal.SIGINT, SignalDecision(stop=True, requeue=False)),
-    ],
+    ("number", "requeue"), [(signal.SIGTERM, True), (signal.SIGUSR1, True), (signal.SIGINT, False)]
 )
-def test_signal_stops_the_run_and_handlers_are_restored(number, expected):
+def test_signal_stops_the_run_and_handlers_are_restored(number, requeue):
     previous = signal.getsignal(number)
     signals = Signals(ONE_PROCESS)
     signals.install()
@@ -48,20 +44,17 @@ def test_signal_stops_the_run_and_handlers_are_restored(number, expected):
     assert signals.sync(False) == SignalDecision()
     assert signals.sync(True) == SignalDecision(save=True)
     os.kill(os.getpid(), number)
-    assert signals.sync(False) == expected
+    assert signals.sync(False) == SignalDecision(stop=True, requeue=requeue)
     signals.restore()
     assert signal.getsignal(number) is previous
 
 
-def run_script(*arguments, **environment):
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        capture_output=True,
-        text=True,
-        env={**kept, **environment},
-        check=False,
-    )
+def run_python(code, *arguments, **changes):
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**changes), check=False)
+
+
+run_script = functools.partial(run_python, SCRIPT)
 
 
 @pytest.mark.slow
@@ -162,9 +155,7 @@ def test_rank_without_its_launcher_exits(launcher):
         if launcher != "is not torchrun":
             changes["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         code = "from finch.distributed.processes import die_with_parent; die_with_parent(); print('up')"
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=environment(**changes), check=False
-        )
+        done = run_python(code, **changes)
     if launcher == "has ended":
         assert (done.returncode, done.stdout) == (1, "")
         assert "the launcher of this rank has ended" in done.stderr

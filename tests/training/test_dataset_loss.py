@@ -12,7 +12,7 @@ from torchtune.models.llama2 import llama2
 
 from finch.data.dataset import load_dataset
 from finch.data.loader import EvalLoader, collator
-from finch.distributed import parallel
+from finch.distributed import fsdp, parallel
 from finch.training.chunked_loss import TokenLoss
 from finch.training.dataset_loss import dataset_loss
 
@@ -39,19 +39,24 @@ def config(base_folder, tmp_path):
     return OmegaConf.create(make_config(base_folder, rows, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("batch_size", [1, 16])
-def test_dataset_loss_equals_the_float64_mean(config, batch_size):
+def mean_loss(config, ranks, batch_size):
     tokenizer = instantiate(config.tokenizer)
     samples = load_dataset(config, "dataset", tokenizer)
     torch.manual_seed(0)
     model = TokenLoss(llama2(**llama_args())).train()
+    fsdp.shard_model(model, model.decoder.layers, ranks)
     state = torch.get_rng_state()
-    collate = collator(samples, tokenizer, padded_collate_sft)
-    loader = EvalLoader(samples, collate, parallel.Parallel(torch.device("cpu")), batch_size)
+    loader = EvalLoader(samples, collator(samples, tokenizer, padded_collate_sft), ranks, batch_size)
     result = dataset_loss(model, loader)
-    assert result == pytest.approx(float64_mean(config), rel=1e-6)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)  # no random number of the training's is used up
+    return result
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_dataset_loss_equals_the_float64_mean(config, batch_size):
+    result = mean_loss(config, parallel.Parallel(torch.device("cpu")), batch_size)
+    assert result == pytest.approx(float64_mean(config), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -59,27 +64,12 @@ def test_dataset_loss_equals_the_float64_mean(config, batch_size):
 def test_dataset_loss_on_several_ranks(config, tmp_path, ranks):
     OmegaConf.save(config, tmp_path / "config.yaml")
     code = """
-        from helpers.runs import llama_args
         from omegaconf import OmegaConf
-        from torchtune.config import instantiate
-        from torchtune.data import padded_collate_sft
-        from torchtune.models.llama2 import llama2
-        from finch.distributed import fsdp, parallel
-        from finch.data.dataset import load_dataset
-        from finch.data.loader import EvalLoader, collator
-        from finch.training.dataset_loss import dataset_loss
-        from finch.training.chunked_loss import TokenLoss
-        config = OmegaConf.load(folder.parent / "config.yaml")
-        ranks = parallel.start(device, shard=False)
-        tokenizer = instantiate(config.tokenizer)
-        samples = load_dataset(config, "dataset", tokenizer)
-        torch.manual_seed(0)
-        model = TokenLoss(llama2(**llama_args()))
-        fsdp.shard_model(model, model.decoder.layers, ranks)
-        collate = collator(samples, tokenizer, padded_collate_sft)
-        tell(dataset_loss(model, EvalLoader(samples, collate, ranks, 4)))
+        from training.test_dataset_loss import mean_loss
+        from finch.distributed import parallel
+        tell(mean_loss(OmegaConf.load(folder.parent / "config.yaml"), parallel.start(device, shard=False), 4))
         parallel.stop()
     """
-    found = on_ranks(ranks, code, tmp_path / "ranks")
-    assert len(set(found)) == 1  # bit for bit the same on every rank
-    assert found[0] == pytest.approx(float64_mean(config), rel=1e-6)
+    results = on_ranks(ranks, code, tmp_path / "ranks")
+    assert len(set(results)) == 1  # bit for bit the same on every rank
+    assert results[0] == pytest.approx(float64_mean(config), rel=1e-6)

@@ -47,9 +47,8 @@ def by_hand(samples):
     with torch.no_grad():
         for index in range(len(samples)):
             tokens, labels = (torch.tensor(samples.data[index][name]) for name in ("tokens", "labels"))
-            losses = F.cross_entropy(
-                model.decoder(tokens[None])[0, :-1], labels[1:], reduction="none", ignore_index=-100
-            )
+            logits = model.decoder(tokens[None])[0, :-1]
+            losses = F.cross_entropy(logits, labels[1:], reduction="none", ignore_index=-100)
             rows.append(losses[labels[1:] != -100])
     return rows
 
@@ -114,9 +113,8 @@ def test_cache_needs_its_fingerprint(config, tmp_path):
     assert load_reference_losses(file, "a") is None
     result.save(file, "a")
     again = load_reference_losses(file, "a")
-    assert all(
-        torch.equal(getattr(again, name), getattr(result, name)) for name in ("losses", "ends", "sequence_losses")
-    )
+    for name in ("losses", "ends", "sequence_losses"):
+        assert torch.equal(getattr(again, name), getattr(result, name))
     assert load_reference_losses(file, "b") is None
     file.write_bytes(file.read_bytes()[:-8])
     assert load_reference_losses(file, "a") is None

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers.runs import llama_args
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torchtune.models.llama2 import llama2
 from transformers import AutoModelForCausalLM
 
@@ -14,26 +14,14 @@ from finch.weights import huggingface
 from finch.weights.huggingface import HuggingFaceFolder
 
 
-def decoder_of(folder):
-    model = llama2(**llama_args())
-    model.load_state_dict(dict(folder.weights()))
-    return model
-
-
-def test_logits_equal_transformers(base_folder):
-    reference = AutoModelForCausalLM.from_pretrained(base_folder).eval()
-    tokens = torch.arange(40).view(2, 20)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            decoder_of(HuggingFaceFolder(str(base_folder)))(tokens), reference(tokens).logits, rtol=0, atol=1e-5
-        )
-
-
 @pytest.mark.parametrize("max_bytes", [10**9, 6000])
 def test_written_weights_equal_those_read(base_folder, tmp_path, monkeypatch, max_bytes):
     monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", max_bytes)
     base = HuggingFaceFolder(str(base_folder))
-    base.write(decoder_of(base).state_dict().items(), tmp_path / "out", is_writer=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stale").write_text("of an attempt before")
+    base.write(base.weights(), tmp_path / "out", is_writer=True)
+    assert not (tmp_path / "out" / "stale").exists()
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     assert (len(shards) > 3) == (max_bytes == 6000)
     written = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
@@ -43,9 +31,8 @@ def test_written_weights_equal_those_read(base_folder, tmp_path, monkeypatch, ma
     assert not list(tmp_path.glob("*.partial"))
     again = HuggingFaceFolder(str(tmp_path / "out"))  # found through the index
     assert len(again.files) == len(shards)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() == sum(
-        tensor.numel() for tensor in original.values()
-    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.num_parameters() == sum(tensor.numel() for tensor in original.values())
 
 
 def test_config_has_the_stored_dtype(base_folder, tmp_path):
@@ -53,14 +40,6 @@ def test_config_has_the_stored_dtype(base_folder, tmp_path):
     base.write(base.weights(), tmp_path / "out", is_writer=True, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-
-
-def test_existing_folder_is_replaced(base_folder, tmp_path):
-    base = HuggingFaceFolder(str(base_folder))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "stale").write_text("of an attempt before")
-    base.write(base.weights(), tmp_path / "out", is_writer=True)
-    assert not (tmp_path / "out" / "stale").exists()
 
 
 def test_torchtunes_file_names_are_accepted(base_folder, tmp_path):
@@ -90,24 +69,12 @@ def test_untied_head_is_refused_by_a_tied_model(base_folder):
         HuggingFaceFolder(str(base_folder)).check_shapes(llama3_2(**llama_args(), tie_word_embeddings=True))
 
 
-def test_weights_of_another_model_are_refused(base_folder, tmp_path):
-    weights = load_file(base_folder / "model.safetensors")
-    weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((base_folder / "config.json").read_bytes())
-    with pytest.raises(UserError, match=r"holds model\.layers\.0\.self_attn\.q_proj\.bias of shape"):
-        HuggingFaceFolder(str(tmp_path)).check_shapes(llama2(**llama_args()))
-
-
-def test_unknown_family_is_refused(base_folder, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(UserError, match="model of type 'mamba', which finch cannot convert; it knows llama"):
-        HuggingFaceFolder(str(tmp_path))
-
-
 def test_broken_config_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no config\.json"):
         HuggingFaceFolder(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
+        HuggingFaceFolder(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(UserError, match="model of type 'mamba', which finch cannot convert; it knows llama"):
         HuggingFaceFolder(str(tmp_path))
