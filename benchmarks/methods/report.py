@@ -9,31 +9,19 @@ from pathlib import Path
 
 from benchmarks.methods.results import PRETRAINED, Results, Row, select_table_rows
 
-LABELS = {
-    "sft": "SFT",
-    "finch": "FINCH",
-    "flow": "FLOW",
-    "dft": "DFT",
-    "talr": "TALR",
-    "stm": "STM",
-    "l2": "L2",
-    "lora": "LoRA",
-    "small_lr": "SFT, small lr",
-    "wise_ft": "WiSE-FT",
-    "replay": "FINCH replayed",
-}
-COLOURS = {
-    "sft": "#b5533c",
-    "small_lr": "#e0a08f",
-    "wise_ft": "#7a2f1d",
-    "finch": "#1f6f9f",
-    "replay": "#7fbfe0",
-    "flow": "#3f8f5b",
-    "dft": "#8a6fb0",
-    "talr": "#c9a227",
-    "stm": "#d16ba5",
-    "l2": "#6b6b6b",
-    "lora": "#2aa198",
+# Label and colour
+STYLES = {
+    "sft": ("SFT", "#b5533c"),
+    "finch": ("FINCH", "#1f6f9f"),
+    "flow": ("FLOW", "#3f8f5b"),
+    "dft": ("DFT", "#8a6fb0"),
+    "talr": ("TALR", "#c9a227"),
+    "stm": ("STM", "#d16ba5"),
+    "l2": ("L2", "#6b6b6b"),
+    "lora": ("LoRA", "#2aa198"),
+    "small_lr": ("SFT, small lr", "#e0a08f"),
+    "wise_ft": ("WiSE-FT", "#7a2f1d"),
+    "replay": ("FINCH replayed", "#7fbfe0"),
 }
 
 
@@ -60,10 +48,10 @@ def make_table(results: Results) -> str:
         f"| pretrained | | {100 * base.accuracy:.1f} | {base.story_loss:.3f} | | |",
     ]
     for method, rows in select_table_rows(results).items():
-        accuracy, story = ([100 * row.accuracy for row in rows], [row.story_loss for row in rows])
+        story, accuracy = _coordinates(rows)
         losses = [row.validation_loss for row in rows if row.validation_loss is not None]
         lines.append(
-            f"| {LABELS[method]} | {rows[0].learning_rate:g} | {format_mean(accuracy, 1)} | {format_mean(story, 3)} "
+            f"| {STYLES[method][0]} | {rows[0].learning_rate:g} | {format_mean(accuracy, 1)} | {format_mean(story, 3)} "
             f"| {statistics.mean(story) - base.story_loss:+.3f} | {format_mean(losses, 3) if losses else ''} |"
         )
     return "\n".join(lines) + "\n"
@@ -93,22 +81,12 @@ def draw(results: Results, file: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 5.4), layout="constrained")
     [base] = results.select(PRETRAINED)
     for method, rows in select_table_rows(results).items():
-        colour = COLOURS[method]
+        label, colour = STYLES[method]
         if method not in ("small_lr", "replay"):  # small_lr's runs are SFT's, replay has one rate
-            curve = sorted(results.select(method, seed=0), key=lambda row: row.learning_rate)
-            axes.plot(
-                [row.story_loss for row in curve],
-                [100 * row.accuracy for row in curve],
-                ".-",
-                color=colour,
-                markersize=6,
-                linewidth=0.9,
-                alpha=0.6,
-            )
-        axes.scatter(
-            [row.story_loss for row in rows], [100 * row.accuracy for row in rows], s=9, color=colour, linewidths=0
-        )
-        story, accuracy = [row.story_loss for row in rows], [100 * row.accuracy for row in rows]
+            curve = _coordinates(sorted(results.select(method, seed=0), key=lambda row: row.learning_rate))
+            axes.plot(*curve, ".-", color=colour, markersize=6, linewidth=0.9, alpha=0.6)
+        story, accuracy = _coordinates(rows)
+        axes.scatter(story, accuracy, s=9, color=colour, linewidths=0)
         axes.errorbar(
             statistics.mean(story),
             statistics.mean(accuracy),
@@ -120,7 +98,7 @@ def draw(results: Results, file: Path) -> None:
             markeredgecolor="white",
             elinewidth=1.2,
             zorder=3,
-            label=f"{LABELS[method]}, {rows[0].learning_rate:g}",
+            label=f"{label}, {rows[0].learning_rate:g}",
         )
     axes.plot(base.story_loss, 100 * base.accuracy, "*", color="black", markersize=13, zorder=4, label="pretrained")
     axes.axhline(100 / 6, color="#999999", linewidth=0.8, linestyle=":")
@@ -141,6 +119,11 @@ def draw(results: Results, file: Path) -> None:
     axes.grid(alpha=0.25, linewidth=0.6)
     figure.savefig(file, dpi=160)
     plt.close(figure)
+
+
+def _coordinates(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    """Story losses in nats a token, accuracies in percent."""
+    return [row.story_loss for row in rows], [100 * row.accuracy for row in rows]
 
 
 def _deviation(values: Sequence[float]) -> float:

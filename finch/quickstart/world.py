@@ -53,23 +53,8 @@ NEW_RELATIONS: Relations = {
     ),
 }
 OLD_SYLLABLES = (
-    "an",
-    "ber",
-    "cor",
-    "da",
-    "el",
-    "fin",
-    "gar",
-    "hal",
-    "is",
-    "jo",
-    "kel",
-    "lin",
-    "mar",
-    "nor",
-    "ol",
-    "per",
-)
+    "an", "ber", "cor", "da", "el", "fin", "gar", "hal", "is", "jo", "kel", "lin", "mar", "nor", "ol", "per",
+)  # fmt: skip
 NEW_SYLLABLES = ("zq", "xu", "vvo", "kwi", "jaz", "qor", "wex", "yuq", "zzi", "xog", "quv", "hwu")
 
 

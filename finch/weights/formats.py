@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torchtune.models.convert_weights import meta_to_tune, tune_to_meta
 from torchtune.modules import TransformerDecoder
-from torchtune.training import (
-    FullModelHFCheckpointer,
-    FullModelMetaCheckpointer,
-    FullModelTorchTuneCheckpointer,
-)
+from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointer, FullModelTorchTuneCheckpointer
 
 from finch.config.instantiate import build, locate
 from finch.errors import UserError
