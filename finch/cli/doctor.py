@@ -57,6 +57,8 @@ def _requirements() -> dict[str, list[Requirement]]:
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:
+        for name in ("torch", "torchtune"):
+            print(f"{name:<12} {_version(name) or 'not installed'}")
         print("packages     not compared: pip install packaging")
         return {}
     parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
