@@ -24,11 +24,9 @@ def all_objectives():
 
 def parameters(seed):
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"embedding": (VOCAB, 5), "position": (LONGEST, 5), "head": (VOCAB, 5)}
-    return {
-        name: torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for name, shape in shapes.items()
-    }
+    options = {"generator": generator, "dtype": torch.float64, "requires_grad": True}
+    rows = {"embedding": VOCAB, "position": LONGEST, "head": VOCAB}
+    return {name: torch.randn(number, 5, **options) for name, number in rows.items()}
 
 
 def logits_of(theta, batch):

@@ -27,10 +27,8 @@ STRENGTH = 0.37
 def values(decoder, seed):
     """Complete tensors for every parameter, the same on any layout."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        for name, parameter in decoder.named_parameters()
-    }
+    options = {"generator": generator, "dtype": torch.float64}
+    return {name: torch.randn(parameter.shape, **options) for name, parameter in decoder.named_parameters()}
 
 
 def fill(decoder, tensors):
