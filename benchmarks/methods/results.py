@@ -71,7 +71,13 @@ class Results:
 
     def add(self, rows: Iterable[Row]) -> None:
         self.rows.update({row.run: row for row in rows})
-        self._write()
+        partial = self._file.with_name(self._file.name + ".partial")  # renamed when complete
+        with partial.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, [field.name for field in fields(Row)])
+            writer.writeheader()
+            for row in sorted(self.rows.values(), key=lambda row: (row.method, row.learning_rate, row.seed)):
+                writer.writerow({key: "" if value is None else value for key, value in asdict(row).items()})
+        partial.replace(self._file)
 
     def select(self, method: str, learning_rate: float | None = None, seed: int | None = None) -> list[Row]:
         return [
@@ -81,15 +87,6 @@ class Results:
             and (learning_rate is None or row.learning_rate == learning_rate)
             and (seed is None or row.seed == seed)
         ]
-
-    def _write(self) -> None:
-        partial = self._file.with_name(self._file.name + ".partial")  # renamed when complete
-        with partial.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, [field.name for field in fields(Row)])
-            writer.writeheader()
-            for row in sorted(self.rows.values(), key=lambda row: (row.method, row.learning_rate, row.seed)):
-                writer.writerow({key: "" if value is None else value for key, value in asdict(row).items()})
-        partial.replace(self._file)
 
 
 def _parse_row(line: dict[str, str]) -> Row:

@@ -65,16 +65,14 @@ class Worker:
             if "validation_loss" in line
         }
         best = min(losses, key=lambda epoch: losses[epoch])
-        rows = [self._row(run, folder / f"epoch_{best}", best, losses[best], seconds)]
+        tuned = folder / f"epoch_{best}"
+        rows = [self._row(run, tuned, best, losses[best], seconds)]
         if run.method == "sft":
             from finch.weights.wise_ft import wise_ft
 
-            [mean] = wise_ft(base, folder / f"epoch_{best}", [0.5], folder / "wise_ft")
+            [mean] = wise_ft(base, tuned, [0.5], folder / "wise_ft")
             rows.append(self._row(Run("wise_ft", run.learning_rate, run.seed), mean, best, None, 0.0))
-        for path in (
-            folder / "checkpoints",
-            *(other for other in folder.glob("epoch_*") if other.name != f"epoch_{best}"),
-        ):
+        for path in {folder / "checkpoints", *folder.glob("epoch_*")} - {tuned}:
             shutil.rmtree(path, ignore_errors=True)
         return rows
 
