@@ -25,17 +25,7 @@ LAYERS = (
     ("quickstart", "cli"),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
-TORCH_ALONE = (
-    "finch",
-    "finch.errors",
-    "finch.extras",
-    "finch.files",
-    "finch.run_files",
-    "finch.log",
-    "finch.dtensor",
-    "finch.optim",
-    "finch.objectives",
-)
+TORCH_ALONE = ("finch", *(f"finch.{name}" for layer in LAYERS[:3] for name in layer))
 EXTRAS = ("torchtune", "report")  # what finch itself imports
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -49,11 +49,8 @@ def run(name: str, folder: Path, data: Path) -> float:
     config = cast("dict[str, Any]", OmegaConf.to_container(node, resolve=True))
     config.pop("data_root")
     config.update(output_dir=str(folder / "run"), batch_size=16, epochs=EPOCHS, device="cpu")
-    config["metric_logger"] = {
-        "_component_": "torchtune.training.metric_logging.DiskLogger",
-        "log_dir": str(folder),
-        "filename": "log.txt",
-    }
+    logger = "torchtune.training.metric_logging.DiskLogger"
+    config["metric_logger"] = {"_component_": logger, "log_dir": str(folder), "filename": "log.txt"}
     config.pop("dataset_validation")
     recipe = "finch_full_finetune"
     if name == "stock":

@@ -51,10 +51,8 @@ def main() -> None:
     draw(runs, out / "figure.png")
 
     print(f"\n{'':12}{'new accuracy':>14}{'old accuracy':>14}{'old loss':>10}{'tokens/s':>10}")
-    for name, after in {
-        "base model": base_scores,
-        **{name: run.scores[max(run.scores)] for name, run in runs.items()},
-    }.items():
+    last_scores = {name: run.scores[max(run.scores)] for name, run in runs.items()}
+    for name, after in {"base model": base_scores, **last_scores}.items():
         speed = f"{speeds[name]:>10,.0f}" if name in speeds else ""
         print(f"{name:12}{after['new'].accuracy:>14.1%}{after['old'].accuracy:>14.1%}{after['old'].loss:>10.3f}{speed}")
     print(f"\nfigure: {out / 'figure.png'}\nruns:   {', '.join(str(out / name.lower()) for name in RUNS)}")

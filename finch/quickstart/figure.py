@@ -39,9 +39,8 @@ def draw(runs: dict[str, Curves], file: Path) -> None:
     rates.set_ylim(bottom=0)
     rates.legend(frameon=False)
     accuracy.set(xlabel="step", ylabel="exact match, %", title="What is learned, what is kept", ylim=(-3, 103))
-    accuracy.legend(
-        frameon=False, loc="upper left", bbox_to_anchor=(1.0, 0.8)
-    )  # beside the curves, which fill the panel
+    # Beside the curves, which fill the panel
+    accuracy.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 0.8))
     for axes in (rates, accuracy):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
