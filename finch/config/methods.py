@@ -271,10 +271,11 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
 
 def _keep_settings(block: Any, file_block: Any) -> Any:
     """The method's block, with the settings of the file's where both have the same component or are plain cross-entropy."""
-    ours, theirs = component_of(block), component_of(file_block)
-    if ours is None or not (theirs == ours or (_is_plain_cross_entropy(ours) and _is_plain_cross_entropy(theirs))):
+    component, file_component = component_of(block), component_of(file_block)
+    is_plain = _is_plain_cross_entropy(component) and _is_plain_cross_entropy(file_component)
+    if component is None or not (file_component == component or is_plain):
         return copy.deepcopy(block)
-    kept = {**block, **(file_block if isinstance(file_block, dict) else {"_component_": theirs})}
+    kept = {**block, **(file_block if isinstance(file_block, dict) else {"_component_": file_component})}
     return {**kept, "eta_max": UNRESOLVED} if "eta_max" in kept else kept
 
 
