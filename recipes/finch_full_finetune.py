@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
@@ -43,7 +42,7 @@ from finch.training.dataset_loss import dataset_loss
 from finch.training.export import export
 from finch.training.identity import identity_of
 from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, uses_dataset_init
-from finch.training.model import build_decoder, check_custom_layers, load_pretrained, parallelize
+from finch.training.model import build_decoder, load_pretrained, parallelize
 from finch.training.nonfinite_guard import NonfiniteGuard
 from finch.training.objective import build_objective, prepare_objective
 from finch.training.optimizer import build_optimizers
@@ -85,7 +84,8 @@ class FinchFullFinetune(FTRecipeInterface):
         config_checks.check_schedule(cfg)
         config_checks.check_combinations(cfg, self._device)
         self._run = Path(cfg.output_dir)
-        RunLock(self._run).check()
+        if parallel.launched_rank() == 0:  # the lock is exclusive: many ranks would wait for each other
+            RunLock(self._run).check()
         self._resumable = config_checks.check_output_folder(cfg)
         self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
         self._export_dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
@@ -163,7 +163,9 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _setup_model(self, cfg: DictConfig) -> ReferenceLosses | None:
         """The model in memory, with the pretrained weights where a run needs them; returns their losses on the rows."""
-        self._model = parallelize(self._decoder, cfg, self._parallel, self._precision, num_chunks=self._num_chunks)
+        self._model = parallelize(
+            self._decoder, cfg, self._parallel, self._precision, num_chunks=self._num_chunks, plan=self._tensor_plan
+        )
         is_new = self._resume is None
         cache = reference = None
         if "pretrained_token_loss" in self._objective.needs or (is_new and uses_dataset_init(cfg)):
@@ -180,12 +182,12 @@ class FinchFullFinetune(FTRecipeInterface):
             reference = cache.compute(self._model, self._data.eval_loader(self._data.samples, title))
         prepare_objective(self._objective, reference, self._data.samples)
         if self._regularizer is not None:
-            self._regularizer.start(self._trained_parameters().items())
+            self._regularizer.start(self._model.trained_parameters().items())
         return reference
 
     def _setup_optimizer(self, cfg: DictConfig, reference: ReferenceLosses | None) -> None:
         """Optimizer and learning-rate schedule. A resumed schedule's EMA comes from the checkpoint."""
-        parameters = list(self._trained_parameters().values())
+        parameters = list(self._model.trained_parameters().values())
         optimizers = build_optimizers(cfg, parameters, self._precision, self._device, tensor_lr=is_finch(cfg))
         init = cfg.lr_scheduler.get("init") if is_finch(cfg) else None
         if self._resume is not None:
@@ -310,7 +312,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _clip_gradients(self) -> torch.Tensor:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
-        parameters = list(self._trained_parameters().values())
+        parameters = list(self._model.trained_parameters().values())
         if self._clip_grad_norm is None:
             norm = grad_clipping.grad_norm(parameters)
         else:
@@ -412,15 +414,11 @@ class FinchFullFinetune(FTRecipeInterface):
     # What the LoRA recipe does differently
 
     def _build_decoder(self, cfg: DictConfig) -> None:
-        """The decoder on the meta device, and the folder of its pretrained weights."""
-        self._decoder, self._base = build_decoder(cfg, self._precision)
-        check_custom_layers(self._decoder, cfg.custom_sharded_layers or [])
+        """The decoder on the meta device, the folder of its pretrained weights, and the tensor-parallel plan."""
+        self._decoder, self._base, self._tensor_plan = build_decoder(cfg, self._precision)
 
     def _load_base(self) -> None:
         load_pretrained(self._model, self._base)
-
-    def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: weight for name, weight in self._model.decoder.named_parameters() if weight.requires_grad}
 
     def _export(self, name: str) -> None:
         """Writes an epoch's folder; a collective."""

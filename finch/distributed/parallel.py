@@ -185,6 +185,11 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def launched_rank() -> int:
+    """This process's rank among those torchrun started; 0 without it."""
+    return int(os.environ["RANK"]) if is_launched() else 0
+
+
 def launched_ranks() -> int:
     """The number of ranks torchrun started; 1 without it."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1

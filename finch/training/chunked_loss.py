@@ -82,6 +82,10 @@ class TokenLoss(nn.Module):
             return losses
         return losses, _scatter(torch.cat([top for _, top in outputs]), targets, labels)
 
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """The decoder's parameters that require gradients, by name."""
+        return {name: weight for name, weight in self.decoder.named_parameters() if weight.requires_grad}
+
     def _chunk_losses(
         self, hidden: torch.Tensor, labels: torch.Tensor, num_top_logits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:

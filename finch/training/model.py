@@ -17,7 +17,7 @@ from finch.config.suggestions import did_you_mean
 from finch.distributed import fsdp, watchdog
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
-from finch.distributed.tensor_parallel import apply_plan, build_plan
+from finch.distributed.tensor_parallel import Plan, apply_plan, build_plan
 from finch.dtensor import load_full_tensor
 from finch.errors import UserError
 from finch.log import logger
@@ -28,8 +28,12 @@ from finch.weights.base import PretrainedFolder
 from finch.weights.formats import open_checkpoint
 
 
-def build_decoder(cfg: DictConfig, precision: Precision) -> tuple[modules.TransformerDecoder, PretrainedFolder]:
-    """The decoder on the meta device, and the folder of its pretrained weights; no weight is read.
+def build_decoder(
+    cfg: DictConfig, precision: Precision
+) -> tuple[modules.TransformerDecoder, PretrainedFolder, Plan | None]:
+    """The decoder on the meta device, the folder of its pretrained weights, and the tensor-parallel plan if there is one.
+
+    All are checked against each other; no weight is read.
 
     Raises:
         UserError: not a text decoder, not the folder's model, or layers that do not exist.
@@ -42,12 +46,14 @@ def build_decoder(cfg: DictConfig, precision: Precision) -> tuple[modules.Transf
     check_text_decoder(decoder, component_of(node) or "")
     base = open_checkpoint(cfg.checkpointer)
     base.check_model(decoder, component_of(node) or "")
+    plan = None
     if cfg.tensor_parallel_dim > 1:
-        build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim)
-    return decoder, base
+        plan = build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim)
+    _check_custom_layers(decoder, cfg.custom_sharded_layers or [])
+    return decoder, base, plan
 
 
-def check_custom_layers(decoder: nn.Module, names: Iterable[str]) -> None:
+def _check_custom_layers(decoder: nn.Module, names: Iterable[str]) -> None:
     """
     Raises:
         UserError: ``custom_sharded_layers`` names a layer that the model does not have.
@@ -61,7 +67,13 @@ def check_custom_layers(decoder: nn.Module, names: Iterable[str]) -> None:
 
 
 def parallelize(
-    decoder: modules.TransformerDecoder, cfg: DictConfig, parallel: Parallel, precision: Precision, *, num_chunks: int
+    decoder: modules.TransformerDecoder,
+    cfg: DictConfig,
+    parallel: Parallel,
+    precision: Precision,
+    *,
+    num_chunks: int,
+    plan: Plan | None,
 ) -> TokenLoss:
     """Applies tensor parallelism, compile, activation checkpointing and FSDP2, in this order, and allocates memory.
 
@@ -69,12 +81,11 @@ def parallelize(
 
     Args:
         num_chunks: in how many chunks logits are computed.
+        plan: of tensor parallelism.
     """
     model = TokenLoss(decoder, num_chunks)
-    if parallel.tensor_mesh is not None:  # before layers are wrapped: a plan matches module names
-        apply_plan(
-            decoder, build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim), parallel.tensor_mesh
-        )
+    if parallel.tensor_mesh is not None and plan is not None:
+        apply_plan(decoder, plan, parallel.tensor_mesh)  # before layers are wrapped: a plan matches module names
     if cfg.compile:
         training.compile_model(decoder, verbose=parallel.is_rank_zero)
         backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch

@@ -54,7 +54,7 @@ class NonfiniteGuard:
         """
         if self._state.rollbacks.unconfirmed:
             return False
-        if self._parallel.all_true(all_finite(self._state.trained_parameters())):
+        if self._parallel.all_true(all_finite(self._state.model.trained_parameters().values())):
             return True
         if self._action != "rollback":
             raise FloatingPointError(

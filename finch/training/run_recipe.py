@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from omegaconf import DictConfig
@@ -26,7 +27,7 @@ class Recipe(Protocol):
     def cleanup(self) -> Any: ...
 
 
-def run(recipe_class: type[Any], cfg: DictConfig) -> None:
+def run(recipe_class: Callable[[DictConfig], Recipe], cfg: DictConfig) -> None:
     """Runs a recipe. Ctrl-C, once the state is saved, ends the process with exit code 130.
 
     Raises:
@@ -34,7 +35,7 @@ def run(recipe_class: type[Any], cfg: DictConfig) -> None:
     """
     if parallel.is_launched():
         die_with_parent()
-    recipe: Recipe = recipe_class(cfg)
+    recipe = recipe_class(cfg)
     logger.setLevel(str(cfg.log_level).upper())
     try:
         recipe.setup(cfg)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from finch.checkpoint.reader import FORMAT, load_tensors, read_state
@@ -43,9 +42,6 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self._initial_schedule = self.schedule.state_dict()
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        return [weight for weight in self.model.decoder.parameters() if weight.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
         """The scalars. The number of ranks is added by the writer; random states are files of their own."""
