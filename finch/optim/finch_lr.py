@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from finch.optim.nonfinite_counter import check_nonfinite_options
 from finch.optim.param_groups import ParamGroups, Scalar
 
+_NO_LOSS: Any = object()
+
 
 class FinchLR:
     """Sets the learning rate of one optimizer, or of several, from the loss of the current step.
@@ -38,7 +40,9 @@ class FinchLR:
     that every rank computes the same learning rate.
 
     **Base learning rates** are read from the param groups once, here: loading an optimizer's state later does not
-    change them. The first group's is eta_base; the other groups keep their ratio to it, under the cap as well.
+    change them. The first group's is eta_base; the other groups keep their ratio to it, under the cap as well. As with torch's
+    schedulers a group's ``initial_lr`` is used where it has one, and set where it has none, so that a second FinchLR on the same
+    optimizer starts like the first.
 
     **Without host synchronisation.** Where every group's ``lr`` is a 0-d tensor and every optimizer honours
     ``found_inf`` (the fused ones of ``torch.optim`` do), a tensor loss is never read by the host: EMA and learning
@@ -52,7 +56,7 @@ class FinchLR:
         init: Lbar_0 in nats. A number (the authors take the pretrained model's mean loss over the training set), or
             ``"first_batch"``, which starts from the first loss seen. ``"dataset"`` is for finch's recipes, which
             replace it by that mean.
-        eta_base: learning rate at a loss of 1 nat; None takes the first param group's ``lr``.
+        eta_base: learning rate at a loss of 1 nat; None takes the first param group's ``initial_lr``, else its ``lr``.
         ema: weight of the past in the moving average, in [0, 1).
         eps: added to the loss under the root, in nats.
         on_nonfinite: ``"raise"``, or ``"skip"``: leave the state unchanged, count, and raise after ``max_nonfinite`` in
@@ -102,7 +106,7 @@ class FinchLR:
         if not isinstance(init, str):
             self._write(self._eta_of(self._ema_loss))
 
-    def step(self, loss: Scalar, targets: Scalar | None = None) -> bool:
+    def step(self, loss: Scalar = _NO_LOSS, targets: Scalar | None = None) -> bool:
         """Sets the learning rate of the current step from its loss.
 
         Args:
@@ -118,7 +122,13 @@ class FinchLR:
         Raises:
             FloatingPointError: the loss is not finite and ``on_nonfinite`` is ``"raise"``, or it is the last of
                 ``max_nonfinite`` in a row.
+            TypeError: there is no loss, as from a trainer that steps its scheduler after the optimizer.
         """
+        if loss is _NO_LOSS:
+            raise TypeError(
+                "FinchLR.step() needs the loss of the step, before optimizer.step(). transformers' Trainer(optimizers=...) calls it "
+                "afterwards and without a loss: train with finch's recipe, or in a loop of your own with schedule.step(loss); optimizer.step()"
+            )
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
             if self._stays_on_device():

@@ -12,8 +12,10 @@ Scalar = float | torch.Tensor
 
 
 class ParamGroups:
-    """The param groups of some optimizers, whose learning rates keep the ratio to the first one's that they have now.
+    """The param groups of some optimizers, whose learning rates keep the ratio to the first one's that they have at the start.
 
+    A group's learning rate at the start is its ``initial_lr``, by the convention of torch's schedulers: the first schedule of
+    an optimizer puts it there. A second one, as of a notebook cell that runs twice, starts from it and not from the last step's.
     The groups are looked up at each use, since ``Optimizer.load_state_dict`` replaces them. The ratios stay.
 
     Args:
@@ -21,7 +23,7 @@ class ParamGroups:
 
     Attributes:
         optimizers: as a list.
-        base_lr: the first group's learning rate.
+        base_lr: the first group's learning rate at the start.
 
     Raises:
         ValueError: there is no param group, or the first one's learning rate is not above 0.
@@ -29,7 +31,7 @@ class ParamGroups:
 
     def __init__(self, optimizer: Optimizer | Iterable[Optimizer]) -> None:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        bases = [float(group["lr"]) for group in self]
+        bases = [float(group.setdefault("initial_lr", float(group["lr"]))) for group in self]
         if not bases:
             raise ValueError("optimizer holds no param group: there is no learning rate to set")
         self.base_lr = bases[0]

@@ -258,3 +258,36 @@ def test_finch_lr_warns_of_a_constant_rate():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         FinchLR(optimizer_with(2e-5), eta_max=5e-5, init=3.6)
+
+
+@pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
+def test_finch_lr_twice_on_one_optimizer_starts_alike(make):
+    optimizer = make(2e-5, 1e-5)
+    first = FinchLR(optimizer, eta_max=5e-5, init=3.6)
+    rates = first.get_last_lr()
+    first.step(torch.tensor(0.2))
+    second = FinchLR(optimizer, eta_max=5e-5, init=3.6)
+    assert second.eta_base == pytest.approx(2e-5) and second.get_last_lr() == rates
+    scheduled = torch.optim.lr_scheduler.LambdaLR(optimizer_with(2e-5), lambda step: 0.1).optimizer
+    assert FinchLR(scheduled, eta_max=5e-5, init=3.6).eta_base == 2e-5  # torch's own convention
+
+
+def test_finch_lr_in_trainer_says_what_to_use_instead(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = tiny_llama(transformers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=rows, optimizers=(optimizer, FinchLR(optimizer, eta_max=5e-5, init=3.6))
+    )
+    with pytest.raises(TypeError, match=r"Trainer.*finch's recipe.*schedule\.step\(loss\); optimizer\.step\(\)"):
+        trainer.train()
+
+
+def tiny_llama(transformers):
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+    )
