@@ -267,7 +267,8 @@ def test_finch_lr_twice_on_one_optimizer_starts_alike(make):
     rates = first.get_last_lr()
     first.step(torch.tensor(0.2))
     second = FinchLR(optimizer, eta_max=5e-5, init=3.6)
-    assert second.eta_base == pytest.approx(2e-5) and second.get_last_lr() == rates
+    assert second.eta_base == pytest.approx(2e-5)
+    assert second.get_last_lr() == rates
     scheduled = torch.optim.lr_scheduler.LambdaLR(optimizer_with(2e-5), lambda step: 0.1).optimizer
     assert FinchLR(scheduled, eta_max=5e-5, init=3.6).eta_base == 2e-5  # torch's own convention
 
