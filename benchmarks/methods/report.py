@@ -21,7 +21,7 @@ STYLES = {
     "lora": ("LoRA", "#2aa198"),
     "small_lr": ("SFT, small lr", "#e0a08f"),
     "wise_ft": ("WiSE-FT", "#7a2f1d"),
-    "replay": ("FINCH replayed", "#7fbfe0"),
+    "lr_replay": ("FINCH replayed", "#7fbfe0"),
 }
 
 
@@ -82,7 +82,7 @@ def draw(results: Results, file: Path) -> None:
     [base] = results.select(PRETRAINED)
     for method, rows in select_table_rows(results).items():
         label, colour = STYLES[method]
-        if method not in ("small_lr", "replay"):  # small_lr's runs are SFT's, replay has one rate
+        if method not in ("small_lr", "lr_replay"):  # small_lr's runs are SFT's, lr_replay has one rate
             curve = _coordinates(sorted(results.select(method, seed=0), key=lambda row: row.learning_rate))
             axes.plot(*curve, ".-", color=colour, markersize=6, linewidth=0.9, alpha=0.6)
         story, accuracy = _coordinates(rows)

@@ -16,7 +16,7 @@ GRID: dict[str, tuple[float, ...]] = {
     "lora": LORA_RATES,
 }
 # Method to the method whose runs it is made from.
-DERIVED = {"small_lr": "sft", "wise_ft": "sft", "replay": "finch"}
+DERIVED = {"small_lr": "sft", "wise_ft": "sft", "lr_replay": "finch"}
 METHODS = (*GRID, *DERIVED)
 SEEDS = (0, 1, 2)
 SMALL_RISE = 0.02
@@ -25,7 +25,7 @@ PRETRAINED = "pretrained"
 
 @dataclass(frozen=True)
 class Run:
-    """``learning_rate`` is eta_base for FINCH, and for replay that of the FINCH run that it replays."""
+    """``learning_rate`` is eta_base for FINCH, and for lr_replay that of the FINCH run that it replays."""
 
     method: str
     learning_rate: float
@@ -35,7 +35,7 @@ class Run:
         return out / "runs" / f"{self.method}_lr{self.learning_rate:g}_seed{self.seed}"
 
     def replayed(self) -> Run:
-        """The FINCH run whose learning rates a replay run reads: that of the next seed."""
+        """The FINCH run whose learning rates an lr_replay run reads: that of the next seed."""
         return Run("finch", self.learning_rate, SEEDS[(SEEDS.index(self.seed) + 1) % len(SEEDS)])
 
 
@@ -128,7 +128,7 @@ def select_table_rows(results: Results) -> dict[str, list[Row]]:
         rows["small_lr"] = results.select("sft", choose_small_rate(results))
         rows["wise_ft"] = results.select("wise_ft", rates["sft"])
     if "finch" in rates:
-        rows["replay"] = results.select("replay", rates["finch"])
+        rows["lr_replay"] = results.select("lr_replay", rates["finch"])
     return {method: rows[method] for method in METHODS if rows.get(method)}
 
 
@@ -150,7 +150,7 @@ def stages(methods: Collection[str]) -> list[Callable[[Results], list[Run]]]:
         return list(dict.fromkeys(Run(method, rate, seed) for method, rate in rates for seed in SEEDS))
 
     def replays(results: Results) -> list[Run]:
-        rate = choose_rates(results).get("finch") if "replay" in methods else None
-        return [] if rate is None else [Run("replay", rate, seed) for seed in SEEDS]
+        rate = choose_rates(results).get("finch") if "lr_replay" in methods else None
+        return [] if rate is None else [Run("lr_replay", rate, seed) for seed in SEEDS]
 
     return [pretrained, grid, seeds, replays]

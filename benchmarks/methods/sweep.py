@@ -7,7 +7,7 @@ configs/stories260k/tofu_sft.yaml and ``method=NAME``; the epoch with the lowest
 
 A method's learning rate is the one of its grid with the lowest such loss for seed 0; seeds 1 and 2 are then run at that rate.
 FINCH's cap is 2.5 times its rate. small_lr is SFT at the largest rate whose story loss rises by less than 2% over the pretrained
-model's, or at the smallest if there is none. wise_ft is the mean of the pretrained weights and each SFT run's. replay trains with
+model's, or at the smallest if there is none. wise_ft is the mean of the pretrained weights and each SFT run's. lr_replay trains with
 the learning rates of the FINCH run of the next seed.
 
 OUT gets results.csv (one row a run; a run that has its row is not repeated), table.md, front.csv, front.png, and the runs.
@@ -102,7 +102,7 @@ def overrides(run: Run, data: Path, out: Path) -> list[str]:
         for key, part in (("dataset", "train"), ("dataset_validation", "validation"))
         for name, value in (("data_files", out / f"{part}.jsonl"), ("split", "train"))
     ]
-    replay = [f"lr_scheduler.log={run.replayed().folder(out)}"] if run.method == "replay" else []
+    replay = [f"lr_scheduler.log={run.replayed().folder(out)}"] if run.method == "lr_replay" else []
     return [
         f"method={run.method}",
         f"optimizer.lr={run.learning_rate:g}",

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 from finch.config.schema import LORA, LORA_FINETUNE, REQUIRED, SECTIONS, Option
-from finch.config.suggestions import did_you_mean
+from finch.config.unknown_keys import key_hint
 from finch.errors import UserError
 
 
@@ -41,7 +41,7 @@ def format_keys(word: str | None = None) -> str:
     }
     if not any(sections.values()):
         known = dict(key_options(LORA_FINETUNE))
-        raise UserError(f"no key contains {word}{did_you_mean(str(word), known) or '; `finch keys` lists them'}")
+        raise UserError(f"no key contains {word}{key_hint(str(word), known) or '; `finch keys` lists them'}")
     width = max(len(key) for section in sections.values() for key in section)
     lines: list[str] = []
     for title, section in sections.items():

@@ -177,21 +177,27 @@ METHODS: dict[str, Method] = {
         _add_adapters,
     ),
     "wise_ft": Method("sft; afterwards `finch wise-ft` averages the pretrained and the tuned weights"),
-    "replay": Method(
+    "lr_replay": Method(
         "sft with the learning rates of an earlier run, lr_scheduler.log=RUN",
         {"lr_scheduler": {"_component_": "finch.ReplayLR", "log": UNRESOLVED}},
         _require_log,
     ),
 }
 
+OLD_NAMES = {"replay": "lr_replay"}
+"""Earlier names that are still accepted. To those who work on continual learning, replay means old training data."""
+
 
 def split_name(name: str) -> list[str]:
-    """The methods in a name such as ``finch+talr``.
+    """The methods in a name such as ``finch+talr``; earlier names are replaced, and a line is logged.
 
     Raises:
         UserError: an unknown or repeated method, or two that set the same block.
     """
     names = name.split("+")
+    for old in OLD_NAMES.keys() & set(names):
+        logger.info(f"method={old} is an earlier name of method={OLD_NAMES[old]}")
+    names = [OLD_NAMES.get(one, one) for one in names]
     for one in names:
         if one not in METHODS:
             suggestion = did_you_mean(one, METHODS)

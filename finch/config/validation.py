@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -12,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from finch.config.instantiate import component_of, locate
 from finch.config.resolved import format_value
 from finch.config.schema import ALIASES, REQUIRED, UNSUPPORTED_KEYS, Option
-from finch.config.suggestions import did_you_mean
+from finch.config.unknown_keys import key_hint
 from finch.errors import UserError
 
 _NOT_TEXT_MODELS = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")
@@ -36,8 +37,8 @@ def check(cfg: DictConfig, options: Mapping[str, Option], user_keys: Collection[
     known = {*options, *referred_keys(cfg), *user_keys}
     for key in map(str, cfg):
         if key not in known:
-            suggestion = did_you_mean(key, options) or "; see `finch keys`"
-            raise UserError(f"unknown key {key}={format_value(cfg[key], key)}{suggestion}")
+            hint = key_hint(key, options, _names_in_blocks(cfg, options)) or "; see `finch keys`"
+            raise UserError(f"unknown key {key}={format_value(cfg[key], key)}{hint}")
     for key, option in options.items():
         if option.block is not None:
             cfg[key] = _check_block(key, cfg.get(key), option.block)
@@ -59,7 +60,7 @@ def check(cfg: DictConfig, options: Mapping[str, Option], user_keys: Collection[
             continue
         _check_value(key, value, option)
     for path, node in _components(cfg):
-        _check_component(path, node)
+        _check_component(path, node, options)
     return cfg
 
 
@@ -105,10 +106,8 @@ def _check_block(key: str, node: Any, options: Mapping[str, Option]) -> DictConf
         raise UserError(f"{key}={format_value(node)} must be a block with some of {known}")
     for name in map(str, node):
         if name not in options:
-            suggestion = did_you_mean(name, options, prefix=f"{key}.")
-            raise UserError(
-                f"unknown key {key}.{name}={format_value(node[name], name)}{suggestion or f'; {key} accepts {known}'}"
-            )
+            hint = key_hint(f"{key}.{name}", options) or f"; {key} accepts {known}"
+            raise UserError(f"unknown key {key}.{name}={format_value(node[name], name)}{hint}")
     filled = {name: option.default if node.get(name) is None else node[name] for name, option in options.items()}
     for name, option in options.items():
         if filled[name] is not None:
@@ -138,7 +137,7 @@ def _components(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
             yield from _components(item, f"{path}[{index}]")
 
 
-def _check_component(path: str, node: DictConfig) -> None:
+def _check_component(path: str, node: DictConfig, options: Mapping[str, Option]) -> None:
     name = node["_component_"]
     if not isinstance(name, str):
         raise UserError(f"{path}._component_={name} must be a dotted path such as torch.optim.AdamW")
@@ -147,14 +146,40 @@ def _check_component(path: str, node: DictConfig) -> None:
     component = locate(name, path)
     if not callable(component):
         raise UserError(f"{path}._component_={name} is not a class or function")
-    try:
-        parameters = inspect.signature(component).parameters
-    except (TypeError, ValueError):
+    parameters = _parameters(component)
+    if parameters is None:
         return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
+    known = ", ".join(parameters)
     for key in map(str, node):
         if key != "_component_" and key not in parameters:
-            known = ", ".join(parameter for parameter in parameters if parameter != "self")
-            suggestion = did_you_mean(key, parameters, prefix=f"{path}.")
-            raise UserError(f"unknown key {path}.{key}{suggestion or f'; {name} accepts {known}'}")
+            hint = key_hint(f"{path}.{key}", parameters, {option: option for option in options})
+            raise UserError(f"unknown key {path}.{key}{hint or f'; {name} accepts {known}'}")
+
+
+def _parameters(component: Callable[..., Any], *, is_complete: bool = True) -> list[str] | None:
+    """The names of a component's arguments; None if they are not known, or with ``is_complete`` if it accepts any."""
+    try:
+        parameters = inspect.signature(component).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if is_complete and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.name != "self" and each.kind not in variadic]
+
+
+def _names_in_blocks(cfg: DictConfig, options: Mapping[str, Option]) -> dict[str, str]:
+    """The dotted paths of the keys that the blocks of a config accept, by their last part; for suggestions."""
+    paths = {
+        name: f"{key}.{name}" for key, option in options.items() if option.block is not None for name in option.block
+    }
+    blocks = [(path, node) for path, node in _components(cfg) if path in options]
+    for path, node in blocks:
+        for name in map(str, node):
+            paths.setdefault(name, f"{path}.{name}")
+    for path, node in blocks:
+        with contextlib.suppress(UserError):  # a component that does not exist has an error of its own
+            component = locate(str(node["_component_"]), path)
+            for name in (callable(component) and _parameters(component, is_complete=False)) or ():
+                paths.setdefault(name, f"{path}.{name}")
+    return {name: path for name, path in paths.items() if name not in (*options, "_component_")}

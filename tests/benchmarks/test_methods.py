@@ -68,7 +68,7 @@ def test_stages_ask_for_the_runs_that_follow(results, tmp_path):
     assert sorted(run.seed for run in seeds) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert [run.replayed() for run in replays] == [Run("finch", 1e-4, seed) for seed in (1, 2, 0)]
     assert all(run.method == "talr" for stage in stages(["talr"])[1:] for run in stage(results))
-    assert stages(["replay"])[3](Results(tmp_path / "none.csv")) == []
+    assert stages(["lr_replay"])[3](Results(tmp_path / "none.csv")) == []
 
 
 def test_results_round_trip_through_the_file(results, tmp_path):
@@ -164,7 +164,7 @@ def test_write_report_writes_table_and_figure(results, tmp_path):
     assert set(STYLES) == set(METHODS)
 
 
-@pytest.mark.parametrize("method", ["sft", "finch", "flow", "dft", "talr", "stm", "replay"])
+@pytest.mark.parametrize("method", ["sft", "finch", "flow", "dft", "talr", "stm", "lr_replay"])
 def test_overrides_pass_the_recipes_config_checks(tmp_path, method):
     line = sweep.overrides(Run(method, 3e-4, 1), tmp_path / "data", tmp_path / "out")
     cfg = read(["--config", "stories260k/tofu_sft", *line], FULL_FINETUNE)

@@ -83,7 +83,7 @@ def test_method_precedence_file_method_command_line():
 
 
 def test_method_block_can_be_removed(file):
-    for name in ("sft", "finch", "replay"):
+    for name in ("sft", "finch", "lr_replay"):
         cfg = read(["--config", str(file), f"method={name}", "~lr_scheduler"], FULL_FINETUNE)
         assert cfg.lr_scheduler is None
         assert "method" not in cfg
@@ -128,11 +128,20 @@ def test_small_lr_is_a_tenth():
 
 
 def test_replay_requires_a_log():
-    cfg = merged("method=replay+dft", "lr_scheduler.log=out/run")
+    cfg = merged("method=lr_replay+dft", "lr_scheduler.log=out/run")
     assert cfg["lr_scheduler"] == {"_component_": "finch.ReplayLR", "log": "out/run"}
     assert cfg["loss"] == objective("DFT")
     with pytest.raises(UserError, match=r"add lr_scheduler\.log=RUN"):
-        merged("method=replay")
+        merged("method=lr_replay")
+
+
+def test_earlier_name_of_a_method_works_and_logs(caplog):
+    with caplog.at_level("INFO", logger="finch"):
+        cfg = merged("method=replay+dft", "lr_scheduler.log=out/run")
+    assert cfg == merged("method=lr_replay+dft", "lr_scheduler.log=out/run")
+    assert caplog.messages == ["method=replay is an earlier name of method=lr_replay"]
+    with pytest.raises(UserError, match="finch and lr_replay both set lr_scheduler"):
+        merged("method=finch+replay")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +178,7 @@ def test_full_recipe_rejects_lora_with_the_right_command(file):
         ("finch+xyz", "method=finch+xyz is not known; known are sft, small_lr, finch"),
         ("FINCH", "did you mean finch?"),
         ("talr+dft", "method=talr+dft: talr and dft both set loss; name one of them"),
-        ("finch+replay", "finch and replay both set lr_scheduler"),
+        ("finch+lr_replay", "finch and lr_replay both set lr_scheduler"),
         ("sft+finch", "sft and finch both set lr_scheduler"),
         ("l2+l2", "names l2 more than once"),
         ("finch+", "is not known"),
@@ -184,7 +193,7 @@ def test_read_rejects_method_names(file, name, message):
 def test_every_config_accepts_every_method(name):
     given = [f"{key}=/x" for key, value in yaml.safe_load(config_names()[name].read_text()).items() if value == "???"]
     for method in METHODS:
-        log = ["lr_scheduler.log=/x"] if method == "replay" else []
+        log = ["lr_scheduler.log=/x"] if method == "lr_replay" else []
         options = LORA_FINETUNE if method == "lora" else FULL_FINETUNE
         cfg = read(["--config", name, f"method={method}", *given, *log], options)
         assert "method" not in cfg
@@ -209,7 +218,7 @@ def test_finch_methods_and_configs_show(capsys):
     code, out, _ = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=lora")
     assert (code, yaml.safe_load(out)["model"]["lora_rank"]) == (0, 64)
     assert yaml.safe_load(out)["save_adapter_weights_only"] is False
-    code, _, err = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=replay")
+    code, _, err = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=lr_replay")
     assert code == 1
     assert "add lr_scheduler.log=RUN" in err
 
