@@ -5,25 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
-from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.modules import TiedLinear, TransformerDecoder
 
 from finch.errors import UserError
 from finch.log import logger
+from finch.models.family_table import FAMILIES
 from finch.torchtune_names import Gemma2Attention
 from finch.weights.conversion import is_tied
 
-# config.json's model_type, and the packages under torchtune.models and finch.models whose builders make such a model.
-FAMILIES = {
-    "llama": ("llama2", "llama3", "llama3_1", "llama3_2", "llama3_3", "code_llama2"),
-    "mistral": ("mistral",),
-    "gemma": ("gemma",),
-    "gemma2": ("gemma2",),
-    "phi3": ("phi3", "phi4"),
-    "qwen2": ("qwen2", "qwen2_5"),
-    "qwen3": ("qwen3",),
-}
 # Families whose builders in torchtune 0.6.1 differ from the published models; finch has builders of the same names.
 _REBUILT = ("gemma2", "phi4")
 # Llama 3.1's rope scaling: the keys of config.json, and the attributes of torchtune's module.
@@ -54,11 +45,11 @@ def validate_against_hf_config(
     """
     parts = component.split(".")
     family = parts[2] if parts[:2] in (["torchtune", "models"], ["finch", "models"]) and len(parts) > 3 else None
-    expected = FAMILIES.get(str(config.get("model_type")))
-    if family is not None and expected is not None and family not in expected:
+    known = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and known is not None and family not in known.packages:
         raise UserError(
             f"model._component_={component} builds a {family} model, but checkpointer.checkpoint_dir={folder} holds a {config['model_type']} "
-            f"model ({', '.join(config.get('architectures') or [])}); give a builder of {' or '.join(expected)}"
+            f"model ({', '.join(config.get('architectures') or [])}); give a builder of {' or '.join(known.packages)}"
         )
     rope_type = _rope_settings(config)["rope_type"]
     if rope_type not in ("default", "llama3"):
@@ -76,7 +67,7 @@ def validate_against_hf_config(
             f"model._component_={component} caps hidden states where the Gemma 2 of checkpointer.checkpoint_dir={folder} caps logits; {remedy}"
         )
     for name, built, stored in _settings(decoder, config):
-        if stored is not None and built != stored:
+        if stored is not None and not _is_same(built, stored):
             raise UserError(
                 f"model._component_={component} has {name} {_format(built)}, {file} of checkpointer.checkpoint_dir={folder} says {_format(stored)}; {remedy}"
             )
@@ -110,8 +101,9 @@ def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[t
     settings = _rope_settings(config)
     yield "rope base", rope.base, settings.get("rope_theta")
     yield "rotated fraction of each head", 1.0, settings["partial_rotary_factor"]
-    is_scaled = settings["rope_type"] == "llama3"
-    yield "Llama 3.1's rope scaling (1: on)", float(isinstance(rope, Llama3ScaledRoPE)), float(is_scaled)
+    is_scaled = settings["rope_type"] == "llama3" and settings.get("factor") != 1
+    # Scaled by 1 is not scaled: so Llama 3.2's builder makes a tied Llama without rope scaling.
+    yield "Llama 3.1's rope scaling (1: on)", float(getattr(rope, "scale_factor", 1) != 1), float(is_scaled)
     if is_scaled:
         for key, attribute in _ROPE_SCALING.items():
             yield f"rope scaling {key}", getattr(rope, attribute), settings.get(key)
@@ -130,6 +122,14 @@ def _gemma2_settings(
     ):
         yield f"{key} (0: none)", built or 0, config.get(key, default) or 0
     yield "query scale", attention.scaling, config.get("query_pre_attn_scalar", 256) ** -0.5
+
+
+def _is_same(built: float, stored: float) -> bool:
+    """Compared in fp32: a config.json made from GGUF has the epsilon 1e-5 as 9.999999747378752e-06."""
+    if not isinstance(stored, (int, float)):
+        return built == stored
+    first, second = torch.tensor([built, stored], dtype=torch.float32, device="cpu").tolist()
+    return first == second
 
 
 def _format(value: object) -> str:

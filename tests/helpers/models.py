@@ -102,6 +102,13 @@ FAMILIES = {
     "llama 3": _llama3("llama3"),
     "llama 3.1": _llama3("llama3_1", 8.0),
     "llama 3.2": _llama3("llama3_2", 32.0, tied=True),
+    # As SmolLM2: tied as Llama 3.2, without its rope scaling; the epsilon is 1e-5 as a GGUF file stores it.
+    "smollm2": Family(
+        "torchtune.models.llama3_2.llama3_2",
+        "Llama",
+        {"scale_factor": 1},
+        {"tie_word_embeddings": True, "rms_norm_eps": 9.999999747378752e-06},
+    ),
     "mistral": Family("torchtune.models.mistral.mistral", "Mistral", hf_changes={"sliding_window": None}),
     "qwen2": _qwen(2, tied=False),
     "qwen2 tied": _qwen(2, tied=True),

@@ -7,18 +7,19 @@ import random
 import pytest
 import torch
 import transformers
-from helpers.models import FAMILIES, VOCAB, load, save
+from helpers.models import FAMILIES, VOCAB, llama3_scaling, load, save
 from safetensors.torch import load_file
 from torch import nn
 from torchtune.models.gemma2 import _convert_weights as torchtune_gemma2_weights
 from torchtune.models.gemma2 import gemma2 as torchtune_gemma2
 
+from finch.config.instantiate import locate
 from finch.errors import UserError
 from finch.models import gemma2, phi4
+from finch.models.family_table import FAMILIES as KNOWN_FAMILIES
 from finch.training.chunked_loss import TokenLoss
 from finch.weights.conversion import is_tied
 from finch.weights.huggingface import HuggingFaceFolder
-from finch.weights.validation import FAMILIES as KNOWN_FAMILIES
 
 
 def edit_config(folder, **changes):
@@ -115,6 +116,23 @@ def test_missing_rope_scaling_is_refused(tmp_path):
     other = FAMILIES["llama 3"]
     with pytest.raises(UserError, match=r"rope scaling .1: on. 0, config.json of .* says 1"):
         HuggingFaceFolder(str(tmp_path)).check_model(other.build(), other.component)
+
+
+def test_rope_scaling_by_one_is_none(tmp_path):
+    save("llama 3", tmp_path)
+    scaled_by_one = locate("torchtune.models.llama3_1.llama3_1", "model")(
+        **FAMILIES["llama 3"].arguments, scale_factor=1
+    )
+    HuggingFaceFolder(str(tmp_path)).check_model(scaled_by_one, "torchtune.models.llama3_1.llama3_1")
+    save("llama 3.1", tmp_path, rope_parameters={"rope_theta": 5e5, **llama3_scaling(1.0)})
+    HuggingFaceFolder(str(tmp_path)).check_model(FAMILIES["llama 3"].build(), "torchtune.models.llama3.llama3")
+
+
+def test_norm_epsilon_is_compared_in_fp32(tmp_path):
+    save("llama", tmp_path, rms_norm_eps=9.999999747378752e-06)
+    check("llama", tmp_path)
+    with pytest.raises(UserError, match=r"norm epsilon 1\.0001e-05, .* says 1e-05"):
+        check("llama", tmp_path, norm_eps=1.0001e-5)
 
 
 def test_older_config_json_says_the_same(tmp_path):
@@ -245,4 +263,6 @@ def test_every_text_family_of_torchtune_is_known():
 
     packages = {path.name for path in importlib.resources.files(models).iterdir() if (path / "__init__.py").is_file()}
     # Images, encoders, and a decoder that needs an image encoder.
-    assert packages - {"clip", "flux", "t5", "llama3_2_vision"} <= set().union(*KNOWN_FAMILIES.values())
+    assert packages - {"clip", "flux", "t5", "llama3_2_vision"} <= set().union(
+        *(family.packages for family in KNOWN_FAMILIES.values())
+    )
