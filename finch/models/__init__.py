@@ -1,5 +1,28 @@
-"""Models for torchtune that it does not have (Qwen3) or has differently (Gemma 2, Phi-4), LoRA layers, and a tokenizer that renders a
-folder's own chat template.
+"""Models for torchtune that it does not have (Qwen3) or has differently (Gemma 2, Phi-4), the model of any Hugging
+Face folder (``auto``, ``lora_auto``), and LoRA layers.
 
 May import distributed and config and what is below them; must not import weights, data or training.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finch.models.auto_builders import auto as auto
+    from finch.models.auto_builders import lora_auto as lora_auto
+
+__all__ = ["auto", "lora_auto"]
+
+_LAZY = {
+    "auto": "finch.models.auto_builders",
+    "lora_auto": "finch.models.auto_builders",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: the table of families is read without torch.
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'finch.models' has no attribute {name!r}")

@@ -13,11 +13,11 @@ from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
 
 from finch.errors import UserError
 from finch.models.gemma2 import gemma2_hf_to_tune, gemma2_tune_to_hf
+from finch.models.hf_config import is_tied
 from finch.models.qwen3.weights import qwen3_hf_to_tune, qwen3_tune_to_hf
 
 StateDict = dict[str, torch.Tensor]
 HEAD = "output.weight"  # torchtune's name of an output layer that is not tied to the embedding
-_TIED_BY_DEFAULT = ("gemma", "gemma2")
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,6 @@ class Conversion:
                 if part in name:
                     return [name.replace(part, other) for other in parts]
         return [name]
-
-
-def is_tied(config: dict[str, Any]) -> bool:
-    """Whether the output layer of config.json's model is its embedding."""
-    return bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT))
 
 
 def _sizes(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files of a model's folder: config.json, weight files and their index, tokenizer files. Needs torch and safetensors alone."""
+"""Files of a model's folder: weight files and their index, tokenizer files. Needs torch and safetensors alone."""
 
 from __future__ import annotations
 
@@ -12,27 +12,12 @@ import torch
 from safetensors import safe_open
 
 from finch.errors import UserError
+from finch.models.hf_config import read_json
 
-CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_METADATA = {"format": "pt"}  # without it transformers refuses a file
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-
-
-def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") -> Path:
-    """The path, if it is a folder.
-
-    Args:
-        path: of the folder.
-        option: the config key or command-line option it was given by, for messages.
-
-    Raises:
-        UserError: there is no such folder.
-    """
-    if not Path(path).is_dir():
-        raise UserError(f"{option}={path} is not a folder; download the model or correct the path")
-    return Path(path)
 
 
 def check_files(folder: Path, names: list[str]) -> list[Path]:
@@ -47,28 +32,6 @@ def check_files(folder: Path, names: list[str]) -> list[Path]:
                 f"checkpointer.checkpoint_files names {name}, which is not in {folder}; download it or correct the name"
             )
     return [folder / name for name in names]
-
-
-def read_json(path: Path) -> Any:
-    """
-    Raises:
-        UserError: the file is not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again") from error
-
-
-def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> dict[str, Any]:
-    """The content of a folder's config.json; ``option`` as in :func:`check_folder`.
-
-    Raises:
-        UserError: the file is missing or not JSON.
-    """
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{option}={folder} has no {CONFIG}; give a folder in Hugging Face's format")
-    return read_json(folder / CONFIG)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

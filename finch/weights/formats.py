@@ -14,9 +14,10 @@ from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointe
 from finch.config.instantiate import build, locate
 from finch.errors import UserError
 from finch.files import is_disk_error
+from finch.models.hf_config import CONFIG, check_folder, read_json
 from finch.weights.base import PretrainedFolder
 from finch.weights.conversion import HEAD, StateDict
-from finch.weights.files import CONFIG, check_files, check_folder, copy_side_files, read_json, read_shapes
+from finch.weights.files import check_files, copy_side_files, read_shapes
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.validation import validate_against_hf_config
 

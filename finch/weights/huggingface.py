@@ -15,18 +15,16 @@ from safetensors.torch import save_file
 from torchtune.modules import TransformerDecoder
 
 from finch.errors import UserError
+from finch.models.hf_config import CONFIG, check_folder, is_tied, read_config
 from finch.weights.base import PretrainedFolder
-from finch.weights.conversion import StateDict, conversion_for, is_tied
+from finch.weights.conversion import StateDict, conversion_for
 from finch.weights.files import (
-    CONFIG,
     SAFETENSORS,
     SAFETENSORS_INDEX,
     SAFETENSORS_METADATA,
     check_files,
-    check_folder,
     copy_side_files,
     indexed_shards,
-    read_config,
     write_json,
 )
 from finch.weights.validation import validate_against_hf_config

@@ -12,8 +12,8 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 from finch.errors import UserError
 from finch.log import logger
 from finch.models.family_table import FAMILIES
+from finch.models.hf_config import is_tied, rope_settings
 from finch.torchtune_names import Gemma2Attention
-from finch.weights.conversion import is_tied
 
 # Families whose builders in torchtune 0.6.1 differ from the published models; finch has builders of the same names.
 _REBUILT = ("gemma2", "phi4")
@@ -51,7 +51,7 @@ def validate_against_hf_config(
             f"model._component_={component} builds a {family} model, but checkpointer.checkpoint_dir={folder} holds a {config['model_type']} "
             f"model ({', '.join(config.get('architectures') or [])}); give a builder of {' or '.join(known.packages)}"
         )
-    rope_type = _rope_settings(config)["rope_type"]
+    rope_type = rope_settings(config)["rope_type"]
     if rope_type not in ("default", "llama3"):
         raise UserError(
             f"{file} of checkpointer.checkpoint_dir={folder} has rope scaling {rope_type!r}, which torchtune's models lack; "
@@ -98,7 +98,7 @@ def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[t
         tied = isinstance(decoder.output, TiedLinear)
         yield "tied embeddings (1: the output layer is the embedding)", float(tied), float(is_tied(config))
     rope = attention.pos_embeddings
-    settings = _rope_settings(config)
+    settings = rope_settings(config)
     yield "rope base", rope.base, settings.get("rope_theta")
     yield "rotated fraction of each head", 1.0, settings["partial_rotary_factor"]
     is_scaled = settings["rope_type"] == "llama3" and settings.get("factor") != 1
@@ -134,17 +134,3 @@ def _is_same(built: float, stored: float) -> bool:
 
 def _format(value: object) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
-
-
-def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embedding's settings; newer files keep them under one key, older ones under two."""
-    settings = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta"),
-        **(config.get("rope_scaling") or {}),
-    }
-    rope_type = settings.get("rope_type") or settings.get("type") or "default"
-    # Old files of these families lack the base where it is transformers' default; Qwen's always have it.
-    has_default_base = config.get("model_type") in ("llama", "mistral", "gemma", "gemma2", "phi3")
-    base = settings.get("rope_theta") or (10000.0 if has_default_base else None)
-    fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    return {**settings, "rope_type": rope_type, "rope_theta": base, "partial_rotary_factor": fraction}

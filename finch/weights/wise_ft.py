@@ -17,14 +17,13 @@ from safetensors.torch import save_file
 
 from finch.errors import UserError
 from finch.files import atomic_folder
+from finch.models.hf_config import check_folder, read_config
 from finch.weights.files import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
-    check_folder,
     copy_side_files,
     indexed_shards,
     open_safetensors,
-    read_config,
 )
 
 _BLENDED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+import finch.models
 from finch.config.instantiate import locate
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -155,10 +157,17 @@ def save(name: str, folder: Path, **hf_changes: Any) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def load(name: str, folder: Path) -> tuple[HuggingFaceFolder, nn.Module]:
-    """The folder, and a decoder of the family with its weights; checked against it first."""
+def load(name: str, folder: Path, *, is_auto: bool = False) -> tuple[HuggingFaceFolder, nn.Module]:
+    """The folder, and a decoder with its weights, by the family's builder or by ``auto``; checked against it first."""
     family, base = FAMILIES[name], HuggingFaceFolder(str(folder))
-    decoder = family.build()
-    base.check_model(decoder, family.component)
+    decoder = finch.models.auto(str(folder)) if is_auto else family.build()
+    base.check_model(decoder, "finch.models.auto" if is_auto else family.component)
     decoder.load_state_dict(dict(base.weights()))
     return base, decoder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Changes keys of config.json; ``...`` removes one."""
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))

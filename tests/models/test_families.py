@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import transformers
-from helpers.models import FAMILIES, VOCAB, llama3_scaling, load, save
+from helpers.models import FAMILIES, VOCAB, edit_config, llama3_scaling, load, save
 from safetensors.torch import load_file
 from torch import nn
 from torchtune.models.gemma2 import _convert_weights as torchtune_gemma2_weights
@@ -17,16 +17,9 @@ from finch.config.instantiate import locate
 from finch.errors import UserError
 from finch.models import gemma2, phi4
 from finch.models.family_table import FAMILIES as KNOWN_FAMILIES
+from finch.models.hf_config import is_tied
 from finch.training.chunked_loss import TokenLoss
-from finch.weights.conversion import is_tied
 from finch.weights.huggingface import HuggingFaceFolder
-
-
-def edit_config(folder, **changes):
-    """Changes keys of config.json; ``...`` removes one."""
-    file = folder / "config.json"
-    config = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
 def check(name, folder, **changes):
@@ -34,9 +27,10 @@ def check(name, folder, **changes):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_losses_and_gradients_equal_transformers(tmp_path, name):
+@pytest.mark.parametrize("is_auto", [False, True], ids=["builder", "auto"])
+def test_logits_losses_and_gradients_equal_transformers(tmp_path, name, is_auto):
     reference = save(name, tmp_path)
-    base, decoder = load(name, tmp_path)
+    base, decoder = load(name, tmp_path, is_auto=is_auto)
     atol = FAMILIES[name].atol
     tokens = torch.randint(0, VOCAB, (3, FAMILIES[name].seq_len))
     logits = reference(tokens).logits

@@ -1,0 +1,79 @@
+"""Builders that take a Hugging Face folder instead of sizes: ``finch.models.auto`` and ``finch.models.lora_auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtune.modules import TransformerDecoder
+
+from finch.config.instantiate import build
+from finch.errors import UserError
+from finch.models.families import model_block
+from finch.models.family_table import FAMILIES
+from finch.models.hf_config import read_config
+from finch.models.lora import check_attention_modules
+
+_OPTION = "model.path"
+
+
+def auto(path: str, max_seq_len: int | None = None) -> TransformerDecoder:
+    """The decoder of a folder's config.json, without its weights.
+
+    Args:
+        path: a Hugging Face folder.
+        max_seq_len: longest sequence in tokens; None: the folder's max_position_embeddings.
+
+    Raises:
+        UserError: see :func:`finch.models.families.model_block`.
+    """
+    return build(model_block(Path(path), max_seq_len, option=_OPTION), "model")
+
+
+def lora_auto(
+    path: str,
+    lora_attn_modules: Sequence[str],
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    *,
+    lora_rank: int,
+    lora_alpha: float,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    max_seq_len: int | None = None,
+) -> TransformerDecoder:
+    """:func:`auto` with LoRA layers.
+
+    Args:
+        path: a Hugging Face folder.
+        lora_attn_modules: of ``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``.
+        apply_lora_to_mlp: whether the feed-forwards have LoRA.
+        apply_lora_to_output: whether the output layer has LoRA; not where it is the embedding.
+        lora_rank: columns of B, rows of A.
+        lora_alpha: B A is multiplied by lora_alpha / lora_rank.
+        lora_dropout: share of A's inputs set to 0 in training.
+        use_dora: weights are split into magnitude and direction ("DoRA", Liu et al., 2024).
+        max_seq_len: longest sequence in tokens; None: the folder's max_position_embeddings.
+
+    Raises:
+        UserError: see :func:`finch.models.families.model_block`; a family without LoRA builders; LoRA on a tied output layer.
+    """
+    check_attention_modules(lora_attn_modules)
+    block = model_block(Path(path), max_seq_len, option=_OPTION)
+    family = FAMILIES[read_config(Path(path))["model_type"]]
+    module, _, builder = block["_component_"].rpartition(".")
+    if not family.has_lora:
+        raise UserError(
+            f"model._component_=finch.models.lora_auto: finch has no LoRA builder for {family.name}; fine-tune it in full with finch.models.auto"
+        )
+    lora = {
+        "lora_attn_modules": list(lora_attn_modules),
+        "apply_lora_to_mlp": apply_lora_to_mlp,
+        "lora_rank": lora_rank,
+        "lora_alpha": lora_alpha,
+        "lora_dropout": lora_dropout,
+        "use_dora": use_dora,
+    }
+    if apply_lora_to_output:  # Gemma's builder lacks the argument
+        lora["apply_lora_to_output"] = True
+    return build({**block, "_component_": f"{module}.lora_{builder}", **lora}, "model")

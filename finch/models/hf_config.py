@@ -1,0 +1,86 @@
+"""A Hugging Face folder's config.json: reading it, and the settings that have had several keys. Needs neither torch nor torchtune."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from finch.errors import UserError
+
+CONFIG = "config.json"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TIED_BY_DEFAULT = ("gemma", "gemma2")
+# Old files of these families lack the base of the rotary embedding where it is transformers' default; Qwen's always have it.
+_HAS_DEFAULT_ROPE_BASE = ("llama", "mistral", "gemma", "gemma2", "phi3")
+
+
+def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") -> Path:
+    """The path, if it is a folder.
+
+    Args:
+        path: of the folder.
+        option: the config key or command-line option it was given by, for messages.
+
+    Raises:
+        UserError: there is no such folder; the message has the command that downloads a model.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if _HUB_NAME.fullmatch(str(path)) and not folder.exists():
+        target = f"/tmp/{folder.name}"
+        raise UserError(
+            f"{option}={path} is not a folder; download the model with `tune download {path} --output-dir {target}` and give {option}={target}, or correct the path"
+        )
+    raise UserError(
+        f"{option}={path} is not a folder; download the model with `tune download ORG/NAME --output-dir {path}`, or correct the path"
+    )
+
+
+def read_json(path: Path) -> Any:
+    """
+    Raises:
+        UserError: the file is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); download it again") from error
+
+
+def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> dict[str, Any]:
+    """The content of a folder's config.json; ``option`` as in :func:`check_folder`.
+
+    Raises:
+        UserError: the file is missing or not JSON.
+    """
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{option}={folder} has no {CONFIG}; give a folder in Hugging Face's format")
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / CONFIG} holds no settings; download it again")
+    return config
+
+
+def is_tied(config: dict[str, Any]) -> bool:
+    """Whether the output layer of config.json's model is its embedding."""
+    return bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT))
+
+
+def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding's settings; newer files keep them under one key, older ones under two.
+
+    Returns:
+        The keys of ``rope_parameters``; ``rope_type``, ``rope_theta`` and ``partial_rotary_factor`` are always there, the
+        latter two None where config.json has no value.
+    """
+    settings = config.get("rope_parameters") or {
+        "rope_theta": config.get("rope_theta"),
+        **(config.get("rope_scaling") or {}),
+    }
+    rope_type = settings.get("rope_type") or settings.get("type") or "default"
+    base = settings.get("rope_theta") or (10000.0 if config.get("model_type") in _HAS_DEFAULT_ROPE_BASE else None)
+    fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return {**settings, "rope_type": rope_type, "rope_theta": base, "partial_rotary_factor": fraction}
