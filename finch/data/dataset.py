@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from torchtune.datasets import ConcatDataset, PackedDataset
 
 from finch.config.instantiate import build, component_of
+from finch.data.formats import LABELS, SOURCES, check_file, extension_of, format_of, is_pattern
 from finch.data.order import EMPTY
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
@@ -57,8 +58,13 @@ class Samples(Dataset[Any]):
             return self._with_reference_losses(self.data[index], index)
         except Exception as error:  # a row can break any library's transform or tokenizer
             raise UserError(
-                f"{self.key}: row {index + 1} of {self.source} cannot be used ({_reason(error)}); fix or remove that row"
+                f"{self.key}: row {self.row_number(index)} of {self.source} cannot be used ({_reason(error)}); fix or remove that row"
             ) from error
+
+    def row_number(self, index: int) -> int:
+        """The number of a row in its source, from 1; a share of the rows that is held out keeps the source's numbers."""
+        number = getattr(self.data, "row_number", None)
+        return index + 1 if number is None else number(index)
 
     def _with_reference_losses(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
         return sample if self.reference_losses is None else {**sample, REFERENCE_LOSSES: self.reference_losses(index)}
@@ -79,11 +85,7 @@ def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
 
 def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
     source = _source_of(node)
-    for file in _local_files(node):
-        if not file.is_file():
-            raise UserError(f"{key}.data_files={file} does not exist; correct the path")
-        if file.stat().st_size == 0:
-            raise UserError(f"{key} is empty: {file} has no rows; give another file")
+    _check_arguments(node, key)
     try:
         data = build(node, key, tokenizer)
     except UserError as error:
@@ -91,8 +93,12 @@ def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
             raise UserError(f"{key} is empty: {source} has no rows; give another split") from error
         _check_json_lines(node, key)
         if node.get("packed"):
-            # Packing tokenizes every row: check the same rows unpacked, where a bad one has a number.
-            _check_columns(build({**node, "packed": False}, key, tokenizer), key, source)
+            # Packing tokenizes every row: read the same rows unpacked, where a bad one has a number.
+            unpacked = build({**node, "packed": False}, key, tokenizer)
+            _check_columns(unpacked, key, source)
+            samples = Samples(unpacked, key, source)
+            for index in range(len(samples)):
+                samples[index]
         raise
     if len(data) == 0:
         raise UserError(f"{key} is empty: {source} has no rows; give another file or split")
@@ -100,11 +106,28 @@ def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
     return data
 
 
+def _check_arguments(node: Any, key: str) -> None:
+    """Checks what the datasets library would refuse less clearly, or not at all."""
+    if node.get("streaming"):
+        raise UserError(
+            f"{key}.streaming=True is not supported: the order of an epoch is one seeded permutation of all rows, which needs their number; "
+            "remove streaming"
+        )
+    file = str(node.get("source") or "")
+    reader = SOURCES.get(extension_of(file))
+    if reader is not None and node.get("data_files") is None and (Path(file).is_file() or not Path(file).exists()):
+        raise UserError(f"{key}.source={file} is a file; set {key}.source={reader} {key}.data_files={file}")
+    for path in _local_files(node):
+        check_file(path, f"{key}.data_files")
+
+
 def _local_files(node: Any) -> list[Path]:
     """The data files of a component that are plain paths; patterns and URLs are left to the datasets library."""
+    if node.get("source") not in (None, *SOURCES.values(), "text"):
+        return []  # files of a repository on the hub
     files = node.get("data_files")
     names = [files] if isinstance(files, str) else list(files) if isinstance(files, (list, ListConfig)) else []
-    return [Path(name) for name in names if not any(sign in str(name) for sign in ("*", "?", "[", "://"))]
+    return [Path(name) for name in map(str, names) if not is_pattern(name) and "://" not in name]
 
 
 def _source_of(node: Any) -> str:
@@ -117,18 +140,37 @@ def _check_columns(data: Any, key: str, source: str) -> None:
     """Finds the first row without a field that the message transform reads, where the rows are a table."""
     inner = data.ds if isinstance(data, PackedDataset) else data
     table: Any = getattr(inner, "_data", None)
-    transform = getattr(inner, "_message_transform", None)
+    transform: Any = getattr(inner, "_message_transform", None)
     columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
     if not isinstance(columns, dict) or not hasattr(table, "column_names"):
         return
     for role, column in columns.items():
         if column not in table.column_names:
             raise UserError(
-                f"{key}: {source} has no field {column!r}, which column_map names for {role!r}; its fields are {', '.join(table.column_names)}"
+                f"{key}: {source} has no field {column!r}, which column_map names for {role!r}; its fields are "
+                f"{', '.join(table.column_names)}{_style_of(table[0], key)}"
             )
         missing = next((row for row, value in enumerate(table[column]) if value is None), None)
         if missing is not None:
             raise UserError(f"{key}: row {missing + 1} of {source} has no field {column!r}; fix or remove that row")
+    try:
+        transform(table[0])
+    except Exception as error:  # as in Samples
+        if style := _style_of(table[0], key):
+            raise UserError(
+                f"{key}: row 1 of {source} cannot be used by {type(transform).__name__} ({_reason(error)}){style}"
+            ) from error
+
+
+def _style_of(row: Any, key: str) -> str:
+    """The end of an error message: the format that a row of another style has, and the component that reads it."""
+    found = format_of(row)
+    if found is None:
+        return ""
+    return (
+        f"; its rows look like {LABELS[found]}: correct the columns or the style, or set "
+        f"{key}._component_=finch.data.rows.rows_dataset, which finds the format itself"
+    )
 
 
 def _check_json_lines(node: Any, key: str) -> None:
@@ -147,4 +189,6 @@ def _check_json_lines(node: Any, key: str) -> None:
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return text
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

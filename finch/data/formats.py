@@ -1,0 +1,360 @@
+"""The formats of rows, and how a file's format is found: by the names of its rows' fields and the types of their values."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import datasets
+
+from finch.errors import UserError
+
+AUTO = "auto"
+# Formats, their fields, and the column names that a field may have. The first format that fits is taken: rows of conversations often
+# carry the rendered text or the first prompt as well.
+FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "messages": {"messages": ("messages", "conversations", "conversation")},
+    "sharegpt": {"conversations": ("conversations", "conversation", "messages")},
+    "instruction": {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response")},
+    "question_answer": {"question": ("question", "query"), "answer": ("answer", "response")},
+    "prompt_completion": {"prompt": ("prompt", "input"), "completion": ("completion", "response", "output")},
+    "text": {"text": ("text",)},
+}
+OPTIONAL = {"instruction": "input"}
+LABELS = {
+    "messages": "messages (role/content)",
+    "sharegpt": "ShareGPT conversations (from/value)",
+    "instruction": "instruction/input/output",
+    "question_answer": "question/answer",
+    "prompt_completion": "prompt/completion",
+    "text": "text",
+}
+TURN_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a file's rows hold.
+
+    Attributes:
+        format: a key of ``FIELDS``.
+        columns: from the format's fields to the file's columns.
+        source: the datasets library's reader: ``json``, ``csv`` or ``parquet``; None for rows from the hub.
+        num_rows: rows of all files; None: not counted.
+        unused_columns: the file's other columns, which training does not see.
+    """
+
+    format: str
+    columns: dict[str, str]
+    source: str | None = None
+    num_rows: int | None = None
+    unused_columns: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The format's name for messages."""
+        return LABELS[self.format]
+
+
+def detect(
+    data_files: str | Iterable[str], source: str | None = None, column_map: Mapping[str, str] | None = None
+) -> RowFormat:
+    """Finds the format of local files. Every row is read, since one file may hold rows of several formats.
+
+    Args:
+        data_files: a path, a pattern such as ``rows/*.jsonl``, or a list of them: .jsonl, .json (an array or one object a line), .csv,
+            .parquet, each also with .gz except parquet.
+        source: ``json``, ``csv`` or ``parquet``; None: by the files' extensions.
+        column_map: from a format's fields to the files' columns, for columns with other names.
+
+    Raises:
+        UserError: a file is missing, empty, a directory or of an unknown kind; a row is not JSON; the first row has no known format; a
+            later row has another one.
+    """
+    files = local_files(data_files)
+    source = source or source_of(files)
+    first: str | None = None
+    names: dict[str, None] = {}
+    num_rows = 0
+    for file in files:
+        number = 0
+        for number, row in enumerate(read_rows(file, source), start=1):
+            names.update(dict.fromkeys(row))
+            if first is None:
+                first = format_of_map(column_map) if column_map else format_of(row)
+                first_file = file
+                if first is None:
+                    raise UserError(f"data_files={file}: {_unknown(row)}")
+            elif not column_map and not _fits(first, row):
+                other = format_of(row)
+                if other not in (None, first):
+                    before = f"the rows of {first_file} are" if file != first_file else "the rows before it are"
+                    raise UserError(
+                        f"data_files={file}: row {number} is {LABELS[other]}, {before} {LABELS[first]}; one dataset holds one format: give "
+                        "each format a file and an entry in a list of datasets"
+                    )
+        if number == 0:
+            raise UserError(f"data_files is empty: {file} has no rows; give another file")
+        num_rows += number
+    assert first is not None
+    return _with_columns(first, names, column_map, source, num_rows)
+
+
+def detect_columns(
+    names: Iterable[str],
+    row: Mapping[str, Any],
+    format: str = AUTO,
+    column_map: Mapping[str, str] | None = None,
+) -> RowFormat:
+    """The format of a table's rows by its column names and one row.
+
+    Raises:
+        UserError: no known format, or not the one that ``format`` names.
+    """
+    names = list(names)
+    if format != AUTO and format not in FIELDS:
+        raise UserError(f"dataset.format={format} must be one of {', '.join([AUTO, *FIELDS])}")
+    if format == AUTO:
+        format = (format_of_map(column_map) if column_map else format_of(row)) or ""
+        if not format:
+            raise UserError(f"dataset: {_unknown(row)}")
+    looks = format_of(row)
+    if not column_map and looks not in (None, format) and not _fits(format, row):
+        raise UserError(f"dataset.format={format}, but the rows look like {LABELS[looks]}; set dataset.format={looks}")
+    return _with_columns(format, names, column_map)
+
+
+def format_of(row: Mapping[str, Any]) -> str | None:
+    """The first format of ``FIELDS`` that a row fits; None: no known one."""
+    return next((name for name in FIELDS if _fits(name, row)), None)
+
+
+def format_of_map(column_map: Mapping[str, str]) -> str:
+    """The format whose fields a column map names.
+
+    Raises:
+        UserError: no format has these fields.
+    """
+    keys = set(column_map)
+    if keys == {"input", "output"}:  # torchtune's names
+        return "prompt_completion"
+    for name, fields in FIELDS.items():
+        if set(fields) - {OPTIONAL.get(name)} <= keys <= set(fields):
+            return name
+    known = "; ".join(", ".join(fields) for fields in FIELDS.values())
+    raise UserError(
+        f"dataset.column_map names the fields {', '.join(map(str, column_map))}, which are no row format's; name all fields of one: {known}"
+    )
+
+
+def local_files(data_files: str | Iterable[str]) -> list[Path]:
+    """The files that paths and patterns name.
+
+    Raises:
+        UserError: one is missing, empty or a directory; a pattern matches nothing.
+    """
+    names = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
+    files: list[Path] = []
+    for name in map(str, names):
+        matches = sorted(glob.glob(name, recursive=True)) if is_pattern(name) and not Path(name).exists() else [name]
+        if not matches:
+            raise UserError(f"data_files={name} matches no file; correct the pattern")
+        files.extend(map(Path, matches))
+    if not files:
+        raise UserError("data_files names no file; give the path of the rows")
+    for file in files:
+        check_file(file, "data_files")
+    return files
+
+
+def check_file(file: Path, key: str) -> None:
+    """
+    Raises:
+        UserError: the file is missing, empty or a directory.
+    """
+    if file.is_dir():
+        raise UserError(f"{key}={file} is a directory; name its files, such as {file}/*.jsonl")
+    if not file.is_file():
+        raise UserError(f"{key}={file} does not exist; correct the path")
+    if file.stat().st_size == 0:
+        raise UserError(f"{key.split('.')[0]} is empty: {file} has no rows; give another file")
+
+
+def is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+def extension_of(name: str) -> str:
+    """A path's extension without .gz."""
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def source_of(files: Iterable[Path]) -> str:
+    """The datasets library's reader for files, by their extensions.
+
+    Raises:
+        UserError: an unknown extension, or several kinds of files.
+    """
+    sources = {}
+    for file in files:
+        source = SOURCES.get(extension_of(str(file)))
+        if source is None:
+            raise UserError(
+                f"data_files={file} has an unknown extension; known are {', '.join(SOURCES)}: rename it, or name its kind: source=json"
+            )
+        sources[source] = file
+    if len(sources) > 1:
+        raise UserError(
+            f"data_files: {' and '.join(map(str, sources.values()))} are of different kinds ({', '.join(sources)}); give each kind an entry "
+            "in a list of datasets"
+        )
+    return next(iter(sources))
+
+
+def read_rows(file: Path, source: str) -> Iterator[dict[str, Any]]:
+    """The rows of one local file in its order.
+
+    Raises:
+        UserError: the file cannot be read, or a row is not JSON.
+    """
+    try:
+        if source == "json":
+            yield from _read_json(file)
+        elif source == "csv":
+            with _open(file) as text:
+                yield from csv.DictReader(text)
+        else:
+            yield from datasets.load_dataset(source, data_files=str(file), split="train")
+    except (OSError, EOFError, csv.Error, datasets.exceptions.DatasetGenerationError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        raise UserError(f"data_files={file} cannot be read as {source} ({reason}); check the file") from error
+
+
+def csv_columns(file: Path) -> list[str]:
+    """The header of a CSV file."""
+    with _open(file) as text:
+        return next(csv.reader(text), [])
+
+
+def _read_json(file: Path) -> Iterator[dict[str, Any]]:
+    with _open(file) as text:
+        is_array = next((line.lstrip()[0] for line in text if line.strip()), "") == "["
+        text.seek(0)
+        for number, row in enumerate(_array(text, file) if is_array else _lines(text, file), start=1):
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"data_files={file}: row {number} is not a JSON object, it has no fields; fix or remove that row"
+                )
+            yield row
+
+
+def _array(text: IO[str], file: Path) -> Iterator[Any]:
+    try:
+        yield from json.load(text)
+    except ValueError as error:
+        raise UserError(f"data_files={file} is not a JSON array ({error}); fix it") from error
+
+
+def _lines(text: IO[str], file: Path) -> Iterator[Any]:
+    for number, line in enumerate(filter(str.strip, text), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise UserError(f"data_files={file}: row {number} is not JSON ({error}); fix or remove that row") from error
+
+
+def _open(file: Path) -> IO[str]:
+    if file.suffix == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8-sig", errors="replace", newline="")
+    return file.open(encoding="utf-8-sig", errors="replace", newline="")
+
+
+def _columns(format: str, names: Iterable[str]) -> dict[str, str | None]:
+    """Each field's column, None where it is missing; an optional field that is missing is left out."""
+    present = set(names)
+    columns = {
+        field: next((column for column in synonyms if column in present), None)
+        for field, synonyms in FIELDS[format].items()
+    }
+    if columns.get(OPTIONAL.get(format, ""), "") is None:
+        del columns[OPTIONAL[format]]
+    return columns
+
+
+def _fits(format: str, row: Mapping[str, Any]) -> bool:
+    columns = _columns(format, [name for name, value in row.items() if value is not None])
+    return all(column is not None and _has_type(format, row[column]) for column in columns.values())
+
+
+def _has_type(format: str, value: Any) -> bool:
+    if format in TURN_KEYS:
+        return _is_conversation(value, *TURN_KEYS[format])
+    return isinstance(value, str) or (format == "prompt_completion" and _is_conversation(value, "role", "content"))
+
+
+def _is_conversation(value: Any, *keys: str) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(turn, dict) and all(key in turn for key in keys) for turn in value)
+    )
+
+
+def _with_columns(
+    format: str,
+    names: Iterable[str],
+    column_map: Mapping[str, str] | None,
+    source: str | None = None,
+    num_rows: int | None = None,
+) -> RowFormat:
+    names = list(names)
+    columns = _columns(format, names)
+    for field, column in _fields_of_map(format, column_map or {}).items():
+        if column not in names:
+            raise UserError(
+                f"dataset.column_map.{field}={column}: the rows have no such column, they have {', '.join(names)}"
+            )
+        columns[field] = column
+    found = {field: column for field, column in columns.items() if column is not None}
+    if missing := [field for field in columns if field not in found]:
+        raise UserError(
+            f"dataset.format={format} needs a column {missing[0]!r}, the rows have {', '.join(names)}; name it: "
+            f"dataset.column_map.{missing[0]}=COLUMN"
+        )
+    unused = tuple(name for name in names if name not in found.values())
+    return RowFormat(format, found, source, num_rows, unused)
+
+
+def _fields_of_map(format: str, column_map: Mapping[str, str]) -> dict[str, str]:
+    """A column map with the format's own names of its fields, also where it has torchtune's ``input`` and ``output``."""
+    fields = FIELDS[format]
+    if len(fields) == 2 and set(column_map) == {"input", "output"}:
+        return dict(zip(fields, (column_map["input"], column_map["output"]), strict=True))
+    if unknown := [field for field in column_map if field not in fields]:
+        raise UserError(
+            f"dataset.column_map.{unknown[0]}: rows of {LABELS[format]} have no such field, they have {', '.join(fields)}"
+        )
+    return {field: str(column) for field, column in column_map.items()}
+
+
+def _unknown(row: Mapping[str, Any]) -> str:
+    """Why a file's first row has no known format."""
+    for format in FIELDS:
+        columns = _columns(format, [name for name, value in row.items() if value is not None])
+        named = [column for column in columns.values() if column is not None]
+        if len(named) == len(columns):
+            wrong = next(column for column in named if not _has_type(format, row[column]))
+            needed = "a list of turns with " + " and ".join(TURN_KEYS[format]) if format in TURN_KEYS else "text"
+            return f"row 1: the field {wrong!r} is not {needed}; fix the rows"
+    known = ", ".join(LABELS.values())
+    return (
+        f"row 1 has the fields {', '.join(row) or 'of no name'}, which are no known row format; known are {known}: name the columns, such as "
+        "dataset.column_map.question=COLUMN dataset.column_map.answer=COLUMN"
+    )

@@ -1,0 +1,144 @@
+import gzip
+import json
+
+import datasets
+import pytest
+
+from finch.data.formats import detect, detect_columns
+from finch.errors import UserError
+
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+QA = {"question": "a", "answer": "b"}
+PROMPT = {"prompt": "a", "completion": "b"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes rows, or lines of text, into a file of this test and returns its path."""
+
+    def write(*rows, name="rows.jsonl"):
+        file = tmp_path / name
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        file.write_text("".join(line + "\n" for line in lines))
+        return str(file)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "columns"),
+    [
+        (QA, "question_answer", {"question": "question", "answer": "answer"}),
+        ({"query": "a", "response": "b"}, "question_answer", {"question": "query", "answer": "response"}),
+        (PROMPT, "prompt_completion", {"prompt": "prompt", "completion": "completion"}),
+        ({"input": "a", "output": "b"}, "prompt_completion", {"prompt": "input", "completion": "output"}),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, "prompt_completion", None),
+        ({"instruction": "a", "output": "b", "text": "a b"}, "instruction", None),
+        (
+            {"instruction": "a", "context": "c", "response": "b"},
+            "instruction",
+            {"instruction": "instruction", "input": "context", "output": "response"},
+        ),
+        ({"prompt": "a", "messages": TURNS}, "messages", {"messages": "messages"}),
+        ({"conversations": TURNS}, "messages", {"messages": "conversations"}),
+        ({"conversations": SHAREGPT}, "sharegpt", {"conversations": "conversations"}),
+        ({"text": "a"}, "text", {"text": "text"}),
+    ],
+)
+def test_detect_format_and_columns(write, row, format, columns):
+    found = detect(write(row, row))
+    assert (found.format, found.source, found.num_rows) == (format, "json", 2)
+    assert found.columns == (columns or found.columns)
+    assert sorted([*found.columns.values(), *found.unused_columns]) == sorted(row)
+
+
+def test_detect_optional_input_in_a_later_row(write):
+    found = detect(write({"instruction": "a", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}))
+    assert found.columns["input"] == "input"
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "jsonl.gz", "csv.gz"])
+def test_detect_kinds_of_files(tmp_path, kind):
+    file = tmp_path / f"rows.{kind}"
+    if kind == "json":
+        file.write_text(json.dumps([QA, QA], indent=1))
+    elif kind == "csv":
+        file.write_text('question,answer\n"a\nb",c\nd,e\n')
+    elif kind == "parquet":
+        datasets.Dataset.from_list([QA, QA]).to_parquet(file)
+    else:
+        text = "question,answer\na,b\nc,d\n" if kind == "csv.gz" else f"{json.dumps(QA)}\n\n{json.dumps(QA)}\n"
+        file.write_bytes(gzip.compress(text.encode()))
+    found = detect(str(file))
+    assert (found.format, found.source, found.num_rows) == ("question_answer", kind.split(".")[0].rstrip("l"), 2)
+
+
+def test_detect_several_files_and_patterns(write, tmp_path):
+    files = [write(QA, name="a.jsonl"), write(QA, QA, name="b.jsonl")]
+    assert detect(files).num_rows == detect(str(tmp_path / "*.jsonl")).num_rows == 3
+
+
+def test_detect_column_map_gives_the_format(write):
+    file = write({"Frage": "a", "Antwort": "b"})
+    found = detect(file, column_map={"question": "Frage", "answer": "Antwort"})
+    assert (found.format, found.columns) == ("question_answer", {"question": "Frage", "answer": "Antwort"})
+    with pytest.raises(UserError, match=r"column_map.answer=Reply: the rows have no such column, they have Frage"):
+        detect(file, column_map={"question": "Frage", "answer": "Reply"})
+    with pytest.raises(UserError, match=r"column_map names the fields question, which are no row format's"):
+        detect(file, column_map={"question": "Frage"})
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([QA, QA, PROMPT], "row 3 is prompt/completion, the rows before it are question/answer; one dataset holds one"),
+        ([{"messages": TURNS}, {"messages": SHAREGPT}], "row 2 is ShareGPT conversations .* before it are messages"),
+        ([QA, '{"question": '], "row 2 is not JSON"),
+        ([QA, "[1]"], "row 2 is not a JSON object"),
+        (["[1, 2]"], "row 1 is not a JSON object"),
+        (["[1, 2"], "is not a JSON array"),
+        ([{"Frage": "a"}], r"row 1 has the fields Frage, which are no known row format; .*column_map.question=COLUMN"),
+        ([{"question": "a", "answer": 4}], "row 1: the field 'answer' is not text"),
+        ([{"messages": "a"}], "row 1: the field 'messages' is not a list of turns with role and content"),
+        ([""], "data_files is empty"),
+        ([], "data_files is empty"),
+    ],
+)
+def test_detect_bad_rows_raise(write, rows, message):
+    with pytest.raises(UserError, match=message) as raised:
+        detect(write(*rows))
+    assert "\n" not in str(raised.value)
+
+
+def test_detect_bad_paths_raise(write, tmp_path):
+    files = [write(QA), write("question,answer", "a,b", name="rows.csv"), write(PROMPT, name="other.jsonl")]
+    for data_files, message in (
+        (str(tmp_path / "absent.jsonl"), "absent.jsonl does not exist; correct the path"),
+        (str(tmp_path), r"is a directory; name its files, such as .*\*.jsonl"),
+        (str(tmp_path / "*.tsv"), "matches no file"),
+        ([], "names no file"),
+        (write(QA, name="rows.txt"), "unknown extension; known are .jsonl, .json, .csv, .parquet"),
+        (files[:2], "are of different kinds"),
+        (
+            [files[0], files[2]],
+            r"other.jsonl: row 1 is prompt/completion, the rows of .*rows.jsonl are question/answer",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            detect(data_files)
+
+
+def test_row_that_lacks_a_field_is_left_to_the_dataset(write):
+    assert detect(write(QA, {"question": "a"}, QA)).num_rows == 3
+
+
+def test_detect_columns_refuses_another_format():
+    with pytest.raises(UserError, match=r"format=question_answer, but the rows look like prompt/completion; set"):
+        detect_columns(PROMPT, PROMPT, "question_answer")
+    with pytest.raises(
+        UserError, match=r"format=text needs a column 'text', the rows have Frage; name it: .*text=COLUMN"
+    ):
+        detect_columns(["Frage"], {"Frage": "a"}, "text")
+    with pytest.raises(UserError, match=r"format=chat must be one of auto, messages"):
+        detect_columns(PROMPT, PROMPT, "chat")
