@@ -12,8 +12,9 @@ from omegaconf import DictConfig
 from finch.config.instantiate import component_of
 from finch.config.parser import parse
 from finch.config.schema import LORA_FINETUNE
-from finch.errors import UserError, exit_without_teardown
+from finch.errors import exit_without_teardown
 from finch.models.lora import check_adapters, check_lora_settings, initialize_adapters, merged, train_adapters_only
+from finch.training.config_checks import check_lora_combinations
 from finch.training.run_recipe import run
 from finch.weights.peft import PeftFolder
 
@@ -36,14 +37,7 @@ class FinchLoRAFinetune(FinchFullFinetune):
     saves_all_weights = False
 
     def __init__(self, cfg: DictConfig) -> None:
-        if cfg.tensor_parallel_dim > 1:
-            raise UserError(
-                f"tensor_parallel_dim={cfg.tensor_parallel_dim} does not cut LoRA layers; set it to 1, FSDP2 shards the model over all ranks"
-            )
-        if cfg.regularizer is not None:
-            raise UserError(
-                f"regularizer={component_of(cfg.regularizer)} pulls weights toward the pretrained ones, which LoRA leaves as they are; set it to null"
-            )
+        check_lora_combinations(cfg)
         super().__init__(cfg)
 
     def _build_decoder(self, cfg: DictConfig) -> None:

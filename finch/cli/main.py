@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"finch {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
+    commands.add_parser("run", help="train: a config's recipe on one process or several ranks", add_help=False)
+
     configs = commands.add_parser("configs", help="list, show and copy the configs that --config finds by name")
     actions = configs.add_subparsers(dest="action", metavar="ACTION")
     actions.add_parser("list", help="list the names with a description (the default)")
@@ -65,11 +67,16 @@ def main(arguments: list[str] | None = None) -> None:
     add_submit_arguments(submit)
 
     parsed, rest = parser.parse_known_args(arguments)
-    if rest and parsed.command != "slurm":
+    if rest and parsed.command not in ("run", "slurm"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if parsed.command == "configs":
-        run = {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)
-        run(parsed)
+    if parsed.command == "run":
+        require_extras("finch run", "torchtune")
+        from finch.cli.run import run as run_recipe
+
+        run_recipe(rest)
+    elif parsed.command == "configs":
+        action = {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)
+        action(parsed)
     elif parsed.command == "keys":
         from finch.config.key_help import format_keys
 

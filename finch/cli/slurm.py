@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from finch.cli.early_checks import config_checks, read_job
 from finch.errors import UserError
 
 SCRIPT = "finch_full_finetune.sbatch"
@@ -188,19 +189,9 @@ def _check_config(config: str, overrides: list[str], ranks: int | None) -> tuple
     Returns:
         The recipe for the config's model, and the run's folder.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # components of the user's own, as `tune run` finds them
-    from finch.config.parser import read, recipe_for
-    from finch.config.schema import RECIPES
-    from finch.distributed.parallel import MeshSizes
-    from finch.training.config_checks import check_output_folder, check_schedule
-
-    recipe = recipe_for(config, overrides)
-    cfg = read(["--config", config, "resume_from_checkpoint=auto", *overrides], RECIPES[recipe])
-    check_schedule(cfg)
-    check_output_folder(cfg)
-    if ranks is not None:
-        MeshSizes(cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim).resolve(ranks)
+    recipe, cfg = read_job(config, ["resume_from_checkpoint=auto", *overrides])
+    for check in config_checks(cfg, ranks):
+        check()
     return recipe, Path(os.path.abspath(cfg.output_dir))
 
 

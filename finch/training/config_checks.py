@@ -67,8 +67,11 @@ def check_replay(cfg: DictConfig, num_steps: int) -> None:
         raise UserError(f"lr_scheduler: {error}") from error
 
 
-def check_combinations(cfg: DictConfig, device: torch.device) -> None:
+def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None = None) -> None:
     """Checks options that exclude or need each other.
+
+    Args:
+        ranks: how many the run has; None: those that torchrun has started.
 
     Raises:
         UserError: names both, and what to set.
@@ -83,7 +86,7 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
             f"optimizer_in_bwd=True excludes gradient_accumulation_steps={cfg.gradient_accumulation_steps}: each backward updates the weights; set "
             "optimizer_in_bwd=False, or gradient_accumulation_steps=1 with a larger batch_size"
         )
-    is_sharded = launched_ranks() > 1 or precision_of(cfg.dtype).is_mixed or cfg.fsdp_cpu_offload
+    is_sharded = (ranks or launched_ranks()) > 1 or precision_of(cfg.dtype).is_mixed or cfg.fsdp_cpu_offload
     if is_sharded and str(component_of(cfg.optimizer)).startswith("bitsandbytes."):
         raise UserError(
             f"optimizer._component_={component_of(cfg.optimizer)} does not update sharded weights (several ranks, dtype=bf16_mixed, fsdp_cpu_offload); use "
@@ -116,6 +119,22 @@ def check_combinations(cfg: DictConfig, device: torch.device) -> None:
             f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
         )
     locate(cfg.collate_fn, "collate_fn")
+
+
+def check_lora_combinations(cfg: DictConfig) -> None:
+    """Checks options that have no meaning for adapters.
+
+    Raises:
+        UserError: names the option, and what to set.
+    """
+    if cfg.tensor_parallel_dim > 1:
+        raise UserError(
+            f"tensor_parallel_dim={cfg.tensor_parallel_dim} does not cut LoRA layers; set it to 1, FSDP2 shards the model over all ranks"
+        )
+    if cfg.regularizer is not None:
+        raise UserError(
+            f"regularizer={component_of(cfg.regularizer)} pulls weights toward the pretrained ones, which LoRA leaves as they are; set it to null"
+        )
 
 
 def check_text_decoder(model: nn.Module, component: str) -> None:

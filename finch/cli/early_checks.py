@@ -1,0 +1,97 @@
+"""The checks of a run that need no process group and no weights, for the commands that start runs or only check them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+
+Check = Callable[[], Any]
+"""Raises UserError if something is wrong."""
+
+LORA_RECIPE = "finch_lora_finetune"
+
+
+def read_job(config: str, overrides: Sequence[str]) -> tuple[str, DictConfig]:
+    """The recipe for a config's model, and the checked config.
+
+    Raises:
+        UserError: see :func:`finch.config.parser.read`.
+    """
+    from finch.config.parser import read, recipe_for
+    from finch.config.schema import RECIPES
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # components of the user's own, as `tune run` finds them
+    recipe = recipe_for(config, list(overrides))
+    return recipe, read(["--config", config, *overrides], RECIPES[recipe])
+
+
+def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:
+    """What can be checked on a machine that has neither the run's files nor its devices.
+
+    Args:
+        ranks: how many will be started; None: not known.
+    """
+    from finch.distributed.parallel import MeshSizes
+    from finch.training.config_checks import check_output_folder, check_schedule
+
+    yield lambda: check_schedule(cfg)
+    yield lambda: check_output_folder(cfg)
+    if ranks is not None:
+        sizes = MeshSizes(cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim)
+        yield lambda: sizes.resolve(ranks)
+
+
+def machine_checks(recipe: str, cfg: DictConfig, ranks: int) -> Iterator[Check]:
+    """What can be checked where the run will start, besides :func:`config_checks`; the model's folder comes last."""
+    from finch.training.config_checks import check_combinations, check_lora_combinations
+    from finch.training.run_lock import RunLock
+
+    device = device_of(cfg)
+    if recipe == LORA_RECIPE:
+        yield lambda: check_lora_combinations(cfg)
+    yield lambda: check_combinations(cfg, device, ranks)
+    yield lambda: RunLock(Path(cfg.output_dir)).check()
+    yield lambda: build_model(recipe, cfg)
+
+
+def device_of(cfg: DictConfig) -> torch.device:
+    """The kind of device that the run will use. Creates no CUDA context, unlike ``parallel.local_device``.
+
+    Raises:
+        UserError: the device does not exist here.
+    """
+    import torch
+
+    from finch.distributed.parallel import local_device
+
+    if cfg.device != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda")
+    return local_device(cfg.device)
+
+
+def build_model(recipe: str, cfg: DictConfig) -> Any:
+    """The decoder on the meta device, after all checks against the pretrained folder; with LoRA only adapters require gradients.
+
+    Raises:
+        UserError: the model does not fit the folder.
+    """
+    from finch.config.instantiate import component_of
+    from finch.distributed.precision import precision_of
+    from finch.models.lora import check_adapters, check_lora_settings, train_adapters_only
+    from finch.training.model import build_decoder
+
+    if recipe == LORA_RECIPE:
+        check_lora_settings(cfg.model)
+    decoder, base, _ = build_decoder(cfg, precision_of(cfg.dtype))
+    if recipe == LORA_RECIPE:
+        check_adapters(decoder, component_of(cfg.model) or "")
+        train_adapters_only(decoder)
+    return decoder, base

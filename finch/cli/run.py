@@ -1,0 +1,190 @@
+"""`finch run`: a recipe, chosen by the config's model, in this process or on several ranks started with torchrun's launcher.
+
+With several ranks the config is checked once, before any of them is started. A mistake is one line, without the launcher's summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finch import run_files
+from finch.cli.early_checks import config_checks, machine_checks, read_job
+from finch.config.registry import find_config
+from finch.config.unknown_keys import key_hint
+from finch.errors import ERROR_FILE, UserError
+from finch.log import logger
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+USAGE = "finch run [torchrun options] --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]"
+
+HELP = f"""usage: {USAGE}
+
+Trains with the recipe for the config's model: finch_full_finetune, or finch_lora_finetune for a model with LoRA layers.
+
+  --config NAME_OR_PATH     a YAML file, or the name of a config that comes with finch: `finch configs`
+  --nproc_per_node N        ranks on this machine: a number, gpu (one per GPU) or auto (default: 1, in this process)
+  --nnodes, --rdzv_...      several machines, and all other options of torchrun: `torchrun --help`
+  key=value, ~key           sets or removes a key: `finch keys`
+  method=NAME               trains with a method: `finch methods`
+
+`finch check` takes the same arguments, checks everything and trains nothing."""
+
+_OWN_SCRIPT = ("module", "no_python", "run_path")  # torchrun's options about the program that it starts
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Ends the process with the recipe's exit code, 130 after Ctrl-C.
+
+    Args:
+        arguments: as in ``USAGE``; torchrun's options may stand anywhere.
+
+    Raises:
+        UserError: a mistake in the arguments, the config or a file.
+    """
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(HELP)
+        sys.exit(0 if arguments else 2)
+    config, overrides, options = parse_arguments(arguments, USAGE)
+    nodes, local_ranks = number_of_ranks(options)
+    changed = {name for name, value in vars(options).items() if value != _launcher_parser().get_default(name)}
+    if nodes * local_ranks == 1 and changed <= {"nproc_per_node"}:
+        _run_here(config, overrides)
+        return
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the ranks log what reading the config logs
+    try:
+        recipe, cfg = read_job(config, overrides)
+        for check in (*config_checks(cfg, nodes * local_ranks), *machine_checks(recipe, cfg, nodes * local_ranks)):
+            check()
+    finally:
+        logger.setLevel(level)
+    sys.exit(_launch(recipe, cfg, ["--config", config, *overrides], options, local_ranks))
+
+
+def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str], argparse.Namespace]:
+    """The config, the overrides, and torchrun's options with their defaults.
+
+    Raises:
+        UserError: ``--config`` is missing or names nothing; an option that torchrun does not have.
+    """
+    config = next((word.removeprefix("--config=") for word in arguments if word.startswith("--config=")), None)
+    if config is None and "--config" in arguments[:-1]:
+        config = arguments[arguments.index("--config") + 1]
+    if not config:
+        raise UserError(f"--config is missing: {usage}")
+    find_config(config)  # before torch is imported
+    try:
+        options, rest = _launcher_parser().parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}; `torchrun --help` describes the option") from error
+    for word in rest:
+        name, _, value = word.partition("=")
+        if name.startswith("-"):
+            key = name.lstrip("-").replace("-", "_")
+            hint = key_hint(key, _keys()) or f"; keys are given without dashes, as {key}={value or 'VALUE'}"
+            raise UserError(f"{name} is neither an option of torchrun nor --config{hint}")
+    del options.config
+    return config, rest, options
+
+
+def number_of_ranks(options: argparse.Namespace) -> tuple[int, int]:
+    """The (largest) number of nodes, and of ranks on each.
+
+    Raises:
+        UserError: torchrun does not understand ``--nnodes`` or ``--nproc_per_node``.
+    """
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    try:
+        return parse_min_max_nnodes(options.nnodes)[1], determine_local_world_size(options.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"--nnodes {options.nnodes} --nproc_per_node {options.nproc_per_node}: {error}; give numbers, or --nproc_per_node gpu"
+        ) from error
+
+
+def _keys() -> list[str]:
+    from finch.config.schema import LORA_FINETUNE
+
+    return list(LORA_FINETUNE)
+
+
+def _launcher_parser() -> argparse.ArgumentParser:
+    """torchrun's own options, defaults from its environment variables PET_... included, and ``--config``."""
+    from torch.distributed.run import get_args_parser
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    for action in get_args_parser()._actions:
+        if action.option_strings and action.dest not in ("help", *_OWN_SCRIPT):
+            parser._add_action(action)
+    return parser
+
+
+def _run_here(config: str, overrides: Sequence[str]) -> None:
+    """Runs the recipe in this process; its signals and its exit code are this process's."""
+    from finch.config.parser import recipe_for
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # components of the user's own, as `tune run` finds them
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the recipe reads the config again
+    recipe = recipe_for(config, list(overrides))
+    logger.setLevel(level)
+    sys.argv = [recipe, "--config", config, *overrides]
+    importlib.import_module(recipe).recipe_main()
+
+
+def _launch(
+    recipe: str, cfg: DictConfig, arguments: Sequence[str], options: argparse.Namespace, local_ranks: int
+) -> int:
+    """Starts the ranks and waits for them; returns the exit code of the first one that fails.
+
+    A rank prints its own error. Where that is a mistake of the user, which it also writes to FINCH_ERROR_FILE, nothing is added.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run as run_launcher
+
+    options.module, options.no_python, options.run_path = True, False, False
+    options.training_script, options.training_script_args = recipe, list(arguments)
+    if not options.rdzv_endpoint and options.nnodes in ("1", "1:1"):
+        options.standalone = True
+    if "SIGUSR1" not in getattr(options, "signals_to_handle", "SIGUSR1"):
+        options.signals_to_handle += ",SIGUSR1"  # else it would end the launcher, and the ranks with it
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local_ranks)))
+    for name in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="finch_run_") as folder:
+        error_file = Path(os.environ.setdefault(ERROR_FILE, f"{folder}/error"))
+        try:
+            run_launcher(options)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+            if not error_file.exists() and code != 128 + signal.SIGINT:
+                print(f"finch: error: rank {rank} failed with exit code {code}{_reason(code)}", file=sys.stderr)
+            return code
+        except SignalException as error:
+            is_requeued = (Path(cfg.output_dir) / run_files.REQUEUE).exists()
+            return 0 if is_requeued and error.sigval != signal.SIGINT else 128 + int(error.sigval)
+        except (ValueError, OSError) as error:
+            raise UserError(f"torchrun's launcher: {' '.join(str(error).split())}") from error
+    return 0
+
+
+def _reason(code: int) -> str:
+    if code == 128 + signal.SIGKILL:
+        return " (SIGKILL): often the machine has run out of memory; `finch check` estimates what a run needs"
+    return f" ({signal.Signals(code - 128).name})" if code > 128 else "; its error is above"

@@ -1,0 +1,146 @@
+"""`finch run`: real processes on a tiny model, signals and exit codes, and mistakes that end before ranks are started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from helpers.runs import environment, finch, make_config, run_here, write_config
+
+from finch.cli import run as run_module
+
+
+@pytest.fixture
+def config(base_folder, rows_file, tmp_path):
+    def write(**changes):
+        return write_config(tmp_path, make_config(base_folder, rows_file, tmp_path / "run", **changes))
+
+    return write
+
+
+def start(*arguments):
+    command = [sys.executable, "-m", "finch.cli", "run", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True
+    )
+
+
+def finish(process):
+    """(exit code, stdout and stderr)"""
+    try:
+        output, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def errors(output):
+    return [line for line in output.splitlines() if "error" in line.lower()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("key=1",), "--config is missing: finch run [torchrun options] --config NAME_OR_PATH"),
+        (("--config",), "--config is missing: finch run "),
+        (("--config=qwen3/4B_fnch",), "--config qwen3/4B_fnch is neither a file nor a config of finch, did you mean"),
+    ],
+)
+def test_run_rejects_a_config_without_importing_torch(arguments, message):
+    code = f"import sys; from finch.cli.main import main\ntry: main(['run', *{arguments}])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "False\n")
+    assert errors(done.stderr) == [done.stderr.strip()]
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--learning_rate 1e-5", "--learning_rate is neither an option of torchrun nor --config; use optimizer.lr"),
+        ("--epoch=3", "--epoch is neither an option of torchrun nor --config, did you mean epochs?"),
+        ("--nproc_per_node two", "--nproc_per_node two: Unsupported nproc_per_node value: two; give numbers"),
+        ("--nproc-per-node 2 epocs=3", "unknown key epocs=3, did you mean epochs?"),
+        ("--nproc_per_node=2 optimizer.lr=0", "optimizer.lr=0 must be a number above 0"),
+        ("--nproc_per_node 2 optimizer_in_bwd=True", "optimizer_in_bwd=True excludes clip_grad_norm=1.0"),
+        ("--nproc_per_node 2 data_parallel_shard_dim=3", "but 2 ranks started"),
+        ("--nnodes 2 --nproc_per_node 2 data_parallel_shard_dim=3", "but 4 ranks started"),
+        ("--nproc_per_node 2 model.num_layers=1", "model does not fit checkpointer.checkpoint_dir"),
+        ("--nproc_per_node 2 checkpointer.checkpoint_dir=/nowhere", "checkpointer.checkpoint_dir=/nowhere is not a folder"),
+        ("--nproc_per_node 2 method=lora tensor_parallel_dim=2", "tensor_parallel_dim=2 does not cut LoRA layers"),
+    ],
+)  # fmt: skip
+def test_mistake_is_one_line_before_ranks_start(capsys, monkeypatch, tmp_path, config, arguments, message):
+    monkeypatch.setattr(run_module, "_launch", lambda *_: pytest.fail("ranks were started"))
+    code, out, err = finch(capsys, "run", "--config", config(), *arguments.split())
+    assert (code, out) == (1, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_chooses_the_recipe_by_the_model(capsys, monkeypatch, config):
+    started = []
+    monkeypatch.setattr(run_module, "_launch", lambda recipe, *_: started.append(recipe) or 7)
+    for overrides in ((), ("method=lora",)):
+        code, _, err = finch(capsys, "run", "--nproc_per_node", "2", "--config", config(), *overrides)
+        assert code == 7, err
+    assert started == ["finch_full_finetune", "finch_lora_finetune"]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_process_does(config, tmp_path):
+    code, output = finish(start("--config", config(batch_size=2), "--nproc_per_node", "2", "max_steps_per_epoch=3"))
+    assert code == 0, output
+    one = yaml.safe_load((tmp_path / "config.yaml").read_text()) | {
+        "output_dir": str(tmp_path / "one"),
+        "batch_size": 4,
+    }
+    alone = run_here(tmp_path / "one_config", one, "max_steps_per_epoch=3")
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone.folder), rel=1e-5)
+    assert (tmp_path / "run" / "epoch_0" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_mistake_seen_by_ranks_is_one_line(config, tmp_path):
+    code, output = finish(start("--config", config(), "--nproc_per_node", "2", "dataset.data_files=/nowhere.jsonl"))
+    assert (code, errors(output)) == (
+        1,
+        ["finch: error: dataset.data_files=/nowhere.jsonl does not exist; correct the path"],
+    )
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "number", "expected"),
+    [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGUSR1, 0)],
+)
+def test_signal_saves_and_ends_with_the_recipes_exit_code(config, tmp_path, ranks, number, expected):
+    run = tmp_path / "run"
+    process = start("--config", config(epochs=1000), "--nproc_per_node", str(ranks), "~lr_scheduler")
+    end = time.monotonic() + 100
+    while not (run / "metrics.jsonl").exists() or not losses(run):
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    code, output = finish(process)
+    assert code == expected, output
+    assert "Traceback" not in output
+    assert list((run / "checkpoints").glob("step_*/manifest.json"))
+    assert (run / "REQUEUE").exists() == (number != signal.SIGINT)
