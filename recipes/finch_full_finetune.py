@@ -128,7 +128,7 @@ class FinchFullFinetune(FTRecipeInterface):
         """Tokenizer, objective and rows."""
         tokenizer = build(cfg.tokenizer, "tokenizer")
         self._objective, self._num_chunks = build_objective(cfg)
-        self._median = StepMedian(self._objective, self._parallel)
+        self._median = StepMedian(self._objective, self._parallel, cfg.gradient_accumulation_steps)
         self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         # Reference losses are cached under the digest of the rows.
         needs_stats = "pretrained_token_loss" in self._objective.needs or uses_dataset_init(cfg)
@@ -180,7 +180,7 @@ class FinchFullFinetune(FTRecipeInterface):
         if cache is not None and reference is None:
             title = "pretrained model's loss over the training rows"
             reference = cache.compute(self._model, self._data.eval_loader(self._data.samples, title))
-        prepare_objective(self._objective, reference, self._data.samples)
+        prepare_objective(self._objective, reference, self._data.samples, self._median.mode)
         if self._regularizer is not None:
             self._regularizer.start(self._model.trained_parameters().items())
         return reference
@@ -321,7 +321,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _log_step(self, loss: torch.Tensor, targets: torch.Tensor, norms: dict[str, torch.Tensor | None]) -> None:
         rate = self._schedule.metrics()
-        metrics = {"epoch": self.state.epoch, "loss": loss, **rate, **norms, "num_target_tokens": targets}
+        metrics = {"epoch": self.state.epoch, "loss": loss, **rate, **norms, **self._median.metrics(), "num_target_tokens": targets}
         if self._device.type == "cuda" and self._cfg.log_peak_memory_stats:
             metrics.update(training.get_memory_stats(device=self._device))
         if self._cfg.debug_checks:

@@ -103,6 +103,7 @@ def overrides(run: Run, data: Path, out: Path) -> list[str]:
         for name, value in (("data_files", out / f"{part}.jsonl"), ("split", "train"))
     ]
     replay = [f"lr_scheduler.log={run.replayed().folder(out)}"] if run.method == "lr_replay" else []
+    cap = ["lr_scheduler.eta_max=auto"] if run.method == "finch" else []
     return [
         f"method={run.method}",
         f"optimizer.lr={run.learning_rate:g}",
@@ -115,6 +116,7 @@ def overrides(run: Run, data: Path, out: Path) -> list[str]:
         "device=cpu",
         "metric_logger=null",
         *replay,
+        *cap,
     ]
 
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 Blocks = dict[str, Any]
 """Top-level keys of a config, as read from YAML."""
 
-ETA_MAX_RATIO = 2.5
-"""eta_max / eta_base where no eta_max is given: the paper's 5e-5 / 2e-5."""
-
 SMALL_LR_FACTOR = 0.1
-"""small_lr's learning rate / the config's."""
+"""small_lr's learning rate / the config's: a stand-in for the paper's rule, which needs a sweep."""
+
+LORA_LR = 2.0e-4
+"""The start of the paper's grid for LoRA (Appendix B.2); a rate of full fine-tuning is too small for adapters."""
 
 SFT: Blocks = {
     "lr_scheduler": {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.05},
@@ -70,6 +70,9 @@ class MethodContext:
     overrides: list[str]
     method: str
 
+    def has_lr_override(self) -> bool:
+        return any(override.startswith("optimizer.lr=") for override in self.overrides)
+
     def learning_rate(self) -> float:
         from omegaconf import OmegaConf
 
@@ -97,24 +100,8 @@ class Method:
 
 
 def _scale_lr(context: MethodContext) -> None:
-    if not any(override.startswith("optimizer.lr=") for override in context.overrides):
+    if not context.has_lr_override():
         context.cfg.optimizer.lr = _round_12_digits(SMALL_LR_FACTOR * context.learning_rate())
-
-
-def _set_eta_max(context: MethodContext) -> None:
-    """The file's eta_max if the file is FINCH's and its learning rate is used, since the two scale together; else 2.5 x eta_base."""
-    from omegaconf import OmegaConf
-
-    schedule = context.cfg.lr_scheduler
-    if component_of(schedule) is None or not OmegaConf.is_missing(schedule, "eta_max"):
-        return  # the command line has removed the block, or set eta_max
-    eta_base = context.learning_rate()
-    eta_max = OmegaConf.select(context.file_cfg, "lr_scheduler.eta_max")
-    is_finch = component_of(context.file_cfg.get("lr_scheduler")) == "finch.FinchLR"
-    if is_finch and eta_max is not None and OmegaConf.select(context.file_cfg, "optimizer.lr") == eta_base:
-        schedule.eta_max = eta_max
-    else:
-        schedule.eta_max = _round_12_digits(ETA_MAX_RATIO * eta_base)
 
 
 def _require_log(context: MethodContext) -> None:
@@ -128,7 +115,9 @@ def _require_log(context: MethodContext) -> None:
 
 
 def _add_adapters(context: MethodContext) -> None:
-    """Replaces the model's builder by its LoRA counterpart, also one given on the command line."""
+    """Replaces the model's builder by its LoRA counterpart, also one given on the command line; sets LoRA's learning rate."""
+    if not context.has_lr_override() and component_of(context.cfg.get("optimizer")) is not None:
+        context.cfg.optimizer.lr = LORA_LR
     model = context.cfg.get("model")
     path = component_of(model)
     if path is None:
@@ -145,11 +134,13 @@ def _add_adapters(context: MethodContext) -> None:
 
 METHODS: dict[str, Method] = {
     "sft": Method("plain fine-tuning: cross-entropy, 5% linear warm-up, cosine to 0", SFT),
-    "small_lr": Method("sft at a tenth of the config's optimizer.lr, unless optimizer.lr is given", resolve=_scale_lr),
+    "small_lr": Method(
+        "sft at a tenth of the config's optimizer.lr, unless optimizer.lr is given: a stand-in for the paper's rule",
+        resolve=_scale_lr,
+    ),
     "finch": Method(
         "a learning rate that follows the loss: min(eta_base / sqrt(EMA of the loss), eta_max), eta_base = optimizer.lr",
-        {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": UNRESOLVED, "ema": 0.9, "init": "dataset"}},
-        _set_eta_max,
+        {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5.0e-5, "ema": 0.9, "init": "dataset"}},
     ),
     "flow": Method(
         "sequences with a low loss under the pretrained model weigh more",
@@ -172,7 +163,7 @@ METHODS: dict[str, Method] = {
         {"regularizer": {"_component_": "finch.regularization.L2", "strength": 1.0e-3}},
     ),
     "lora": Method(
-        "sft of low-rank adapters on all linear layers, rank 64; with tune run finch_lora_finetune",
+        "sft of low-rank adapters on all linear layers, rank 64, optimizer.lr=2e-4 unless it is given; with tune run finch_lora_finetune",
         {"model": LORA},
         _add_adapters,
     ),
@@ -256,7 +247,7 @@ def resolve(names: list[str], cfg: DictConfig, file_blocks: Blocks, overrides: l
     from omegaconf import OmegaConf
 
     context = MethodContext(cfg, OmegaConf.create(file_blocks), overrides, "+".join(names))
-    for name, method in METHODS.items():  # small_lr before finch, whose eta_max depends on the learning rate
+    for name, method in METHODS.items():
         if name in names and method.resolve is not None:
             method.resolve(context)
 
@@ -267,6 +258,15 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
         return
     blocks = ", ".join(f"{key} {component_of(cfg.get(key)) or 'null'}" for key in SFT)
     logger.info(f"method={'+'.join(names)}: {blocks}")
+    if "lora" in names and cfg.optimizer.get("lr") == LORA_LR:
+        logger.info(
+            f"method=lora: optimizer.lr={LORA_LR:g}, the start of the paper's LoRA grid, unless optimizer.lr=... is given"
+        )
+    if "small_lr" in names:
+        logger.info(
+            f"method=small_lr: optimizer.lr={cfg.optimizer.lr:g}, a stand-in for the paper's rule: the largest rate of its grid with less than "
+            "2 points of average forgetting"
+        )
     if "wise_ft" in names:
         run = cfg.output_dir
         tuned = "best" if cfg.get("dataset_validation") is not None else f"epoch_{cfg.epochs - 1}"
@@ -281,8 +281,7 @@ def _keep_settings(block: Any, file_block: Any) -> Any:
     is_plain = _is_plain_cross_entropy(component) and _is_plain_cross_entropy(file_component)
     if component is None or not (file_component == component or is_plain):
         return copy.deepcopy(block)
-    kept = {**block, **(file_block if isinstance(file_block, dict) else {"_component_": file_component})}
-    return {**kept, "eta_max": UNRESOLVED} if "eta_max" in kept else kept
+    return {**block, **(file_block if isinstance(file_block, dict) else {"_component_": file_component})}
 
 
 def _is_plain_cross_entropy(path: str | None) -> bool:
@@ -295,5 +294,5 @@ def _is_plain_cross_entropy(path: str | None) -> bool:
 
 
 def _round_12_digits(number: float) -> float:
-    """2.5 * 3e-4 is 0.00075 in a config, not 0.0007499999999999999."""
+    """0.1 * 3e-4 is 3e-05 in a config, not 3.0000000000000004e-05."""
     return float(f"{number:.12g}")

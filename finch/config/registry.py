@@ -12,13 +12,17 @@ CONFIG_FOLDERS = [
     Path(__file__).parents[2] / "configs",  # in a checkout
 ]
 
+GRIDS = "sweeps/"
+"""The folder of grids of runs, which are no configs themselves."""
+
 
 def config_names() -> dict[str, Path]:
     """The file of each config that comes with finch, by its name, such as ``stories260k/tofu_finch``."""
     folder = next((folder for folder in CONFIG_FOLDERS if folder.is_dir()), None)
     if folder is None:
         return {}
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
+    names = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
+    return {name: path for name, path in names.items() if not name.startswith(GRIDS)}
 
 
 def find_config(name: str) -> Path:

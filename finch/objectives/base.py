@@ -27,10 +27,10 @@ class Objective:
     Attributes:
         needs: further keys of the batch. ``"pretrained_token_loss"``: [batch, seq] in nats, under the pretrained model, aligned
             with the labels. ``"top_logits"``: [batch, seq, 20], the largest logits of the model in training.
-        statistic: None, ``"exact"`` or ``"lagged"``. If set, the loop gathers ``sequence_losses`` over all ranks and
+        statistic: None, ``"exact"``, ``"lagged"`` or ``"auto"``. If set, the loop gathers ``sequence_losses`` over all ranks and
             micro-batches of a step and puts their ``median``, [] in nats, into ``batch["statistic"]`` before it calls
             ``weights``. ``"exact"``: of this step. ``"lagged"``: the last finite one of an earlier step; the first step has
-            none and uses its own.
+            none and uses its own. ``"auto"``: exact where a step has one micro-batch, else lagged.
     """
 
     needs: frozenset[str] = frozenset()

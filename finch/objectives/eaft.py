@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from finch.objectives.base import Batch, Objective, require_key, upcast
 
 
 class EAFT(Objective):
-    """Weighs each token by the entropy of its 20 most likely tokens over ln 20, detached.
+    """Weighs each token by the entropy of its 20 most likely tokens over 3.0, detached.
 
-    "Entropy-Adaptive Fine-Tuning" (arXiv 2601.02151). Probabilities are renormalized among the 20. The authors divide by 3.0
-    instead of ln 20 = 2.996: their weights are 0.14% smaller. The denominator is the number of target tokens.
+    "Entropy-Adaptive Fine-Tuning" (arXiv 2601.02151). Probabilities are renormalized among the 20. 3.0 is the paper's and the
+    public code's rounding of ln 20 = 2.996, the largest entropy. The denominator is the number of target tokens.
     """
+
+    max_entropy = 3.0
 
     needs = frozenset({"top_logits"})
     num_logits = 20
@@ -34,4 +34,4 @@ class EAFT(Objective):
         entropy: torch.Tensor = torch.special.entr(logits.softmax(-1)).sum(
             -1
         )  # entr(0) = 0, where p * log(p) would be NaN
-        return (entropy / math.log(self.num_logits)).to(upcast(token_loss).dtype)
+        return (entropy / self.max_entropy).to(upcast(token_loss).dtype)

@@ -19,21 +19,22 @@ class TALR(Objective):
     Args:
         tau: in nats. ``"exact"``: the median of f_s over the sequences of this step's batch, as in the paper; it must be known
             before the first backward, so with several micro-batches each forward runs twice. ``"lagged"``: the median of the
-            step before, at no extra forward. A number: constant.
+            step before, at no extra forward. ``"auto"``: exact where a step has one micro-batch, since it costs nothing there,
+            else lagged. A number: constant.
         w_min: the least weight, in [0, 1].
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    def __init__(self, tau: str | float = "lagged", w_min: float = 0.01) -> None:
+    def __init__(self, tau: str | float = "auto", w_min: float = 0.01) -> None:
         self._tau: float | None = None
         if isinstance(tau, str):
-            if tau not in ("exact", "lagged"):
-                raise ValueError(f"tau={tau!r} must be 'exact', 'lagged' or a number of nats above 0")
+            if tau not in ("auto", "exact", "lagged"):
+                raise ValueError(f"tau={tau!r} must be 'auto', 'exact', 'lagged' or a number of nats above 0")
             self.statistic = tau
         else:
-            self._tau = positive_number("tau", tau, "a number of nats, or 'exact' or 'lagged'")
+            self._tau = positive_number("tau", tau, "a number of nats, or 'auto', 'exact' or 'lagged'")
         if not (isinstance(w_min, (int, float)) and 0 <= w_min <= 1):
             raise ValueError(f"w_min={w_min!r} must lie in [0, 1]: it is the least weight of a token, 0.01 by default")
         self.w_min = float(w_min)

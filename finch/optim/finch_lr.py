@@ -20,6 +20,10 @@ from torch.optim import Optimizer
 from finch.optim.nonfinite_counter import check_nonfinite_options
 from finch.optim.param_groups import ParamGroups, Scalar
 
+ETA_MAX = 5e-5
+"""The paper's cap (Section 3.3)."""
+
+_AUTO_ETA_MAX_RATIO = 2.5
 _NO_LOSS: Any = object()
 
 
@@ -51,8 +55,8 @@ class FinchLR:
 
     Args:
         optimizer: one optimizer or a list of them.
-        eta_max: cap of the learning rate; the paper uses 5e-5 over an eta_base of 2e-5. For another scale of learning
-            rates keep that ratio, 2.5.
+        eta_max: cap of the learning rate. The paper has 5e-5 in all its experiments, for eta_base from 5e-6 to 1e-4
+            (Section 3.3). ``"auto"`` is 2.5 x eta_base: finch's own rule, for other scales of learning rates.
         init: Lbar_0 in nats. A number (the authors take the pretrained model's mean loss over the training set), or
             ``"first_batch"``, which starts from the first loss seen. ``"dataset"`` is for finch's recipes, which
             replace it by that mean.
@@ -77,7 +81,7 @@ class FinchLR:
         self,
         optimizer: Optimizer | Iterable[Optimizer],
         *,
-        eta_max: float,
+        eta_max: float | str = ETA_MAX,
         init: float | str,
         eta_base: float | None = None,
         ema: float = 0.9,
@@ -86,11 +90,13 @@ class FinchLR:
         max_nonfinite: int = 10,
     ) -> None:
         groups = ParamGroups(optimizer)
-        _check_arguments(eta_max, init, eta_base, ema, eps)
+        is_auto = eta_max == "auto"
+        _check_arguments(ETA_MAX if is_auto else eta_max, init, eta_base, ema, eps)
         check_nonfinite_options(on_nonfinite, max_nonfinite)
         self.optimizers, self._groups = groups.optimizers, groups
         self.eta_base = groups.base_lr if eta_base is None else float(eta_base)
-        self.eta_max, self.ema, self.eps = float(eta_max), float(ema), float(eps)
+        self.eta_max = _AUTO_ETA_MAX_RATIO * self.eta_base if is_auto else float(eta_max)
+        self.ema, self.eps = float(ema), float(eps)
         self.on_nonfinite, self.max_nonfinite = on_nonfinite, int(max_nonfinite)
 
         # The state. On the device path these become 0-d tensors on the loss's device at the first step.
@@ -288,30 +294,24 @@ class FinchLR:
         self._groups.set_lr(eta)
 
     def _warn_of_constant_rate(self, init: float | str) -> None:
-        if self.eta_max < self.eta_base:
+        limit = (self.eta_base / self.eta_max) ** 2 - self.eps  # in nats; the cap takes over below it
+        # Without a first loss, 1 nat: where eta_base itself is above the cap.
+        if (1.0 if isinstance(init, str) else init) <= limit:
             warnings.warn(
-                f"eta_max={self.eta_max:g} is below eta_base={self.eta_base:g}: the learning rate is constant from a loss of "
-                f"{(self.eta_base / self.eta_max) ** 2:.3g} nats down; the paper has 2.5 x eta_base",
-                stacklevel=3,
-            )
-        if not isinstance(init, str) and self.eta_base / math.sqrt(init + self.eps) >= self.eta_max:
-            warnings.warn(
-                f"eta_base={self.eta_base:g} over the root of init={init:g} already reaches eta_max={self.eta_max:g}: this run would "
-                "have a constant learning rate, which is not FINCH; raise eta_max (2.5 x eta_base in the paper) or lower eta_base",
+                f"eta_base={self.eta_base:g}, eta_max={self.eta_max:g}, init={init if isinstance(init, str) else f'{init:.4g}'}: "
+                f"constant learning rate until the loss rises above {limit:.3g} nats",
                 stacklevel=3,
             )
 
 
-def _check_arguments(eta_max: float, init: float | str, eta_base: float | None, ema: float, eps: float) -> None:
+def _check_arguments(eta_max: float | str, init: float | str, eta_base: float | None, ema: float, eps: float) -> None:
     for name, value in (("ema", ema), ("eta_max", eta_max), ("eps", eps), ("eta_base", eta_base)):
         if not isinstance(value, (int, float)) and not (name == "eta_base" and value is None):
-            raise ValueError(f"{name}={value!r} must be a number")
+            raise ValueError(f"{name}={value!r} must be a number{', or auto' * (name == 'eta_max')}")
     if not 0 <= ema < 1:
         raise ValueError(f"ema={ema} must lie in [0, 1): it is the weight of the past losses, 0.9 in the paper")
     if not eta_max > 0:
-        raise ValueError(
-            f"eta_max={eta_max} must be above 0: it is the cap of the learning rate, 2.5 times eta_base in the paper"
-        )
+        raise ValueError(f"eta_max={eta_max} must be above 0: it is the cap of the learning rate, 5e-5 in the paper")
     if eta_base is not None and not eta_base > 0:
         raise ValueError(f"eta_base={eta_base} must be above 0: it is the learning rate at a loss of 1 nat")
     if not eps >= 0:

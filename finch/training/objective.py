@@ -24,16 +24,21 @@ def build_objective(cfg: DictConfig) -> tuple[Objective, int]:
     return CrossEntropy(), getattr(loss, "num_output_chunks", 1)
 
 
-def prepare_objective(objective: Objective, reference: ReferenceLosses | None, samples: Samples) -> None:
+def prepare_objective(
+    objective: Objective, reference: ReferenceLosses | None, samples: Samples, tau_mode: str | None
+) -> None:
     """Gives the objective the reference losses it needs, and lets every row carry its own.
+
+    Args:
+        tau_mode: which step's median sequence loss is TALR's tau, see :class:`finch.training.step_median.StepMedian`.
 
     Raises:
         UserError: the objective would have nothing to learn.
     """
-    if objective.statistic is not None:
-        which = "the step before" if objective.statistic == "lagged" else "the step"
+    if tau_mode is not None:
+        which = "the step before" if tau_mode == "lagged" else "the step"
         name = type(objective).__name__
-        logger.info(f"{name}: tau is the median sequence loss of {which} ({objective.statistic})")
+        logger.info(f"{name}: tau is the median sequence loss of {which} ({tau_mode})")
     if reference is None or "pretrained_token_loss" not in objective.needs:
         return
     samples.reference_losses = reference.row

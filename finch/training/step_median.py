@@ -22,15 +22,21 @@ class StepMedian:
     Args:
         objective: its ``statistic`` selects the mode, see :class:`finch.objectives.Objective`.
         parallel: the ranks that share a step.
+        micro_batches: of a step on one rank; with one, ``auto`` is exact.
 
     Attributes:
         last: the last finite median in nats, or None; part of the checkpoint.
+        mode: None, ``"exact"`` or ``"lagged"``.
     """
 
-    def __init__(self, objective: Objective, parallel: Parallel) -> None:
+    def __init__(self, objective: Objective, parallel: Parallel, micro_batches: int = 1) -> None:
         self._objective, self._parallel = objective, parallel
+        self.mode = objective.statistic
+        if self.mode == "auto":
+            self.mode = "exact" if micro_batches == 1 else "lagged"
         self.last: float | None = None
         self._value: float | None = None
+        self._used: float | None = None
         self._losses: list[torch.Tensor] = []
 
     def before_step(self, batches: Sequence[Batch], token_losses: Callable[[Batch], torch.Tensor]) -> None:
@@ -41,23 +47,27 @@ class StepMedian:
             token_losses: the forward, [batch, seq] in nats.
         """
         self._losses = []
-        self._value = self.last if self._objective.statistic == "lagged" else None
-        if self._objective.statistic is not None and self._value is None and len(batches) > 1:
+        self._value = self.last if self.mode == "lagged" else None
+        if self.mode is not None and self._value is None and len(batches) > 1:
             with torch.no_grad():
                 losses = [self._objective.sequence_losses(token_losses(batch), batch) for batch in batches]
             self._value = self._median(losses)
 
     def observe(self, token_loss: torch.Tensor, batch: Batch) -> None:
         """Records a micro-batch's losses, [batch, seq] in nats, and sets ``batch["statistic"]``, [] in nats."""
-        if self._objective.statistic is None:
+        if self.mode is None:
             return
         self._losses.append(self._objective.sequence_losses(token_loss, batch))
-        value = self._median(self._losses) if self._value is None else self._value
-        batch["statistic"] = torch.tensor(value, dtype=torch.float64)
+        self._used = self._median(self._losses) if self._value is None else self._value
+        batch["statistic"] = torch.tensor(self._used, dtype=torch.float64)
+
+    def metrics(self) -> dict[str, float]:
+        """What a training log holds of a step: the median that its weights used, ``tau`` in nats."""
+        return {} if self._used is None else {"tau": self._used}
 
     def after_step(self) -> None:
         """Updates ``last``."""
-        if self._objective.statistic == "lagged":
+        if self.mode == "lagged":
             value = self._median(self._losses)
             self.last = value if math.isfinite(value) else self.last
 

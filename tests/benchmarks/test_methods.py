@@ -169,5 +169,5 @@ def test_overrides_pass_the_recipes_config_checks(tmp_path, method):
     line = sweep.overrides(Run(method, 3e-4, 1), tmp_path / "data", tmp_path / "out")
     cfg = read(["--config", "stories260k/tofu_sft", *line], FULL_FINETUNE)
     assert (cfg.optimizer.lr, cfg.seed, cfg.epochs) == (3e-4, 1, sweep.EPOCHS)
-    assert cfg.lr_scheduler.get("eta_max", 7.5e-4) == 7.5e-4
+    assert cfg.lr_scheduler.get("eta_max", "auto") == "auto"
     assert cfg.lr_scheduler.get("log", "finch_lr0.0003_seed2").endswith("finch_lr0.0003_seed2")

@@ -21,7 +21,7 @@ from finch.optim.cosine import cosine_with_warmup
 
 COSINE = {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.05}
 CROSS_ENTROPY = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-FINCH = {"_component_": "finch.FinchLR", "eta_max": 2.5e-5, "ema": 0.9, "init": "dataset"}
+FINCH = {"_component_": "finch.FinchLR", "eta_max": 5e-5, "ema": 0.9, "init": "dataset"}
 L2 = {"_component_": "finch.regularization.L2", "strength": 1e-3}
 
 
@@ -97,29 +97,24 @@ def test_method_keeps_settings_of_the_same_component():
         assert merged("method=sft", loss=loss)["loss"] == {"_component_": "torch.nn.CrossEntropyLoss"}
 
 
+@pytest.mark.parametrize("rate", [5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 1e-4])
+def test_finch_cap_is_the_papers_at_each_of_its_rates(rate):
+    assert merged("method=finch", f"optimizer.lr={rate}")["lr_scheduler"] == FINCH
+
+
 @pytest.mark.parametrize(
-    ("overrides", "eta_max"),
-    [
-        ([], 7e-5),  # the file's eta_max, for the file's learning rate
-        (["optimizer.lr=1e-5"], 7e-5),  # the same learning rate
-        (["optimizer.lr=3e-4"], 7.5e-4),
-        (["optimizer.lr=3e-4", "lr_scheduler.eta_max=1"], 1),
-        (["lr_scheduler.eta_max=1"], 1),
-        (["method=finch+small_lr"], 2.5e-6),
-        (["optimizer.lr=${nested.rate}", "nested.rate=3e-4"], 7.5e-4),
-    ],
+    "overrides", [[], ["optimizer.lr=3e-4"], ["lr_scheduler.eta_max=1"], ["lr_scheduler.eta_max=auto"]]
 )
-def test_finch_eta_max_scales_with_eta_base(overrides, eta_max):
+def test_finch_keeps_an_eta_max_that_is_written(overrides):
     block = {"_component_": "finch.FinchLR", "eta_max": 7e-5, "ema": 0.8, "init": 3.0, "eps": 1e-6}
-    cfg = merged("method=finch", *overrides, lr_scheduler=block)
-    assert cfg["lr_scheduler"] == {**block, "eta_max": eta_max}
+    eta_max = {"1": 1, "auto": "auto"}.get(overrides[0].partition("eta_max=")[2], 7e-5) if overrides else 7e-5
+    assert merged("method=finch", *overrides, lr_scheduler=block)["lr_scheduler"] == {**block, "eta_max": eta_max}
 
 
-def test_finch_sets_eta_max_without_a_schedule_in_the_file():
-    assert merged("method=finch", "optimizer.lr=2e-5")["lr_scheduler"] == {**FINCH, "eta_max": 5e-5}
-    for rate in ("x", "0", "null"):
-        with pytest.raises(UserError, match=r"optimizer\.lr=\w+ must be a number above 0, since method=finch"):
-            merged("method=finch", f"optimizer.lr={rate}")
+def test_lora_rate_is_its_own_unless_given():
+    for method in ("lora", "finch+lora"):
+        assert merged(f"method={method}", "optimizer.lr=1e-3")["optimizer"]["lr"] == 1e-3
+        assert merged(f"method={method}")["optimizer"]["lr"] == 2e-4
 
 
 def test_small_lr_is_a_tenth():

@@ -119,7 +119,7 @@ def definition(name, rows, theta, theta0):
         top = logits[kept].detach().numpy()
         top = numpy.exp(numpy.sort(top)[:, -20:])
         top = top / top.sum(1, keepdims=True)
-        entropies.append(torch.tensor(-(top * numpy.log(top)).sum(1) / math.log(20)))
+        entropies.append(torch.tensor(-(top * numpy.log(top)).sum(1) / 3.0))
     taus = [
         numpy.median([float(losses.detach().mean()) for losses in per_sequence if len(losses)])
         for per_sequence in (current, pretrained)
@@ -301,7 +301,7 @@ def test_eaft_weights_are_the_normalized_entropy():
     logits[0, 1, 4] = 3.0  # one alone
     logits[0, 2, :2] = torch.tensor([0.0, math.log(3)])  # a quarter, three quarters
     weights = EAFT().weights(torch.zeros(1, 3), {"labels": torch.zeros(1, 3), "top_logits": logits})
-    torch.testing.assert_close(weights, torch.tensor([[1.0, 0.0, 0.5623351446188083 / math.log(20)]]))
+    torch.testing.assert_close(weights, torch.tensor([[math.log(20), 0.0, 0.5623351446188083]]) / 3.0)
     with pytest.raises(ValueError, match=r"top_logits'\] of shape \[1, 3, 19\] must hold the 20"):
         EAFT().weights(torch.zeros(1, 3), {"labels": torch.zeros(1, 3), "top_logits": logits[..., :19]})
 
@@ -332,7 +332,7 @@ def test_objectives_declare_what_they_need():
     needs = {"FLOW": "pretrained_token_loss", "STM": "pretrained_token_loss", "EAFT": "top_logits"}
     declared = {name: objective.needs for name, objective in all_objectives().items() if objective.needs}
     assert {name: set(keys) for name, keys in declared.items()} == {name: {key} for name, key in needs.items()}
-    assert (TALR("exact").statistic, TALR().statistic, TALR(2.0).statistic) == ("exact", "lagged", None)
+    assert (TALR("exact").statistic, TALR().statistic, TALR(2.0).statistic) == ("exact", "auto", None)
     for name, key in {**needs, "TALR": "statistic"}.items():
         objective = FLOW(1.0) if name == "FLOW" else all_objectives()[name]
         with pytest.raises(ValueError, match=rf"batch\['{key}'\] is missing: {name} needs it"):
@@ -342,7 +342,7 @@ def test_objectives_declare_what_they_need():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TALR(tau="exakt"), "tau='exakt' must be 'exact', 'lagged' or a number"),
+        (lambda: TALR(tau="exakt"), "tau='exakt' must be 'auto', 'exact', 'lagged' or a number"),
         (lambda: TALR(tau=0), "tau=0 must be finite and above 0"),
         (lambda: TALR(tau=math.inf), "tau=inf must be finite and above 0"),
         (lambda: TALR(tau=None), "tau=None must be finite and above 0"),

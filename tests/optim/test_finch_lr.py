@@ -250,14 +250,26 @@ def test_finch_lr_rejects_a_base_rate_of_zero(eta_base):
         FinchLR(optimizer_with(0.0, 1e-3), eta_max=1.0, init=2.0, eta_base=eta_base)
 
 
-def test_finch_lr_warns_of_a_constant_rate():
-    with pytest.warns(UserWarning, match="constant from a loss of 4 nats down"):
-        FinchLR(optimizer_with(2e-5), eta_max=1e-5, init="first_batch")
-    with pytest.warns(UserWarning, match="constant learning rate"):
-        FinchLR(optimizer_with(1e-3), eta_max=5e-5, init=3.6)
+@pytest.mark.parametrize(
+    ("eta_base", "eta_max", "init", "limit"),
+    [(2e-5, 1e-5, "first_batch", "4 nats"), (1e-3, 5e-5, 3.6, "400 nats"), (1e-4, 5e-5, 3.58, "4 nats")],
+)
+def test_finch_lr_warns_of_a_constant_rate(eta_base, eta_max, init, limit):
+    with pytest.warns(UserWarning, match=f"constant learning rate until the loss rises above {limit}$"):
+        FinchLR(optimizer_with(eta_base), eta_max=eta_max, init=init)
+
+
+@pytest.mark.parametrize(("eta_base", "eta_max", "init"), [(2e-5, 5e-5, 3.6), (1e-4, 5e-5, 4.1), (1e-3, "auto", 0.2)])
+def test_finch_lr_below_its_cap_does_not_warn(eta_base, eta_max, init):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        FinchLR(optimizer_with(2e-5), eta_max=5e-5, init=3.6)
+        FinchLR(optimizer_with(eta_base), eta_max=eta_max, init=init)
+
+
+def test_finch_lr_default_cap_is_the_papers_and_auto_scales():
+    assert FinchLR(optimizer_with(2e-5), init=3.6).eta_max == 5e-5
+    assert FinchLR(optimizer_with(1e-3), eta_max="auto", init=3.6).eta_max == pytest.approx(2.5e-3)
+    assert FinchLR(optimizer_with(1e-3), eta_max="auto", eta_base=1e-4, init=3.6).eta_max == pytest.approx(2.5e-4)
 
 
 @pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])

@@ -15,7 +15,7 @@ OBJECTIVES = {
     "flow": {"loss._component_": "finch.objectives.FLOW"},
     "dft": {"loss._component_": "finch.objectives.DFT"},
     "talr": {"loss._component_": "finch.objectives.TALR", "loss.tau": "exact"},
-    "talr lagged": {"loss._component_": "finch.objectives.TALR"},
+    "talr lagged": {"loss._component_": "finch.objectives.TALR", "loss.tau": "lagged"},
     "stm": {"loss._component_": "finch.objectives.STM", "loss.threshold": "40.0"},
     "stm few": {"loss._component_": "finch.objectives.STM", "loss.threshold": "12.0"},  # most micro-batches keep none
     "eaft": {"loss._component_": "finch.objectives.EAFT"},
@@ -92,6 +92,7 @@ def test_objectives_differ_and_finch_uses_raw_loss(alone, config, tmp_path):
     assert 0 < kept["stm few"] < 8 < kept["stm"] < 100
     for name in ("talr", "talr lagged"):
         assert "TALR: tau is the median sequence loss of the step" in alone[name].output
+        assert all(tau > 0 for tau in alone[name].column("tau"))
 
 
 @pytest.mark.parametrize("name", ["flow", "stm", "talr lagged", "l2"])

@@ -51,6 +51,14 @@ def test_step_median_lagged_is_of_the_step_before():
     assert median.last == statistics.median([4.0, 6.0])  # the last finite one
 
 
+def test_step_median_auto_is_exact_where_that_costs_nothing():
+    assert StepMedian(TALR(), Parallel(torch.device("cpu")), micro_batches=2).mode == "lagged"
+    median = on_one_rank(TALR())
+    assert run(median, batch_of(1.0, 5.0, 7.0)) == ([5.0], 0)
+    assert median.metrics() == {"tau": 5.0}
+    assert run(median, batch_of(2.0)) == ([2.0], 0)
+
+
 @pytest.mark.parametrize("objective", [TALR(2.0), CrossEntropy()])
 def test_step_median_does_nothing_without_a_statistic(objective):
     assert run(on_one_rank(objective), batch_of(1.0)) == ([None], 0)
