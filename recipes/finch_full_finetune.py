@@ -321,7 +321,14 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _log_step(self, loss: torch.Tensor, targets: torch.Tensor, norms: dict[str, torch.Tensor | None]) -> None:
         rate = self._schedule.metrics()
-        metrics = {"epoch": self.state.epoch, "loss": loss, **rate, **norms, **self._median.metrics(), "num_target_tokens": targets}
+        metrics = {
+            "epoch": self.state.epoch,
+            "loss": loss,
+            **rate,
+            **norms,
+            **self._median.metrics(),
+            "num_target_tokens": targets,
+        }
         if self._device.type == "cuda" and self._cfg.log_peak_memory_stats:
             metrics.update(training.get_memory_stats(device=self._device))
         if self._cfg.debug_checks:
