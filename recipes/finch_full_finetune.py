@@ -244,7 +244,7 @@ class FinchFullFinetune(FTRecipeInterface):
             for _ in range(first, steps):
                 with watchdog.step():
                     self._train_step(list(itertools.islice(batches, order.micro_batches_in_step(state.consumed))))
-                state.consumed = min(state.consumed + order.global_batch, len(self._data.samples))
+                state.consumed = min(state.consumed + order.global_batch, order.num_samples)
                 self._profiler.step()
                 decision = self._signals.sync(self._checkpoint_writer.is_due(state.step))
                 is_validated = cfg.validate_every_n_steps and state.step % cfg.validate_every_n_steps == 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from finch.config import methods
@@ -21,6 +21,8 @@ from finch.config.registry import find_config
 from finch.config.schema import FULL_FINETUNE, Option
 from finch.config.validation import check, referred_keys
 from finch.errors import UserError, report_user_errors
+
+_ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
 
 
 def parse(options: Mapping[str, Option]) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
@@ -119,10 +121,32 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
     blocks, overrides, names = methods.apply_method(file_blocks, overrides)
-    arguments = [_expand_component(_remove_block(override, blocks)) for override in overrides]
+    in_lists = [override for override in overrides if _ENTRY.match(override)]
+    others = [override for override in overrides if override not in in_lists]
+    arguments = [_expand_component(_remove_block(override, blocks)) for override in others]
     cfg = _merge_yaml_and_cli_args(argparse.Namespace(**blocks), arguments)
+    for override in in_lists:
+        _set_in_list(cfg, override)
     methods.resolve(names, cfg, file_blocks, overrides)
     return cfg, names
+
+
+def _set_in_list(cfg: DictConfig, override: str) -> None:
+    """Applies `dataset[1].weight=0.05`, which torchtune's parser takes for a mapping.
+
+    Raises:
+        UserError: there is no such entry.
+    """
+    path, _, text = override.partition("=")
+    match = _ENTRY.match(override)
+    assert match is not None
+    key, index = match[1], int(match[2])
+    entries = OmegaConf.select(cfg, key)
+    if not isinstance(entries, ListConfig):
+        raise UserError(f"{override}: {key} is not a list; use {key}.KEY=value")
+    if index >= len(entries):
+        raise UserError(f"{override}: {key} has {len(entries)} entries, [0] to [{len(entries) - 1}]")
+    OmegaConf.update(cfg, path, None if text == "None" else OmegaConf.from_dotlist([f"value={text}"])["value"])
 
 
 def _remove_block(override: str, blocks: Mapping[str, Any]) -> str:

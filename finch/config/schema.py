@@ -107,7 +107,11 @@ MODEL_AND_DATA: dict[str, Option] = {
     "checkpointer": Option(
         Component, REQUIRED, "torchtune's block: checkpoint_dir, checkpoint_files, output_dir, model_type"
     ),
-    "dataset": Option(Component | list, REQUIRED, "training rows; the datasets of a list are concatenated"),
+    "dataset": Option(
+        Component | list,
+        REQUIRED,
+        "training rows; the datasets of a list are concatenated, or mixed if each has a weight",
+    ),
     "dataset_validation": Option(
         Component | list | None, None, "held-out rows; their mean loss is computed at the end of each epoch"
     ),

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from finch.config.dataset_weights import WEIGHT, accepts_weight, check_weight_place, dataset_weights
 from finch.config.instantiate import component_of, locate
 from finch.config.resolved import format_value
 from finch.config.schema import ALIASES, REQUIRED, UNSUPPORTED_KEYS, Option
@@ -61,6 +62,7 @@ def check(cfg: DictConfig, options: Mapping[str, Option], user_keys: Collection[
         _check_value(key, value, option)
     for path, node in _components(cfg):
         _check_component(path, node, options)
+    dataset_weights(cfg.get("dataset"))
     return cfg
 
 
@@ -146,11 +148,15 @@ def _check_component(path: str, node: DictConfig, options: Mapping[str, Option])
     component = locate(name, path)
     if not callable(component):
         raise UserError(f"{path}._component_={name} is not a class or function")
+    if WEIGHT in node and WEIGHT not in (_parameters(component, is_complete=False) or ()):
+        check_weight_place(path)  # here, since a dataset's builder may accept any argument
     parameters = _parameters(component)
     if parameters is None:
         return
     known = ", ".join(parameters)
     for key in map(str, node):
+        if key == WEIGHT and accepts_weight(path):
+            continue
         if key != "_component_" and key not in parameters:
             hint = key_hint(f"{path}.{key}", parameters, {option: option for option in options})
             raise UserError(f"unknown key {path}.{key}{hint or f'; {name} accepts {known}'}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from omegaconf import ListConfig
 from torch.utils.data import Dataset
 from torchtune.datasets import ConcatDataset, PackedDataset
 
+from finch.config.dataset_weights import without_weight
 from finch.config.instantiate import build, component_of
 from finch.data.formats import LABELS, SOURCES, check_file, extension_of, format_of, is_pattern
 from finch.data.order import EMPTY
@@ -29,14 +30,21 @@ class Samples(Dataset[Any]):
         data: any map-style dataset of ``{"tokens": [...], "labels": [...]}``.
         key: the config key it came from, for error messages.
         source: where its rows come from, for error messages.
+        parts: see below; left out where ``data`` is one dataset.
 
     Attributes:
+        parts: the datasets that ``data`` concatenates, or ``data`` itself, and where the rows of each come from.
+        rows: the indices of the rows that the run reads; all of them, except in a mixture.
+        draws: [rows of data] int64, how often a mixture's first epoch draws each row; None: there is no mixture.
         reference_losses: from a row's index to the pretrained model's losses at its targets, [targets] in nats. Where it is set,
             rows carry them, for the objectives that need them.
     """
 
-    def __init__(self, data: Any, key: str, source: str) -> None:
+    def __init__(self, data: Any, key: str, source: str, parts: list[tuple[Any, str]] | None = None) -> None:
         self.data, self.key, self.source = data, key, source
+        self.parts = parts or [(data, source)]
+        self.rows: Sequence[int] = range(len(data))
+        self.draws: torch.Tensor | None = None
         self.reference_losses: Callable[[int], torch.Tensor] | None = None
         if len(data) == 0:
             raise UserError(f"{key} is empty: {source} has no rows; give another file or split")
@@ -71,16 +79,21 @@ class Samples(Dataset[Any]):
 
 
 def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
-    """Builds the dataset under a config key: one component, or a list of them, which is concatenated.
+    """Builds the dataset under a config key: one component, or a list of them, which is concatenated whatever the weights.
 
     Raises:
         UserError: the component does not exist, does not accept these arguments, or has no rows.
     """
-    node = cfg[key]
-    nodes = list(node) if component_of(node) is None else [node]
-    parts = [_load_part(part, key, tokenizer) for part in nodes]
-    source = " and ".join(_source_of(part) for part in nodes)
-    return Samples(parts[0] if len(parts) == 1 else ConcatDataset(datasets=parts), key, source)
+    return _concatenate([(_load_part(node, key, tokenizer), _source_of(node)) for node in _nodes(cfg[key])], key)
+
+
+def _nodes(node: Any) -> list[Any]:
+    return [without_weight(entry) for entry in node] if component_of(node) is None else [node]
+
+
+def _concatenate(parts: list[tuple[Any, str]], key: str) -> Samples:
+    data = parts[0][0] if len(parts) == 1 else ConcatDataset(datasets=[data for data, _ in parts])
+    return Samples(data, key, " and ".join(source for _, source in parts), parts)
 
 
 def _load_part(node: Any, key: str, tokenizer: Any) -> Any:

@@ -65,7 +65,7 @@ def loader(
 
 @dataclass(frozen=True)
 class EvalLoader:
-    """One pass over a dataset in its own order, divided over the ranks: every sample once, nothing dropped, no random number drawn.
+    """One pass over ``samples.rows`` in their own order, divided over the ranks: each once, nothing dropped, no random number drawn.
 
     Ranks that run out of samples continue with empty rows, since FSDP2's forward is a collective.
 
@@ -83,8 +83,8 @@ class EvalLoader:
 
     @property
     def order(self) -> GlobalOrder:
-        ranks = self.parallel.data_parallel_size
-        return GlobalOrder(len(self.samples), micro_batch=self.batch_size, ranks=ranks, shuffle=False)
+        rows, ranks = self.samples.rows, self.parallel.data_parallel_size
+        return GlobalOrder(len(rows), self.batch_size, ranks=ranks, shuffle=False, indices=lambda epoch: rows)
 
     def __len__(self) -> int:
         return self.order.steps_per_epoch

@@ -7,7 +7,7 @@ deals them to ranks and micro-batches. So the same samples meet in the same step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ class GlobalOrder:
     """The order of a dataset's samples and how they are dealt.
 
     Args:
-        num_samples: samples in the dataset.
+        num_samples: of an epoch.
         micro_batch: samples a forward pass and rank.
         accumulation: micro-batches an optimizer step and rank.
         ranks: data-parallel ranks.
@@ -29,6 +29,8 @@ class GlobalOrder:
         seed: of the permutation; epoch e uses seed + e, as torch's DistributedSampler does.
         drop_last: leave out an epoch's last global batch if it is short, as torchtune does. Otherwise it is kept,
             complete.
+        indices: an epoch's dataset indices by its number, in place of ``shuffle`` and ``seed``: a mixture's, or a part of the rows.
+            None: an epoch is every row of the dataset, once.
     """
 
     num_samples: int
@@ -38,6 +40,7 @@ class GlobalOrder:
     shuffle: bool = True
     seed: int = 0
     drop_last: bool = False
+    indices: Callable[[int], Sequence[int]] | None = None
 
     @property
     def global_batch(self) -> int:
@@ -55,6 +58,8 @@ class GlobalOrder:
 
     def permutation(self, epoch: int) -> list[int]:
         """Dataset indices of an epoch in the order in which they are consumed."""
+        if self.indices is not None:
+            return list(self.indices(epoch))
         if not self.shuffle:
             return list(range(self.num_samples))
         generator = torch.Generator().manual_seed(self.seed + epoch)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from finch.config.dataset_weights import dataset_weights
 from finch.config.instantiate import locate
 from finch.data.dataset import Samples, load_dataset
 from finch.data.loader import Batch, EvalLoader, collator, loader
+from finch.data.mixture import Mixture
 from finch.data.order import GlobalOrder
 from finch.data.stats import validate_dataset
 from finch.distributed.parallel import Parallel
@@ -28,8 +30,9 @@ class TrainingData:
 
     Attributes:
         samples, validation: the training rows; the held-out ones, or None.
+        mixture: how the datasets of ``samples`` are mixed; None: an epoch is every row once.
         order: how ``samples`` are dealt to steps and ranks.
-        stats: of the training rows; None: they have not been read.
+        stats: of the training rows that the run draws; None: they have not been read.
 
     Raises:
         UserError: rows that cannot be used, or fewer than one optimizer step needs.
@@ -41,14 +44,16 @@ class TrainingData:
         self.validation = None
         if cfg.dataset_validation is not None:
             self.validation = load_dataset(cfg, "dataset_validation", tokenizer)
+        self.mixture = self._mix(seed)
         self.order = GlobalOrder(
-            len(self.samples),
+            len(self.samples) if self.mixture is None else self.mixture.num_samples,
             micro_batch=cfg.batch_size,
             accumulation=cfg.gradient_accumulation_steps,
             ranks=parallel.data_parallel_size,
             shuffle=cfg.shuffle,
             seed=seed,
             drop_last=cfg.drop_last,
+            indices=None if self.mixture is None else self.mixture.indices,
         )
         self._check_sizes()
         parts = [samples for samples in (self.samples, self.validation) if samples is not None]
@@ -59,7 +64,7 @@ class TrainingData:
         if self.validation is not None and cfg.check_dataset:
             validate_dataset(self.validation, max_seq_len, parallel)
         logger.info(
-            f"{len(self.samples)} samples; {self.order.global_batch} per optimizer step, {self.order.steps_per_epoch} steps per epoch"
+            f"{self.order.num_samples} samples; {self.order.global_batch} per optimizer step, {self.order.steps_per_epoch} steps per epoch"
         )
 
     @property
@@ -90,16 +95,28 @@ class TrainingData:
             title=title,
         )
 
+    def _mix(self, seed: int) -> Mixture | None:
+        """The mixture that the config's weights define; leaves ``samples`` with the rows that the run draws."""
+        weights = dataset_weights(self._cfg.dataset)
+        if weights is None:
+            return None
+        rows = [len(data) for data, _ in self.samples.parts]
+        mixture = Mixture.from_weights(rows, weights, shuffle=self._cfg.shuffle, seed=seed)
+        self.samples.rows, self.samples.draws = mixture.drawn_rows(self._cfg.epochs), mixture.draws_per_row()
+        logger.info(f"dataset: {mixture.describe([source for _, source in self.samples.parts])}")
+        return mixture
+
     def _num_workers(self, samples: Samples) -> int:
         # torchtune builds the block mask of packed rows on the GPU while it collates, which a forked worker cannot.
         return 0 if samples.packed and torch.cuda.is_available() else self._cfg.num_workers
 
     def _check_sizes(self) -> None:
         cfg = self._cfg
-        if self.order.global_batch > len(self.samples):
+        if self.order.global_batch > self.order.num_samples:
+            epoch = "the dataset" if self.mixture is None else "an epoch"
             raise UserError(
                 f"the global batch of {self.order.global_batch} (batch_size {cfg.batch_size} x gradient_accumulation_steps "
-                f"{cfg.gradient_accumulation_steps} x {self._parallel.data_parallel_size} ranks) is larger than the dataset of {len(self.samples)} "
+                f"{cfg.gradient_accumulation_steps} x {self._parallel.data_parallel_size} ranks) is larger than {epoch} of {self.order.num_samples} "
                 "samples; lower batch_size or gradient_accumulation_steps"
             )
         packed = self.samples.packed or (self.validation is not None and self.validation.packed)

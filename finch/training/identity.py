@@ -14,7 +14,7 @@ from finch.training.config_checks import is_objective
 
 def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any]:
     """Config keys and properties of the data, with their values as plain JSON; saved in every checkpoint."""
-    stats = data.stats
+    stats, mixture = data.stats, data.mixture
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),
         "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,
@@ -24,8 +24,11 @@ def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any
         "number of samples": len(data.samples),
         "loss": OmegaConf.to_container(cfg.loss, resolve=True) if is_objective(cfg) else "cross-entropy",
         "regularizer": None if cfg.regularizer is None else OmegaConf.to_container(cfg.regularizer, resolve=True),
-        "number of target tokens": stats.num_targets if stats is not None else None,
-        "digest of the tokenized rows": f"{stats.digest:016x}" if stats is not None else None,
+        # Of a mixture, a run of more epochs reads more rows.
+        "number of target tokens": stats.num_targets if stats is not None and mixture is None else None,
+        "digest of the tokenized rows": f"{stats.first_epoch_digest:016x}" if stats is not None else None,
+        "rows of the mixed datasets": None if mixture is None else list(mixture.rows),
+        "draws per epoch of the mixed datasets": None if mixture is None else list(mixture.draws),
         "seed": seed,
         "shuffle": cfg.shuffle,
         "global batch": data.order.global_batch,

@@ -10,8 +10,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from finch import files
-from finch.data.loader import EvalLoader
+from finch.data.loader import Batch, EvalLoader
 from finch.data.order import EMPTY
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
@@ -37,14 +37,18 @@ class ReferenceLosses:
     """The pretrained model's losses on the training rows.
 
     Attributes:
-        losses: [target tokens] fp32 (fp64 for an fp64 model), nats, row after row in the dataset's order.
+        losses: [target tokens] fp32 (fp64 for an fp64 model), nats, row after row in the dataset's order. Rows that a mixture
+            never draws have none.
         ends: [rows] int64, where each row's losses end.
-        sequence_losses: [sequences with targets] fp32, nats, each one's mean; packed rows hold several sequences.
+        sequence_losses: [sequences with targets] fp32, nats, each one's mean; packed rows hold several sequences. In a mixture
+            each as often as the first epoch draws it.
+        draws: [rows] int64, how often a mixture's first epoch draws each row; None: there is no mixture.
     """
 
     losses: torch.Tensor
     ends: torch.Tensor
     sequence_losses: torch.Tensor
+    draws: torch.Tensor | None = None
 
     def row(self, index: int) -> torch.Tensor:
         """[targets] the losses of one row; none for the empty row."""
@@ -54,11 +58,19 @@ class ReferenceLosses:
 
     @property
     def mean(self) -> float:
-        """Mean over all target tokens in nats; the same bits on any number of ranks that compute the same losses."""
-        return float(self.losses.sum(dtype=torch.float64) / self.losses.numel())
+        """Mean over the target tokens of an epoch in nats; the same bits on any number of ranks that compute the same losses.
+
+        In a mixture it is the first epoch's, so that each row counts as often as it is drawn.
+        """
+        if self.draws is None:
+            return float(self.losses.sum(dtype=torch.float64) / self.losses.numel())
+        weights = self.draws.repeat_interleave(self.ends.diff(prepend=self.ends.new_zeros(1)))
+        return float((self.losses.double() * weights).sum() / weights.sum())
 
     def save(self, file: Path, fingerprint: str) -> None:
         tensors = {"losses": self.losses, "ends": self.ends, "sequence_losses": self.sequence_losses}
+        if self.draws is not None:
+            tensors["draws"] = self.draws
         with files.atomic_file(file) as partial:
             save_file(tensors, partial, metadata={"fingerprint": fingerprint})
 
@@ -69,7 +81,7 @@ def load_reference_losses(file: Path, fingerprint: str) -> ReferenceLosses | Non
         with safe_open(file, framework="pt") as content:
             if (content.metadata() or {}).get("fingerprint") != fingerprint:
                 return None
-            return ReferenceLosses(*(content.get_tensor(name) for name in ("losses", "ends", "sequence_losses")))
+            return ReferenceLosses(**{name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118
     except Exception:  # safetensors has no class of its own for a truncated file; the losses are then computed again
         return None
 
@@ -128,7 +140,7 @@ class ReferenceLossCache:
                 f"checkpointer.checkpoint_dir={self._model_folder}, and dtype"
             )
         logger.info(
-            f"pretrained model's mean loss over {len(loader.samples)} training samples: {reference.mean:.4f} nats "
+            f"pretrained model's mean loss over {loader.order.num_samples} training samples: {reference.mean:.4f} nats "
             f"({time.perf_counter() - start:.1f} s)"
         )
         if loader.parallel.is_rank_zero:
@@ -137,24 +149,35 @@ class ReferenceLossCache:
 
 
 def compute_reference_losses(model: nn.Module, loader: EvalLoader) -> ReferenceLosses:
-    """One pass over the training rows in evaluation mode; a collective. Every rank gets all losses.
+    """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all losses.
 
     Raises:
         UserError: no row has a target token.
     """
     indices: list[int] = []
     num_targets, losses, sequence_losses = [], [], []
+    draws = loader.samples.draws
     for rows, batch, token_loss in iter_token_losses(model, loader):
         token_loss = token_loss.cpu()
         indices += rows
         num_targets.append((batch["labels"] != IGNORE_INDEX).sum(1))
         losses.append(token_loss.flatten()[batch["targets"]])
-        sequence_losses.append(Objective().sequence_losses(token_loss, batch))
+        if draws is None:
+            sequence_losses.append(Objective().sequence_losses(token_loss, batch))
+        else:
+            sequence_losses += _repeated_sequence_losses(token_loss, batch, draws[torch.tensor(rows)].tolist())
     share = (torch.tensor(indices), torch.cat(num_targets), torch.cat(losses), torch.cat(sequence_losses))
-    reference = _merge(loader.parallel.gather(share), len(loader.samples))
-    if reference.losses.numel() == 0:
+    reference = replace(_merge(loader.parallel.gather(share), len(loader.samples)), draws=draws)
+    if reference.sequence_losses.numel() == 0:
         raise no_targets_error(loader.samples)
     return reference
+
+
+def _repeated_sequence_losses(token_loss: torch.Tensor, batch: Batch, repeats: list[int]) -> Iterator[torch.Tensor]:
+    """Row by row the sequence losses, ``repeats`` times each; an empty row has none."""
+    for index, count in enumerate(repeats):
+        row: Batch = {key: batch[key][[index]] for key in ("labels", "input_pos") if key in batch}
+        yield Objective().sequence_losses(token_loss[[index]], row).repeat(count)
 
 
 def _merge(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> ReferenceLosses:

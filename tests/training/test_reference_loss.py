@@ -11,8 +11,9 @@ from torchtune.data import padded_collate_sft
 from torchtune.models.llama2 import llama2
 
 from finch.data.dataset import load_dataset
-from finch.data.loader import EvalLoader, collator, loader
+from finch.data.loader import EvalLoader, collator, loader, model_inputs
 from finch.data.order import EMPTY, GlobalOrder
+from finch.data.training_data import TrainingData
 from finch.distributed import parallel
 from finch.errors import UserError
 from finch.training.chunked_loss import TokenLoss
@@ -142,3 +143,41 @@ def test_rows_without_targets_raise(config):
     config.tokenizer.max_seq_len = 2
     with pytest.raises(UserError, match=r"has a target token within tokenizer\.max_seq_len"):
         compute(config)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mixture_reads_the_rows_it_draws_and_weighs_them(packed, config, tmp_path):
+    """29 rows of a task and 60% of a file that is longer than its draws, or shorter: the first epoch's samples, evaluated one by one."""
+    config.batch_size = 1
+    rows = tmp_path / "others.jsonl"
+    write_rows(rows, 80)
+    task, others = dict(config.dataset), {**config.dataset, "data_files": str(rows)}
+    few = {**others, "split": "train[:9]"}
+    config.dataset = [{**task, "split": "train[:29]"}, {**others, "weight": 1.0}, few]
+    for entry, weight in zip(config.dataset, (1.0, 0.5, 1.0), strict=True):
+        entry.update(weight=weight, packed=packed)
+    config.update(collate_fn="torchtune.data.padded_collate_sft", gradient_accumulation_steps=1, epochs=3)
+    config.update(shuffle=True, drop_last=False, dataset_validation=None, check_dataset=True, num_workers=0)
+    alone = parallel.Parallel(torch.device("cpu"))
+    data = TrainingData(config, instantiate(config.tokenizer), alone, seed=5, needs_stats=True)
+    result = compute_reference_losses(small_model(), data.eval_loader(data.samples, ""))
+
+    first = data.order.permutation(0)
+    drawn = {index for epoch in range(3) for index in data.order.permutation(epoch)}
+    assert set(data.samples.rows) == drawn
+    assert packed or (len(set(first)) < len(drawn) < len(data.samples) == 118)
+    assert all((result.row(index).numel() > 0) == (index in drawn) for index in range(len(data.samples)))
+    losses = torch.cat([result.row(index) for index in first])
+    assert result.mean == pytest.approx(float(losses.double().mean()), rel=1e-6)
+    if not packed:
+        expected = torch.stack([result.row(index).mean() for index in first])
+        torch.testing.assert_close(result.sequence_losses.sort().values, expected.sort().values)
+    samples = loader(data.samples, data.order, data._collate[id(data.samples)], rank=0)
+    model = small_model().eval()
+    with torch.no_grad():
+        sums = [(float(model(**model_inputs(batch)).sum()), batch["targets"].numel()) for batch in samples]
+    assert result.mean == pytest.approx(sum(loss for loss, _ in sums) / sum(number for _, number in sums), rel=1e-6)
+    file = tmp_path / "kept"
+    result.save(file, "a")
+    kept = load_reference_losses(file, "a")
+    assert kept.mean == result.mean

@@ -1,0 +1,155 @@
+"""Mixtures: what an epoch draws, in which order, on any number of ranks, from the seed alone."""
+
+import itertools
+import time
+from collections import Counter
+
+import pytest
+from helpers.runs import make_config, write_rows
+from omegaconf import OmegaConf
+from torchtune.config import instantiate
+
+from finch.config.dataset_weights import dataset_weights
+from finch.data.dataset import load_dataset
+from finch.data.mixture import Mixture
+from finch.data.order import EMPTY, GlobalOrder
+from finch.data.stats import DatasetStats, collect_stats
+from finch.errors import UserError
+
+ROWS = (60, 25, 7)
+WEIGHTS = (0.6, 0.1, 0.3)  # 60, 10 and 30 draws
+
+
+def mixture(**changes):
+    return Mixture.from_weights(ROWS, WEIGHTS, **{"seed": 3, **changes})
+
+
+def split(indices):
+    """An epoch's rows of each dataset, in the order in which they are consumed."""
+    ends = list(itertools.accumulate(ROWS))
+    starts = [end - rows for end, rows in zip(ends, ROWS, strict=True)]
+    return [[i - start for i in indices if start <= i < end] for start, end in zip(starts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_epoch_draws_exact_counts_and_each_first_row_once(shuffle):
+    mixed = mixture(shuffle=shuffle)
+    assert (mixed.draws, mixed.num_samples) == ((60, 10, 30), 100)
+    for epoch in range(4):
+        parts = split(mixed.indices(epoch))
+        assert [len(part) for part in parts] == [60, 10, 30]
+        assert sorted(parts[0]) == list(range(60))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_are_repeated_only_after_all_are_drawn(shuffle):
+    epochs = [split(mixture(shuffle=shuffle).indices(epoch)) for epoch in range(15)]
+    for dataset, rows in enumerate(ROWS):
+        drawn = [row for parts in epochs for row in parts[dataset]]
+        passes = [drawn[start : start + rows] for start in range(0, len(drawn), rows)]
+        assert len(passes) > 1
+        assert all(len(set(part)) == len(part) for part in passes)
+        is_new_order = len({tuple(part) for part in passes if len(part) == rows}) > 1
+        assert is_new_order == shuffle
+
+
+def test_epochs_and_seeds_have_other_orders():
+    orders = {tuple(mixture(seed=seed).indices(epoch)) for seed in range(4) for epoch in range(4)}
+    assert len(orders) == 16
+    assert mixture().indices(2) == mixture().indices(2)
+    kinds = {tuple(index < 60 for index in mixture(seed=seed).indices(0)) for seed in range(4)}
+    assert len(kinds) == 4
+
+
+def test_without_shuffle_draws_are_spread_evenly():
+    mixed = Mixture.from_weights((8, 100), (0.8, 0.2), shuffle=False)
+    assert mixed.indices(0) == [0, 1, 8, 2, 3, 4, 5, 9, 6, 7]
+    assert mixed.indices(1) == [0, 1, 10, 2, 3, 4, 5, 11, 6, 7]
+
+
+def test_shuffled_draws_are_not_in_blocks():
+    places = [place for place, index in enumerate(mixture().indices(0)) if index < 60]
+    assert places != sorted(range(100))[:60]
+    assert 40 < sum(places) / 60 < 60
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 9])
+def test_drawn_rows_are_those_of_the_epochs(epochs):
+    drawn = Counter(itertools.chain(*(mixture().indices(epoch) for epoch in range(epochs))))
+    assert mixture().drawn_rows(epochs) == sorted(drawn)
+    first = Counter(mixture().indices(0))
+    assert mixture().draws_per_row().tolist() == [first[index] for index in range(sum(ROWS))]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("consumed", [0, 36, 96])
+def test_steps_are_the_same_on_any_number_of_ranks(ranks, consumed):
+    """12 samples a step, of 100 an epoch: the last step has four."""
+
+    def steps(ranks):
+        order = GlobalOrder(100, 12 // ranks, ranks=ranks, indices=mixture().indices)
+        streams = [order.micro_batches(rank, 2, consumed) for rank in range(ranks)]
+        return [sorted(set(itertools.chain(*parts)) - {EMPTY}) for parts in zip(*streams, strict=True)]
+
+    def expected(start):
+        return sorted(mixture().indices(2)[start : start + 12])
+
+    alone = [sorted(batch) for batch in GlobalOrder(100, 12, indices=mixture().indices).micro_batches(0, 2, consumed)]
+    assert alone == [expected(start) for start in range(consumed, 100, 12)]
+    assert steps(ranks) == [sorted(set(batch)) for batch in alone]
+
+
+def test_a_million_rows_take_well_under_a_second():
+    mixed = Mixture.from_weights((1_000_000, 1_000_000), (0.95, 0.05))
+    start = time.perf_counter()
+    assert len(mixed.indices(1)) == 1_052_632
+    assert time.perf_counter() - start < 3  # 0.2 s on an idle machine
+
+
+def test_description_names_rows_share_draws_and_repetitions():
+    assert mixture().describe(["a.jsonl", "b.jsonl", "c"]) == (
+        "an epoch draws 100 samples: 60 (60.00%) from the 60 rows of a.jsonl, each 1 times; 10 (10.00%) from the 25 rows of b.jsonl, "
+        "each 0.4 times; 30 (30.00%) from the 7 rows of c, each 4.29 times"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "message"),
+    [
+        (
+            (5, 50),
+            (1, 0.09),
+            r"dataset\[1\]\.weight=0\.09: an epoch of 5 samples would draw none of its rows; .* 0\.2 or",
+        ),
+        (
+            (5000, 50),
+            (1e-9, 1),
+            r"dataset\[0\]\.weight=1e-09: an epoch would have 5e\+12 samples.*put another entry first",
+        ),
+    ],
+)
+def test_weights_that_draw_nothing_or_too_much_are_refused(rows, weights, message):
+    with pytest.raises(UserError, match=message):
+        Mixture.from_weights(rows, weights)
+
+
+def test_stats_read_the_drawn_rows_and_the_digest_covers_the_draws(base_folder, rows_file, tmp_path):
+    others = tmp_path / "others.jsonl"
+    write_rows(others, 60)
+
+    def read(weight, epochs, ranks=1):
+        cfg = OmegaConf.create(make_config(base_folder, rows_file, tmp_path / "run"))
+        general = {**cfg.dataset, "data_files": str(others)}
+        cfg.dataset = [{**cfg.dataset, "weight": 1}, {**general, "weight": weight}]
+        samples = load_dataset(cfg, "dataset", instantiate(cfg.tokenizer))
+        mixed = Mixture.from_weights([len(data) for data, _ in samples.parts], dataset_weights(cfg.dataset))
+        samples.rows, samples.draws = mixed.drawn_rows(epochs), mixed.draws_per_row()
+        assert [source for _, source in samples.parts] == [str(rows_file), str(others)]
+        return sum((collect_stats(samples, rank, ranks) for rank in range(ranks)), DatasetStats())
+
+    one, three = read(0.25, 1), read(0.25, 3)
+    assert read(0.25, 3, ranks=2) == three
+    assert one.digest == one.first_epoch_digest == three.first_epoch_digest != three.digest
+    assert one.num_targets < three.num_targets < read(0.25, 6).num_targets == read(0.25, 9).num_targets
+    assert read(0.3, 1).digest != one.digest
+    assert read(4, 1).digest != read(6, 1).digest  # the same rows, more often
