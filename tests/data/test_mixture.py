@@ -103,7 +103,7 @@ def test_a_million_rows_take_well_under_a_second():
     mixed = Mixture.from_weights((1_000_000, 1_000_000), (0.95, 0.05))
     start = time.perf_counter()
     assert len(mixed.indices(1)) == 1_052_632
-    assert time.perf_counter() - start < 3  # 0.2 s on an idle machine
+    assert time.perf_counter() - start < 3  # 0.5 s on a busy machine
 
 
 def test_description_names_rows_share_draws_and_repetitions():
