@@ -1,5 +1,6 @@
-"""The public path of :class:`finch.objectives.regularization.L2`, which configs and saved runs name."""
+"""The public paths of :class:`finch.objectives.regularization.L2` and :class:`finch.objectives.kl.KL`, which configs and saved runs name."""
 
+from finch.objectives.kl import KL
 from finch.objectives.regularization import L2
 
-__all__ = ["L2"]
+__all__ = ["KL", "L2"]

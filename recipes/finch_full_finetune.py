@@ -28,7 +28,7 @@ from finch.config.instantiate import build
 from finch.config.parser import parse
 from finch.config.resolved import redacted, resolved_config
 from finch.config.schema import FULL_FINETUNE
-from finch.data.loader import Batch, model_inputs, to_device
+from finch.data.loader import Batch, to_device
 from finch.data.training_data import TrainingData
 from finch.distributed import grad_clipping, parallel, watchdog
 from finch.distributed.precision import check_hardware, precision_of
@@ -36,15 +36,15 @@ from finch.distributed.signals import SignalDecision, Signals
 from finch.errors import UserError, exit_without_teardown
 from finch.log import logger
 from finch.metrics import MetricsLog
-from finch.objectives import EAFT
 from finch.training import config_checks
 from finch.training.dataset_loss import dataset_loss
 from finch.training.export import export
 from finch.training.identity import identity_of
+from finch.training.kl_penalty import KLPenalty
 from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, uses_dataset_init
 from finch.training.model import build_decoder, load_pretrained, parallelize
 from finch.training.nonfinite_guard import NonfiniteGuard
-from finch.training.objective import build_objective, prepare_objective
+from finch.training.objective import build_objective, prepare_objective, token_losses
 from finch.training.optimizer import build_optimizers
 from finch.training.reference_loss import ReferenceLossCache, ReferenceLosses, fingerprint_of
 from finch.training.resume import resume_point
@@ -129,6 +129,7 @@ class FinchFullFinetune(FTRecipeInterface):
         tokenizer = build(cfg.tokenizer, "tokenizer")
         self._objective, self._num_chunks = build_objective(cfg)
         self._median = StepMedian(self._objective, self._parallel, cfg.gradient_accumulation_steps)
+        self._kl_penalty = KLPenalty(cfg, self._decoder, self._parallel)
         self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         # Reference losses are cached under the digest of the rows.
         needs_stats = "pretrained_token_loss" in self._objective.needs or uses_dataset_init(cfg)
@@ -164,7 +165,13 @@ class FinchFullFinetune(FTRecipeInterface):
     def _setup_model(self, cfg: DictConfig) -> ReferenceLosses | None:
         """The model in memory, with the pretrained weights where a run needs them; returns their losses on the rows."""
         self._model = parallelize(
-            self._decoder, cfg, self._parallel, self._precision, num_chunks=self._num_chunks, plan=self._tensor_plan
+            self._decoder,
+            cfg,
+            self._parallel,
+            self._precision,
+            num_chunks=self._num_chunks,
+            plan=self._tensor_plan,
+            has_reference=self._kl_penalty.has_reference,
         )
         is_new = self._resume is None
         cache = reference = None
@@ -175,8 +182,10 @@ class FinchFullFinetune(FTRecipeInterface):
             cache = ReferenceLossCache(self._run / run_files.REFERENCE_LOSSES, fingerprint, self._base.folder)
             reference = cache.load(self._parallel)
         needs_losses = cache is not None and reference is None
-        if is_new or needs_losses or not self.saves_all_weights or self._regularizer is not None:
+        has_penalty = self._regularizer is not None or self._kl_penalty.needs_pretrained
+        if is_new or needs_losses or not self.saves_all_weights or has_penalty:
             self._load_base()
+        self._kl_penalty.log_reference(self._model)
         if cache is not None and reference is None:
             title = "pretrained model's loss over the training rows"
             reference = cache.compute(self._model, self._data.eval_loader(self._data.samples, title))
@@ -270,6 +279,7 @@ class FinchFullFinetune(FTRecipeInterface):
         targets, denominator = self._parallel.all_reduce_sum_(counts.to(self._device, non_blocking=True)).unbind()
         scale = self._parallel.data_parallel_size / denominator.clamp(min=1)  # undoes FSDP2's mean over ranks
         batches = [to_device(batch, self._device) for batch in batches]
+        self._kl_penalty.start_step(targets)
         self._median.before_step(batches, self._token_losses)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         loss = None
@@ -278,6 +288,7 @@ class FinchFullFinetune(FTRecipeInterface):
             token_loss = self._token_losses(batch)  # [batch, seq] in nats
             self._median.observe(token_loss.detach(), batch)
             weight = self._objective.weights(token_loss.detach(), batch)
+            penalty = self._kl_penalty.term(batch)
             loss_sum += token_loss.detach().sum(dtype=torch.float64)
             if (
                 self._cfg.optimizer_in_bwd
@@ -285,7 +296,7 @@ class FinchFullFinetune(FTRecipeInterface):
                 loss = self._mean_loss(loss_sum, targets)
                 if not self._schedule.step(loss, denominator):
                     break
-            ((weight * token_loss).sum() * scale).backward()
+            ((weight * token_loss).sum() * scale + penalty).backward()
         if loss is None:
             loss = self._mean_loss(loss_sum, targets)
             if self._regularizer is not None:
@@ -296,15 +307,12 @@ class FinchFullFinetune(FTRecipeInterface):
                 self._optimizers[0].step()
         self._median.after_step()
         self.state.step += 1
-        self._log_step(loss, targets, norms)
+        self._log_step(loss, targets, {**norms, **self._kl_penalty.metrics()})
         self._model.zero_grad(set_to_none=True)
 
     def _token_losses(self, batch: Batch) -> torch.Tensor:
-        """[batch, seq] in nats; the logits that an objective asks for are added to the batch."""
-        if "top_logits" not in self._objective.needs:
-            return self._model(**model_inputs(batch))
-        losses, batch["top_logits"] = self._model(**model_inputs(batch), num_top_logits=EAFT.num_logits)
-        return losses
+        """[batch, seq] in nats; what objective and penalty need beside is added to the batch."""
+        return token_losses(self._model, batch, self._objective, self._kl_penalty)
 
     def _mean_loss(self, loss_sum: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The step's cross-entropy in nats a target token, whatever the objective; a collective."""

@@ -1,7 +1,7 @@
 """The methods by name: ``method=talr``, in a config file or on the command line, makes any config train with TALR.
 
-A method sets the blocks ``lr_scheduler``, ``loss`` and ``regularizer``, SFT's (cosine, plain cross-entropy, no regularizer)
-where it has none of its own. Names joined by ``+`` combine: ``method=finch+talr`` is FINCH's schedule with TALR's token weights.
+A method sets the blocks ``lr_scheduler``, ``loss``, ``regularizer`` and ``kl_penalty``, SFT's (cosine, plain cross-entropy, none,
+none) where it has none of its own. Names joined by ``+`` combine: ``method=finch+talr`` is FINCH's schedule with TALR's token weights.
 A method overrides the config file, and the rest of the command line overrides the method:
 
     file  <  method  <  key=value
@@ -40,7 +40,11 @@ SFT: Blocks = {
     "lr_scheduler": {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.05},
     "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
     "regularizer": None,
+    "kl_penalty": None,
 }
+
+KL_PENALTY: Blocks = {"kl_penalty": {"_component_": "finch.regularization.KL", "strength": 0.1, "reference": "online"}}
+"""Strength of ASFT's authors, for both methods that have it."""
 
 LORA = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
@@ -161,6 +165,14 @@ METHODS: dict[str, Method] = {
     "l2": Method(
         "sft with an L2 penalty on the distance from the pretrained weights",
         {"regularizer": {"_component_": "finch.regularization.L2", "strength": 1.0e-3}},
+    ),
+    "kl": Method(
+        "sft with a penalty of 0.1 x the token KL from the pretrained model; a rival, no baseline of the paper",
+        KL_PENALTY,
+    ),
+    "asft": Method(
+        "anchored SFT: dft with kl's penalty; a rival, no baseline of the paper",
+        {"loss": {"_component_": "finch.objectives.DFT"}, **KL_PENALTY},
     ),
     "lora": Method(
         "sft of low-rank adapters on all linear layers, rank 64, optimizer.lr=2e-4 unless it is given; with tune run finch_lora_finetune",

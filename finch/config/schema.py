@@ -146,6 +146,11 @@ OPTIMIZATION: dict[str, Option] = {
     "regularizer": Option(
         Component | None, None, "adds a gradient toward the pretrained weights: finch.regularization.L2; null: none"
     ),
+    "kl_penalty": Option(
+        Component | None,
+        None,
+        "adds the KL divergence from the pretrained model's next-token distribution to the objective: finch.regularization.KL; null: none",
+    ),
     "clip_grad_norm": Option(
         float | str | None, None, "largest gradient norm; null does not clip; the paper clips to 1.0", above=0
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,31 +12,40 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import disable_adapter
 
 from finch.objectives import IGNORE_INDEX
+from finch.objectives.kl import coarse_token_kl, token_kl, top_log_probs
 
 
 class TokenLoss(nn.Module):
     """A torchtune decoder that returns token losses instead of logits; the root module that FSDP2 wraps.
 
     Output layer and cross-entropy are part of its forward, so that FSDP2 gathers a head tied to the embedding while it is
-    used, and so that chunking stays invisible to objectives.
+    used, and so that chunking stays invisible to objectives. The pretrained model is in the same root for the same reason: the
+    KL divergence needs both heads, chunk by chunk.
 
     Args:
         decoder: a :class:`torchtune.modules.TransformerDecoder`.
         num_chunks: in how many chunks logits are computed. 1 keeps them for the backward; more keep none and recompute each
             chunk there, for one more product with the output layer.
+        reference: the pretrained model, frozen, which runs only for the KL divergence; None: ``decoder`` without its adapters.
     """
 
     decoder: TransformerDecoder
+    reference: TransformerDecoder | None
 
-    def __init__(self, decoder: TransformerDecoder, num_chunks: int = 1) -> None:
+    def __init__(
+        self, decoder: TransformerDecoder, num_chunks: int = 1, reference: TransformerDecoder | None = None
+    ) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.decoder, self.reference = decoder, reference
         self.num_chunks = num_chunks
         self.offloading: AbstractContextManager[Any] = nullcontext()
-        # The decoder's forward ends in `unembed` (final norm and output layer). It moves here, next to the loss.
-        decoder.unembed = _identity
+        # A decoder's forward ends in `unembed` (final norm and output layer). It moves here, next to the loss.
+        for each in (decoder, reference):
+            if each is not None:
+                each.unembed = _identity
         self.cross_entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy
 
     def forward(
@@ -45,8 +55,12 @@ class TokenLoss(nn.Module):
         targets: torch.Tensor | None = None,
         *,
         num_top_logits: int = 0,
+        num_top_log_probs: int = 0,
+        has_kl: bool = False,
+        reference_log_probs: torch.Tensor | None = None,
+        reference_tokens: torch.Tensor | None = None,
         **inputs: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """
         Args:
             tokens: [batch, seq] int64.
@@ -56,46 +70,94 @@ class TokenLoss(nn.Module):
                 there alone: prompts and padding cost neither time nor memory in the output layer. The collator counts them on
                 the host, since doing it on a GPU would need a synchronisation.
             num_top_logits: how many of each token's largest logits to return as well.
+            num_top_log_probs: of how many of each token's most likely tokens to return the log-probabilities, see
+                :func:`finch.objectives.kl.top_log_probs`.
+            has_kl: whether to return the KL divergence from the pretrained model as well.
+            reference_log_probs, reference_tokens: [number of targets, top_k + 1] and [number of targets, top_k], the pretrained
+                model's distributions, see :func:`finch.objectives.kl.top_log_probs`. Without them it runs here.
             inputs: the decoder's other arguments (``mask``, ``input_pos``).
 
         Returns:
-            [batch, seq] cross-entropy in nats, fp32 (fp64 for an fp64 model), 0 where the label is ignored; with
-            ``num_top_logits`` also [batch, seq, num_top_logits], detached, 0 there.
+            [batch, seq] cross-entropy in nats, fp32 (fp64 for an fp64 model), 0 where the label is ignored. With one of the options
+            a dictionary of it, ``loss``, and of ``top_logits`` [batch, seq, num_top_logits], ``top_log_probs`` and ``top_tokens``,
+            all detached, and ``kl`` [batch, seq] in nats with its graph; 0 where the label is ignored.
         """
+        reference: list[torch.Tensor] = []
+        if has_kl and reference_log_probs is not None and reference_tokens is not None:
+            reference = [reference_log_probs, reference_tokens]
+        elif has_kl:  # before the decoder: FSDP2 prefetches in the backward what came last in the forward
+            reference = [self._reference_hidden(tokens, targets, inputs)]
         with self.offloading:  # the layers' activations alone: logits would be too large to move
             hidden = self.decoder(tokens, **inputs)
-        hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
-        if targets is not None:
-            hidden, flat_labels = hidden.index_select(0, targets), flat_labels.index_select(0, targets)
+        hidden, flat_labels = _at_targets(hidden.flatten(0, 1), targets), _at_targets(labels.flatten(), targets)
         hidden = self.decoder.norm(hidden)
-        chunks = zip(hidden.chunk(self.num_chunks), flat_labels.chunk(self.num_chunks), strict=True)
+        chunked = (each.chunk(self.num_chunks) for each in (hidden, flat_labels, *reference))
+        chunk_outputs = functools.partial(
+            self._chunk_outputs, num_top_logits=num_top_logits, num_top_log_probs=num_top_log_probs
+        )
         # With several chunks the backward recomputes the logits: nothing of [tokens, vocab] outlives the forward.
         recompute = self.num_chunks > 1 and torch.is_grad_enabled()
         outputs = [
-            checkpoint(self._chunk_losses, *chunk, num_top_logits, use_reentrant=False)
-            if recompute
-            else self._chunk_losses(*chunk, num_top_logits)
-            for chunk in chunks
+            checkpoint(chunk_outputs, *chunk, use_reentrant=False) if recompute else chunk_outputs(*chunk)
+            for chunk in zip(*chunked, strict=True)
         ]
-        losses = _scatter(torch.cat([losses for losses, _ in outputs]), targets, labels)
-        if not num_top_logits:
-            return losses
-        return losses, _scatter(torch.cat([top for _, top in outputs]), targets, labels)
+        found = {
+            name: _scatter(torch.cat([output[name] for output in outputs]), targets, labels) for name in outputs[0]
+        }
+        return found["loss"] if len(found) == 1 else found
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The decoder's parameters that require gradients, by name."""
         return {name: weight for name, weight in self.decoder.named_parameters() if weight.requires_grad}
 
-    def _chunk_losses(
-        self, hidden: torch.Tensor, labels: torch.Tensor, num_top_logits: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``hidden``: [tokens, embed]; ``labels``: [tokens]. Returns [tokens] and [tokens, num_top_logits]."""
+    def _chunk_outputs(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        *reference: torch.Tensor,
+        num_top_logits: int,
+        num_top_log_probs: int,
+    ) -> dict[str, torch.Tensor]:
+        """``hidden``: [tokens, embed]; ``labels``: [tokens]; ``reference``: the pretrained model's hidden states [tokens, embed], or its
+        top log-probabilities and their tokens. Returns what ``forward`` does, [tokens, ...]."""
         logits = self.decoder.output(hidden)
-        num_top_logits = min(
-            num_top_logits, logits.shape[-1]
-        )  # the objective raises for a vocabulary that is too small
-        top = logits.detach().topk(num_top_logits).values if num_top_logits else logits.new_empty(len(labels), 0)
-        return self.cross_entropy(logits, labels), top
+        outputs = {"loss": self.cross_entropy(logits, labels)}
+        if num_top_logits:  # the objective raises for a vocabulary that is too small
+            outputs["top_logits"] = logits.detach().topk(min(num_top_logits, logits.shape[-1])).values
+        if num_top_log_probs:
+            outputs["top_log_probs"], outputs["top_tokens"] = top_log_probs(logits, num_top_log_probs)
+        if len(reference) == 1:
+            outputs["kl"] = token_kl(logits, self._reference_logits(*reference))
+        elif reference:
+            outputs["kl"] = coarse_token_kl(logits, *reference)
+        return outputs
+
+    @torch.no_grad()
+    def _reference_hidden(
+        self, tokens: torch.Tensor, targets: torch.Tensor | None, inputs: dict[str, Any]
+    ) -> torch.Tensor:
+        """[targets, embed] the pretrained model's hidden states after the final norm, in evaluation mode."""
+        reference = self.decoder if self.reference is None else self.reference
+        was_training = reference.training
+        reference.eval()
+        with disable_adapter(reference):
+            hidden = reference(tokens, **inputs)
+        reference.train(was_training)
+        normed: torch.Tensor = reference.norm(_at_targets(hidden.flatten(0, 1), targets))
+        return normed
+
+    @torch.no_grad()
+    def _reference_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, vocab] from [tokens, embed]."""
+        output = (self.decoder if self.reference is None else self.reference).output
+        is_module = isinstance(output, nn.Module)  # a tied output layer is none, and has no adapter
+        with disable_adapter(output) if is_module else nullcontext():
+            logits: torch.Tensor = output(hidden)
+        return logits
+
+
+def _at_targets(values: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+    return values if targets is None else values.index_select(0, targets)
 
 
 def _scatter(values: torch.Tensor, targets: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,10 @@ from finch.distributed.parallel import launched_ranks
 from finch.distributed.precision import precision_of
 from finch.errors import UserError
 from finch.objectives import Objective
+from finch.objectives.kl import KL
 from finch.optim.stochastic_rounding import stochastic_optimizer
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
+from finch.training.kl_penalty import build_kl
 from finch.training.lr_scheduler import loss_schedule
 
 _DEFAULT_LOSS_ARGUMENTS = (
@@ -106,8 +108,11 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
     if cfg.ac_mode == "selective" and cfg.ac_option is None:
         raise UserError("ac_mode=selective needs ac_option; set it to op, or to n for every n-th layer")
     _check_loss(cfg)
-    if cfg.regularizer is not None:
-        build(cfg.regularizer, "regularizer")
+    build_kl(cfg)
+    if cfg.regularizer is not None and isinstance(build(cfg.regularizer, "regularizer"), KL):
+        raise UserError(
+            "regularizer._component_=finch.regularization.KL has a block of its own: name it under kl_penalty"
+        )
     if cfg.regularizer is not None and cfg.optimizer_in_bwd:
         raise UserError(
             f"optimizer_in_bwd=True excludes regularizer={component_of(cfg.regularizer)}, whose gradient is added after the backward; set "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import time
 from collections.abc import Iterable
@@ -74,6 +76,7 @@ def parallelize(
     *,
     num_chunks: int,
     plan: Plan | None,
+    has_reference: bool = False,
 ) -> TokenLoss:
     """Applies tensor parallelism, compile, activation checkpointing and FSDP2, in this order, and allocates memory.
 
@@ -82,12 +85,17 @@ def parallelize(
     Args:
         num_chunks: in how many chunks logits are computed.
         plan: of tensor parallelism.
+        has_reference: whether to add a second, frozen copy of the decoder, sharded in the same way.
     """
-    model = TokenLoss(decoder, num_chunks)
-    if parallel.tensor_mesh is not None and plan is not None:
-        apply_plan(decoder, plan, parallel.tensor_mesh)  # before layers are wrapped: a plan matches module names
+    reference = copy.deepcopy(decoder).requires_grad_(False) if has_reference else None
+    model = TokenLoss(decoder, num_chunks, reference)
+    decoders = [decoder] if reference is None else [decoder, reference]
+    for each in decoders:
+        if parallel.tensor_mesh is not None and plan is not None:
+            apply_plan(each, plan, parallel.tensor_mesh)  # before layers are wrapped: a plan matches module names
+        if cfg.compile:
+            training.compile_model(each, verbose=parallel.is_rank_zero)
     if cfg.compile:
-        training.compile_model(decoder, verbose=parallel.is_rank_zero)
         backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
         model.cross_entropy = torch.compile(model.cross_entropy, backend=backend)
     if cfg.ac_mode is not None:
@@ -96,10 +104,10 @@ def parallelize(
         training.set_activation_checkpointing(decoder, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     # The output layer is used inside the root's forward, and so is an embedding tied to it: both stay in the root's group.
     in_root = {"output", "tok_embeddings"} if isinstance(decoder.output, modules.TiedLinear) else {"output"}
-    custom_layers = [decoder.get_submodule(name) for name in cfg.custom_sharded_layers or [] if name not in in_root]
+    custom_layers = [name for name in cfg.custom_sharded_layers or [] if name not in in_root]
     fsdp.shard_model(
         model,
-        [*decoder.layers, *custom_layers],
+        [layer for each in decoders for layer in (*each.layers, *map(each.get_submodule, custom_layers))],
         parallel,
         mixed_precision=precision.policy(),
         offload=cfg.fsdp_cpu_offload,
@@ -108,7 +116,7 @@ def parallelize(
     )
     model.to_empty(device="cpu" if cfg.fsdp_cpu_offload else parallel.device)
     with training.set_default_dtype(precision.weights), parallel.device:
-        for module in decoder.modules():
+        for module in itertools.chain(*(each.modules() for each in decoders)):
             if hasattr(module, "rope_init"):
                 module.rope_init()  # not in state dicts
     model.offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
@@ -116,12 +124,14 @@ def parallelize(
 
 
 def load_pretrained(model: TokenLoss, base: PretrainedFolder) -> None:
-    """Loads the pretrained weights, one tensor at a time; every rank reads them and keeps its shard."""
+    """Loads the pretrained weights, one tensor at a time; every rank reads them and keeps its shard, and that of the reference."""
     start = time.perf_counter()
-    parameters = model.decoder.state_dict(keep_vars=True)
+    decoders = [model.decoder] if model.reference is None else [model.decoder, model.reference]
+    parameters = [decoder.state_dict(keep_vars=True) for decoder in decoders]
     for name, tensor in base.weights():
-        if name in parameters:
-            load_full_tensor(parameters[name], tensor)
+        for each in parameters:
+            if name in each:
+                load_full_tensor(each[name], tensor)
     watchdog.heartbeat()
-    size = sum(parameter.numel() for parameter in model.parameters())
+    size = sum(parameter.numel() for parameter in model.decoder.parameters())
     logger.info(f"pretrained model of {size:,} parameters loaded in {time.perf_counter() - start:.1f} s")

@@ -23,6 +23,7 @@ COSINE = {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0
 CROSS_ENTROPY = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 FINCH = {"_component_": "finch.FinchLR", "eta_max": 5e-5, "ema": 0.9, "init": "dataset"}
 L2 = {"_component_": "finch.regularization.L2", "strength": 1e-3}
+KL = {"_component_": "finch.regularization.KL", "strength": 0.1, "reference": "online"}
 
 
 def objective(name):
@@ -42,26 +43,31 @@ def merged(*overrides, **changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "lr_scheduler", "loss", "regularizer"),
+    ("name", "lr_scheduler", "loss", "regularizer", "kl_penalty"),
     [
-        ("sft", COSINE, CROSS_ENTROPY, None),
-        ("finch", FINCH, CROSS_ENTROPY, None),
-        ("flow", COSINE, objective("FLOW"), None),
-        ("dft", COSINE, objective("DFT"), None),
-        ("talr", COSINE, objective("TALR"), None),
-        ("stm", COSINE, objective("STM"), None),
-        ("eaft", COSINE, objective("EAFT"), None),
-        ("l2", COSINE, CROSS_ENTROPY, L2),
-        ("wise_ft", COSINE, CROSS_ENTROPY, None),
-        ("finch+talr", FINCH, objective("TALR"), None),
-        ("finch+l2", FINCH, CROSS_ENTROPY, L2),
-        ("stm+finch+l2", FINCH, objective("STM"), L2),
+        ("sft", COSINE, CROSS_ENTROPY, None, None),
+        ("finch", FINCH, CROSS_ENTROPY, None, None),
+        ("flow", COSINE, objective("FLOW"), None, None),
+        ("dft", COSINE, objective("DFT"), None, None),
+        ("talr", COSINE, objective("TALR"), None, None),
+        ("stm", COSINE, objective("STM"), None, None),
+        ("eaft", COSINE, objective("EAFT"), None, None),
+        ("l2", COSINE, CROSS_ENTROPY, L2, None),
+        ("kl", COSINE, CROSS_ENTROPY, None, KL),
+        ("asft", COSINE, objective("DFT"), None, KL),
+        ("wise_ft", COSINE, CROSS_ENTROPY, None, None),
+        ("finch+talr", FINCH, objective("TALR"), None, None),
+        ("finch+l2", FINCH, CROSS_ENTROPY, L2, None),
+        ("stm+finch+l2", FINCH, objective("STM"), L2, None),
+        ("finch+kl", FINCH, CROSS_ENTROPY, None, KL),
+        ("finch+asft", FINCH, objective("DFT"), None, KL),
+        ("l2+asft", COSINE, objective("DFT"), L2, KL),
     ],
 )
-def test_method_sets_three_blocks_and_nothing_else(name, lr_scheduler, loss, regularizer):
+def test_method_sets_four_blocks_and_nothing_else(name, lr_scheduler, loss, regularizer, kl_penalty):
     other = {"lr_scheduler": {"_component_": "x.Y", "z": 1}, "loss": {"_component_": "x.L"}}
-    before = {**MINIMAL, **other, "regularizer": {"_component_": "x.R"}}
-    blocks = {"lr_scheduler": lr_scheduler, "loss": loss, "regularizer": regularizer}
+    before = {**MINIMAL, **other, "regularizer": {"_component_": "x.R"}, "kl_penalty": {"_component_": "x.K"}}
+    blocks = {"lr_scheduler": lr_scheduler, "loss": loss, "regularizer": regularizer, "kl_penalty": kl_penalty}
     assert merged(f"method={name}", **before) == {**before, **blocks}
     assert merged(method=name) == {**MINIMAL, **blocks}  # from the file
 

@@ -20,6 +20,13 @@ OBJECTIVES = {
     "stm few": {"loss._component_": "finch.objectives.STM", "loss.threshold": "12.0"},  # most micro-batches keep none
     "eaft": {"loss._component_": "finch.objectives.EAFT"},
     "l2": {"regularizer._component_": "finch.regularization.L2", "regularizer.strength": "0.1"},
+    "kl": {"kl_penalty._component_": "finch.regularization.KL", "kl_penalty.strength": "0.5"},
+    "asft": {"kl_penalty._component_": "finch.regularization.KL", "loss._component_": "finch.objectives.DFT"},
+    "stm few kl": {
+        "kl_penalty._component_": "finch.regularization.KL",
+        "loss._component_": "finch.objectives.STM",
+        "loss.threshold": "12.0",
+    },
 }
 
 
@@ -77,7 +84,7 @@ def test_objective_equals_one_process_on_every_layout(ranks, config, alone, tmp_
     on_ranks(ranks, code, tmp_path, timeout=90)
     for name, one in alone.items():
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for column in ("loss", "ema_loss", "lr", "grad_norm"):
+        for column in ("loss", "ema_loss", "lr", "grad_norm", *(["kl"] if "kl" in lines[0] else [])):
             assert [line[column] for line in lines] == pytest.approx(one.column(column), rel=1e-12), (name, column)
         assert relative_l2(weights(tmp_path / name / "epoch_0"), weights(one.folder / "epoch_0")) < 1e-12, name
 
@@ -95,7 +102,7 @@ def test_objectives_differ_and_finch_uses_raw_loss(alone, config, tmp_path):
         assert all(tau > 0 for tau in alone[name].column("tau"))
 
 
-@pytest.mark.parametrize("name", ["flow", "stm", "talr lagged", "l2"])
+@pytest.mark.parametrize("name", ["flow", "stm", "talr lagged", "l2", "asft"])
 def test_objective_resumes_bitwise(name, config, alone, tmp_path):
     """The pass is not made again with tuned weights, the median and theta0 are those of the straight run."""
     straight = run_here(

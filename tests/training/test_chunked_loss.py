@@ -1,12 +1,15 @@
 """The decoder with its loss inside, against torchtune's logits and torch's cross-entropy."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.runs import llama_args
-from torchtune.models.llama2 import llama2
+from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.models.llama3_2 import llama3_2
 
+from finch.objectives import DFT, CrossEntropy
 from finch.training.chunked_loss import TokenLoss
 
 
@@ -85,8 +88,130 @@ def test_token_loss_returns_top_logits(num_chunks):
     labels[0, :4] = -100
     expected = decoder(tokens).topk(20).values.detach()
     targets = (labels.flatten() != -100).nonzero().squeeze(1)
-    losses, top = TokenLoss(decoder, num_chunks)(tokens, labels, targets, num_top_logits=20)
+    outputs = TokenLoss(decoder, num_chunks)(tokens, labels, targets, num_top_logits=20)
+    losses, top = outputs["loss"], outputs["top_logits"]
     assert losses.requires_grad
     assert not top.requires_grad
     torch.testing.assert_close(top[labels != -100], expected[labels != -100], rtol=0, atol=1e-5)
     assert (top[labels == -100] == 0).all()
+
+
+def two_decoders(make=llama2, **size):
+    """A pretrained model and one that has been tuned, in float64."""
+    torch.manual_seed(0)
+    pretrained, decoder = (make(**llama_args(), **size).double() for _ in range(2))
+    decoder.load_state_dict(pretrained.state_dict())
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return pretrained, decoder
+
+
+def logits_of(decoder, tokens):
+    """In the model's dtype; torchtune's decoders return fp32."""
+    decoder.unembed = lambda hidden: decoder.output(decoder.norm(hidden))
+    return decoder(tokens)
+
+
+def targets_of_a_batch():
+    tokens, labels = torch.randint(0, 64, (3, 19)), torch.randint(0, 64, (3, 19))
+    labels[0, :7], labels[2] = -100, -100
+    return tokens, labels, (labels.flatten() != -100).nonzero().squeeze(1)
+
+
+def anchored_loss(logits, reference_logits, labels, *, is_dft, strength):
+    """The mean over target tokens of (p detached or 1) * cross-entropy + strength * KL, in a few lines of torch."""
+    is_target = labels.flatten() != -100
+    logits, reference_logits = logits.flatten(0, 1)[is_target], reference_logits.flatten(0, 1)[is_target].detach()
+    losses = F.cross_entropy(logits, labels.flatten()[is_target], reduction="none")
+    weights = torch.exp(-losses).detach() if is_dft else 1.0
+    divergence = F.kl_div(F.log_softmax(logits, -1), F.softmax(reference_logits, -1), reduction="none").sum(-1)
+    return (weights * losses + strength * divergence).mean(), divergence
+
+
+@pytest.mark.parametrize("is_dft", [False, True], ids=["kl", "asft"])
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_token_kl_objectives_equal_plain_torch(is_dft, num_chunks):
+    """Loss, KL and the gradients of all weights, in float64."""
+    pretrained, decoder = two_decoders()
+    tokens, labels, targets = targets_of_a_batch()
+    expected, divergence = anchored_loss(
+        logits_of(decoder, tokens), logits_of(pretrained, tokens), labels, is_dft=is_dft, strength=0.1
+    )
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in decoder.named_parameters()}
+    decoder.zero_grad()
+
+    model = TokenLoss(decoder, num_chunks, pretrained.requires_grad_(False))
+    outputs = model(tokens, labels, targets, has_kl=True)
+    weights = (DFT() if is_dft else CrossEntropy()).weights(outputs["loss"].detach(), {"labels": labels})
+    loss = ((weights * outputs["loss"]).sum() + 0.1 * outputs["kl"].sum()) / len(targets)
+    loss.backward()
+    torch.testing.assert_close(outputs["kl"].flatten()[targets], divergence, rtol=0, atol=1e-12)
+    assert (outputs["kl"][labels == -100] == 0).all()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    for name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-12, msg=name)
+    assert all(parameter.grad is None for parameter in pretrained.parameters())
+
+
+def test_token_kl_from_cached_distributions():
+    pretrained, decoder = two_decoders()
+    tokens, labels, targets = targets_of_a_batch()
+    size = llama_args()["vocab_size"]
+    exact = TokenLoss(decoder, 4, pretrained)(tokens, labels, targets, has_kl=True)["kl"]
+    with torch.no_grad():
+        kept = TokenLoss(pretrained, 4)(tokens, labels, targets, num_top_log_probs=size)
+    reference = {
+        "reference_log_probs": kept["top_log_probs"].flatten(0, 1)[targets],
+        "reference_tokens": kept["top_tokens"].flatten(0, 1)[targets],
+    }
+    cached = TokenLoss(decoder, 4)(tokens, labels, targets, has_kl=True, **reference)["kl"]
+    torch.testing.assert_close(cached, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("in_output_layer", [False, True])
+def test_token_kl_with_adapters_needs_no_second_model(in_output_layer):
+    """The decoder without its adapters is the pretrained model, its dropout off; afterwards they are on again."""
+    lora = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+    make = partial(lora_llama2, **lora, apply_lora_to_output=in_output_layer)
+    _, decoder = two_decoders(make)
+    pretrained = llama2(**llama_args()).double()
+    pretrained.load_state_dict({name: decoder.state_dict()[name] for name in pretrained.state_dict()})
+    tokens, labels, targets = targets_of_a_batch()
+    _, expected = anchored_loss(
+        logits_of(decoder, tokens), logits_of(pretrained, tokens), labels, is_dft=False, strength=0.1
+    )
+    model = TokenLoss(decoder, 4)
+    for _ in range(2):
+        outputs = model(tokens, labels, targets, has_kl=True)
+        torch.testing.assert_close(outputs["kl"].flatten()[targets], expected, rtol=0, atol=1e-12)
+    assert expected.min() > 1e-4
+    assert decoder.training
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_token_kl_in_chunks_keeps_no_logits(is_cached):
+    size = {**llama_args(), "vocab_size": 61}  # a number that nothing else has
+    decoder, reference = llama2(**size), llama2(**size).requires_grad_(False)
+    tokens, labels = torch.randint(0, 61, (3, 19)), torch.randint(0, 61, (3, 19))
+    targets = torch.arange(labels.numel())
+    inputs = {}
+    if is_cached:
+        inputs = {
+            "reference_log_probs": torch.full((57, 4), 0.25).log(),
+            "reference_tokens": torch.arange(3).expand(57, 3),
+        }
+    for num_chunks in (1, 4):
+        shapes = []
+
+        def pack(tensor, shapes=shapes):
+            shapes.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            TokenLoss(decoder, num_chunks, None if is_cached else reference)(
+                tokens, labels, targets, has_kl=True, **inputs
+            )
+        kept = [shape for shape in shapes if shape[-1:] == (61,) and shape != (32, 61)]  # not the weight
+        assert bool(kept) == (num_chunks == 1)

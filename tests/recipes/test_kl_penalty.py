@@ -1,0 +1,153 @@
+"""The KL penalty on the recipes: nothing at strength 0 and at the first step, the same on every mesh and with every way to save memory."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from helpers.ranks import on_ranks
+from helpers.runs import llama_args, make_config, relative_l2, run_here, weights
+
+pytestmark = pytest.mark.slow
+
+KL = "kl_penalty=finch.regularization.KL"
+COLUMNS = ("loss", "ema_loss", "lr", "grad_norm", "kl")
+
+
+@pytest.fixture(scope="module")
+def config(base_folder, rows_file, tmp_path_factory):
+    """41 rows, 8 a step: the last step has one row for all ranks."""
+    folder = tmp_path_factory.mktemp("kl")
+    return make_config(base_folder, rows_file, folder / "run", batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def alone(config, tmp_path_factory):
+    """One process in float64."""
+    return finished(tmp_path_factory.mktemp("alone"), config, KL, "kl_penalty.strength=2", "dtype=fp64")
+
+
+def finished(folder, config, *overrides, **options):
+    run = run_here(folder, {**config, "output_dir": str(folder / "run")}, *overrides, **options)
+    assert run.returncode == 0, run.output[-3000:]
+    return run
+
+
+def assert_same_weights(run, other):
+    one, two = weights(run.folder / "epoch_0"), weights(other.folder / "epoch_0")
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+def test_kl_strength_zero_is_sft_bitwise(config, tmp_path):
+    sft = finished(tmp_path / "sft", config, "method=sft")
+    zero = finished(tmp_path / "zero", config, "method=kl", "kl_penalty.strength=0")
+    some = finished(tmp_path / "some", config, "method=kl")
+    for column in ("loss", "grad_norm", "lr"):
+        assert zero.column(column) == sft.column(column)
+    assert_same_weights(zero, sft)
+    assert zero.column("kl")[0] == 0
+    assert min(zero.column("kl")[1:]) > 0
+    # The first step's divergence and its gradient are 0; then they are not.
+    assert some.column("kl")[0] == 0
+    assert some.column("grad_norm")[0] == sft.column("grad_norm")[0]
+    assert some.column("loss")[:2] == sft.column("loss")[:2]
+    assert some.column("kl")[1] == zero.column("kl")[1]
+    assert some.column("grad_norm")[1] != sft.column("grad_norm")[1]
+
+
+def test_kl_penalty_keeps_the_model_near(alone, config, tmp_path):
+    free = finished(tmp_path, config, KL, "kl_penalty.strength=0", "dtype=fp64")
+    assert alone.column("kl")[-1] < 0.7 * free.column("kl")[-1]
+
+
+def test_kl_penalty_on_every_mesh_equals_one_process(alone, config, tmp_path):
+    """HSDP, replicated and sharded tensor parallelism, with activation checkpointing."""
+    plan = "tensor_parallel_plan=torchtune.models.llama3.base_llama_tp_plan"
+    meshes = {
+        "hsdp": ["data_parallel_replicate_dim=2", "batch_size=2"],
+        "replicate x tensor": ["data_parallel_replicate_dim=2", "tensor_parallel_dim=2", plan, "batch_size=4"],
+        "shard x tensor": [
+            *("tensor_parallel_dim=2", plan, "batch_size=2", "gradient_accumulation_steps=2"),
+            *("enable_activation_checkpointing=True", "custom_sharded_layers=[tok_embeddings]"),
+        ],
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "dtype": "fp64", "debug_checks": True}))
+    (tmp_path / "meshes.json").write_text(json.dumps(meshes))
+    code = """
+        import torch.distributed as dist
+        import finch_full_finetune
+        from finch.distributed import parallel
+        start_group = dist.init_process_group  # once for all runs
+        dist.init_process_group = lambda *args, **options: dist.is_initialized() or start_group(*args, **options)
+        parallel.stop = lambda: None
+        for name, changes in json.loads((folder / "meshes.json").read_text()).items():
+            run = [f"output_dir={folder / name}", "kl_penalty=finch.regularization.KL", "kl_penalty.strength=2"]
+            sys.argv = ["x", "--config", str(folder / "config.yaml"), *run, *changes]
+            finch_full_finetune.recipe_main()
+        tell(True)
+    """
+    on_ranks(4, code, tmp_path, timeout=90)
+    for name in meshes:
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for column in COLUMNS:
+            assert [line[column] for line in lines] == pytest.approx(alone.column(column), rel=1e-7), (name, column)
+        assert relative_l2(weights(tmp_path / name / "epoch_0"), weights(alone.folder / "epoch_0")) < 1e-7, name
+
+
+def test_kl_penalty_with_optimizer_in_bwd_is_bitwise(config, tmp_path):
+    config = {key: value for key, value in config.items() if key != "clip_grad_norm"}
+    plain = finished(tmp_path / "plain", config, KL)
+    fused = finished(tmp_path / "fused", config, KL, "optimizer_in_bwd=True")
+    for column in ("loss", "lr", "kl"):
+        assert fused.column(column) == plain.column(column)
+    assert_same_weights(fused, plain)
+
+
+def test_kl_penalty_of_packed_rows(config, tmp_path):
+    """The second step's divergence, after a first step over all rows."""
+    found = {}
+    for packed, batch in ((False, 20), (True, 3)):
+        dataset = {**config["dataset"], "split": "train[:20]", "packed": packed}
+        run = finished(tmp_path / str(packed), {**config, "dataset": dataset, "epochs": 2}, KL, f"batch_size={batch}")
+        found[packed] = run.column("kl")
+    assert found[True] == pytest.approx(found[False], rel=1e-5)
+    assert found[True][1] > 1e-4
+
+
+def test_kl_penalty_with_lora_has_no_second_model(config, tmp_path):
+    """The divergence is that of the merged model from the base folder, and a resumed run is the same bit for bit."""
+    lora = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8}
+    config = {**config, "model": {"_component_": "torchtune.models.llama2.lora_llama2", **llama_args(), **lora}}
+    recipe, changes = "finch_lora_finetune", ["method=finch+asft", "optimizer.lr=2e-2", "lr_scheduler.eta_max=5e-2"]
+    straight = finished(tmp_path / "straight", config, *changes, "epochs=2", recipe=recipe)
+    assert "the model without its adapters" in straight.output
+    assert straight.column("kl")[0] == 0
+    assert straight.column("kl")[-1] > 1e-3
+    finished(tmp_path / "resumed", config, *changes, recipe=recipe)
+    resumed = finished(tmp_path / "resumed", config, *changes, "epochs=2", "resume_from_checkpoint=True", recipe=recipe)
+    for column in COLUMNS:
+        assert resumed.column(column) == straight.column(column)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([KL, "kl_penalty.strength=-1"], "kl_penalty: strength=-1 must be finite and not below 0"),
+        ([KL, "kl_penalty.reference=base"], "kl_penalty: reference='base' must be 'online' or 'cached'"),
+        (
+            [KL, "kl_penalty.reference=cached", "kl_penalty.top_k=0"],
+            "kl_penalty: top_k=0 must be a whole number above 0",
+        ),
+        (["kl_penalty=finch.regularization.L2"], "is not finch.regularization.KL"),
+        (
+            ["regularizer=finch.regularization.KL"],
+            "regularizer._component_=finch.regularization.KL has a block of its own",
+        ),
+        ([KL, "kl_penalty.top=1"], "unknown key kl_penalty.top"),
+    ],
+)
+def test_kl_penalty_mistakes_raise_one_line(changes, message, config, tmp_path):
+    run = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "run")}, *changes)
+    assert run.returncode == 1
+    assert message in run.error()
+    assert not run.folder.exists()
