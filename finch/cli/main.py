@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     commands.add_parser("methods", help="list the methods that method=NAME trains with")
 
+    commands.add_parser("models", help="list the model families that can be trained")
+
     commands.add_parser("doctor", help="check the installed packages and the machine")
 
     wise_ft = commands.add_parser("wise-ft", help="interpolate between the pretrained and the tuned model's weights")
@@ -83,6 +85,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(format_keys(parsed.word))
     elif parsed.command == "methods":
         list_methods()
+    elif parsed.command == "models":
+        from finch.cli.models import list_models
+
+        list_models()
     elif parsed.command == "doctor":
         from finch.cli import doctor
 
