@@ -17,7 +17,7 @@ LAYERS = (
     ("extras",),
     ("optim", "objectives"),
     ("torchtune_names", "cosine", "regularization"),
-    ("config",),
+    ("config", "progress"),
     ("distributed",),
     ("models", "checkpoint", "data", "metrics"),
     ("weights",),
