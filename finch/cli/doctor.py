@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import shutil
 import sys
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from finch.log import quiet_dependencies
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -128,7 +129,7 @@ def _device_problems() -> Iterator[str]:
 
 
 def _torchtune_problems() -> Iterator[str]:
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of C++ extensions that finch does not use
+    quiet_dependencies()
     try:
         import torchtune  # noqa: F401
     except Exception as error:

@@ -13,10 +13,12 @@ from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
 from finch.errors import UserError, report_user_errors
 from finch.extras import require_extras
+from finch.log import quiet_dependencies
 
 
 @report_user_errors
 def main(arguments: list[str] | None = None) -> None:
+    quiet_dependencies()
     parser = argparse.ArgumentParser(
         prog="finch", description="Forgetting-aware fine-tuning for the PyTorch-native stack."
     )
