@@ -41,15 +41,16 @@ class RunProgress:
         """Starts the clock; ``done`` steps were taken before."""
         self._first_step = done
         self._start_time = self._last_line_time = time.perf_counter()
-        if self._is_shown and sys.stderr.isatty():
-            # smoothing=0: the time left follows from the mean speed, with validation and saving
-            self._bar = _bar(total=self._total, initial=done, smoothing=0)
-            self._stack.enter_context(logging_redirect_tqdm([logger]))  # log lines appear above the bar
 
     def start_epoch(self, epoch: int) -> None:
         """``epoch`` counts from 0."""
+        title = f"epoch {epoch + 1}/{self._epochs}"
         if self._bar is not None:
-            self._bar.set_description_str(f"epoch {epoch + 1}/{self._epochs}")
+            self._bar.set_description_str(title)
+        elif self._is_shown and sys.stderr.isatty():
+            # smoothing=0: the time left follows from the mean speed, with validation and saving
+            self._bar = _bar(desc=title, total=self._total, initial=self._first_step, smoothing=0)
+            self._stack.enter_context(logging_redirect_tqdm([logger]))  # log lines appear above the bar
 
     def update(self, line: Mapping[str, Any], tokens_per_second: float) -> None:
         """Shows a step.
@@ -126,6 +127,13 @@ def duration(seconds: float) -> str:
 
 
 def _bar(**options: Any) -> tqdm:
+    """A bar as wide as the terminal, or as the environment variable COLUMNS says."""
+    size = os.terminal_size((0, 0))
+    with contextlib.suppress(OSError):
+        size = os.get_terminal_size(sys.stderr.fileno())
     columns = os.environ.get("COLUMNS", "")
-    width = {"ncols": int(columns)} if columns.isdigit() else {"dynamic_ncols": True}
-    return tqdm(bar_format=_BAR_FORMAT, **width, **options)
+    if columns.isdigit() or not size.columns:  # without a size tqdm would show nothing
+        options.update(ncols=int(columns) if columns.isdigit() else 80, nrows=size.lines or 24)
+    else:
+        options["dynamic_ncols"] = True
+    return tqdm(bar_format=_BAR_FORMAT, **options)
