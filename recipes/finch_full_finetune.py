@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from finch.errors import report_user_errors
 from finch.extras import require_extras
+from finch.log import quiet_dependencies
 
 report_user_errors(require_extras)("the recipe", "torchtune")  # before the imports that fail without it
+quiet_dependencies()
 
 import itertools
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from finch.training.dataset_loss import dataset_loss
 from finch.training.disk_room import check_disk_room
 from finch.training.export import export
 from finch.training.identity import identity_of
+from finch.training.loss_figure import update_loss_figure
 from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, uses_dataset_init
 from finch.training.model import build_decoder, load_pretrained, parallelize
 from finch.training.monitoring import build_metrics_log, build_profiler
@@ -54,6 +58,7 @@ from finch.training.run_lock import RunLock
 from finch.training.run_recipe import run
 from finch.training.state import TrainState
 from finch.training.step_median import StepMedian
+from finch.training.summary import log_summary
 
 
 class FinchFullFinetune(FTRecipeInterface):
@@ -78,7 +83,7 @@ class FinchFullFinetune(FTRecipeInterface):
     """Whether Ctrl-C has ended the run."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._cfg = cfg
+        self._cfg, self._start_time = cfg, time.perf_counter()
         self._precision = precision_of(cfg.dtype)
         self._device = parallel.local_device(cfg.device)
         check_hardware(cfg.dtype, self._device)
@@ -143,13 +148,9 @@ class FinchFullFinetune(FTRecipeInterface):
         """Disk room, metrics and profiler: what else can fail before weights are loaded."""
         is_finished = self._resume is not None and self._resume.scalars["epoch"] >= cfg.epochs
         if self._parallel.is_rank_zero and not is_finished:
-            check_disk_room(
-                self._decoder,
-                self._run,
-                dtype=self._export_dtype,
-                adapter_only=cfg.get("save_adapter_weights_only", False),
-                freed_bytes=self._folder.replaced_bytes(),
-            )
+            adapter_only, dtype = cfg.get("save_adapter_weights_only", False), self._export_dtype
+            freed = self._folder.replaced_bytes()
+            check_disk_room(self._decoder, self._run, dtype=dtype, adapter_only=adapter_only, freed_bytes=freed)
         self._metrics_log = build_metrics_log(cfg, self._run, self._parallel, num_steps=self._num_steps)
         self._profiler = build_profiler(cfg)
 
@@ -260,6 +261,10 @@ class FinchFullFinetune(FTRecipeInterface):
                 self._checkpoint_writer.poll()
             self._end_epoch()
         self._profiler.stop()
+        self._metrics_log.close()
+        if self._parallel.is_rank_zero:
+            last = self._exported(f"epoch_{cfg.epochs - 1}")
+            log_summary(cfg, state.best, last=last, start_time=self._start_time)
 
     def _train_step(self, batches: list[Batch]) -> None:
         """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here."""
@@ -347,6 +352,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self._guard.check_weights()
         metrics_lines = self._metrics_log.num_lines()
         loss = self.validate()
+        if self._parallel.is_rank_zero:
+            update_loss_figure(self._run)
         name = f"epoch_{state.epoch}"
         is_last = state.epoch + 1 == self._cfg.epochs
         if export(lambda: self._export(name), self._run / self._exported(name), self._parallel):

@@ -39,6 +39,7 @@ def test_exported_bytes_of_lora():
             embed_dim=8,
             max_seq_len=8,
             lora_rank=2,
+            lora_alpha=2,
         )
     adapter = 4 * (2 * 8 + 8 * 2)
     assert disk_room.exported_bytes(decoder, None, adapter_only=True) == adapter
