@@ -57,6 +57,17 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not JSON ({error}); download it again") from error
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: the file is not a JSON object.
+    """
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} holds no settings; download it again")
+    return settings
+
+
 def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> dict[str, Any]:
     """The content of a folder's config.json; ``option`` as in :func:`check_folder`.
 
@@ -65,10 +76,7 @@ def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> di
     """
     if not (folder / CONFIG).is_file():
         raise UserError(f"{option}={folder} has no {CONFIG}; give a folder in Hugging Face's format")
-    config = read_json(folder / CONFIG)
-    if not isinstance(config, dict):
-        raise UserError(f"{folder / CONFIG} holds no settings; download it again")
-    return config
+    return read_settings(folder / CONFIG)
 
 
 def is_tied(config: dict[str, Any]) -> bool:
