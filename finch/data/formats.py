@@ -46,7 +46,7 @@ class RowFormat:
     Attributes:
         format: a key of ``FIELDS``.
         columns: from the format's fields to the file's columns.
-        source: the datasets library's reader: ``json``, ``csv`` or ``parquet``; None for rows from the hub.
+        source: the datasets library's reader, ``json``, ``csv`` or ``parquet``, or a name on the hub; None: not known.
         num_rows: rows of all files; None: not counted.
         unused_columns: the file's other columns, which training does not see.
     """
