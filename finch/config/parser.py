@@ -41,8 +41,15 @@ def parse(options: Mapping[str, Option]) -> Callable[[Callable[[DictConfig], Any
     return decorate
 
 
-def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
+def read(
+    arguments: list[str], options: Mapping[str, Option], on_error: Callable[[UserError], None] | None = None
+) -> DictConfig:
     """A checked config, defaults filled in, from a recipe's command line.
+
+    Args:
+        arguments: without the program's name.
+        options: the recipe's keys.
+        on_error: see ``check``.
 
     Raises:
         UserError: see ``find_config``, ``merge`` and ``check``; also a broken file or override.
@@ -81,7 +88,7 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
         raise UserError(
             f"method={'+'.join(names)} trains adapters, which needs the other recipe: tune run finch_lora_finetune {' '.join(arguments)}"
         )
-    cfg = check(cfg, options, user_keys=referred_keys(_load_file(path)))
+    cfg = check(cfg, options, user_keys=referred_keys(_load_file(path)), on_error=on_error)
     methods.log_method(names, cfg)
     return cfg
 
