@@ -83,7 +83,8 @@ class RunProgress:
         self._log_pending()
 
     def close(self) -> None:
-        """Ends the bar, so that what is printed next starts on a line of its own."""
+        """Ends the bar, so that what is printed next starts on a line of its own. After an error the last step is shown."""
+        self._log_pending()
         self._stack.close()
         if self._bar is not None:
             self._bar.close()

@@ -76,6 +76,14 @@ def test_schedules_without_ema_have_none_in_the_line(caplog, clock):
     assert "loss 1.2500, learning rate" in caplog.text
 
 
+def test_last_step_before_an_error_is_shown(caplog, clock):
+    shown = RunProgress(8, 2, is_shown=True)
+    shown.start(0)
+    shown.update(step(1), 1.0)
+    shown.close()
+    assert "step 1 of 8" in caplog.text
+
+
 def test_another_rank_shows_nothing(caplog, clock, capsys):
     run_steps(RunProgress(8, 2, is_shown=False), clock)
     assert list(track([1, 2], title="rows", total=2, unit="batch", is_shown=False)) == [1, 2]

@@ -76,6 +76,13 @@ def test_failure_while_loading_weights_leaves_the_old_run(tmp_path, config, old_
     assert after == before
 
 
+def test_run_that_starts_from_the_old_one_is_rejected(tmp_path, config, old_run):
+    before = contents(old_run)
+    failed = run_here(tmp_path, config, OVERWRITE, f"checkpointer.checkpoint_dir={old_run / 'best'}")
+    assert "overwrite=True would remove checkpointer.checkpoint_dir=" in failed.error()
+    assert contents(old_run) == before
+
+
 def test_nothing_of_the_old_run_is_left(tmp_path, config, old_run):
     (old_run / run_files.LOGS / "wandb").mkdir()
     (old_run / run_files.LOGS / "wandb" / "old").write_text("")
