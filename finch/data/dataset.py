@@ -228,6 +228,8 @@ def _check_columns(data: Any, key: str, source: str) -> None:
     if table is None:
         return
     for role, column in columns.items():
+        if role == "image" and column not in table.column_names:
+            continue  # torchtune's default names it for rows of text as well
         if column not in table.column_names:
             raise UserError(
                 f"{key}: {source} has no field {column!r}, which column_map names for {role!r}; its fields are "
@@ -236,23 +238,24 @@ def _check_columns(data: Any, key: str, source: str) -> None:
         missing = next((row for row, value in enumerate(table[column]) if value is None), None)
         if missing is not None:
             raise UserError(f"{key}: row {missing + 1} of {source} has no field {column!r}; fix or remove that row")
-    transform = _message_transform(data)
     try:
-        transform(table[0])
+        _message_transform(data)(table[0])
     except Exception as error:  # as in Samples
         if style := _style_of(table[0], key):
             raise UserError(
-                f"{key}: row 1 of {source} cannot be used by {type(transform).__name__} ({_reason(error)}){style}"
+                f"{key}: row 1 of {source} cannot be used by {type(_message_transform(data)).__name__} ({_reason(error)}){style}"
             ) from error
 
 
 def _table_of(data: Any) -> tuple[Any, dict[str, str]]:
-    """The table behind a torchtune dataset, and the columns of it that the message transform reads; None: not known."""
+    """The table behind a torchtune dataset of messages, None: there is none; and the columns that the message transform says it reads."""
     inner = data.ds if isinstance(data, PackedDataset) else data
     table: Any = getattr(inner, "_data", None)
     transform = _message_transform(data)
+    if transform is None or not hasattr(table, "column_names"):
+        return None, {}
     columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
-    return (table, columns) if isinstance(columns, dict) and hasattr(table, "column_names") else (None, {})
+    return table, columns if isinstance(columns, dict) else {}
 
 
 def _message_transform(data: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import glob
 import gzip
 import json
@@ -276,11 +277,11 @@ def _open(file: Path) -> IO[str]:
     return file.open(encoding="utf-8-sig", errors="replace", newline="")
 
 
-def _columns(format: str, names: Iterable[str]) -> dict[str, str | None]:
+@functools.lru_cache(maxsize=1000)
+def _columns(format: str, names: frozenset[str]) -> Mapping[str, str | None]:
     """Each field's column, None where it is missing; an optional field that is missing is left out."""
-    present = set(names)
     columns = {
-        field: next((column for column in synonyms if column in present), None)
+        field: next((column for column in synonyms if column in names), None)
         for field, synonyms in FIELDS[format].items()
     }
     if columns.get(OPTIONAL.get(format, ""), "") is None:
@@ -289,7 +290,7 @@ def _columns(format: str, names: Iterable[str]) -> dict[str, str | None]:
 
 
 def _fits(format: str, row: Mapping[str, Any]) -> bool:
-    columns = _columns(format, [name for name, value in row.items() if value is not None])
+    columns = _columns(format, frozenset(name for name, value in row.items() if value is not None))
     return all(column is not None and _has_type(format, row[column]) for column in columns.values())
 
 
@@ -315,7 +316,7 @@ def _with_columns(
     num_rows: int | None = None,
 ) -> RowFormat:
     names = list(names)
-    columns = _columns(format, names)
+    columns = dict(_columns(format, frozenset(names)))
     for field, column in _fields_of_map(format, column_map or {}).items():
         if column not in names:
             raise UserError(
@@ -347,7 +348,7 @@ def _fields_of_map(format: str, column_map: Mapping[str, str]) -> dict[str, str]
 def _unknown(row: Mapping[str, Any]) -> str:
     """Why a file's first row has no known format."""
     for format in FIELDS:
-        columns = _columns(format, [name for name, value in row.items() if value is not None])
+        columns = _columns(format, frozenset(name for name, value in row.items() if value is not None))
         named = [column for column in columns.values() if column is not None]
         if len(named) == len(columns):
             wrong = next(column for column in named if not _has_type(format, row[column]))

@@ -86,6 +86,11 @@ def test_bad_files_are_named(tokenizer, tmp_path, component):
             load(tokenizer, str(file), _component_=component)
 
 
+def test_default_columns_need_no_image(tokenizer, tmp_path):
+    file = write_lines(tmp_path / "rows.jsonl", {"input": "a", "output": "b"})
+    assert len(load(tokenizer, file, _component_=INSTRUCT)) == 1
+
+
 def test_streaming_is_refused(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"dataset.streaming=True is not supported: the order of an epoch"):
         load(tokenizer, write_lines(tmp_path / "rows.jsonl", QA), _component_=INSTRUCT, streaming=True)
