@@ -107,7 +107,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
                     "on a conversation without it: give rows, or a template, without such turns"
                 )
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = encoding.ids
+        ids, offsets = encoding.ids, encoding.offsets
         if any(not message.masked and message.role != "assistant" for message in messages):
             mask = [False] * len(ids)
         else:
@@ -117,10 +117,10 @@ class ChatTokenizer(ModelTokenizer, Transform):
             for answer, (start, stop) in zip(answers, spans, strict=True):
                 if answer.masked:
                     continue
-                for index, (begin, end) in enumerate(encoding.offsets):
-                    if start <= begin and end <= stop:
+                for index, (begin, end) in enumerate(offsets):
+                    if start <= begin < stop:  # Phi-3's closing token ends later: it takes a newline along
                         mask[index] = False
-                    elif begin < start < end <= stop and text[start:end].strip() and ids[index] not in self._added_ids:
+                    elif begin < start < end and text[start:end].strip() and ids[index] not in self._added_ids:
                         mask[index] = False  # a token of the answer that takes the space before it along
         return ids[: self.max_seq_len], mask[: self.max_seq_len]
 

@@ -96,6 +96,20 @@ def test_answers_are_found_by_place_not_by_text(tmp_path):
     assert tokenizer.decode(kept, skip_special_tokens=False) == f"1 <|im_end|> {header}2<|im_end|>3<|im_end|>"
 
 
+def test_special_tokens_that_take_white_space_along(tmp_path):
+    """As in Phi-3: the newline after <|assistant|> is part of that token."""
+    write(tmp_path, "phi3")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["rstrip"] = token["content"].startswith("<|")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer, messages = finch.models.auto_tokenizer(str(tmp_path)), turns("who?", "the bird", "and?", "a fox")
+    tokens, mask = tokenize(tokenizer, messages)
+    assert tokens == transformers_ids(tmp_path, "phi3", messages)
+    kept = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+    assert tokenizer.decode(kept, skip_special_tokens=False).split("<|end|>") == ["the bird", " a fox", ""]
+
+
 def test_space_before_the_answer_belongs_to_its_first_token(tmp_path):
     template = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ (eos_token if m.role == 'assistant' else '\n') }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     write(tmp_path, "llama2", template=template)
