@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 from torchtune.datasets import ConcatDataset, PackedDataset
 
 from finch.config.instantiate import build, component_of
-from finch.data.formats import LABELS, SOURCES, check_file, extension_of, format_of, is_pattern
+from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
+from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 

@@ -13,17 +13,9 @@ from torch.utils.data import Dataset
 from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
-from finch.data.formats import (
-    AUTO,
-    RowFormat,
-    csv_columns,
-    detect,
-    detect_columns,
-    local_files,
-    read_rows,
-    source_of,
-)
+from finch.data.formats import AUTO, RowFormat, detect, detect_columns
 from finch.data.messages import RowToMessages
+from finch.data.row_files import SOURCES, csv_columns, local_files, read_rows, source_of
 from finch.errors import UserError
 
 PARTS = ("all", "train", "validation")
@@ -191,10 +183,10 @@ def load_rows(
     """
     names = None if data_files is None else [data_files] if isinstance(data_files, str) else list(map(str, data_files))
     is_local = names is not None and not any("://" in file for file in names)
-    readers = ("json", "csv", "parquet", None)
-    if source in readers and names is None:
+    is_hub = source is not None and source not in SOURCES.values()
+    if names is None and not is_hub:
         raise UserError(f"dataset.source={source} needs data_files, the path of the rows; set it")
-    if source not in readers or not is_local or names is None:
+    if is_hub or not is_local or names is None:
         source = source or source_of(map(Path, names or ()))
         table = datasets.load_dataset(source, name, split=split, data_files=names)
         return table, _format_of_table(table, format, column_map, source), []
