@@ -21,7 +21,7 @@ LAYERS = (
     ("distributed",),
     ("models", "checkpoint", "data", "metrics"),
     ("weights",),
-    ("training",),
+    ("auto", "training"),
     ("quickstart", "cli"),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

@@ -133,7 +133,7 @@ def show_config(parsed: argparse.Namespace) -> None:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from finch.config.parser import merge, recipe_of
+    from finch.config.parser import complete, merge, recipe_of
     from finch.config.registry import find_config
     from finch.config.schema import RECIPES, REQUIRED
     from finch.config.validation import check, drop_null_blocks
@@ -143,7 +143,7 @@ def show_config(parsed: argparse.Namespace) -> None:
         cfg, is_changed = file_cfg, bool(parsed.overrides) or "method" in file_cfg
         if is_changed:  # only then, since torchtune's parser takes seconds to import
             file_blocks: Any = OmegaConf.to_container(file_cfg)
-            cfg, _ = merge(file_blocks, parsed.overrides)
+            cfg, _ = merge(complete(file_blocks, parsed.overrides)[0], parsed.overrides)
             drop_null_blocks(cfg)
         options = RECIPES[recipe_of(cfg)]
         for key, option in options.items():
