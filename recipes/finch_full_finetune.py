@@ -148,9 +148,8 @@ class FinchFullFinetune(FTRecipeInterface):
         """Disk room, metrics and profiler: what else can fail before weights are loaded."""
         is_finished = self._resume is not None and self._resume.scalars["epoch"] >= cfg.epochs
         if self._parallel.is_rank_zero and not is_finished:
-            adapter_only, dtype = cfg.get("save_adapter_weights_only", False), self._export_dtype
             freed = self._folder.replaced_bytes()
-            check_disk_room(self._decoder, self._run, dtype=dtype, adapter_only=adapter_only, freed_bytes=freed)
+            check_disk_room(cfg, self._decoder, dtype=self._export_dtype, freed_bytes=freed)
         self._metrics_log = build_metrics_log(cfg, self._run, self._parallel, num_steps=self._num_steps)
         self._profiler = build_profiler(cfg)
 
@@ -263,7 +262,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self._profiler.stop()
         self._metrics_log.close()
         if self._parallel.is_rank_zero:
-            last = self._exported(f"epoch_{cfg.epochs - 1}")
+            last = self._exported(f"epoch_{state.epoch - 1}")
             log_summary(cfg, state.best, last=last, start_time=self._start_time)
 
     def _train_step(self, batches: list[Batch]) -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from finch.errors import UserError
@@ -14,25 +15,20 @@ from finch.models.lora import adapter_parameters
 
 
 def check_disk_room(
-    decoder: TransformerDecoder,
-    folder: Path,
-    *,
-    dtype: torch.dtype | None,
-    adapter_only: bool = False,
-    freed_bytes: int = 0,
+    cfg: DictConfig, decoder: TransformerDecoder, *, dtype: torch.dtype | None, freed_bytes: int = 0
 ) -> None:
     """Checks that the weights of one epoch fit; warns if a checkpoint beside them does not.
 
     Args:
+        cfg: a recipe's config.
         decoder: may be on the meta device.
-        folder: the run's, which need not exist.
         dtype: of the exported weights; None: as they are.
-        adapter_only: only LoRA's weights are exported.
         freed_bytes: of an earlier run that is removed before anything is written.
 
     Raises:
         UserError: the weights of one epoch do not fit.
     """
+    folder, adapter_only = Path(cfg.output_dir), cfg.get("save_adapter_weights_only", False)
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free + freed_bytes
     needed = exported_bytes(decoder, dtype, adapter_only=adapter_only)

@@ -24,7 +24,7 @@ def log_summary(cfg: DictConfig, best: Mapping[str, Any] | None, *, last: str, s
         start_time: of this process, by ``time.perf_counter``; earlier attempts of a resumed run are not counted.
     """
     run, has_validation = Path(cfg.output_dir), cfg.dataset_validation is not None
-    for line in summary(run, best, epochs=cfg.epochs, last=last, has_validation=has_validation):
+    for line in epoch_to_use(run, best, last=last, has_validation=has_validation):
         logger.info(line)
     steps = [line for line in run_files.read_metrics(run / run_files.METRICS) if "num_target_tokens" in line]
     tokens = sum(line["num_target_tokens"] for line in steps)
@@ -32,18 +32,25 @@ def log_summary(cfg: DictConfig, best: Mapping[str, Any] | None, *, last: str, s
     logger.info(f"{len(steps):,} steps, {tokens:,} target tokens; {seconds} since this start")
 
 
-def summary(run: Path, best: Mapping[str, Any] | None, *, epochs: int, last: str, has_validation: bool) -> list[str]:
-    """The epoch to use, and how to load it."""
-    if best is not None:
-        number = int(best["epoch"].rpartition("_")[2]) + 1
-        chosen = f"best epoch: {number} of {epochs}, validation loss {best['validation_loss']:.4f} nats"
+def epoch_to_use(run: Path, best: Mapping[str, Any] | None, *, last: str, has_validation: bool) -> list[str]:
+    """The epoch to use, and how to load it; nothing if its folder is elsewhere, as after a resume from another run's checkpoint."""
+    epochs = _number(last)
+    if best is not None and (run / run_files.BEST).is_symlink():
+        chosen = f"best epoch: {_number(best['epoch'])} of {epochs}, validation loss {best['validation_loss']:.4f} nats"
         folder, name = run / run_files.BEST, (run / run_files.BEST).readlink().name
     else:
         reason = "no validation loss was finite" if has_validation else "there are no validation rows"
         chosen = f"last epoch: {epochs} of {epochs}; {reason}"
         folder, name = run / last, last
+    if not folder.exists():
+        return []
     if name.endswith("_adapter"):
         return [chosen, f'its adapter: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")']
     adapter = run / f"{name}_adapter"
     beside = f"; its adapter: {adapter}" if adapter.exists() else ""
     return [chosen, f'its model: transformers.AutoModelForCausalLM.from_pretrained("{folder}"){beside}']
+
+
+def _number(name: str) -> int:
+    """From 1, of ``epoch_0`` or ``epoch_0_adapter``."""
+    return int(name.split("_")[1]) + 1

@@ -1,11 +1,11 @@
 """The bytes that an epoch writes, against what it does write."""
 
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.models import load, save
+from omegaconf import OmegaConf
 from torchtune.models.llama2 import lora_llama2
 
 from finch.errors import UserError
@@ -48,12 +48,12 @@ def test_exported_bytes_of_lora():
 
 
 def test_check_disk_room(monkeypatch, caplog):
-    decoder = torch.nn.Linear(10, 10, bias=False)  # 400 bytes
+    cfg, decoder = OmegaConf.create({"output_dir": "/nowhere/run"}), torch.nn.Linear(10, 10, bias=False)  # 400 bytes
     for free, freed, is_warned in ((800, 0, False), (799, 1, False), (799, 0, True), (400, 0, True)):
         caplog.clear()
         monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: Usage(free))
-        disk_room.check_disk_room(decoder, Path("/nowhere/run"), dtype=None, freed_bytes=freed)
+        disk_room.check_disk_room(cfg, decoder, dtype=None, freed_bytes=freed)
         assert bool(caplog.records) == is_warned
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(399))
     with pytest.raises(UserError, match="/nowhere/run has 399 bytes of free disk, the weights of one epoch need 400;"):
-        disk_room.check_disk_room(decoder, Path("/nowhere/run"), dtype=None)
+        disk_room.check_disk_room(cfg, decoder, dtype=None)

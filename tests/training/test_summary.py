@@ -16,13 +16,14 @@ def run(tmp_path):
 
 
 def summary_of(run, caplog, best, last="epoch_2", validation=True):
-    cfg = OmegaConf.create({"output_dir": str(run), "epochs": 3, "dataset_validation": {} if validation else None})
+    cfg = OmegaConf.create({"output_dir": str(run), "dataset_validation": {} if validation else None})
     with caplog.at_level("INFO", "finch"):
         log_summary(cfg, best, last=last, start_time=time.perf_counter() - 3725)
     return caplog.messages
 
 
 def test_summary_names_the_best_epoch_and_how_to_load_it(run, caplog):
+    (run / "epoch_1").mkdir()
     (run / "best").symlink_to("epoch_1")
     assert summary_of(run, caplog, {"epoch": "epoch_1", "validation_loss": 2.5}) == [
         "best epoch: 2 of 3, validation loss 2.5000 nats",
@@ -35,15 +36,22 @@ def test_summary_names_the_best_epoch_and_how_to_load_it(run, caplog):
     ("validation", "reason"), [(False, "there are no validation rows"), (True, "no validation loss was finite")]
 )
 def test_summary_without_best_names_the_last_epoch(validation, reason, run, caplog):
+    (run / "epoch_2").mkdir()
     messages = summary_of(run, caplog, None, validation=validation)
     assert messages[0] == f"last epoch: 3 of 3; {reason}"
     assert f'from_pretrained("{run}/epoch_2")' in messages[1]
 
 
 def test_summary_of_lora_names_the_adapter(run, caplog):
-    (run / "epoch_2_adapter").mkdir()
+    for name in ("epoch_2", "epoch_2_adapter", "epoch_0_adapter"):
+        (run / name).mkdir()
     assert summary_of(run, caplog, None)[1].endswith(f'/epoch_2"); its adapter: {run}/epoch_2_adapter')
     (run / "best").symlink_to("epoch_0_adapter")
     caplog.clear()
     messages = summary_of(run, caplog, {"epoch": "epoch_0", "validation_loss": 1.0}, last="epoch_2_adapter")
     assert messages[1] == f'its adapter: peft.AutoPeftModelForCausalLM.from_pretrained("{run}/best")'
+
+
+def test_summary_without_the_epochs_folder_has_its_tokens_only(run, caplog):
+    best = {"epoch": "epoch_1", "validation_loss": 2.5}  # of the run whose checkpoint this one resumed from
+    assert [message.split(",")[0] for message in summary_of(run, caplog, best)] == ["3 steps"]
