@@ -1,5 +1,6 @@
 """Rows of every format: the same tokens and labels as torchtune's own datasets, and errors that name the row."""
 
+import gzip
 import json
 
 import datasets
@@ -138,12 +139,14 @@ def test_csv_values_stay_text(load, write):
         broken[1]
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet", "csv"])
+@pytest.mark.parametrize("kind", ["json", "jsonl.gz", "parquet", "csv"])
 def test_kinds_of_files_have_the_same_rows(load, tmp_path, tokenizer, kind):
     rows = [{"question": one, "answer": two} for one, two in WORDS]
     table, file = datasets.Dataset.from_list(rows), str(tmp_path / f"rows.{kind}")
     if kind == "json":
         (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    elif kind == "jsonl.gz":
+        (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     else:
         getattr(table, f"to_{kind}")(file)
     assert contents(rows_dataset(tokenizer, data_files=file)) == contents(load(*rows))
