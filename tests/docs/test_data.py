@@ -40,7 +40,7 @@ FORMATS = HEADINGS[: HEADINGS.index("Columns of other names")]
 def folder(tmp_path_factory):
     """A Qwen3 of two layers with its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    save("qwen3 tied", folder, vocab_size=320, max_position_embeddings=512)
+    save("qwen3 tied", folder, vocab_size=320, max_position_embeddings=192)
     write_qwen3_tokenizer(folder, WORDS)
     return folder
 
@@ -81,10 +81,11 @@ def test_example_trains_on_the_rows_of_its_block(heading, folder, tmp_path, monk
     write_files(heading, overrides)
     config = yaml.safe_load(find_config("auto").read_text())
     config |= {"model_dir": str(folder), "output_dir": str(tmp_path / "run"), "device": "cpu"}
-    config |= {"epochs": 2, "max_steps_per_epoch": 1}
+    config |= {"epochs": 1, "max_steps_per_epoch": 2, "batch_size": 1, "gradient_accumulation_steps": 1}
     done = run_here(tmp_path, config, *overrides)
     assert done.returncode == 0, done.output
     assert done.column("step") == [1, 2]
+    assert "truncated" not in done.output
     written = OmegaConf.load(done.folder / "config.yaml")
     tokenizer = build(written.tokenizer, "tokenizer")
     block = OmegaConf.create(blocks(heading)["yaml"])
