@@ -102,8 +102,8 @@ class AnswerSpans:
     def _split(self, text: str, marks: Sequence[str]) -> list[str]:
         pieces = []
         for mark in marks:
-            piece, found, text = text.partition(mark)
-            if not found:
+            piece, separator, text = text.partition(mark)
+            if not separator:
                 raise self._unclear("leaves out the text of a turn")
             pieces.append(piece)
         return [*pieces, text]

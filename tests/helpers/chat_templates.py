@@ -1,4 +1,4 @@
-"""Chat templates of the families, in our own words, each with the special tokens it needs."""
+"""Short chat templates that behave as those of the families, each with the special tokens it needs."""
 
 from __future__ import annotations
 
