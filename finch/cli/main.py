@@ -26,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     commands.add_parser("run", help="train: a config's recipe on one process or several ranks", add_help=False)
+    commands.add_parser("check", help="check a run and estimate its memory, without training", add_help=False)
 
     configs = commands.add_parser("configs", help="list, show and copy the configs that --config finds by name")
     actions = configs.add_subparsers(dest="action", metavar="ACTION")
@@ -71,13 +72,18 @@ def main(arguments: list[str] | None = None) -> None:
     add_submit_arguments(submit)
 
     parsed, rest = parser.parse_known_args(arguments)
-    if rest and parsed.command not in ("run", "slurm"):
+    if rest and parsed.command not in ("run", "check", "slurm"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if parsed.command == "run":
         require_extras("finch run", "torchtune")
         from finch.cli.run import run as run_recipe
 
         run_recipe(rest)
+    elif parsed.command == "check":
+        require_extras("finch check", "torchtune")
+        from finch.cli.check import check as check_run
+
+        check_run(rest)
     elif parsed.command == "configs":
         action = {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)
         action(parsed)
