@@ -230,7 +230,7 @@ class Report:
         needed = size * cfg.epochs + state * kept
         if needed > free:
             self._print(f"the complete run needs about {_gigabytes(needed)}, more than is free")
-        check_disk_room(decoder, run, dtype=dtype, adapter_only=adapter_only)
+        check_disk_room(cfg, decoder, dtype=dtype)
 
     def _estimate_memory(self, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None) -> None:
         from finch.distributed.precision import precision_of
