@@ -1,8 +1,6 @@
 """The tokenizer of any folder against transformers' on the same files."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 from helpers.chat_templates import CHAT_FAMILIES
@@ -230,11 +228,8 @@ def test_texts_of_stories260k_equal_torchtunes_tokenizer(shared_data):
             )
 
 
-def test_rows_of_smollm2_equal_transformers(shared_data):
-    folder = Path(os.environ.get("FINCH_TEST_SMOLLM2", "/nowhere"))
-    if not folder.is_dir():
-        pytest.skip("FINCH_TEST_SMOLLM2 names no folder of SmolLM2-135M-Instruct")
-    tokenizer, reference = finch.models.auto_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+def test_rows_of_smollm2_equal_transformers(shared_data, smollm2):
+    tokenizer, reference = finch.models.auto_tokenizer(str(smollm2)), AutoTokenizer.from_pretrained(smollm2)
     for line in (shared_data / "tofu" / "full.jsonl").read_text().splitlines()[::40]:
         row = json.loads(line)
         tokens, mask = tokenize(tokenizer, turns(row["question"], row["answer"]))

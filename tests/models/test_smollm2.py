@@ -1,10 +1,7 @@
 """The real SmolLM2-135M-Instruct by its folder alone, against transformers; skipped where the folder is absent."""
 
-import os
 import shutil
-from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torchtune.data import Message
@@ -24,19 +21,11 @@ CONVERSATIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder():
-    path = Path(os.environ.get("FINCH_TEST_SMOLLM2", "/nowhere"))
-    if not path.is_dir():
-        pytest.skip("FINCH_TEST_SMOLLM2 names no folder of SmolLM2-135M-Instruct")
-    return path
-
-
-def test_logits_losses_and_export_equal_transformers(folder, tmp_path):
-    base, decoder = HuggingFaceFolder(str(folder)), finch.models.auto(str(folder), max_seq_len=256)
+def test_logits_losses_and_export_equal_transformers(smollm2, tmp_path):
+    base, decoder = HuggingFaceFolder(str(smollm2)), finch.models.auto(str(smollm2), max_seq_len=256)
     base.check_model(decoder, "finch.models.auto")
     decoder.load_state_dict(dict(base.weights()))
-    reference, tokenizer = AutoModelForCausalLM.from_pretrained(folder), finch.models.auto_tokenizer(str(folder))
+    reference, tokenizer = AutoModelForCausalLM.from_pretrained(smollm2), finch.models.auto_tokenizer(str(smollm2))
     rows, logits = [tokenizer.tokenize_messages(messages) for messages in CONVERSATIONS], []
     for ids, _ in rows:
         with torch.no_grad():
