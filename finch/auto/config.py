@@ -145,7 +145,8 @@ def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
         fraction = float(f"{min(fraction, MAX_VALIDATION_ROWS / num_rows):.3g}")
     held_out = None if num_rows is None else max(1, round(fraction * num_rows))
     block |= {"part": "train", "validation_fraction": fraction, "split_seed": 0}
-    validation = {key: f"${{dataset.{key}}}" for key in block if key not in ("_component_", "part")}
+    keys = {**block, **(given.get("dataset") or {})}  # the command line's reach both parts
+    validation = {key: f"${{dataset.{key}}}" for key in keys if key not in ("_component_", "part")}
     blocks: Blocks = {
         "dataset": block,
         "dataset_validation": {"_component_": block["_component_"], **validation, "part": "validation"},

@@ -54,10 +54,13 @@ def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch
 
 
 def test_auto_config_overrides_reach_every_block(folder, rows_file):
-    changes = ["model.max_seq_len=32", "tokenizer.max_seq_len=16", "dataset.validation_fraction=0.2", "dtype=bf16"]
+    changes = ["model.max_seq_len=32", "tokenizer.max_seq_len=16", "dtype=bf16"]
+    changes += ["dataset.validation_fraction=0.2", "dataset.train_on_input=True"]
     cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", "batch_size=1", "output_dir=out/x", *changes)
     assert (cfg.model.max_seq_len, cfg.tokenizer.max_seq_len, cfg.dtype, cfg.batch_size) == (32, 16, "bf16", 1)
-    assert (cfg.dataset_validation.validation_fraction, cfg.metric_logger.log_dir) == (0.2, "out/x/logs")
+    held_out = cfg.dataset_validation
+    assert (held_out.validation_fraction, held_out.train_on_input, held_out.part) == (0.2, True, "validation")
+    assert cfg.metric_logger.log_dir == "out/x/logs"
     own = auto(
         f"model_dir={folder}",
         "model=finch.models.auto",
