@@ -136,7 +136,7 @@ class Report:
 
     def _check_files(self, cfg: DictConfig) -> None:
         """The local files of the rows, where there is no tokenizer to read them with."""
-        from finch.data.formats import check_file, is_pattern
+        from finch.data.row_files import check_file, is_pattern
 
         for key in ("dataset", "dataset_validation"):
             name = cfg[key].get("data_files") if hasattr(cfg[key], "get") else None
