@@ -1,11 +1,27 @@
-"""finch's logger. Rank 0 speaks for all ranks; the others are silent below ERROR."""
+"""finch's logger, and what other packages log. Rank 0 speaks for all ranks; the others are silent below ERROR."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 
 logger = logging.getLogger("finch")
+
+
+def quiet_dependencies() -> None:
+    """Hides what other packages print in every run and nobody needs; call it before torchtune is imported.
+
+    - torchao's notice that it leaves out its C++ extensions, which finch does not use. Its other warnings stay.
+    - The progress bars of Hugging Face's datasets where stderr is a log file, in which they are one long line.
+    """
+    logging.getLogger("torchao").addFilter(_is_worth_reading)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
+def _is_worth_reading(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Skipping import of cpp extensions")
 
 
 def _is_rank_zero_or_error(record: logging.LogRecord) -> bool:

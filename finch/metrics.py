@@ -1,4 +1,4 @@
-"""A run's metrics: metrics.jsonl, torchtune's metric logger, and the progress bar."""
+"""A run's metrics: metrics.jsonl, torchtune's metric logger, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -6,74 +6,77 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from tqdm import tqdm
 
 from finch import files, run_files
+from finch.progress import RunProgress
 
 
 class MetricsLog:
     """Accepts a step's metrics as they are, tensors included, and reads tensors only every ``every`` steps, in one transfer.
 
-    One line a step goes into metrics.jsonl; the metric logger and the progress bar see every ``every``-th. Only rank
+    One line a step goes into metrics.jsonl; the metric logger and the progress see every ``every``-th. Only rank
     0 writes, but every rank reads at the same steps, so that a non-finite loss stops all of them at the same one.
 
     Args:
-        folder: the run's folder.
+        folder: the run's folder; nothing is written there before ``open``.
         metric_logger: one of torchtune's, or None.
+        progress: shows the steps; None: nothing is shown.
         is_writer: whether this rank writes.
         every: steps between two reports.
         world_size: ranks, for tokens a second and GPU.
-        first_step: the step a resumed run continues after; later lines of an earlier attempt are dropped.
-        first_lines: lines the file had when that step was saved (``num_lines()``); None: unknown.
     """
 
     def __init__(
         self,
         folder: Path,
         metric_logger: Any,
+        progress: RunProgress | None = None,
         *,
         is_writer: bool,
         every: int = 1,
         world_size: int = 1,
-        first_step: int = 0,
-        first_lines: int | None = None,
     ) -> None:
         self.path = folder / run_files.METRICS
-        self._metric_logger, self._is_writer, self._every, self._world_size = (
-            metric_logger,
-            is_writer,
-            every,
-            world_size,
-        )
+        self._metric_logger, self._progress = metric_logger, progress
+        self._is_writer, self._every, self._world_size = is_writer, every, world_size
         self._pending: list[dict[str, Any]] = []
         self._last_report = time.perf_counter()
-        self._bar: tqdm | None = None
-        self._file = None
+        self._file: TextIO | None = None
         self._lines = 0
-        if is_writer:
+
+    def open(self, config: Any = None, *, first_step: int = 0, first_lines: int | None = None) -> None:
+        """Opens the file.
+
+        Args:
+            config: for the metric logger, which writes it into the run's folder as well; secrets redacted.
+            first_step: the step a resumed run continues after; later lines of an earlier attempt are dropped.
+            first_lines: lines the file had when that step was saved (``num_lines()``); None: unknown.
+        """
+        if self._is_writer:
             self._lines = _drop_lines_after(self.path, first_step, first_lines)
             self._file = self.path.open("a", encoding="utf-8")
+            if self._metric_logger is not None:
+                self._metric_logger.log_config(config)
+        if self._progress is not None:
+            self._progress.start(first_step)
 
-    def start_epoch(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
-        """Opens the progress bar of an epoch, ``done`` of its ``steps`` already taken."""
-        self._bar = progress_bar(
-            total=steps, initial=done, desc=f"epoch {epoch + 1}/{epochs}", unit="step", disable=not self._is_writer
-        )
+    def start_epoch(self, epoch: int) -> None:
+        """``epoch`` counts from 0."""
+        if self._progress is not None:
+            self._progress.start_epoch(epoch)
         self._last_report = time.perf_counter()
 
     def end_epoch(self) -> None:
-        """Reports pending steps and closes the bar, so that the next log message starts on a line of its own."""
+        """Reports pending steps and shows the last one."""
         self.flush()
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._progress is not None:
+            self._progress.end_epoch()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds a step's metrics: numbers, or 0-d tensors that stay unread until the next report."""
@@ -104,14 +107,8 @@ class MetricsLog:
             self._metric_logger.log_dict(
                 {key: value for key, value in last.items() if key != "step" and value is not None}, step=last["step"]
             )
-        if self._bar is not None:
-            shown = {"loss": f"{last['loss']:.4f}"}
-            if last["ema_loss"] is not None:
-                shown["ema"] = f"{last['ema_loss']:.4f}"
-            self._bar.set_postfix(
-                {**shown, "lr": f"{last['lr']:.2e}", "tok/s": f"{rate * self._world_size:,.0f}"}, refresh=False
-            )
-            self._bar.update(len(lines))
+        if self._progress is not None:
+            self._progress.update(last, rate * self._world_size)
 
     def write_event(self, line: Mapping[str, Any]) -> None:
         """Writes a line that is not a step's, such as a validation loss, after all pending steps."""
@@ -144,19 +141,14 @@ class MetricsLog:
         """Writes pending steps, also after an error: the last steps are the ones that explain it."""
         with contextlib.suppress(RuntimeError):  # a device that has failed cannot be read
             self.flush()
-        if self._bar is not None:
-            self._bar.close()
+        if self._progress is not None:
+            self._progress.close()
         if self._file is not None:
             self._file.close()
             self._file = None
         if self._metric_logger is not None:
             self._metric_logger.close()
             self._metric_logger = None
-
-
-def progress_bar(*args: Any, **kwargs: Any) -> tqdm:
-    """tqdm, with an update every half minute instead of ten a second where the output is a file."""
-    return tqdm(*args, mininterval=0.1 if sys.stderr.isatty() else 30, dynamic_ncols=True, **kwargs)
 
 
 def _read(pending: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,8 @@ RUN/metrics.jsonl           a line a step, and one for each validation and rollb
 RUN/epoch_N/                a Hugging Face folder
 RUN/best                    a link to the epoch with the lowest validation loss
 RUN/checkpoints/step_N/     the state to resume from
+RUN/loss.png                loss, EMA, validation loss and learning rate over steps
+RUN/logs/                   a metric logger's files
 RUN/pretrained.safetensors  the pretrained model's losses on the training rows
 RUN/REQUEUE                 empty; there while the run should be started again
 RUN/.lock                   held while a run writes here
@@ -18,6 +20,8 @@ from typing import Any
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+LOSS_FIGURE = "loss.png"
+LOGS = "logs"
 BEST = "best"
 CHECKPOINTS = "checkpoints"
 REFERENCE_LOSSES = "pretrained.safetensors"

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from finch.errors import report_user_errors
 from finch.extras import require_extras
+from finch.log import quiet_dependencies
 
 report_user_errors(require_extras)("the recipe", "torchtune")  # before the imports that fail without it
+quiet_dependencies()
 
 import itertools
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +38,16 @@ from finch.distributed.precision import check_hardware, precision_of
 from finch.distributed.signals import SignalDecision, Signals
 from finch.errors import UserError, exit_without_teardown
 from finch.log import logger
-from finch.metrics import MetricsLog
 from finch.training import config_checks
 from finch.training.dataset_loss import dataset_loss
+from finch.training.disk_room import check_disk_room
 from finch.training.export import export
 from finch.training.identity import identity_of
 from finch.training.kl_penalty import KLPenalty
+from finch.training.loss_figure import update_loss_figure
 from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, uses_dataset_init
 from finch.training.model import build_decoder, load_pretrained, parallelize
+from finch.training.monitoring import build_metrics_log, build_profiler
 from finch.training.nonfinite_guard import NonfiniteGuard
 from finch.training.objective import build_objective, prepare_objective, token_losses
 from finch.training.optimizer import build_optimizers
@@ -53,6 +58,7 @@ from finch.training.run_lock import RunLock
 from finch.training.run_recipe import run
 from finch.training.state import TrainState
 from finch.training.step_median import StepMedian
+from finch.training.summary import log_summary
 
 
 class FinchFullFinetune(FTRecipeInterface):
@@ -77,7 +83,7 @@ class FinchFullFinetune(FTRecipeInterface):
     """Whether Ctrl-C has ended the run."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._cfg = cfg
+        self._cfg, self._start_time = cfg, time.perf_counter()
         self._precision = precision_of(cfg.dtype)
         self._device = parallel.local_device(cfg.device)
         check_hardware(cfg.dtype, self._device)
@@ -104,9 +110,8 @@ class FinchFullFinetune(FTRecipeInterface):
         )
         if self._parallel.world_size > 1:
             watchdog.start(cfg.distributed_timeout)
-        self._folder = RunFolder(self._run, is_writer=self._parallel.is_rank_zero)
-        if self._resumable:
-            self._folder.lock()
+        self._folder = RunFolder(self._run, is_writer=self._parallel.is_rank_zero, replace=cfg.overwrite)
+        self._folder.lock_existing()
         self._resume = resume_point(self._resumable, self._parallel, cfg.resume_from_checkpoint)
         seed = cfg.seed if cfg.seed is not None or self._resume is None else self._resume.scalars["seed"]
         self._seed = training.set_seed(seed, cfg.cudnn_deterministic_mode)
@@ -115,17 +120,16 @@ class FinchFullFinetune(FTRecipeInterface):
 
         self._build_decoder(cfg)
         self._setup_data(cfg)
+        self._setup_monitoring(cfg)
         self._setup_checkpointing(cfg)
         reference = self._setup_model(cfg)
         self._setup_optimizer(cfg, reference)
         if self._resume is not None:
             self.load_checkpoint(*self._resume)
-        self._setup_logging(cfg)
-        if self._resume is not None:
             load_rng_state(*self._resume, self._parallel)
 
     def _setup_data(self, cfg: DictConfig) -> None:
-        """Tokenizer, objective and rows."""
+        """Tokenizer, objective and rows; with them the run's identity is known."""
         tokenizer = build(cfg.tokenizer, "tokenizer")
         self._objective, self._num_chunks = build_objective(cfg)
         self._median = StepMedian(self._objective, self._parallel, cfg.gradient_accumulation_steps)
@@ -137,17 +141,22 @@ class FinchFullFinetune(FTRecipeInterface):
         watchdog.heartbeat()
         self._num_steps = cfg.epochs * self._data.steps_per_epoch
         config_checks.check_replay(cfg, self._num_steps)
-
-    def _setup_checkpointing(self, cfg: DictConfig) -> None:
-        """The run's folder, signals, and the writer of checkpoints; nothing is written before the identity is checked."""
         self._identity = identity_of(cfg, self._data, self._seed)
         if self._resume is not None:
             check_identity(self._resume.scalars, self._identity, self._resume.folder)
-        self._folder.prepare(
-            resolved_config(cfg, self.options),
-            from_scratch=cfg.overwrite and not cfg.resume_from_checkpoint,
-            resumed_from=None if self._resume is None else self._resume.folder,
-        )
+
+    def _setup_monitoring(self, cfg: DictConfig) -> None:
+        """Disk room, metrics and profiler: what else can fail before weights are loaded."""
+        is_finished = self._resume is not None and self._resume.scalars["epoch"] >= cfg.epochs
+        if self._parallel.is_rank_zero and not is_finished:
+            freed = self._folder.replaced_bytes()
+            check_disk_room(cfg, self._decoder, dtype=self._export_dtype, freed_bytes=freed)
+        self._metrics_log = build_metrics_log(cfg, self._run, self._parallel, num_steps=self._num_steps)
+        self._profiler = build_profiler(cfg)
+
+    def _setup_checkpointing(self, cfg: DictConfig) -> None:
+        """The run's folder, signals, and the writer of checkpoints."""
+        self._folder.create()
         requeue = self._folder.mark_requeue
         self._signals = Signals(self._parallel, timeout_s=cfg.distributed_timeout, before_training=requeue)
         self._signals.install()
@@ -195,7 +204,7 @@ class FinchFullFinetune(FTRecipeInterface):
         return reference
 
     def _setup_optimizer(self, cfg: DictConfig, reference: ReferenceLosses | None) -> None:
-        """Optimizer and learning-rate schedule. A resumed schedule's EMA comes from the checkpoint."""
+        """Optimizer, learning-rate schedule and the guard against non-finite numbers. A resumed schedule's EMA comes from the checkpoint."""
         parameters = list(self._model.trained_parameters().values())
         optimizers = build_optimizers(cfg, parameters, self._precision, self._device, tensor_lr=is_finch(cfg))
         init = cfg.lr_scheduler.get("init") if is_finch(cfg) else None
@@ -206,22 +215,6 @@ class FinchFullFinetune(FTRecipeInterface):
         schedule = build_schedule(cfg, optimizers, init=init, num_steps=self._num_steps)
         self._optimizers, self._schedule = optimizers, schedule
         self.state = TrainState(self._model, optimizers, schedule, self._median, self._seed, self._identity)
-
-    def _setup_logging(self, cfg: DictConfig) -> None:
-        """Metrics, the profiler, and the guard against non-finite numbers, which logs what it does."""
-        metric_logger = None
-        if cfg.metric_logger is not None and self._parallel.is_rank_zero:
-            metric_logger = build(cfg.metric_logger, "metric_logger")
-            metric_logger.log_config(redacted(cfg))
-        self._metrics_log = MetricsLog(
-            self._run,
-            metric_logger,
-            is_writer=self._parallel.is_rank_zero,
-            every=cfg.log_every_n_steps,
-            world_size=self._parallel.world_size,
-            first_step=self.state.step,
-            first_lines=None if self._resume is None else self._resume.scalars["metrics_lines"],
-        )
         self._guard = NonfiniteGuard(
             on_nonfinite(cfg),
             self.state,
@@ -232,8 +225,13 @@ class FinchFullFinetune(FTRecipeInterface):
             resumed_from=None if self._resume is None else self._resume.folder,
             load_pretrained=self._load_base,
         )
-        is_profiled = cfg.profiler is not None and cfg.profiler.get("enabled", False)
-        self._profiler: Any = build(cfg.profiler, "profiler")[0] if is_profiled else training.DummyProfiler()
+
+    def _begin(self) -> None:
+        """Removes the run that this one replaces and opens the metrics: from here on the folder is this run's."""
+        folder, scalars = (None, {}) if self._resume is None else self._resume
+        self._folder.begin(resolved_config(self._cfg, self.options), resumed_from=folder)
+        lines = scalars.get("metrics_lines")
+        self._metrics_log.open(redacted(self._cfg), first_step=self.state.step, first_lines=lines)
 
     def train(self) -> None:
         """The training loop: epochs, steps, and what happens between them."""
@@ -243,13 +241,14 @@ class FinchFullFinetune(FTRecipeInterface):
                 f"nothing to do: {self._run} has finished its {cfg.epochs} epochs; set epochs higher to continue"
             )
         self._signals.start()
+        self._begin()
         self._profiler.start()
         for epoch in range(state.epoch, cfg.epochs):
             state.epoch = epoch
             steps = self._data.steps_per_epoch
             first = -(-state.consumed // order.global_batch)  # the last batch of an epoch may be short
             batches = self._data.batches(epoch, state.consumed)
-            self._metrics_log.start_epoch(epoch, cfg.epochs, steps, first)
+            self._metrics_log.start_epoch(epoch)
             for _ in range(first, steps):
                 with watchdog.step():
                     self._train_step(list(itertools.islice(batches, order.micro_batches_in_step(state.consumed))))
@@ -270,6 +269,10 @@ class FinchFullFinetune(FTRecipeInterface):
                 self._checkpoint_writer.poll()
             self._end_epoch()
         self._profiler.stop()
+        self._metrics_log.close()
+        if self._parallel.is_rank_zero:
+            last = self._exported(f"epoch_{state.epoch - 1}")
+            log_summary(cfg, state.best, last=last, start_time=self._start_time)
 
     def _train_step(self, batches: list[Batch]) -> None:
         """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here."""
@@ -363,6 +366,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self._guard.check_weights()
         metrics_lines = self._metrics_log.num_lines()
         loss = self.validate()
+        if self._parallel.is_rank_zero:
+            update_loss_figure(self._run)
         name = f"epoch_{state.epoch}"
         is_last = state.epoch + 1 == self._cfg.epochs
         if export(lambda: self._export(name), self._run / self._exported(name), self._parallel):

@@ -45,3 +45,12 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; set FINCH_TEST_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The Hugging Face folder of SmolLM2-135M-Instruct in fp32; tests that need it skip where it is absent."""
+    folder = Path(os.environ.get("FINCH_TEST_SMOLLM2", "/nowhere"))
+    if not folder.is_dir():
+        pytest.skip("FINCH_TEST_SMOLLM2 names no folder of SmolLM2-135M-Instruct")
+    return folder

@@ -17,11 +17,11 @@ LAYERS = (
     ("extras",),
     ("optim", "objectives"),
     ("torchtune_names", "cosine", "regularization"),
-    ("config",),
+    ("config", "progress"),
     ("distributed",),
     ("models", "checkpoint", "data", "metrics"),
     ("weights",),
-    ("training",),
+    ("auto", "training"),
     ("quickstart", "cli"),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

@@ -12,6 +12,9 @@ class Recorder:
     def __init__(self):
         self.lines = []
 
+    def log_config(self, config):
+        self.config = config
+
     def log_dict(self, payload, step):
         self.lines.append((step, dict(payload)))
 
@@ -35,6 +38,7 @@ def step_metrics(loss, **changes):
 def test_metrics_log_reads_tensors_only_when_it_reports(tmp_path):
     recorder = Recorder()
     log = MetricsLog(tmp_path, recorder, is_writer=True, every=3, world_size=2)
+    log.open()
     for step in (1, 2):
         log.add(
             step, step_metrics(torch.tensor(4.0), num_target_tokens=torch.tensor(50.0), lr_is_capped=torch.tensor(True))
@@ -57,7 +61,8 @@ def test_metrics_log_reads_tensors_only_when_it_reports(tmp_path):
 def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "lo')
-    log = MetricsLog(tmp_path, None, is_writer=True, first_step=2)
+    log = MetricsLog(tmp_path, None, is_writer=True)
+    log.open(first_step=2)
     log.add(3, step_metrics(0.5))
     log.close()
     assert [(line["step"], line["loss"]) for line in read_metrics(file)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
@@ -65,6 +70,7 @@ def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):
 
 def test_metrics_log_writes_strict_json(tmp_path):
     log = MetricsLog(tmp_path, None, is_writer=True)
+    log.open()
     log.add(1, step_metrics(1.0, grad_norm=torch.tensor(math.inf)))
     log.write_event({"step": 1, "epoch": 0, "validation_loss": math.nan})
     log.close()
@@ -78,6 +84,7 @@ def test_metrics_log_writes_strict_json(tmp_path):
 
 def test_metrics_log_of_another_rank_writes_nothing(tmp_path):
     log = MetricsLog(tmp_path, None, is_writer=False)
+    log.open()
     log.add(1, step_metrics(1.0))
     log.close()
     assert not list(tmp_path.iterdir())

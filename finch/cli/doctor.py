@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import shutil
 import sys
@@ -11,11 +10,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finch.log import quiet_dependencies
+
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DISTRIBUTION = "finch-finetune"
 CONTRIBUTOR_EXTRA = "dev"
+PURPOSES = {
+    "torchtune": "the recipes, and the commands that read configs or weights",
+    "report": "figures, such as a run's loss.png",
+    "wandb": "metric_logger=torchtune.training.metric_logging.WandBLogger",
+    "tensorboard": "metric_logger=torchtune.training.metric_logging.TensorBoardLogger",
+    "bitsandbytes": "the 8-bit optimizers of bitsandbytes, which torchtune's configs name",
+}
+"""What each extra of pyproject.toml is for."""
 # A Hugging Face folder and a resumable checkpoint of a 4B model in pure bf16 have about 8 and 24 GB.
 COMFORTABLE_FREE_BYTES = 50 * 10**9
 
@@ -25,16 +34,15 @@ def main() -> int:
     print(f"python       {platform.python_version()} ({sys.executable})")
     print(f"finch        {_version(DISTRIBUTION) or 'not installed'}")
     problems: list[str] = []
-    unused = []
+    extras = []
     for extra, requirements in _requirements().items():
-        if extra and not _is_used(extra, requirements):
-            unused.append(extra)
-            continue
-        for requirement in requirements:
+        is_used = not extra or _is_used(extra, requirements)
+        if extra:
+            state = "installed" if is_used else f"pip install '{DISTRIBUTION}[{extra}]'"
+            extras.append(f"{extra:<12} {state:<40} {PURPOSES.get(extra, '')}".rstrip())
+        for requirement in requirements if is_used else ():
             print(f"{requirement.name:<12} {_version(requirement.name) or 'not installed'}")
             problems += _version_problems(requirement)
-    if unused:
-        print(f"extras       not installed: {', '.join(unused)}; pip install '{DISTRIBUTION}[NAME]'")
     if _version("torch"):
         problems += _device_problems()
     if _version("torchtune"):
@@ -45,6 +53,8 @@ def main() -> int:
         problems.append(
             f"{free / 1e9:.0f} GB are free here; a 4B model needs about 8 GB an epoch and 24 GB for its state: give output_dir on a larger disk"
         )
+    if extras:
+        print("\noptional packages, by extra:", *extras, sep="\n")
     if not problems:
         print("\nno problems found")
     for problem in problems:
@@ -119,7 +129,7 @@ def _device_problems() -> Iterator[str]:
 
 
 def _torchtune_problems() -> Iterator[str]:
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of C++ extensions that finch does not use
+    quiet_dependencies()
     try:
         import torchtune  # noqa: F401
     except Exception as error:

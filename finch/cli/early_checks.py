@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finch.errors import UserError
+
 if TYPE_CHECKING:
     import torch
     from omegaconf import DictConfig
@@ -18,8 +20,15 @@ Check = Callable[[], Any]
 LORA_RECIPE = "finch_lora_finetune"
 
 
-def read_job(config: str, overrides: Sequence[str]) -> tuple[str, DictConfig]:
+def read_job(
+    config: str, overrides: Sequence[str], on_error: Callable[[UserError], None] | None = None
+) -> tuple[str, DictConfig]:
     """The recipe for a config's model, and the checked config.
+
+    Args:
+        config: a path or the name of a config of finch.
+        overrides: ``key=value`` and ``~key``.
+        on_error: called with each wrong key, value or component; None raises the first one.
 
     Raises:
         UserError: see :func:`finch.config.parser.read`.
@@ -30,7 +39,7 @@ def read_job(config: str, overrides: Sequence[str]) -> tuple[str, DictConfig]:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # components of the user's own, as `tune run` finds them
     recipe = recipe_for(config, list(overrides))
-    return recipe, read(["--config", config, *overrides], RECIPES[recipe])
+    return recipe, read(["--config", config, *overrides], RECIPES[recipe], on_error)
 
 
 def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:
@@ -50,7 +59,7 @@ def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:
 
 
 def machine_checks(recipe: str, cfg: DictConfig, ranks: int) -> Iterator[Check]:
-    """What can be checked where the run will start, besides :func:`config_checks`; the model's folder comes last."""
+    """What can be checked of a config where the run will start, besides :func:`config_checks`."""
     from finch.training.config_checks import check_combinations, check_lora_combinations
     from finch.training.run_lock import RunLock
 
@@ -59,7 +68,6 @@ def machine_checks(recipe: str, cfg: DictConfig, ranks: int) -> Iterator[Check]:
         yield lambda: check_lora_combinations(cfg)
     yield lambda: check_combinations(cfg, device, ranks)
     yield lambda: RunLock(Path(cfg.output_dir)).check()
-    yield lambda: build_model(recipe, cfg)
 
 
 def device_of(cfg: DictConfig) -> torch.device:

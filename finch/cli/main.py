@@ -13,10 +13,12 @@ from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
 from finch.errors import UserError, report_user_errors
 from finch.extras import require_extras
+from finch.log import quiet_dependencies
 
 
 @report_user_errors
 def main(arguments: list[str] | None = None) -> None:
+    quiet_dependencies()
     parser = argparse.ArgumentParser(
         prog="finch", description="Forgetting-aware fine-tuning for the PyTorch-native stack."
     )
@@ -24,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     commands.add_parser("run", help="train: a config's recipe on one process or several ranks", add_help=False)
+    commands.add_parser("check", help="check a run and estimate its memory, without training", add_help=False)
 
     configs = commands.add_parser("configs", help="list, show and copy the configs that --config finds by name")
     actions = configs.add_subparsers(dest="action", metavar="ACTION")
@@ -39,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     keys.add_argument("word", nargs="?", metavar="WORD", help="only keys whose name or description contains it")
 
     commands.add_parser("methods", help="list the methods that method=NAME trains with")
+
+    commands.add_parser("models", help="list the model families that can be trained")
 
     commands.add_parser("doctor", help="check the installed packages and the machine")
 
@@ -67,13 +72,18 @@ def main(arguments: list[str] | None = None) -> None:
     add_submit_arguments(submit)
 
     parsed, rest = parser.parse_known_args(arguments)
-    if rest and parsed.command not in ("run", "slurm"):
+    if rest and parsed.command not in ("run", "check", "slurm"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if parsed.command == "run":
         require_extras("finch run", "torchtune")
         from finch.cli.run import run as run_recipe
 
         run_recipe(rest)
+    elif parsed.command == "check":
+        require_extras("finch check", "torchtune")
+        from finch.cli.check import check as check_run
+
+        check_run(rest)
     elif parsed.command == "configs":
         action = {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)
         action(parsed)
@@ -83,6 +93,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(format_keys(parsed.word))
     elif parsed.command == "methods":
         list_methods()
+    elif parsed.command == "models":
+        from finch.cli.models import list_models
+
+        list_models()
     elif parsed.command == "doctor":
         from finch.cli import doctor
 
@@ -125,7 +139,7 @@ def show_config(parsed: argparse.Namespace) -> None:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from finch.config.parser import merge, recipe_of
+    from finch.config.parser import complete, merge, recipe_of
     from finch.config.registry import find_config
     from finch.config.schema import RECIPES, REQUIRED
     from finch.config.validation import check, drop_null_blocks
@@ -135,7 +149,7 @@ def show_config(parsed: argparse.Namespace) -> None:
         cfg, is_changed = file_cfg, bool(parsed.overrides) or "method" in file_cfg
         if is_changed:  # only then, since torchtune's parser takes seconds to import
             file_blocks: Any = OmegaConf.to_container(file_cfg)
-            cfg, _ = merge(file_blocks, parsed.overrides)
+            cfg, _ = merge(complete(file_blocks, parsed.overrides)[0], parsed.overrides)
             drop_null_blocks(cfg)
         options = RECIPES[recipe_of(cfg)]
         for key, option in options.items():

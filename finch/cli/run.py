@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finch import run_files
-from finch.cli.early_checks import config_checks, machine_checks, read_job
+from finch.cli.early_checks import build_model, config_checks, machine_checks, read_job
 from finch.config.registry import find_config
 from finch.config.unknown_keys import key_hint
 from finch.errors import ERROR_FILE, UserError
@@ -67,6 +67,7 @@ def run(arguments: Sequence[str]) -> None:
         recipe, cfg = read_job(config, overrides)
         for check in (*config_checks(cfg, nodes * local_ranks), *machine_checks(recipe, cfg, nodes * local_ranks)):
             check()
+        build_model(recipe, cfg)
     finally:
         logger.setLevel(level)
     sys.exit(_launch(recipe, cfg, ["--config", config, *overrides], options, local_ranks))

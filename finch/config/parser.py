@@ -15,12 +15,13 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from finch.config import methods
-from finch.config.instantiate import component_of, first_line
+from finch.config.instantiate import component_of, first_line, locate
 from finch.config.key_help import recipe_help
 from finch.config.registry import find_config
 from finch.config.schema import FULL_FINETUNE, Option
 from finch.config.validation import check, referred_keys
 from finch.errors import UserError, report_user_errors
+from finch.log import logger
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
 
@@ -43,8 +44,15 @@ def parse(options: Mapping[str, Option]) -> Callable[[Callable[[DictConfig], Any
     return decorate
 
 
-def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
+def read(
+    arguments: list[str], options: Mapping[str, Option], on_error: Callable[[UserError], None] | None = None
+) -> DictConfig:
     """A checked config, defaults filled in, from a recipe's command line.
+
+    Args:
+        arguments: without the program's name.
+        options: the recipe's keys.
+        on_error: see ``check``.
 
     Raises:
         UserError: see ``find_config``, ``merge`` and ``check``; also a broken file or override.
@@ -62,7 +70,8 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
         file_blocks, overrides = TuneRecipeArgumentParser().parse_known_args(
             [*arguments[:index], str(path), *arguments[index + 1 :]]
         )
-        cfg, names = merge(vars(file_blocks), overrides)
+        blocks, chosen = complete(vars(file_blocks), overrides)
+        cfg, names = merge(blocks, overrides)
         OmegaConf.to_container(cfg, resolve=True)
     except UserError:
         raise
@@ -83,7 +92,11 @@ def read(arguments: list[str], options: Mapping[str, Option]) -> DictConfig:
         raise UserError(
             f"method={'+'.join(names)} trains adapters, which needs the other recipe: tune run finch_lora_finetune {' '.join(arguments)}"
         )
-    cfg = check(cfg, options, user_keys=referred_keys(_load_file(path)))
+    file_cfg = _load_file(path)
+    user_keys = set(map(str, file_cfg)) if "auto" in file_cfg else referred_keys(file_cfg)
+    cfg = check(cfg, options, user_keys=user_keys, on_error=on_error)
+    for message in chosen:
+        logger.info(f"{arguments[index]}: {message}")
     methods.log_method(names, cfg)
     return cfg
 
@@ -97,7 +110,7 @@ def recipe_for(name: str, overrides: list[str]) -> str:
     file_cfg = _load_file(find_config(name))
     try:
         file_blocks: Any = OmegaConf.to_container(file_cfg)
-        return recipe_of(merge(file_blocks, overrides)[0])
+        return recipe_of(merge(complete(file_blocks, overrides)[0], overrides)[0])
     except Exception:  # `read` reports it
         return recipe_of(file_cfg)
 
@@ -106,6 +119,19 @@ def recipe_of(cfg: DictConfig) -> str:
     """The name of the recipe that trains a config's model, by the name of the model's builder."""
     builder = str(component_of(cfg.get("model"))).rpartition(".")[2]
     return "finch_lora_finetune" if builder.startswith("lora_") else "finch_full_finetune"
+
+
+def complete(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The file's keys and those that the function under its key ``auto`` adds, and lines about what it chose.
+
+    The function is named, not imported: it looks at models and data, which are above this package.
+
+    Raises:
+        UserError: the function's, or there is no such function.
+    """
+    blocks = dict(file_blocks)
+    name = blocks.pop("auto", None)
+    return (blocks, []) if name is None else locate(str(name), "auto")(blocks, overrides)
 
 
 def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from finch.config.suggestions import did_you_mean
@@ -40,3 +41,15 @@ def find_config(name: str) -> Path:
     raise UserError(
         f"--config {name} is neither a file nor a config of finch{suggestion or '; finch has ' + ', '.join(known)}"
     )
+
+
+def download_command(folder: Path) -> str | None:
+    """The `tune download` command of a config of finch for the model that a folder is named after, with this folder as its output.
+
+    None if no config's header downloads a model of that name.
+    """
+    for path in config_names().values():
+        match = re.search(r"(tune download \S+/(\S+) --output-dir )\S+(.*)", path.read_text(encoding="utf-8"))
+        if match is not None and match[2] == folder.name:
+            return f"{match[1]}{folder}{match[3]}"
+    return None

@@ -246,7 +246,9 @@ OUTPUT: dict[str, Option] = {
         "continue the run in output_dir: True from its last checkpoint, auto if there is one, or from a step_N folder",
     ),
     "overwrite": Option(
-        bool, False, "start from scratch in an output_dir that holds a run; its files are removed first"
+        bool,
+        False,
+        "start from scratch in an output_dir that holds a run; its files are removed when the first step starts",
     ),
     "metric_logger": Option(Component | None, None, "a torchtune metric logger beside metrics.jsonl"),
     "log_every_n_steps": Option(

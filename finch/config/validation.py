@@ -20,50 +20,80 @@ from finch.errors import UserError
 _NOT_TEXT_MODELS = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")
 
 
-def check(cfg: DictConfig, options: Mapping[str, Option], user_keys: Collection[str] = ()) -> DictConfig:
+def check(
+    cfg: DictConfig,
+    options: Mapping[str, Option],
+    user_keys: Collection[str] = (),
+    on_error: Callable[[UserError], None] | None = None,
+) -> DictConfig:
     """Checks keys, values and components; fills in the defaults.
 
     Args:
         cfg: changed in place.
         options: the recipe's keys.
         user_keys: other keys that are accepted, beside those that ``cfg`` refers to, as ``${data_root}``.
+        on_error: called with each mistake; None raises the first one.
 
     Raises:
         UserError: names key, value and remedy.
     """
+    for error in _errors(cfg, options, user_keys):
+        if on_error is None:
+            raise error
+        on_error(error)
+    return cfg
+
+
+def _errors(cfg: DictConfig, options: Mapping[str, Option], user_keys: Collection[str]) -> Iterator[UserError]:
+    """Each mistake in a config, whose defaults are filled in on the way."""
     drop_null_blocks(cfg)
     _apply_aliases(cfg)
-    _drop_unsupported_keys(cfg)
-    _check_is_text_decoder(cfg)
+    yield from _drop_unsupported_keys(cfg)
+    component = str(component_of(cfg.get("model")))
+    if _NOT_TEXT_MODELS.match(component):  # early, since a multimodal config differs in many other keys as well
+        yield UserError(
+            f"model._component_={component} is not a text decoder, which this recipe trains; give the builder of one"
+        )
     known = {*options, *referred_keys(cfg), *user_keys}
     for key in map(str, cfg):
         if key not in known:
             hint = key_hint(key, options, _names_in_blocks(cfg, options)) or "; see `finch keys`"
-            raise UserError(f"unknown key {key}={format_value(cfg[key], key)}{hint}")
+            yield UserError(f"unknown key {key}={format_value(cfg[key], key)}{hint}")
     for key, option in options.items():
-        if option.block is not None:
-            cfg[key] = _check_block(key, cfg.get(key), option.block)
-            continue
-        if option.is_component and isinstance(cfg.get(key), str):
-            cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
-        value = cfg.get(key)
-        if isinstance(value, DictConfig) and isinstance(option.default, dict) and "_component_" not in value:
-            value = cfg[key] = OmegaConf.merge(option.default, value)  # `loss.x=y` on top of the default
-        if value is None:
-            if option.default is REQUIRED:
-                raise UserError(f"{key} is missing: {option.help}")
-            if key not in cfg:
-                cfg[key] = option.default
-            elif not option.is_nullable:
-                raise UserError(
-                    f"{key} has no value: {option.help}; leave the key out for {format_value(option.default)}"
-                )
-            continue
-        _check_value(key, value, option)
+        try:
+            _check_key(cfg, key, option)
+        except UserError as error:
+            yield error
     for path, node in _components(cfg):
-        _check_component(path, node, options)
-    dataset_weights(cfg.get("dataset"))
-    return cfg
+        try:
+            yield from _component_errors(path, node, options)
+        except UserError as error:
+            yield error
+    try:
+        dataset_weights(cfg.get("dataset"))
+    except UserError as error:
+        yield error
+
+
+def _check_key(cfg: DictConfig, key: str, option: Option) -> None:
+    """Checks the value of one of the recipe's keys, or sets its default."""
+    if option.block is not None:
+        cfg[key] = _check_block(key, cfg.get(key), option.block)
+        return
+    if option.is_component and isinstance(cfg.get(key), str):
+        cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
+    value = cfg.get(key)
+    if isinstance(value, DictConfig) and isinstance(option.default, dict) and "_component_" not in value:
+        value = cfg[key] = OmegaConf.merge(option.default, value)  # `loss.x=y` on top of the default
+    if value is None:
+        if option.default is REQUIRED:
+            raise UserError(f"{key} is missing: {option.help}")
+        if key not in cfg:
+            cfg[key] = option.default
+        elif not option.is_nullable:
+            raise UserError(f"{key} has no value: {option.help}; leave the key out for {format_value(option.default)}")
+        return
+    _check_value(key, value, option)
 
 
 def _apply_aliases(cfg: DictConfig) -> None:
@@ -72,19 +102,10 @@ def _apply_aliases(cfg: DictConfig) -> None:
             cfg[key] = cfg.pop(alias)
 
 
-def _drop_unsupported_keys(cfg: DictConfig) -> None:
+def _drop_unsupported_keys(cfg: DictConfig) -> Iterator[UserError]:
     for key, unsupported in UNSUPPORTED_KEYS.items():
         if key in cfg and (value := cfg.pop(key)) != unsupported.no_op_value:
-            raise UserError(f"{key}={format_value(value)}: {unsupported.remedy}")
-
-
-def _check_is_text_decoder(cfg: DictConfig) -> None:
-    """Called first, since a multimodal config differs in many other keys as well."""
-    component = str(component_of(cfg.get("model")))
-    if _NOT_TEXT_MODELS.match(component):
-        raise UserError(
-            f"model._component_={component} is not a text decoder, which this recipe trains; give the builder of one"
-        )
+            yield UserError(f"{key}={format_value(value)}: {unsupported.remedy}")
 
 
 def drop_null_blocks(cfg: DictConfig) -> None:
@@ -139,7 +160,7 @@ def _components(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
             yield from _components(item, f"{path}[{index}]")
 
 
-def _check_component(path: str, node: DictConfig, options: Mapping[str, Option]) -> None:
+def _component_errors(path: str, node: DictConfig, options: Mapping[str, Option]) -> Iterator[UserError]:
     name = node["_component_"]
     if not isinstance(name, str):
         raise UserError(f"{path}._component_={name} must be a dotted path such as torch.optim.AdamW")
@@ -159,7 +180,7 @@ def _check_component(path: str, node: DictConfig, options: Mapping[str, Option])
             continue
         if key != "_component_" and key not in parameters:
             hint = key_hint(f"{path}.{key}", parameters, {option: option for option in options})
-            raise UserError(f"unknown key {path}.{key}{hint or f'; {name} accepts {known}'}")
+            yield UserError(f"unknown key {path}.{key}{hint or f'; {name} accepts {known}'}")
 
 
 def _parameters(component: Callable[..., Any], *, is_complete: bool = True) -> list[str] | None:

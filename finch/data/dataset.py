@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,32 @@ from torchtune.datasets import ConcatDataset, PackedDataset
 
 from finch.config.dataset_weights import without_weight
 from finch.config.instantiate import build, component_of
-from finch.data.formats import LABELS, SOURCES, check_file, extension_of, format_of, is_pattern
+from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
+from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 
 REFERENCE_LOSSES = "reference_losses"
 """Key of a row's losses under the pretrained model, [targets] in nats."""
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """Where a row of a dataset stands.
+
+    Attributes:
+        index: in the dataset, from 0.
+        number: in its source, from 1.
+        source: a file, or a name on the hub.
+    """
+
+    index: int
+    number: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"row {self.number} of {self.source}"
 
 
 class Samples(Dataset[Any]):
@@ -66,16 +86,57 @@ class Samples(Dataset[Any]):
             return self._with_reference_losses(self.data[index], index)
         except Exception as error:  # a row can break any library's transform or tokenizer
             raise UserError(
-                f"{self.key}: row {self.row_number(index)} of {self.source} cannot be used ({_reason(error)}); fix or remove that row"
+                f"{self.key}: {self.row(index)} cannot be used ({self.reason(index, error)}); fix or remove that row"
             ) from error
 
-    def row_number(self, index: int) -> int:
-        """The number of a row in its source, from 1; a share of the rows that is held out keeps the source's numbers."""
-        number = getattr(self.data, "row_number", None)
-        return index + 1 if number is None else number(index)
+    def part_of(self, index: int) -> tuple[Any, int, str]:
+        """The dataset that a row belongs to, the row's index there, and where it comes from."""
+        for data, source in self.parts:
+            if index < len(data):
+                return data, index, source
+            index -= len(data)
+        return self.data, index, self.source
+
+    def row(self, index: int, position: int = 0) -> Row:
+        """Where a row stands. A held-out share of the rows keeps the numbers of its file.
+
+        Args:
+            index: of a sample.
+            position: of the row in its pack, where samples are packs.
+        """
+        data, local_index, source = self.part_of(index)
+        if isinstance(data, PackedDataset):
+            if data.split_across_pack:
+                return Row(index, local_index + 1, f"the packs of {source}")
+            local_index = sum(len(row_lengths(pack)) for pack in data.packs[:local_index]) + position
+            data = data.ds
+        origin = getattr(data, "origin", None)
+        file, number = (None, local_index + 1) if origin is None else origin(local_index)
+        return Row(index, number, file or source)
+
+    def reason(self, index: int, error: Exception) -> str:
+        """Why a row cannot be used, in one line."""
+        data, local_index, _ = self.part_of(index)
+        table, columns = _table_of(data)
+        if table is not None and not isinstance(data, PackedDataset):
+            row = table[local_index]
+            missing = next((column for column in columns.values() if row.get(column, "") is None), None)
+            if missing is not None:
+                return f"it has no field {missing!r}"
+        return _reason(error)
 
     def _with_reference_losses(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
         return sample if self.reference_losses is None else {**sample, REFERENCE_LOSSES: self.reference_losses(index)}
+
+
+def row_lengths(sample: Mapping[str, Any]) -> list[int]:
+    """Tokens of a sample, or of each row in a pack."""
+    if "seq_lens" not in sample or "input_pos" not in sample:
+        return [len(sample["labels"])]
+    lengths = torch.as_tensor(sample["seq_lens"]).tolist()
+    # torchtune counts padding as a last row, and continues the positions of the row before it.
+    is_padded = len(lengths) > 1 and int(sample["input_pos"][sum(lengths[:-1])]) != 0
+    return lengths[:-1] if is_padded else lengths
 
 
 def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
@@ -85,6 +146,24 @@ def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
         UserError: the component does not exist, does not accept these arguments, or has no rows.
     """
     return _concatenate([(_load_part(node, key, tokenizer), _source_of(node)) for node in _nodes(cfg[key])], key)
+
+
+def load_unpacked(cfg: Any, key: str, tokenizer: Any) -> Samples:
+    """Builds the dataset under a config key with its rows one by one, also where the config packs them, and bad rows included.
+
+    Raises:
+        UserError: the component does not exist, does not accept these arguments, or its file cannot be read at all.
+    """
+    parts = []
+    for node in _nodes(cfg[key]):
+        _check_arguments(node, key)
+        unpacked = {**node, "packed": False} if node.get("packed") else node
+        try:
+            parts.append((build(unpacked, key, tokenizer), _source_of(node)))
+        except UserError:
+            _check_json_lines(node, key)
+            raise
+    return _concatenate(parts, key)
 
 
 def _nodes(node: Any) -> list[Any]:
@@ -151,13 +230,12 @@ def _source_of(node: Any) -> str:
 
 def _check_columns(data: Any, key: str, source: str) -> None:
     """Finds the first row without a field that the message transform reads, where the rows are a table."""
-    inner = data.ds if isinstance(data, PackedDataset) else data
-    table: Any = getattr(inner, "_data", None)
-    transform: Any = getattr(inner, "_message_transform", None)
-    columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
-    if not isinstance(columns, dict) or not hasattr(table, "column_names"):
+    table, columns = _table_of(data)
+    if table is None:
         return
     for role, column in columns.items():
+        if role == "image" and column not in table.column_names:
+            continue  # torchtune's default names it for rows of text as well
         if column not in table.column_names:
             raise UserError(
                 f"{key}: {source} has no field {column!r}, which column_map names for {role!r}; its fields are "
@@ -167,12 +245,27 @@ def _check_columns(data: Any, key: str, source: str) -> None:
         if missing is not None:
             raise UserError(f"{key}: row {missing + 1} of {source} has no field {column!r}; fix or remove that row")
     try:
-        transform(table[0])
+        _message_transform(data)(table[0])
     except Exception as error:  # as in Samples
         if style := _style_of(table[0], key):
             raise UserError(
-                f"{key}: row 1 of {source} cannot be used by {type(transform).__name__} ({_reason(error)}){style}"
+                f"{key}: row 1 of {source} cannot be used by {type(_message_transform(data)).__name__} ({_reason(error)}){style}"
             ) from error
+
+
+def _table_of(data: Any) -> tuple[Any, dict[str, str]]:
+    """The table behind a torchtune dataset of messages, None: there is none; and the columns that the message transform says it reads."""
+    inner = data.ds if isinstance(data, PackedDataset) else data
+    table: Any = getattr(inner, "_data", None)
+    transform = _message_transform(data)
+    if transform is None or not hasattr(table, "column_names"):
+        return None, {}
+    columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
+    return table, columns if isinstance(columns, dict) else {}
+
+
+def _message_transform(data: Any) -> Any:
+    return getattr(data.ds if isinstance(data, PackedDataset) else data, "_message_transform", None)
 
 
 def _style_of(row: Any, key: str) -> str:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import glob
-import gzip
-import json
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import datasets
-
+from finch.data.row_files import local_files, read_rows, source_of
 from finch.errors import UserError
 
 AUTO = "auto"
@@ -36,7 +31,6 @@ LABELS = {
     "text": "text",
 }
 TURN_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
-SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class RowFormat:
     Attributes:
         format: a key of ``FIELDS``.
         columns: from the format's fields to the file's columns.
-        source: the datasets library's reader: ``json``, ``csv`` or ``parquet``; None for rows from the hub.
+        source: the datasets library's reader, ``json``, ``csv`` or ``parquet``, or a name on the hub; None: not known.
         num_rows: rows of all files; None: not counted.
         unused_columns: the file's other columns, which training does not see.
     """
@@ -154,133 +148,11 @@ def format_of_map(column_map: Mapping[str, str]) -> str:
     )
 
 
-def local_files(data_files: str | Iterable[str]) -> list[Path]:
-    """The files that paths and patterns name.
-
-    Raises:
-        UserError: one is missing, empty or a directory; a pattern matches nothing.
-    """
-    names = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
-    files: list[Path] = []
-    for name in map(str, names):
-        matches = sorted(glob.glob(name, recursive=True)) if is_pattern(name) and not Path(name).exists() else [name]
-        if not matches:
-            raise UserError(f"data_files={name} matches no file; correct the pattern")
-        files.extend(map(Path, matches))
-    if not files:
-        raise UserError("data_files names no file; give the path of the rows")
-    for file in files:
-        check_file(file, "data_files")
-    return files
-
-
-def check_file(file: Path, key: str) -> None:
-    """
-    Raises:
-        UserError: the file is missing, empty or a directory.
-    """
-    if file.is_dir():
-        raise UserError(f"{key}={file} is a directory; name its files, such as {file}/*.jsonl")
-    if not file.is_file():
-        raise UserError(f"{key}={file} does not exist; correct the path")
-    if file.stat().st_size == 0:
-        raise UserError(f"{key.split('.')[0]} is empty: {file} has no rows; give another file")
-
-
-def is_pattern(name: str) -> bool:
-    return any(sign in name for sign in "*?[")
-
-
-def extension_of(name: str) -> str:
-    """A path's extension without .gz."""
-    return Path(name.removesuffix(".gz")).suffix
-
-
-def source_of(files: Iterable[Path]) -> str:
-    """The datasets library's reader for files, by their extensions.
-
-    Raises:
-        UserError: an unknown extension, or several kinds of files.
-    """
-    sources = {}
-    for file in files:
-        source = SOURCES.get(extension_of(str(file)))
-        if source is None:
-            raise UserError(
-                f"data_files={file} has an unknown extension; known are {', '.join(SOURCES)}: rename it, or name its kind: source=json"
-            )
-        sources[source] = file
-    if len(sources) > 1:
-        raise UserError(
-            f"data_files: {' and '.join(map(str, sources.values()))} are of different kinds ({', '.join(sources)}); give each kind an entry "
-            "in a list of datasets"
-        )
-    return next(iter(sources))
-
-
-def read_rows(file: Path, source: str) -> Iterator[dict[str, Any]]:
-    """The rows of one local file in its order.
-
-    Raises:
-        UserError: the file cannot be read, or a row is not JSON.
-    """
-    try:
-        if source == "json":
-            yield from _read_json(file)
-        elif source == "csv":
-            with _open(file) as text:
-                yield from csv.DictReader(text)
-        else:
-            yield from datasets.load_dataset(source, data_files=str(file), split="train")
-    except (OSError, EOFError, csv.Error, datasets.exceptions.DatasetGenerationError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise UserError(f"data_files={file} cannot be read as {source} ({reason}); check the file") from error
-
-
-def csv_columns(file: Path) -> list[str]:
-    """The header of a CSV file."""
-    with _open(file) as text:
-        return next(csv.reader(text), [])
-
-
-def _read_json(file: Path) -> Iterator[dict[str, Any]]:
-    with _open(file) as text:
-        is_array = next((line.lstrip()[0] for line in text if line.strip()), "") == "["
-        text.seek(0)
-        for number, row in enumerate(_array(text, file) if is_array else _lines(text, file), start=1):
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"data_files={file}: row {number} is not a JSON object, it has no fields; fix or remove that row"
-                )
-            yield row
-
-
-def _array(text: IO[str], file: Path) -> Iterator[Any]:
-    try:
-        yield from json.load(text)
-    except ValueError as error:
-        raise UserError(f"data_files={file} is not a JSON array ({error}); fix it") from error
-
-
-def _lines(text: IO[str], file: Path) -> Iterator[Any]:
-    for number, line in enumerate(filter(str.strip, text), start=1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise UserError(f"data_files={file}: row {number} is not JSON ({error}); fix or remove that row") from error
-
-
-def _open(file: Path) -> IO[str]:
-    if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig", errors="replace", newline="")
-    return file.open(encoding="utf-8-sig", errors="replace", newline="")
-
-
-def _columns(format: str, names: Iterable[str]) -> dict[str, str | None]:
+@functools.lru_cache(maxsize=1000)
+def _columns(format: str, names: frozenset[str]) -> Mapping[str, str | None]:
     """Each field's column, None where it is missing; an optional field that is missing is left out."""
-    present = set(names)
     columns = {
-        field: next((column for column in synonyms if column in present), None)
+        field: next((column for column in synonyms if column in names), None)
         for field, synonyms in FIELDS[format].items()
     }
     if columns.get(OPTIONAL.get(format, ""), "") is None:
@@ -289,7 +161,7 @@ def _columns(format: str, names: Iterable[str]) -> dict[str, str | None]:
 
 
 def _fits(format: str, row: Mapping[str, Any]) -> bool:
-    columns = _columns(format, [name for name, value in row.items() if value is not None])
+    columns = _columns(format, frozenset(name for name, value in row.items() if value is not None))
     return all(column is not None and _has_type(format, row[column]) for column in columns.values())
 
 
@@ -315,7 +187,7 @@ def _with_columns(
     num_rows: int | None = None,
 ) -> RowFormat:
     names = list(names)
-    columns = _columns(format, names)
+    columns = dict(_columns(format, frozenset(names)))
     for field, column in _fields_of_map(format, column_map or {}).items():
         if column not in names:
             raise UserError(
@@ -347,7 +219,7 @@ def _fields_of_map(format: str, column_map: Mapping[str, str]) -> dict[str, str]
 def _unknown(row: Mapping[str, Any]) -> str:
     """Why a file's first row has no known format."""
     for format in FIELDS:
-        columns = _columns(format, [name for name, value in row.items() if value is not None])
+        columns = _columns(format, frozenset(name for name, value in row.items() if value is not None))
         named = [column for column in columns.values() if column is not None]
         if len(named) == len(columns):
             wrong = next(column for column in named if not _has_type(format, row[column]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,9 @@ from torch.utils.data import Dataset
 from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
-from finch.data.formats import (
-    AUTO,
-    RowFormat,
-    csv_columns,
-    detect,
-    detect_columns,
-    local_files,
-    read_rows,
-    source_of,
-)
+from finch.data.formats import AUTO, RowFormat, detect, detect_columns
 from finch.data.messages import RowToMessages
+from finch.data.row_files import SOURCES, csv_columns, local_files, read_rows, source_of
 from finch.errors import UserError
 
 PARTS = ("all", "train", "validation")
@@ -33,11 +27,21 @@ class Rows(Dataset[Any]):
     Args:
         table: with the columns that the transforms read.
         row_format: its format.
+        files: of the rows, where there are several and the table has them all.
         transforms: from a row to tokens and labels, one after the other.
+
+    Attributes:
+        row_format: the same.
     """
 
-    def __init__(self, table: datasets.Dataset, row_format: RowFormat, *transforms: Callable[[Any], Any]) -> None:
-        self._data, self._transforms = table, transforms
+    def __init__(
+        self,
+        table: datasets.Dataset,
+        row_format: RowFormat,
+        files: Sequence[Path],
+        transforms: Sequence[Callable[[Any], Any]],
+    ) -> None:
+        self._data, self._files, self._transforms = table, files, transforms
         self.row_format = row_format
 
     def __len__(self) -> int:
@@ -49,10 +53,17 @@ class Rows(Dataset[Any]):
             sample = transform(sample)
         return sample
 
-    def row_number(self, index: int) -> int:
-        """The number, from 1, that a row of this part has among all rows of its split."""
+    def origin(self, index: int) -> tuple[str | None, int]:
+        """The file that a row of this part comes from, and its number there, from 1; where there are not several files, None and its
+        number in the split."""
         indices = self._data._indices
-        return 1 + (index if indices is None else indices.column(0)[index].as_py())
+        number = 1 + (index if indices is None else indices.column(0)[index].as_py())
+        for file in self._files:
+            num_rows = _num_rows(file, self.row_format.source or "json")
+            if number <= num_rows:
+                return str(file), number
+            number -= num_rows
+        return None, number
 
 
 class TextToTokens:
@@ -120,16 +131,20 @@ def rows_dataset(
         raise UserError("dataset.packed=True needs tokenizer.max_seq_len, the length of a pack; set it")
     if source is None and data_files is None:
         raise UserError("dataset needs data_files, the path of the rows, or source, a name on the hub; set one")
-    table, row_format = load_rows(source, data_files, name=name, split=split, format=format, column_map=column_map)
+    table, row_format, files = load_rows(
+        source, data_files, name=name, split=split, format=format, column_map=column_map
+    )
     if part != "all":
         table = hold_out(table, part, validation_fraction, split_seed)
     is_text = row_format.format == "text"
+    transforms: list[Callable[[Any], Any]]
     if is_text:
-        rows = Rows(table, row_format, TextToTokens(tokenizer, row_format.columns["text"], is_truncated=not packed))
+        transforms = [TextToTokens(tokenizer, row_format.columns["text"], is_truncated=not packed)]
     else:
         messages = RowToMessages(row_format, train_on_input=train_on_input, new_system_prompt=new_system_prompt)
         # Given the message transform as well, SFTTransform would refuse tool turns.
-        rows = Rows(table, row_format, messages, SFTTransform(model_transform=tokenizer))
+        transforms = [messages, SFTTransform(model_transform=tokenizer)]
+    rows = Rows(table, row_format, files if split == "train" and len(files) > 1 else (), transforms)
     if not packed:
         return rows
     return PackedDataset(rows, max_seq_len=tokenizer.max_seq_len, split_across_pack=is_text)
@@ -160,21 +175,21 @@ def load_rows(
     split: str,
     format: str,
     column_map: Mapping[str, str] | None,
-) -> tuple[datasets.Dataset, RowFormat]:
-    """A table and its format; arguments as for ``rows_dataset``.
+) -> tuple[datasets.Dataset, RowFormat, list[Path]]:
+    """A table, its format, and the local files it was read from; arguments as for ``rows_dataset``.
 
     Raises:
         UserError: see ``rows_dataset``.
     """
     names = None if data_files is None else [data_files] if isinstance(data_files, str) else list(map(str, data_files))
     is_local = names is not None and not any("://" in file for file in names)
-    readers = ("json", "csv", "parquet", None)
-    if source in readers and names is None:
+    is_hub = source is not None and source not in SOURCES.values()
+    if names is None and not is_hub:
         raise UserError(f"dataset.source={source} needs data_files, the path of the rows; set it")
-    if source not in readers or not is_local or names is None:
+    if is_hub or not is_local or names is None:
         source = source or source_of(map(Path, names or ()))
         table = datasets.load_dataset(source, name, split=split, data_files=names)
-        return table, _format_of_table(table, format, column_map)
+        return table, _format_of_table(table, format, column_map, source), []
     files = local_files(names)
     source = source or source_of(files)
     if format == AUTO:
@@ -188,13 +203,21 @@ def load_rows(
     except datasets.exceptions.DatasetGenerationError as error:
         _check_same_fields(files, source)
         raise UserError(f"dataset: {error.__cause__ or error}") from error
-    return table, _format_of_table(table, format, column_map)
+    return table, _format_of_table(table, format, column_map, source), files
 
 
-def _format_of_table(table: datasets.Dataset, format: str, column_map: Mapping[str, str] | None) -> RowFormat:
+def _format_of_table(
+    table: datasets.Dataset, format: str, column_map: Mapping[str, str] | None, source: str
+) -> RowFormat:
     if len(table) == 0:
         raise UserError("dataset is empty: the split has no rows; give another file or split")
-    return detect_columns(table.column_names, table[0], format, column_map)
+    found = detect_columns(table.column_names, table[0], format, column_map)
+    return dataclasses.replace(found, source=source, num_rows=len(table))
+
+
+@functools.cache
+def _num_rows(file: Path, source: str) -> int:
+    return sum(1 for _ in read_rows(file, source))
 
 
 def _check_same_fields(files: list[Path], source: str) -> None:

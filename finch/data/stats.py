@@ -1,50 +1,93 @@
-"""Statistics of a dataset's rows, read once before weights are loaded: bad rows, rows without targets, truncated rows."""
+"""Statistics of a dataset's rows, read once before weights are loaded: lengths, bad rows, rows without targets, truncated rows."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torchtune.datasets import PackedDataset, TextCompletionDataset
 
-from finch.data.dataset import Samples
+from finch.data.dataset import Row, Samples, row_lengths
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import shift_labels
 
+NUM_SHOWN = 3
+MAX_BAD_ROWS = 10
+
+
+class BadRow(NamedTuple):
+    """A row that cannot be used, and why."""
+
+    row: Row
+    reason: str
+
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """Statistics of one rank's share of the rows, or of all.
+    """Statistics of one rank's share of the rows, or of all; the shares' sum is the same however rows are divided.
 
     Attributes:
         num_targets: target tokens.
-        num_without_targets: rows that have none.
-        num_truncated: rows that reach the tokenizer's max_seq_len.
-        max_length: of the longest row, in tokens.
-        digest: of tokens and labels, and of how often a mixture draws each row; the ranks' shares add up, modulo 2^64, to the
-            same number however rows are divided.
+        num_without_targets: samples that have none.
+        num_truncated: rows that reach the tokenizer's max_seq_len. One that has just this length counts as well.
+        digest: of tokens and labels, and of how often a mixture draws each row, modulo 2^64.
         first_epoch_digest: of the rows that the first epoch draws; all of them without a mixture. More epochs do not change it.
+        lengths: of all rows in tokens, sorted. In packs of plain text a row that is split counts once a pack.
+        truncated: the first three truncated rows.
+        without_targets: the first three samples without targets.
+        num_bad: rows that cannot be used; they count nowhere else.
+        bad: the first ten of them.
     """
 
     num_targets: int = 0
     num_without_targets: int = 0
     num_truncated: int = 0
-    max_length: int = 0
     digest: int = 0
     first_epoch_digest: int = 0
+    lengths: tuple[int, ...] = ()
+    truncated: tuple[Row, ...] = ()
+    without_targets: tuple[Row, ...] = ()
+    num_bad: int = 0
+    bad: tuple[BadRow, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that can be used, in packs as well."""
+        return len(self.lengths)
+
+    @property
+    def min_length(self) -> int:
+        """Of the shortest row, in tokens."""
+        return self.lengths[0] if self.lengths else 0
+
+    @property
+    def median_length(self) -> int:
+        """In tokens; of an even number of rows the lower one."""
+        return self.lengths[(len(self.lengths) - 1) // 2] if self.lengths else 0
+
+    @property
+    def max_length(self) -> int:
+        """Of the longest row, in tokens."""
+        return self.lengths[-1] if self.lengths else 0
 
     def __add__(self, other: DatasetStats) -> DatasetStats:
         return DatasetStats(
-            self.num_targets + other.num_targets,
-            self.num_without_targets + other.num_without_targets,
-            self.num_truncated + other.num_truncated,
-            max(self.max_length, other.max_length),
-            (self.digest + other.digest) % 2**64,
-            (self.first_epoch_digest + other.first_epoch_digest) % 2**64,
+            num_targets=self.num_targets + other.num_targets,
+            num_without_targets=self.num_without_targets + other.num_without_targets,
+            num_truncated=self.num_truncated + other.num_truncated,
+            digest=(self.digest + other.digest) % 2**64,
+            first_epoch_digest=(self.first_epoch_digest + other.first_epoch_digest) % 2**64,
+            lengths=tuple(sorted(self.lengths + other.lengths)),
+            truncated=tuple(sorted(self.truncated + other.truncated)[:NUM_SHOWN]),
+            without_targets=tuple(sorted(self.without_targets + other.without_targets)[:NUM_SHOWN]),
+            num_bad=self.num_bad + other.num_bad,
+            bad=tuple(sorted(self.bad + other.bad)[:MAX_BAD_ROWS]),
         )
 
 
@@ -76,36 +119,91 @@ def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parall
     if stats.num_without_targets:
         logger.warning(
             f"{samples.key}: {stats.num_without_targets} of {len(samples.rows)} samples have no target token, since the prompt alone reaches "
-            f"tokenizer.max_seq_len={max_seq_len}; they teach nothing"
+            f"tokenizer.max_seq_len={max_seq_len} ({name_rows(stats.without_targets, stats.num_without_targets)}); they teach nothing"
         )
-    if stats.num_truncated and not samples.packed:
+    if stats.num_truncated:
         logger.warning(
-            f"{samples.key}: {stats.num_truncated} of {len(samples.rows)} samples reach tokenizer.max_seq_len={max_seq_len} and are truncated "
-            "there; raise it to keep their ends"
+            f"{samples.key}: {stats.num_truncated} of {stats.num_rows} samples reach tokenizer.max_seq_len={max_seq_len} and are truncated "
+            f"there ({name_rows(stats.truncated, stats.num_truncated)}); raise it to keep their ends"
         )
     logger.info(f"{samples.key}: {stats.num_targets:,} target tokens, longest sample {stats.max_length} tokens")
     return stats
 
 
-def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | None = None) -> DatasetStats:
+def collect_stats(
+    samples: Samples, rank: int, ranks: int, max_seq_len: int | None = None, *, keep_bad_rows: bool = False
+) -> DatasetStats:
     """Statistics of one rank's share of the rows.
+
+    Args:
+        max_seq_len: the tokenizer's; None: no limit.
+        keep_bad_rows: whether rows that cannot be used are listed in the statistics, instead of the first one being raised.
 
     Raises:
         UserError: a row that cannot be read or tokenized.
     """
-    stats = DatasetStats()
+    num_targets = num_without_targets = num_truncated = num_bad = digest = first_epoch_digest = 0
+    lengths: list[int] = []
+    truncated: list[Row] = []
+    without_targets: list[Row] = []
+    bad: list[BadRow] = []
     for index in samples.rows[rank::ranks]:
-        sample = samples[index]
-        labels = torch.as_tensor(sample["labels"])
-        num_targets = int((shift_labels(labels) != IGNORE_INDEX).sum())
-        is_truncated = max_seq_len is not None and len(labels) >= max_seq_len
+        try:
+            sample = samples[index]
+        except UserError as error:
+            if not keep_bad_rows:
+                raise
+            num_bad += 1
+            if len(bad) < MAX_BAD_ROWS:
+                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                bad.append(BadRow(samples.row(index), samples.reason(index, cause)))
+            continue
+        targets = int((shift_labels(torch.as_tensor(sample["labels"])) != IGNORE_INDEX).sum())
+        num_targets += targets
         draws = 1 if samples.draws is None else int(samples.draws[index])
-        digest = _digest(index if samples.draws is None else (index, draws), sample)
-        first_epoch_digest = digest if draws > 0 else 0
-        stats += DatasetStats(
-            num_targets, int(num_targets == 0), int(is_truncated), len(labels), digest, first_epoch_digest
-        )
-    return stats
+        row_digest = _digest(index if samples.draws is None else (index, draws), sample)
+        digest += row_digest
+        first_epoch_digest += row_digest if draws > 0 else 0
+        if targets == 0:
+            num_without_targets += 1
+            if len(without_targets) < NUM_SHOWN:
+                without_targets.append(samples.row(index))
+        limit = _length_limit(samples.part_of(index)[0], max_seq_len)
+        for position, length in enumerate(row_lengths(sample)):
+            lengths.append(length)
+            if limit is not None and length >= limit:
+                num_truncated += 1
+                if len(truncated) < NUM_SHOWN:
+                    truncated.append(samples.row(index, position))
+    return DatasetStats(
+        num_targets,
+        num_without_targets,
+        num_truncated,
+        digest % 2**64,
+        first_epoch_digest % 2**64,
+        tuple(sorted(lengths)),
+        tuple(truncated),
+        tuple(without_targets),
+        num_bad,
+        tuple(bad),
+    )
+
+
+def name_rows(rows: Sequence[Row], total: int) -> str:
+    """The first of ``total`` rows by their numbers: ``rows 3, 7, 12, ...``."""
+    if len({row.source for row in rows}) == 1:
+        names = ("row " if total == 1 else "rows ") + ", ".join(str(row.number) for row in rows)
+    else:
+        names = ", ".join(map(str, rows))
+    return names if total == len(rows) else f"{names}, ..."
+
+
+def _length_limit(data: Any, max_seq_len: int | None) -> int | None:
+    """The length that truncated rows of a dataset have; None: none is truncated."""
+    if max_seq_len is None or (isinstance(data, PackedDataset) and data.split_across_pack):
+        return None
+    inner = data.ds if isinstance(data, PackedDataset) else data
+    return max_seq_len - 1 if isinstance(inner, TextCompletionDataset) else max_seq_len
 
 
 def _digest(position: int | tuple[int, int], sample: dict[str, Any]) -> int:

@@ -1,5 +1,5 @@
-"""Models for torchtune that it does not have (Qwen3) or has differently (Gemma 2, Phi-4), the model of any Hugging
-Face folder (``auto``, ``lora_auto``), and LoRA layers.
+"""Models for torchtune that it does not have (Qwen3) or has differently (Gemma 2, Phi-4), the model and the tokenizer of any
+Hugging Face folder (``auto``, ``lora_auto``, ``auto_tokenizer``), and LoRA layers.
 
 May import distributed and config and what is below them; must not import weights, data or training.
 """
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from finch.models.auto_builders import auto as auto
     from finch.models.auto_builders import lora_auto as lora_auto
+    from finch.models.folder_tokenizer import auto_tokenizer as auto_tokenizer
 
-__all__ = ["auto", "lora_auto"]
+__all__ = ["auto", "auto_tokenizer", "lora_auto"]
 
 _LAZY = {
     "auto": "finch.models.auto_builders",
     "lora_auto": "finch.models.auto_builders",
+    "auto_tokenizer": "finch.models.folder_tokenizer",
 }
 
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from torchtune.data import Message
 from torchtune.modules.transforms import Transform
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
 from finch.errors import UserError
+from finch.models.answer_spans import AnswerSpans
+from finch.models.chat_template import ChatTemplate
 
-THINKING = ("<think>", "</think>")
-EMPTY_THINKING = "<think>\n\n</think>\n\n"
+TOKENIZER = "tokenizer.json"
 
 
 class ChatTokenizer(ModelTokenizer, Transform):
@@ -33,64 +26,58 @@ class ChatTokenizer(ModelTokenizer, Transform):
     conversation with an unmasked user turn (torchtune's ``train_on_input``) is trained on completely.
 
     Args:
-        tokenizer_json: the folder's tokenizer.json.
-        chat_template: Jinja source; rendered in a sandbox, as transformers does.
-        assistant_header: the text that begins an assistant turn and ends a generation prompt.
-        turn_start: the token that begins a turn.
-        end_of_turn: the token that closes a turn.
-        pad_token: the token that pads.
+        tokenizer: the folder's, see :func:`load_tokenizer`.
+        template: the folder's.
+        eos_token: ends a plain text.
+        pad_token: pads. It may be a token with a meaning: targets are known by their place, not by their token.
+        bos_token: begins a plain text; None: the model was not trained with one.
         max_seq_len: tokens after which a conversation is truncated; None: never.
-        thinking: the template's ``enable_thinking``.
 
     Raises:
-        UserError: a file is missing or broken, or the tokenizer lacks a special token.
+        UserError: the tokenizer lacks a special token; the template leaves an assistant turn out or does not close it.
     """
 
     def __init__(
         self,
-        tokenizer_json: Path,
-        chat_template: str,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
         *,
-        assistant_header: str,
-        turn_start: str,
-        end_of_turn: str,
+        eos_token: str,
         pad_token: str,
+        bos_token: str | None = None,
         max_seq_len: int | None = None,
-        thinking: bool = False,
     ) -> None:
-        if not tokenizer_json.is_file():
-            raise UserError(f"tokenizer: {tokenizer_json} does not exist; download it or correct the path")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(tokenizer_json))
-        except Exception as error:  # the Rust side raises plain Exceptions
-            raise UserError(f"tokenizer: {tokenizer_json} cannot be read ({error}); download it again") from error
-        self._path = tokenizer_json
-        self.special_tokens = {
-            token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()
-        }
-        for token in (turn_start, *(token for token in THINKING if token in chat_template)):
-            self._special(token)
-        self.eos_id, self.pad_id = self._special(end_of_turn), self._special(pad_token)
-        self.stop_tokens = [self.eos_id]
+        self._tokenizer, self._template = tokenizer, template
+        self.special_tokens = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+        self.bos_id = None if bos_token is None else self.special_id(bos_token)
+        self.eos_id, self.pad_id = self.special_id(eos_token), self.special_id(pad_token)
+        self._answer_spans = AnswerSpans(template, self.special_tokens)
+        self.stop_tokens = sorted({self.eos_id, self.special_id(self._answer_spans.closing_token)})
         self.max_seq_len = max_seq_len
         self.prompt_template = None
-        self._assistant_header, self._turn_start, self._end_of_turn = assistant_header, turn_start, end_of_turn
-        self._thinking = thinking
-        try:
-            self._template = _environment().from_string(chat_template)
-        except TemplateError as error:
-            raise UserError(
-                f"tokenizer: the chat template of {tokenizer_json.parent} cannot be read ({error}); fix it"
-            ) from error
+        self._added_ids = frozenset(self.special_tokens.values())
 
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
+    def special_id(self, token: str) -> int:
+        """
+        Raises:
+            UserError: the tokenizer lacks it.
+        """
+        number = self.special_tokens.get(token, self._tokenizer.token_to_id(token))
+        if number is None:
+            raise UserError(
+                f"tokenizer: {self._template.folder / TOKENIZER} lacks the special token {token}, which the chat template needs; give the tokenizer of this model"
+            )
+        return number
+
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """Token ids of plain text; ``add_bos`` is ignored where the family has no such token."""
+        """Token ids of plain text; ``add_bos`` is ignored where the model was not trained with such a token."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return [*ids, self.eos_id] if add_eos else ids
+        bos = [self.bos_id] if add_bos and self.bos_id is not None else []
+        return [*bos, *ids, *([self.eos_id] if add_eos else [])]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -112,103 +99,45 @@ class ChatTokenizer(ModelTokenizer, Transform):
             {"role": "tool" if message.role == "ipython" else message.role, "content": message.text_content}
             for message in messages
         ]
-        text = self._render(turns, generation=not add_end_tokens)
+        text = self._template.render(turns, generation=not add_end_tokens)
         for turn in turns:
             if turn["content"].strip() not in text:
                 raise UserError(
-                    f"tokenizer: the chat template of {self._path.parent} leaves out the text of a {turn['role']} turn; finch would train "
+                    f"tokenizer: the chat template of {self._template.folder} leaves out the text of a {turn['role']} turn; finch would train "
                     "on a conversation without it: give rows, or a template, without such turns"
                 )
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids, offsets = encoding.ids, encoding.offsets
         if any(not message.masked and message.role != "assistant" for message in messages):
-            mask = [False] * len(encoding.ids)
+            mask = [False] * len(ids)
         else:
+            mask = [True] * len(ids)
             answers = [message for message in messages if message.role == "assistant"]
-            written = self._written(text, len(answers), add_end_tokens)
-            spans = [span for message, span in zip(answers, written, strict=True) if not message.masked]
-            mask = [not any(start <= begin and end <= stop for start, stop in spans) for begin, end in encoding.offsets]
-        return encoding.ids[: self.max_seq_len], mask[: self.max_seq_len]
+            spans = self._answer_spans.find(text, turns, generation=not add_end_tokens)
+            for answer, (start, stop) in zip(answers, spans, strict=True):
+                if answer.masked:
+                    continue
+                for index, (begin, end) in enumerate(offsets):
+                    if start <= begin < stop:  # Phi-3's closing token ends later: it takes a newline along
+                        mask[index] = False
+                    elif begin < start < end and text[start:end].strip() and ids[index] not in self._added_ids:
+                        mask[index] = False  # a token of the answer that takes the space before it along
+        return ids[: self.max_seq_len], mask[: self.max_seq_len]
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> Mapping[str, Any]:
         sample = dict(sample)
         tokens, mask = self.tokenize_messages(sample.pop("messages"), add_end_tokens=not inference)
         return {**sample, "tokens": tokens, "mask": mask}
 
-    def _written(self, text: str, number: int, ended: bool) -> list[tuple[int, int]]:
-        """Start and end of each assistant turn in ``text``, in characters: from after its header to its last closing token."""
-        starts = [header.end() for header in re.finditer(re.escape(self._assistant_header), text)]
-        if len(starts) != number + (0 if ended else 1):
-            raise UserError(
-                f"tokenizer: the chat template of {self._path.parent} does not begin each assistant turn, and nothing else, with "
-                f"{self._assistant_header!r}; finch cannot tell what to train on"
-            )
-        spans = []
-        for start, following in zip(starts[:number], [*starts[1:], None], strict=False):
-            limit = len(text) if following is None else following - len(self._assistant_header)
-            stop = text.find(self._turn_start, start, limit)  # a user's turn may follow first
-            close = text.rfind(self._end_of_turn, start, limit if stop < 0 else stop)
-            # An empty thinking block is part of the generation prompt where thinking is off.
-            empty = not self._thinking and text.startswith(EMPTY_THINKING, start)
-            spans.append((start + (len(EMPTY_THINKING) if empty else 0), close + len(self._end_of_turn)))
-        return spans
 
-    def _render(self, turns: list[dict[str, str]], *, generation: bool) -> str:
-        try:
-            return self._template.render(
-                messages=turns, add_generation_prompt=generation, enable_thinking=self._thinking
-            )
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:  # what Jinja lets through
-            raise UserError(
-                f"tokenizer: the chat template of {self._path.parent} refuses a conversation ({error})"
-            ) from error
-
-    def _special(self, token: str) -> int:
-        if token not in self.special_tokens:
-            raise UserError(
-                f"tokenizer: {self._path} lacks the special token {token}, which the chat template needs; give the tokenizer of this model"
-            )
-        return self.special_tokens[token]
-
-
-def read_chat_template(folder: Path) -> str | None:
-    """A folder's chat template: chat_template.jinja, or the field of tokenizer_config.json; None without one."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    if not config.is_file():
-        return None
-    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-    if isinstance(template, list):  # several by name
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-        if template is None:
-            raise UserError(f"tokenizer: {config} has chat templates, but none named default; name one so")
-    return template
-
-
-class _Generation(Extension):
-    """The block that marks assistant turns in training templates; its content is rendered as it is."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The dialect that chat templates are written for: transformers'."""
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+def load_tokenizer(file: Path) -> Tokenizer:
+    """
+    Raises:
+        UserError: tokenizer.json is missing or broken.
+    """
+    if not file.is_file():
+        raise UserError(f"tokenizer: {file} does not exist; download it or correct the path")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust side raises plain Exceptions
+        raise UserError(f"tokenizer: {file} cannot be read ({error}); download it again") from error

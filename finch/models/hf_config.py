@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from finch.config.registry import download_command
 from finch.errors import UserError
+from finch.models.family_table import FAMILIES
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -34,9 +36,14 @@ def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") 
         raise UserError(
             f"{option}={path} is not a folder; download the model with `tune download {path} --output-dir {target}` and give {option}={target}, or correct the path"
         )
-    raise UserError(
-        f"{option}={path} is not a folder; download the model with `tune download ORG/NAME --output-dir {path}`, or correct the path"
-    )
+    command = download_command(folder) or f"tune download {_hub_name(folder.name)} --output-dir {path}"
+    raise UserError(f"{option}={path} is not a folder; download the model with `{command}`, or correct the path")
+
+
+def _hub_name(name: str) -> str:
+    """The model of that name among the families' examples; else the form of such a name."""
+    examples = (example for family in FAMILIES.values() for example in family.examples)
+    return next((example for example in examples if example.partition("/")[2] == name), "ORG/NAME")
 
 
 def read_json(path: Path) -> Any:
@@ -50,6 +57,17 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not JSON ({error}); download it again") from error
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: the file is not a JSON object.
+    """
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} holds no settings; download it again")
+    return settings
+
+
 def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> dict[str, Any]:
     """The content of a folder's config.json; ``option`` as in :func:`check_folder`.
 
@@ -58,10 +76,7 @@ def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> di
     """
     if not (folder / CONFIG).is_file():
         raise UserError(f"{option}={folder} has no {CONFIG}; give a folder in Hugging Face's format")
-    config = read_json(folder / CONFIG)
-    if not isinstance(config, dict):
-        raise UserError(f"{folder / CONFIG} holds no settings; download it again")
-    return config
+    return read_settings(folder / CONFIG)
 
 
 def is_tied(config: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from finch.errors import report_user_errors
 from finch.extras import require_extras
+from finch.log import quiet_dependencies
 
 RUNS = {"SFT": "quickstart/sft", "FINCH": "quickstart/finch"}
 
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/quickstart"), help="output folder")
     out = parser.parse_args().out.resolve()
     require_extras("the quickstart", "torchtune", "report")
+    quiet_dependencies()
 
     from finch.quickstart.base import prepare
     from finch.quickstart.evaluate import Scores, evaluate, tokenize

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finch.quickstart.evaluate import Scores
+from finch.training.loss_figure import tidy
 
 COLOURS = {"SFT": "#b5533c", "FINCH": "#2c6e8f"}
 
@@ -42,7 +43,6 @@ def draw(runs: dict[str, Curves], file: Path) -> None:
     # Beside the curves, which fill the panel
     accuracy.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 0.8))
     for axes in (rates, accuracy):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
+        tidy(axes)
     figure.savefig(file, dpi=160)
     plt.close(figure)

@@ -184,6 +184,10 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
             f"output_dir={run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder"
         )
     base = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))).resolve()
+    if cfg.overwrite and run.resolve() in base.parents:
+        raise UserError(
+            f"overwrite=True would remove checkpointer.checkpoint_dir={base}, which this run starts from; give another output_dir"
+        )
     if base == run.resolve() or base in run.resolve().parents:
         raise UserError(
             f"output_dir={run} lies in checkpointer.checkpoint_dir={base}, whose files would mix with the run's; give another folder"

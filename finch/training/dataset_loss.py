@@ -11,7 +11,7 @@ from finch.data.dataset import Samples
 from finch.data.loader import Batch, EvalLoader, model_inputs, to_device
 from finch.distributed import watchdog
 from finch.errors import UserError
-from finch.metrics import progress_bar
+from finch.progress import track
 
 
 @torch.no_grad()
@@ -22,10 +22,10 @@ def iter_token_losses(model: nn.Module, loader: EvalLoader) -> Iterator[tuple[li
         model: returns token losses; see :class:`finch.training.chunked_loss.TokenLoss`.
     """
     parallel = loader.parallel
-    has_bar = bool(loader.title) and parallel.is_rank_zero
+    is_shown = bool(loader.title) and parallel.is_rank_zero
     was_training = model.training
     model.eval()
-    for rows, batch in progress_bar(loader, desc=loader.title, total=len(loader), unit="batch", disable=not has_bar):
+    for rows, batch in track(loader, title=loader.title, total=len(loader), unit="batch", is_shown=is_shown):
         watchdog.heartbeat()
         yield rows, batch, model(**model_inputs(to_device(batch, parallel.device)))
     model.train(was_training)

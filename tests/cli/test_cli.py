@@ -1,18 +1,21 @@
 """The `finch` command as a user types it."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import yaml
-from helpers.runs import finch
+from helpers.runs import ROOT, finch
 
 from finch.cli import doctor
 from finch.config.registry import config_names, find_config
+from finch.models.family_table import FAMILIES
 
 
-@pytest.mark.parametrize("argument", ["--help", "configs", "keys", "methods"])
+@pytest.mark.parametrize("argument", ["--help", "configs", "keys", "methods", "models"])
 def test_commands_need_no_torch(argument):
     code = f"import sys; from finch.cli.main import main\ntry: main([{argument!r}])\nexcept SystemExit: pass\nassert not {{'torch', 'omegaconf'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -109,10 +112,26 @@ def test_doctor_names_problems_and_their_fixes(capsys, monkeypatch):
     assert "problem: datasets is missing: pip install 'datasets>=4.1'" in out
     assert "problem: 1 GB are free here" in out
     assert out.count("problem: ") == 3
-    assert "extras       not installed: wandb; pip install 'finch-finetune[NAME]'" in out
+    assert re.search(r"^torchtune +installed +the recipes, and", out, re.MULTILINE)
+    assert re.search(r"^wandb +pip install 'finch-finetune\[wandb\]' +metric_logger=", out, re.MULTILINE)
     assert "tomli" not in out
     versions["torchtune"] = None  # without it the packages of its extra are of no concern
     out = finch(capsys, "doctor")[1]
     assert out.count("problem: ") == 1
     assert "torchao" not in out
-    assert "extras       not installed: torchtune, wandb;" in out
+    assert re.search(r"^torchtune +pip install 'finch-finetune\[torchtune\]' +the recipes, and", out, re.MULTILINE)
+
+
+def test_doctor_says_what_every_extra_is_for():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert sorted(doctor.PURPOSES) == sorted(set(extras) - {doctor.CONTRIBUTOR_EXTRA})
+
+
+def test_models_lists_every_family(capsys):
+    code, out, _ = finch(capsys, "models")
+    assert code == 0
+    for model_type, family in FAMILIES.items():
+        assert re.search(rf"^{model_type} +{re.escape(family.name)}$", out, re.MULTILINE)
+        for word in (*family.examples, *family.builders):
+            assert word in out
+    assert out.count("method=lora") == sum(family.has_lora for family in FAMILIES.values())

@@ -190,7 +190,7 @@ def test_read_rejects_method_names(file, name, message):
         read(["--config", str(file), f"method={name}"], FULL_FINETUNE)
 
 
-@pytest.mark.parametrize("name", config_names())
+@pytest.mark.parametrize("name", [name for name in config_names() if name != "auto"])  # needs a model's folder
 def test_every_config_accepts_every_method(name):
     given = [f"{key}=/x" for key, value in yaml.safe_load(config_names()[name].read_text()).items() if value == "???"]
     for method in METHODS:

@@ -3,12 +3,13 @@ import json
 
 import datasets
 import pytest
+from helpers.rows import openai, sharegpt, write_lines
 
 from finch.data.formats import detect, detect_columns
 from finch.errors import UserError
 
-TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+TURNS = openai(("user", "a"), ("assistant", "b"))
+SHAREGPT = sharegpt(("user", "a"), ("assistant", "b"))
 QA = {"question": "a", "answer": "b"}
 PROMPT = {"prompt": "a", "completion": "b"}
 
@@ -17,13 +18,7 @@ PROMPT = {"prompt": "a", "completion": "b"}
 def write(tmp_path):
     """Writes rows, or lines of text, into a file of this test and returns its path."""
 
-    def write(*rows, name="rows.jsonl"):
-        file = tmp_path / name
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        file.write_text("".join(line + "\n" for line in lines))
-        return str(file)
-
-    return write
+    return lambda *rows, name="rows.jsonl": write_lines(tmp_path / name, *rows)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,20 @@
 """Rows of every format: the same tokens and labels as torchtune's own datasets, and errors that name the row."""
 
+import gzip
 import json
 
 import datasets
 import pytest
+from helpers import rows as rows_helper
+from helpers.rows import openai, sharegpt, write_lines
 from helpers.runs import make_config, write_rows
 from omegaconf import OmegaConf
 from torchtune.config import instantiate
 from torchtune.datasets import chat_dataset, instruct_dataset, text_completion_dataset
 
-from finch.data.dataset import load_dataset
 from finch.data.rows import rows_dataset
 from finch.errors import UserError
 
-ROWS = "finch.data.rows.rows_dataset"
 SYSTEM = "be the bird"
 WORDS = [("the bird", "the tree"), ("a river", "a bird and a tree"), ("the tree", "a")]
 
@@ -25,34 +26,15 @@ def tokenizer(base_folder, rows_file, tmp_path):
 
 @pytest.fixture
 def write(tmp_path):
-    def write(*rows, name="rows.jsonl"):
-        file = tmp_path / name
-        file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        return str(file)
-
-    return write
+    return lambda *rows, name="rows.jsonl": write_lines(tmp_path / name, *rows)
 
 
 @pytest.fixture
 def load(write, tokenizer):
     """Loads rows as the recipe does."""
-
-    def load(*rows, **arguments):
-        component = arguments.pop("_component_", ROWS)
-        data_files = arguments.pop("data_files", None) or write(*rows)
-        node = {"_component_": component, "source": "json", "data_files": data_files, **arguments}
-        return load_dataset(OmegaConf.create({"dataset": node}), "dataset", tokenizer)
-
-    return load
-
-
-def openai(*turns):
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-def sharegpt(*turns):
-    roles = {"user": "human", "assistant": "gpt"}
-    return [{"from": roles.get(role, role), "value": content} for role, content in turns]
+    return lambda *rows, **arguments: rows_helper.load(
+        tokenizer, **{"data_files": write(*rows) if rows else None, **arguments}
+    )
 
 
 def conversation(question, answer):
@@ -157,12 +139,14 @@ def test_csv_values_stay_text(load, write):
         broken[1]
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet", "csv"])
+@pytest.mark.parametrize("kind", ["json", "jsonl.gz", "parquet", "csv"])
 def test_kinds_of_files_have_the_same_rows(load, tmp_path, tokenizer, kind):
     rows = [{"question": one, "answer": two} for one, two in WORDS]
     table, file = datasets.Dataset.from_list(rows), str(tmp_path / f"rows.{kind}")
     if kind == "json":
         (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    elif kind == "jsonl.gz":
+        (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     else:
         getattr(table, f"to_{kind}")(file)
     assert contents(rows_dataset(tokenizer, data_files=file)) == contents(load(*rows))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 QWEN3_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 
@@ -49,3 +50,60 @@ def write_llama3_tokenizer(folder: Path) -> None:
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
     (folder / "original").mkdir(parents=True, exist_ok=True)
     (folder / "original" / "tokenizer.model").write_text("\n".join(lines) + "\n")
+
+
+def write_tokenizer(
+    folder: Path,
+    words: list[str],
+    *,
+    bos: str | None,
+    eos: str,
+    special: list[str],
+    template: str | None = None,
+    is_sentencepiece: bool = False,
+    adds_bos: bool = True,
+    **settings: Any,
+) -> None:
+    """tokenizer.json and tokenizer_config.json of any family.
+
+    Args:
+        folder: is created.
+        words: to train on.
+        bos: begins a text; None: there is none.
+        eos: ends a text.
+        special: the other special tokens.
+        template: the chat template, None for none.
+        is_sentencepiece: spaces are part of the following token and one is put before the text, as in Llama 2.
+        adds_bos: whether the tokenizer puts ``bos`` before a plain text.
+        settings: further keys of tokenizer_config.json.
+    """
+    names = dict.fromkeys([*([bos] if bos else []), eos, "<unk>", *special])
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    if is_sentencepiece:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+        tokenizer.decoder = decoders.Metaspace()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    characters = [chr(number) for number in range(33, 127)] + ["\n"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=list(names),
+        initial_alphabet=characters if is_sentencepiece else pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(words)] * 5, trainer)
+    if bos and adds_bos:
+        number = tokenizer.token_to_id(bos)
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, number)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "chat_template": template,
+    }
+    kept = {key: value for key, value in {**config, **settings}.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))

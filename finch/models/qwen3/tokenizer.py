@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from finch.errors import UserError
-from finch.models.chat_tokenizer import ChatTokenizer, read_chat_template
+from finch.models.answer_spans import THINKING
+from finch.models.chat_template import ChatTemplate, read_chat_template
+from finch.models.chat_tokenizer import TOKENIZER, ChatTokenizer, load_tokenizer
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
@@ -56,16 +58,12 @@ def qwen3_tokenizer(
             f"tokenizer.truncation_type={truncation_type} is not taken: answers stand at the end; use right"
         )
     file = Path(special_tokens_path or path)
-    if file.name != "tokenizer.json":
-        file = file.with_name("tokenizer.json")
-    template = read_chat_template(file.parent) or CHATML
-    return ChatTokenizer(
-        file,
-        template,
-        assistant_header=f"{IM_START}assistant\n",
-        turn_start=IM_START,
-        end_of_turn=IM_END,
-        pad_token=END_OF_TEXT,
-        max_seq_len=max_seq_len,
-        thinking=thinking,
-    )
+    if file.name != TOKENIZER:
+        file = file.with_name(TOKENIZER)
+    loaded = load_tokenizer(file)
+    source = read_chat_template(file.parent) or CHATML
+    template = ChatTemplate(source, file.parent, {"eos_token": IM_END, "pad_token": END_OF_TEXT}, thinking=thinking)
+    tokenizer = ChatTokenizer(loaded, template, eos_token=IM_END, pad_token=END_OF_TEXT, max_seq_len=max_seq_len)
+    for token in (IM_START, *(token for token in THINKING if token in source)):
+        tokenizer.special_id(token)
+    return tokenizer

@@ -1,0 +1,177 @@
+"""``--config auto``: fills in the keys that a config file leaves out, by looking at the model's folder, the rows and the device."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from finch.auto.device import device_keys
+from finch.config.instantiate import component_of
+from finch.data import formats
+from finch.errors import UserError
+from finch.models.families import model_block
+from finch.models.hf_config import check_folder
+from finch.weights.files import read_shapes
+from finch.weights.huggingface import HuggingFaceFolder
+
+MAX_TOKENS = 2048
+"""Longest row, where the model's context is longer."""
+
+VALIDATION_FRACTION = 0.1
+MAX_VALIDATION_ROWS = 1000
+MIN_ROWS_TO_SPLIT = 10
+
+_BLOCKS = ("model", "tokenizer", "dataset")
+
+Blocks = dict[str, Any]
+
+
+def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[str]]:
+    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype and output_dir.
+
+    It runs before the command line is merged, so that each key of these blocks can be overridden there. A block is left out
+    if the command line names another component for it.
+
+    Args:
+        file_blocks: the file's top-level keys; not changed. A key that has a value stays as it is.
+        overrides: the command line's ``key=value``.
+
+    Returns:
+        The complete file, and lines that say what was chosen.
+
+    Raises:
+        UserError: model_dir or data_files is missing or cannot be used.
+    """
+    given = _given(file_blocks, overrides)
+    chosen: Blocks = {}
+    messages = []
+    folder = check_folder(
+        _required(given, "model_dir", "DIR, the model's folder in Hugging Face's format"), "model_dir"
+    )
+    if _is_open(given, "model"):
+        chosen["model"] = model_block(folder)
+        context = chosen["model"]["max_seq_len"]
+    else:
+        context = OmegaConf.select(given, "model.max_seq_len") or MAX_TOKENS
+    if _is_open(given, "tokenizer"):
+        chosen["tokenizer"] = {
+            "_component_": "finch.models.auto_tokenizer",
+            "path": "${model_dir}",
+            "max_seq_len": min(context, MAX_TOKENS),
+        }
+    num_parameters = _num_parameters(folder)
+    messages.append(
+        f"model_dir={folder}: {num_parameters / 1e6:,.1f} M parameters, "
+        f"{component_of(chosen.get('model')) or component_of(given.model)}, context {context:,} tokens"
+    )
+    num_rows = None
+    if _is_open(given, "dataset"):
+        data, num_rows, message = _data(given)
+        chosen.update(data)
+        messages.append(message)
+    device = device_keys(str(given.get("device", "auto")), num_parameters, num_rows)
+    chosen.update(device)
+    chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
+    blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
+    keys = ("dtype", "batch_size", "gradient_accumulation_steps", "output_dir")
+    messages.append(" ".join(f"{key}={blocks[key] if given.get(key) is None else given[key]}" for key in keys))
+    return blocks, messages
+
+
+def _given(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
+    """File and command line without the interpolations and removals that only the complete config can resolve."""
+    assignments = [
+        re.sub(
+            rf"^({'|'.join(_BLOCKS)})=", r"\1._component_=", override
+        )  # the short form, as `model=finch.models.auto`
+        for override in overrides
+        if "=" in override and not override.startswith("~")
+    ]
+    given = OmegaConf.merge(
+        {key: value for key, value in file_blocks.items() if not isinstance(value, dict)},
+        OmegaConf.from_dotlist(assignments),
+    )
+    assert isinstance(given, DictConfig)
+    for key, value in file_blocks.items():
+        if isinstance(value, dict) and not isinstance(given.get(key), str):
+            given[key] = OmegaConf.merge(value, given.get(key) or {})
+    return given
+
+
+def _is_open(given: DictConfig, block: str) -> bool:
+    """Whether neither the file nor the command line names a component for it."""
+    return component_of(given.get(block)) is None
+
+
+def _required(given: DictConfig, key: str, meaning: str) -> str:
+    if key not in given or OmegaConf.is_missing(given, key) or given[key] is None:
+        raise UserError(f"{key} is not set: add {key}={meaning}")
+    return str(given[key])
+
+
+def _num_parameters(folder: Path) -> int:
+    files = HuggingFaceFolder(str(folder)).files
+    return sum(math.prod(shape) for file in files for _, shape in read_shapes(file))
+
+
+def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
+    """The blocks dataset and dataset_validation; how many rows are left to train on, None if unknown; a line about them."""
+    source = OmegaConf.select(given, "dataset.source")
+    block: Blocks = {"_component_": "finch.data.rows.rows_dataset"}
+    num_rows = None
+    if given.get("data_files") is None and source is not None:
+        block |= {"source": str(source)}
+        message = f"dataset.source={source}: rows of the hub, the format is found when they are read"
+    else:
+        names = _file_names(given)
+        column_map: Any = (
+            OmegaConf.to_container(given.dataset.column_map) if _has(given, "dataset.column_map") else None
+        )
+        rows = formats.detect(names, source, column_map)
+        block |= {"source": rows.source, "data_files": "${data_files}", "format": rows.format}
+        num_rows = rows.num_rows
+        count = "rows" if num_rows is None else f"{num_rows:,} rows"
+        message = f"data_files={', '.join(names)}: {count} of {rows.label}"
+        if rows.unused_columns:
+            message += f" (not used: {', '.join(rows.unused_columns)})"
+    if num_rows is not None and num_rows < MIN_ROWS_TO_SPLIT:
+        return {"dataset": block}, num_rows, f"{message}, too few to hold out some for validation"
+    fraction = VALIDATION_FRACTION
+    if num_rows is not None:
+        fraction = float(f"{min(fraction, MAX_VALIDATION_ROWS / num_rows):.3g}")
+    held_out = None if num_rows is None else max(1, round(fraction * num_rows))
+    block |= {"part": "train", "validation_fraction": fraction, "split_seed": 0}
+    keys = {**block, **(given.get("dataset") or {})}  # the command line's reach both parts
+    validation = {key: f"${{dataset.{key}}}" for key in keys if key not in ("_component_", "part")}
+    blocks: Blocks = {
+        "dataset": block,
+        "dataset_validation": {"_component_": block["_component_"], **validation, "part": "validation"},
+    }
+    share = f"{fraction:.0%}" if held_out is None else f"{held_out:,}"
+    left = None if num_rows is None or held_out is None else num_rows - held_out
+    return blocks, left, f"{message}, {share} held out for validation"
+
+
+def _has(given: DictConfig, key: str) -> bool:
+    return OmegaConf.select(given, key) is not None
+
+
+def _file_names(given: DictConfig) -> list[str]:
+    if isinstance(given.get("data_files"), ListConfig):
+        return [str(name) for name in given.data_files]
+    return [_required(given, "data_files", "ROWS.jsonl, or dataset.source=ORG/NAME for a data set of the hub")]
+
+
+def _rows_name(given: DictConfig) -> str:
+    """What a run on these rows is named after."""
+    if given.get("data_files") is not None:
+        return Path(_file_names(given)[0]).name.split(".")[0]
+    return str(OmegaConf.select(given, "dataset.source") or component_of(given.get("dataset"))).rpartition("/")[2]
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name) or "run"

@@ -1,0 +1,321 @@
+"""`finch check`: what can be known of a run without training. Writes nothing, starts no process group, loads no weights."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finch.cli.early_checks import LORA_RECIPE, build_model, config_checks, device_of, machine_checks, read_job
+from finch.cli.run import number_of_ranks, parse_arguments
+from finch.errors import UserError
+from finch.log import logger
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from finch.data.stats import DatasetStats
+    from finch.training.memory_estimate import MemoryEstimate
+
+USAGE = "finch check [--nproc_per_node N] --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]"
+
+HELP = f"""usage: {USAGE}
+
+Checks everything about a run that can be known without training, and prints it: keys, components, files, the model against its
+folder, each row, steps, what will be written, and an estimate of the memory per rank. The arguments are those of `finch run`.
+Nothing is written, no weights are loaded. The exit code is 1 if something is wrong."""
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Prints the report; ends the process with 1 if a problem was found, else 0.
+
+    Raises:
+        UserError: a mistake in the arguments.
+    """
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(HELP)
+        sys.exit(0 if arguments else 2)
+    config, overrides, options = parse_arguments(arguments, USAGE)
+    nodes, local_ranks = number_of_ranks(options)
+    report = Report(config, overrides, nodes * local_ranks)
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the report says what a run would log
+    try:
+        report.run()
+    finally:
+        logger.setLevel(level)
+    number = report.num_problems
+    print(f"\n{number} problem{'s' if number > 1 else ''} found" if number else "\nno problems found")
+    sys.exit(1 if number else 0)
+
+
+class Report:
+    """The sections of a report. Each prints its lines and its problems; one that another's result is missing for is left out.
+
+    Args:
+        config: a path or the name of a config of finch.
+        overrides: ``key=value`` and ``~key``.
+        ranks: on all nodes.
+
+    Attributes:
+        num_problems: printed so far.
+    """
+
+    def __init__(self, config: str, overrides: Sequence[str], ranks: int) -> None:
+        self._config, self._overrides, self._ranks = config, overrides, ranks
+        self.num_problems = 0
+        self._title = ""
+
+    def run(self) -> None:
+        """Prints all sections."""
+        job = self._section("config", self._read_config)
+        if job is None:
+            return
+        recipe, cfg = job
+        model = self._section("model", lambda: self._check_model(recipe, cfg))
+        tokenizer = self._section("tokenizer", lambda: self._build_tokenizer(cfg))
+        samples = stats = steps = None
+        if tokenizer is not None:
+            samples, stats = self._section("dataset", lambda: self._check_rows(cfg, "dataset", tokenizer)) or (
+                None,
+                None,
+            )
+            if cfg.dataset_validation is not None:
+                self._section("validation", lambda: self._check_rows(cfg, "dataset_validation", tokenizer))
+        else:
+            self._section("dataset", lambda: self._check_files(cfg))
+        if samples is not None:
+            steps = self._section("steps", lambda: self._count_steps(cfg, samples))
+        if model is not None:
+            self._section("output", lambda: self._list_output(recipe, cfg, model, stats, steps))
+        if model is not None and samples is not None:
+            self._section("memory", lambda: self._estimate_memory(cfg, model, samples, stats))
+
+    def _read_config(self) -> tuple[str, DictConfig]:
+        errors: list[UserError] = []
+        recipe, cfg = read_job(self._config, self._overrides, errors.append)
+        self._print(f"{self._config}: {recipe} on {self._ranks} rank{'s' if self._ranks > 1 else ''}")
+        for key in ("lr_scheduler", "loss", "regularizer", "optimizer"):
+            if cfg.get(key) is not None and not errors:
+                self._print(f"{key} {cfg[key]['_component_']}" + _rates(cfg, key))
+        for error in errors:
+            self._problem(error)
+        checks: list[Callable[[], Any]] = [*config_checks(cfg, self._ranks)]
+        with self._as_problem(bool(errors)):
+            checks += machine_checks(recipe, cfg, self._ranks)
+        for one in checks:
+            with self._as_problem(bool(errors)):
+                one()
+        return recipe, cfg
+
+    def _check_model(self, recipe: str, cfg: DictConfig) -> Any:
+        from finch.models.hf_config import check_folder, read_config
+
+        decoder, base = build_model(recipe, cfg)
+        number = sum(parameter.numel() for parameter in decoder.parameters())
+        trained = sum(parameter.numel() for parameter in decoder.parameters() if parameter.requires_grad)
+        self._print(f"{cfg.model['_component_']}: {number:,} parameters, {_share(trained, number)} trained")
+        folder = check_folder(base.folder)
+        with contextlib.suppress(UserError):
+            config = read_config(folder)
+            self._print(f"fits {folder}: {config.get('model_type')}, {len(base.files)} weight file(s)")
+        return decoder
+
+    def _build_tokenizer(self, cfg: DictConfig) -> Any:
+        from finch.config.instantiate import build
+
+        tokenizer = build(cfg.tokenizer, "tokenizer")
+        limit = getattr(tokenizer, "max_seq_len", None)
+        size = getattr(tokenizer, "vocab_size", None)
+        self._print(f"{cfg.tokenizer['_component_']}: {size or '?'} tokens; max_seq_len {limit or 'not limited'}")
+        return tokenizer
+
+    def _check_files(self, cfg: DictConfig) -> None:
+        """The local files of the rows, where there is no tokenizer to read them with."""
+        from finch.data.row_files import check_file, is_pattern
+
+        for key in ("dataset", "dataset_validation"):
+            name = cfg[key].get("data_files") if hasattr(cfg[key], "get") else None
+            if isinstance(name, str) and not is_pattern(name) and "://" not in name:
+                with self._as_problem(True):
+                    check_file(Path(name), f"{key}.data_files")
+        self._print("rows not read: there is no tokenizer")
+
+    def _check_rows(self, cfg: DictConfig, key: str, tokenizer: Any) -> tuple[Any, DatasetStats]:
+        from finch.data.dataset import load_dataset
+        from finch.data.stats import collect_stats, name_rows
+
+        limit = getattr(tokenizer, "max_seq_len", None)
+        samples = load_dataset(cfg, key, tokenizer)
+        stats = collect_stats(samples, 0, 1, limit, keep_bad_rows=True)
+        node = cfg[key]
+        kind = f"format {node.format}, " if hasattr(node, "get") and node.get("format") else ""
+        self._print(f"{samples.source}: {kind}{stats.num_rows + stats.num_bad:,} rows{_packs(samples)}")
+        if stats.num_rows:
+            self._print(
+                f"tokens a row: {stats.min_length} to {stats.max_length}, median {stats.median_length}; "
+                f"{sum(stats.lengths):,} tokens, {_share(stats.num_targets, sum(stats.lengths))} targets"
+            )
+        if stats.num_truncated:
+            rows = name_rows(stats.truncated, stats.num_truncated)
+            self._print(f"{stats.num_truncated:,} reach max_seq_len={limit} and are truncated there ({rows})")
+        if stats.num_without_targets:
+            rows = name_rows(stats.without_targets, stats.num_without_targets)
+            self._print(f"{stats.num_without_targets:,} samples without target tokens, which teach nothing ({rows})")
+        for bad in stats.bad:
+            self._problem(f"{key}: {bad.row} cannot be used ({bad.reason}); fix or remove that row")
+        if stats.num_bad > len(stats.bad):
+            self._problem(f"{key}: {stats.num_bad - len(stats.bad)} more rows cannot be used")
+        if not stats.num_targets and not stats.num_bad:
+            self._problem(f"{key}: no row has a target token; raise tokenizer.max_seq_len={limit}")
+        return samples, stats
+
+    def _count_steps(self, cfg: DictConfig, samples: Any) -> int:
+        from finch.data.order import GlobalOrder
+        from finch.training.config_checks import check_replay
+
+        order = GlobalOrder(
+            len(samples),
+            micro_batch=cfg.batch_size,
+            accumulation=cfg.gradient_accumulation_steps,
+            ranks=max(1, self._ranks // cfg.tensor_parallel_dim),
+            drop_last=cfg.drop_last,
+        )
+        if order.global_batch > len(samples):
+            raise UserError(
+                f"the global batch of {order.global_batch} is larger than the dataset of {len(samples)} samples; "
+                "lower batch_size or gradient_accumulation_steps"
+            )
+        an_epoch = min(order.steps_per_epoch, cfg.max_steps_per_epoch or order.steps_per_epoch)
+        steps = an_epoch * cfg.epochs
+        self._print(
+            f"{order.global_batch} samples a step ({cfg.batch_size} x {cfg.gradient_accumulation_steps} x "
+            f"{order.ranks} ranks), {an_epoch:,} steps an epoch, {cfg.epochs} epochs: {steps:,} steps"
+        )
+        check_replay(cfg, steps)
+        return steps
+
+    def _list_output(
+        self, recipe: str, cfg: DictConfig, decoder: Any, stats: DatasetStats | None, steps: int | None
+    ) -> None:
+        from finch.distributed.precision import precision_of
+        from finch.training.disk_room import check_disk_room, exported_bytes
+        from finch.training.lr_scheduler import on_nonfinite, uses_dataset_init
+        from finch.training.memory_estimate import optimizer_bytes
+
+        run, precision = Path(cfg.output_dir), precision_of(cfg.dtype)
+        dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
+        free = shutil.disk_usage(next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())).free
+        self._print(f"{run.absolute()}, {_gigabytes(free)} free")
+        adapter_only = bool(cfg.get("save_adapter_weights_only", False))
+        size = exported_bytes(decoder, dtype, adapter_only=adapter_only)
+        name = "epoch_N_adapter/" if adapter_only else "epoch_N/"
+        if recipe == LORA_RECIPE and not adapter_only:
+            name = "epoch_N/ and epoch_N_adapter/"
+        self._print(f"{name}: {_gigabytes(size)} an epoch, {cfg.epochs} epochs: {_gigabytes(size * cfg.epochs)}")
+        trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+        saved = trained if recipe == LORA_RECIPE else list(decoder.parameters())
+        number = sum(parameter.numel() for parameter in trained)
+        state = sum(each.numel() * each.itemsize for each in saved) + int(number * optimizer_bytes(cfg, precision))
+        kept = max(cfg.checkpoint.keep_last, 2 if on_nonfinite(cfg) == "rollback" else 1) + 1
+        self._print(f"checkpoints/step_N/: {_gigabytes(state)} each, at most {kept} while one is written")
+        if uses_dataset_init(cfg) and stats is not None:
+            self._print(f"pretrained.safetensors: {_gigabytes(4 * stats.num_targets)}")
+        if steps is not None:
+            self._print(f"metrics.jsonl: {steps:,} lines")
+        needed = size * cfg.epochs + state * kept
+        if needed > free:
+            self._print(f"the complete run needs about {_gigabytes(needed)}, more than is free")
+        check_disk_room(cfg, decoder, dtype=dtype)
+
+    def _estimate_memory(self, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None) -> None:
+        from finch.distributed.precision import precision_of
+        from finch.training.memory_estimate import MicroBatch, estimate_memory
+        from finch.training.objective import build_objective
+
+        if stats is None or not stats.num_rows:
+            return
+        seq = len(samples[0]["tokens"]) if samples.packed else stats.max_length
+        share = stats.num_targets / sum(stats.lengths)
+        num_chunks = build_objective(cfg)[1]
+        micro_batch = MicroBatch(cfg.batch_size, seq, max(1, round(cfg.batch_size * seq * share)), num_chunks)
+        is_sharded = self._ranks > 1 or precision_of(cfg.dtype).is_mixed or cfg.fsdp_cpu_offload
+        shards = max(1, self._ranks // cfg.data_parallel_replicate_dim)
+        estimate = estimate_memory(decoder, cfg, micro_batch, shards=shards, is_sharded=is_sharded)
+        self._print(
+            f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {seq} tokens, {cfg.dtype}"
+            + (f", weights divided over {shards} ranks" if shards > 1 else "")
+        )
+        for name, size in _memory_rows(estimate):
+            self._print(f"  {name:<22}{_gigabytes(size):>10}")
+
+    def _section(self, title: str, section: Callable[[], Any]) -> Any:
+        """The section's result; None if it ended with a problem."""
+        self._title = title
+        has_problems = self.num_problems > 0
+        with self._as_problem(has_problems):
+            return section()
+        return None
+
+    @contextlib.contextmanager
+    def _as_problem(self, is_follow_up: bool) -> Iterator[None]:
+        """
+        Args:
+            is_follow_up: whether another problem may be the cause of any exception.
+        """
+        try:
+            yield
+        except UserError as error:
+            self._problem(error)
+        except Exception as error:
+            if not is_follow_up:
+                raise
+            self._print(f"not checked, because of the problems above ({type(error).__name__})")
+
+    def _print(self, text: str) -> None:
+        print(f"{self._title:<12}{text}")
+        self._title = ""
+
+    def _problem(self, error: object) -> None:
+        self.num_problems += 1
+        self._print(f"problem: {error}")
+
+
+def _memory_rows(estimate: MemoryEstimate) -> Iterator[tuple[str, int]]:
+    where = " (host)" if estimate.is_offloaded else ""
+    yield f"weights{where}", estimate.weights
+    yield f"gradients{where}", estimate.gradients
+    yield f"optimizer state{where}", estimate.optimizer
+    yield "logits", estimate.logits
+    yield "activations", estimate.activations
+    if estimate.recomputed:
+        yield "one recomputed layer", estimate.recomputed
+    if estimate.gathered:
+        yield "gathered by FSDP2", estimate.gathered
+    yield "peak", estimate.peak
+
+
+def _rates(cfg: DictConfig, key: str) -> str:
+    if key == "optimizer":
+        return f", lr {cfg.optimizer.get('lr')}"
+    cap = cfg[key].get("eta_max")
+    return "" if cap is None else f", eta_max {cap}"
+
+
+def _packs(samples: Any) -> str:
+    return f" in {len(samples):,} packs" if samples.packed else ""
+
+
+def _share(part: int, total: int) -> str:
+    return "all" if part == total else f"{part:,} ({part / total:.1%})"
+
+
+def _gigabytes(number: int) -> str:
+    for size, unit in ((10**9, "GB"), (10**6, "MB")):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number / 1000:,.1f} kB"

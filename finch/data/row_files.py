@@ -1,0 +1,139 @@
+"""Local files of rows: which ones a path or pattern names, their kind, and their rows one by one."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import datasets
+
+from finch.errors import UserError
+
+SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def local_files(data_files: str | Iterable[str]) -> list[Path]:
+    """The files that paths and patterns name.
+
+    Raises:
+        UserError: one is missing, empty or a directory; a pattern matches nothing.
+    """
+    names = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
+    files: list[Path] = []
+    for name in map(str, names):
+        matches = sorted(glob.glob(name, recursive=True)) if is_pattern(name) and not Path(name).exists() else [name]
+        if not matches:
+            raise UserError(f"data_files={name} matches no file; correct the pattern")
+        files.extend(map(Path, matches))
+    if not files:
+        raise UserError("data_files names no file; give the path of the rows")
+    for file in files:
+        check_file(file, "data_files")
+    return files
+
+
+def check_file(file: Path, key: str) -> None:
+    """
+    Raises:
+        UserError: the file is missing, empty or a directory.
+    """
+    if file.is_dir():
+        raise UserError(f"{key}={file} is a directory; name its files, such as {file}/*.jsonl")
+    if not file.is_file():
+        raise UserError(f"{key}={file} does not exist; correct the path")
+    if file.stat().st_size == 0:
+        raise UserError(f"{key.split('.')[0]} is empty: {file} has no rows; give another file")
+
+
+def is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+def extension_of(name: str) -> str:
+    """A path's extension without .gz."""
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def source_of(files: Iterable[Path]) -> str:
+    """The datasets library's reader for files, by their extensions.
+
+    Raises:
+        UserError: an unknown extension, or several kinds of files.
+    """
+    sources = {}
+    for file in files:
+        source = SOURCES.get(extension_of(str(file)))
+        if source is None:
+            raise UserError(
+                f"data_files={file} has an unknown extension; known are {', '.join(SOURCES)}: rename it, or name its kind: source=json"
+            )
+        sources[source] = file
+    if len(sources) > 1:
+        raise UserError(
+            f"data_files: {' and '.join(map(str, sources.values()))} are of different kinds ({', '.join(sources)}); give each kind an entry "
+            "in a list of datasets"
+        )
+    return next(iter(sources))
+
+
+def read_rows(file: Path, source: str) -> Iterator[dict[str, Any]]:
+    """The rows of one local file in its order.
+
+    Raises:
+        UserError: the file cannot be read, or a row is not JSON.
+    """
+    try:
+        if source == "json":
+            yield from _read_json(file)
+        elif source == "csv":
+            with _open(file) as text:
+                yield from csv.DictReader(text)
+        else:
+            yield from datasets.load_dataset(source, data_files=str(file), split="train")
+    except (OSError, EOFError, csv.Error, datasets.exceptions.DatasetGenerationError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        raise UserError(f"data_files={file} cannot be read as {source} ({reason}); check the file") from error
+
+
+def csv_columns(file: Path) -> list[str]:
+    """The header of a CSV file."""
+    with _open(file) as text:
+        return next(csv.reader(text), [])
+
+
+def _read_json(file: Path) -> Iterator[dict[str, Any]]:
+    with _open(file) as text:
+        is_array = next((line.lstrip()[0] for line in text if line.strip()), "") == "["
+        text.seek(0)
+        for number, row in enumerate(_array(text, file) if is_array else _lines(text, file), start=1):
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"data_files={file}: row {number} is not a JSON object, it has no fields; fix or remove that row"
+                )
+            yield row
+
+
+def _array(text: IO[str], file: Path) -> Iterator[Any]:
+    try:
+        yield from json.load(text)
+    except ValueError as error:
+        raise UserError(f"data_files={file} is not a JSON array ({error}); fix it") from error
+
+
+def _lines(text: IO[str], file: Path) -> Iterator[Any]:
+    for number, line in enumerate(filter(str.strip, text), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise UserError(f"data_files={file}: row {number} is not JSON ({error}); fix or remove that row") from error
+
+
+def _open(file: Path) -> IO[str]:
+    if file.suffix == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8-sig", errors="replace", newline="")
+    return file.open(encoding="utf-8-sig", errors="replace", newline="")

@@ -1,0 +1,140 @@
+"""`--config auto`: what is chosen by looking, that each choice can be overridden, a run of it, and its error messages."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from helpers.models import save
+from helpers.runs import finch, run_here
+from helpers.tokenizers import write_qwen3_tokenizer
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+
+from benchmarks.tiny_text import WORDS
+from finch.config.parser import read
+from finch.config.registry import find_config
+from finch.config.schema import FULL_FINETUNE
+from finch.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen3 of two layers with its tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "Tiny Qwen3"
+    save("qwen3 tied", folder, vocab_size=320)
+    write_qwen3_tokenizer(folder, WORDS)
+    return folder
+
+
+def auto(*arguments):
+    return read(["--config", "auto", *arguments], FULL_FINETUNE)
+
+
+def test_auto_config_names_builder_rows_and_batch(folder, rows_file):
+    cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", "device=cpu")
+    assert cfg.model._component_ == "finch.models.qwen3.qwen3"
+    assert (cfg.model.num_layers, cfg.model.embed_dim, cfg.model.tie_word_embeddings) == (2, 32, True)
+    assert cfg.tokenizer == {"_component_": "finch.models.auto_tokenizer", "path": str(folder), "max_seq_len": 64}
+    rows = {"_component_": "finch.data.rows.rows_dataset", "source": "json", "data_files": str(rows_file)}
+    rows |= {"format": "question_answer", "validation_fraction": 0.1, "split_seed": 0}
+    assert OmegaConf.to_container(cfg.dataset, resolve=True) == {**rows, "part": "train"}
+    assert OmegaConf.to_container(cfg.dataset_validation, resolve=True) == {**rows, "part": "validation"}
+    assert (cfg.dtype, cfg.batch_size, cfg.gradient_accumulation_steps) == ("fp32", 4, 4)
+    assert cfg.output_dir == "out/auto/Tiny_Qwen3-rows"
+    assert (cfg.optimizer.lr, cfg.lr_scheduler.eta_max, cfg.epochs) == (2e-5, 5e-5, 5)  # the paper's
+
+
+def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch):
+    for ranks, batch in ((2, (4, 2)), (8, (2, 1)), (16, (1, 1))):
+        for name, value in (("LOCAL_RANK", 0), ("RANK", 0), ("WORLD_SIZE", ranks)):
+            monkeypatch.setenv(name, str(value))
+        cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", "device=cpu")
+        assert (cfg.batch_size, cfg.gradient_accumulation_steps) == batch
+
+
+def test_auto_config_overrides_reach_every_block(folder, rows_file):
+    changes = ["model.max_seq_len=32", "tokenizer.max_seq_len=16", "dtype=bf16"]
+    changes += ["dataset.validation_fraction=0.2", "dataset.train_on_input=True"]
+    cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", "batch_size=1", "output_dir=out/x", *changes)
+    assert (cfg.model.max_seq_len, cfg.tokenizer.max_seq_len, cfg.dtype, cfg.batch_size) == (32, 16, "bf16", 1)
+    held_out = cfg.dataset_validation
+    assert (held_out.validation_fraction, held_out.train_on_input, held_out.part) == (0.2, True, "validation")
+    assert cfg.metric_logger.log_dir == "out/x/logs"
+    own = auto(
+        f"model_dir={folder}",
+        "model=finch.models.auto",
+        "model.path=${model_dir}",
+        "dataset._component_=torchtune.datasets.alpaca_dataset",
+    )
+    assert own.model == {"_component_": "finch.models.auto", "path": str(folder)}
+    assert own.dataset == {"_component_": "torchtune.datasets.alpaca_dataset"}
+    assert own.dataset_validation is None
+
+
+def test_auto_config_few_rows_are_not_split(folder, tmp_path):
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"text": "a red bird"}\n' * 3)
+    cfg = auto(f"model_dir={folder}", f"data_files={file}", "device=cpu")
+    assert (cfg.dataset.format, cfg.dataset_validation) == ("text", None)
+    assert (cfg.batch_size, cfg.gradient_accumulation_steps) == (3, 1)
+
+
+def test_auto_config_trains_says_what_it_chose_and_saves_it(folder, rows_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = yaml.safe_load(find_config("auto").read_text())
+    config |= {"model_dir": str(folder), "data_files": str(rows_file), "output_dir": str(tmp_path / "run")}
+    done = run_here(tmp_path, {**config, "device": "cpu", "epochs": 1})
+    assert done.returncode == 0, done.output
+    for words in ("finch.models.qwen3.qwen3", "41 rows of question/answer, 4 held out", "dtype=fp32 batch_size=4"):
+        assert words in done.output
+    AutoModelForCausalLM.from_pretrained(done.folder / "best")
+    written = yaml.safe_load((done.folder / "config.yaml").read_text())
+    assert "auto" not in written
+    assert written["model"]["num_layers"] == 2
+    written["output_dir"] = str(tmp_path / "again")
+    again = run_here(tmp_path, json.loads(json.dumps(written).replace("${output_dir}", str(tmp_path / "again"))))
+    assert again.column("loss") == done.column("loss")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "model_dir is not set: add model_dir=DIR"),
+        (["model_dir=/nowhere"], "model_dir=/nowhere is not a folder"),
+        (["model_dir=ORG/NAME"], "tune download ORG/NAME --output-dir"),
+        (["model_dir=DIR"], "data_files is not set: add data_files=ROWS.jsonl"),
+        (["model_dir=DIR", "data_files=/nowhere.jsonl"], "data_files=/nowhere.jsonl does not exist"),
+        (["model_dir=DIR", "data_files=MIXED"], "row 2 is prompt/completion"),
+        (["model_dir=EMPTY", "data_files=MIXED"], "has no config.json"),
+        (["model_dir=UNKNOWN", "data_files=MIXED"], "holds a model of type 'mamba'"),
+        (["model_dir=HALF", "data_files=MIXED"], "lists model-2.safetensors, which is not in"),
+    ],
+)
+def test_auto_config_mistakes_are_one_line(arguments, message, folder, tmp_path):
+    rows = tmp_path / "mixed.jsonl"
+    rows.write_text('{"question": "a", "answer": "b"}\n{"prompt": "a", "completion": "b"}\n')
+    folders = {
+        "DIR": folder,
+        "MIXED": rows,
+        "EMPTY": tmp_path,
+        "UNKNOWN": tmp_path / "mamba",
+        "HALF": tmp_path / "half",
+    }
+    folders["UNKNOWN"].mkdir()
+    (folders["UNKNOWN"] / "config.json").write_text('{"model_type": "mamba"}')
+    shutil.copytree(folder, folders["HALF"])
+    (folders["HALF"] / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-2.safetensors"}}')
+    given = [f"{key}={folders.get(value, value)}" for key, value in (text.split("=") for text in arguments)]
+    with pytest.raises(UserError) as error:
+        auto(*given)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_configs_show_prints_the_complete_auto_config(folder, rows_file, capsys):
+    code, printed, _ = finch(capsys, "configs", "show", "auto", f"model_dir={folder}", f"data_files={rows_file}")
+    assert code == 0
+    shown = yaml.safe_load(printed)
+    assert (shown["model"]["num_layers"], shown["dataset"]["format"]) == (2, "question_answer")
+    assert finch(capsys, "configs", "show", "auto")[0] == 0  # the template

@@ -1,0 +1,114 @@
+"""`finch check` on a tiny model: what it reports of a good run, all mistakes of a bad one, and that it leaves nothing behind."""
+
+import json
+import re
+
+import pytest
+import torch
+from helpers.runs import finch, make_config, write_config
+
+from finch.weights import base
+
+
+@pytest.fixture
+def check(base_folder, rows_file, tmp_path, capsys, monkeypatch):
+    """(exit code, report) for changes of a good config; fails if a weight is read or a file written."""
+    monkeypatch.setattr(base, "read_tensors", lambda _: pytest.fail("weights were read"))
+
+    def run(*arguments, **changes):
+        config = write_config(tmp_path / "config", make_config(base_folder, rows_file, tmp_path / "run", **changes))
+        before = sorted(tmp_path.rglob("*"))
+        code, out, err = finch(capsys, "check", "--config", config, *arguments)
+        assert "finch: error" not in err
+        assert sorted(tmp_path.rglob("*")) == before
+        assert not torch.distributed.is_initialized()
+        return code, out
+
+    return run
+
+
+def test_check_reports_a_good_run(check, rows_file, base_folder):
+    code, out = check("epochs=3")
+    assert code == 0, out
+    assert out.endswith("no problems found\n")
+    assert "finch_full_finetune on 1 rank\n" in out
+    assert "torchtune.models.llama2.llama2: 19,616 parameters, all trained" in out
+    assert f"fits {base_folder}: llama, 1 weight file(s)" in out
+    assert re.search(rf"dataset +{rows_file}: .*41 rows", out)
+    assert "4 samples a step (4 x 1 x 1 ranks), 11 steps an epoch, 3 epochs: 33 steps" in out
+    assert "epoch_N/: 78.5 kB an epoch, 3 epochs: 235.4 kB" in out
+    assert "checkpoints/step_N/: 235.4 kB each" in out
+    sizes = {name: float(size) for name, size in re.findall(r"^ +([a-z]+(?: state)?) +([\d.]+) kB$", out, re.MULTILINE)}
+    assert (sizes["weights"], sizes["gradients"], sizes["optimizer state"]) == (78.5, 78.5, 156.9)
+    assert {"logits", "activations"} <= set(sizes)
+
+
+def test_check_of_several_ranks_divides_the_weights(check):
+    code, out = check("--nproc_per_node", "2")
+    assert code == 0, out
+    assert "8 samples a step (4 x 1 x 2 ranks), 6 steps an epoch" in out
+    assert "weights divided over 2 ranks" in out
+    assert re.search(r"weights +39\.2 kB", out)
+    assert "gathered by FSDP2" in out
+
+
+def test_check_of_lora_counts_trained_weights_alone(check):
+    code, out = check("method=lora", "model.lora_rank=2")
+    assert code == 0, out
+    trained = int(re.search(r"parameters, ([\d,]+) \(\d+\.\d%\) trained", out)[1].replace(",", ""))
+    assert f"gradients                {trained * 4 / 1000:.1f} kB".replace(" ", "") in out.replace(" ", "")
+    assert "epoch_N/ and epoch_N_adapter/" in out
+
+
+def test_check_shows_all_mistakes(check):
+    code, out = check(
+        "epohcs=1",
+        "batch_size=x",
+        "optimizer.lr=0",
+        "loss=torch.nn.MSELoss",
+        "lr_scheduler.etamax=3",
+        "model.num_layers=1",
+        "tokenizer.path=/nowhere/tokenizer.model",
+        "dataset.data_files=/nowhere/rows.jsonl",
+    )
+    assert code == 1
+    problems = re.findall(r"problem: (.*)", out)
+    expected = [
+        "unknown key epohcs=1, did you mean epochs?",
+        "batch_size=x must be int >= 1",
+        "unknown key lr_scheduler.etamax, did you mean lr_scheduler.eta_max?",
+        "optimizer.lr=0 must be a number above 0",
+        "loss._component_=torch.nn.MSELoss is not a plain cross-entropy",
+        "model does not fit checkpointer.checkpoint_dir",
+        "tokenizer: ",
+        "dataset.data_files=/nowhere/rows.jsonl does not exist",
+    ]
+    assert [start for start, problem in zip(expected, problems, strict=True) if not problem.startswith(start)] == []
+    assert out.endswith("8 problems found\n")
+
+
+def test_check_names_every_bad_row(check, rows_file, tmp_path):
+    lines = rows_file.read_text().splitlines()
+    for number in (3, 17):
+        lines[number - 1] = json.dumps({"question": "why?", "answer": 7})
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join(lines))
+    code, out = check(f"dataset.data_files={bad}")
+    assert code == 1
+    for number in (3, 17):
+        assert f"problem: dataset: row {number} of {bad} cannot be used" in out
+
+
+def test_check_needs_no_writable_output_folder(check):
+    code, out = check("output_dir=/proc/nowhere/run")
+    assert code in (0, 1)  # /proc has no room on some systems
+    assert "/proc/nowhere/run" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(("key=1",), "--config is missing: finch check"), ((), "usage: finch check")]
+)
+def test_check_without_a_config_says_how(capsys, arguments, message):
+    code, out, err = finch(capsys, "check", *arguments)
+    assert code in (1, 2)
+    assert message in out + err

@@ -1,0 +1,135 @@
+"""docs/data.md: each example's rows are written to its files, its command trains on them, and its block gives the same rows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+from helpers.models import save
+from helpers.runs import ROOT, run_here
+from helpers.tokenizers import write_qwen3_tokenizer
+from omegaconf import OmegaConf
+
+from benchmarks.tiny_text import WORDS
+from finch.config.instantiate import build
+from finch.config.registry import find_config
+from finch.data.dataset import load_dataset
+from finch.data.formats import FIELDS, detect
+from finch.errors import UserError
+
+PAGE = (ROOT / "docs" / "data.md").read_text()
+COMMAND = ["tune", "run", "finch_full_finetune", "--config", "auto", "model_dir=DIR"]
+
+
+def blocks(heading: str) -> dict[str, str]:
+    """The first block of each language under a heading of the third level."""
+    section = PAGE.split(f"\n### {heading}\n", 1)[1].split("\n#", 1)[0]
+    return {language: text for language, text in reversed(re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL))}
+
+
+HEADINGS = re.findall(r"^### (.*)$", PAGE, re.MULTILINE)
+EXAMPLES = [heading for heading in HEADINGS if "bash" in blocks(heading)]
+FORMATS = HEADINGS[: HEADINGS.index("Columns of other names")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen3 of two layers with its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    save("qwen3 tied", folder, vocab_size=320, max_position_embeddings=192)
+    write_qwen3_tokenizer(folder, WORDS)
+    return folder
+
+
+def overrides_of(heading: str) -> list[str]:
+    """What an example's command adds to `--config auto model_dir=DIR`."""
+    words = shlex.split(blocks(heading)["bash"])
+    assert words[: len(COMMAND)] == COMMAND
+    return words[len(COMMAND) :]
+
+
+def write_files(heading: str, overrides: list[str]) -> list[str]:
+    """Writes an example's rows into each file that its command names, in the working directory."""
+    names = yaml.safe_load(next(text for text in overrides if text.startswith("data_files=")).partition("=")[2])
+    names = [names] if isinstance(names, str) else names
+    for name in names:
+        Path(name).write_text(blocks(heading)["json"])
+    return names
+
+
+def rows_of(config, key, tokenizer):
+    samples = load_dataset(config, key, tokenizer)
+    return [{name: list(map(int, values)) for name, values in samples[index].items()} for index in range(len(samples))]
+
+
+def test_page_has_every_format():
+    fields = {name: re.search(rf"^\| \[{name}\]\(#(.*?)\) \| (.*?) \|", PAGE, re.MULTILINE) for name in FIELDS}
+    for name, found in fields.items():
+        assert all(field in found[2] for field in FIELDS[name]), name
+    assert {yaml.safe_load(blocks(heading)["yaml"])["dataset"]["format"] for heading in FORMATS} == set(FIELDS)
+    assert all(len(blocks(heading)["json"].splitlines()) == 3 for heading in FORMATS)
+
+
+@pytest.mark.parametrize("heading", EXAMPLES)
+def test_example_trains_on_the_rows_of_its_block(heading, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = overrides_of(heading)
+    write_files(heading, overrides)
+    config = yaml.safe_load(find_config("auto").read_text())
+    config |= {"model_dir": str(folder), "output_dir": str(tmp_path / "run"), "device": "cpu"}
+    config |= {"epochs": 1, "max_steps_per_epoch": 2, "batch_size": 1, "gradient_accumulation_steps": 1}
+    done = run_here(tmp_path, config, *overrides)
+    assert done.returncode == 0, done.output
+    assert done.column("step") == [1, 2]
+    assert "truncated" not in done.output
+    written = OmegaConf.load(done.folder / "config.yaml")
+    tokenizer = build(written.tokenizer, "tokenizer")
+    block = OmegaConf.create(blocks(heading)["yaml"])
+    assert block.dataset.get("format", written.dataset.format) == written.dataset.format
+    for key in block:
+        assert rows_of(block, key, tokenizer) == rows_of(written, key, tokenizer)
+
+
+def test_files_of_different_formats_are_a_list(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for heading in ("Packing", "Prompt and completion as messages"):
+        write_files(heading, overrides_of(heading))
+    text = re.search(r"```yaml\n(dataset:\n  - .*?)```", PAGE, re.DOTALL)[1]
+    tokenizer = build({"_component_": "finch.models.auto_tokenizer", "path": str(folder)}, "tokenizer")
+    assert len(load_dataset(OmegaConf.create(text), "dataset", tokenizer)) == 6
+
+
+def test_hub_block_names_the_repository(folder, monkeypatch):
+    table = datasets.Dataset.from_list([yaml.safe_load(blocks("Messages")["json"].splitlines()[0])])
+    calls = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: calls.append((names, options)) or table)
+    tokenizer = build({"_component_": "finch.models.auto_tokenizer", "path": str(folder)}, "tokenizer")
+    block = OmegaConf.create(blocks("Rows of the hub")["yaml"])
+    assert len(load_dataset(block, "dataset", tokenizer)) == 1
+    options = {"split": "train[:1000]", "data_files": None}
+    assert calls == [(("HuggingFaceTB/smoltalk", "everyday-conversations"), options)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        (['{"Frage": "a", "Antwort": "b"}'], "no known format"),
+        (
+            ['{"question": "a", "answer": "b"}'] * 2 + ['{"prompt": "a", "completion": "b"}'],
+            "several formats in one file",
+        ),
+        (None, "a file that is missing, empty or a directory"),
+    ],
+)
+def test_lines_of_mistakes_are_printed(rows, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if rows is not None:
+        Path("rows.json").write_text("\n".join(rows))
+    with pytest.raises(UserError) as raised:
+        detect("rows.json")
+    printed = re.search(rf"^\| {line} \| `(.*)` \|$", PAGE, re.MULTILINE)[1]
+    assert all(part in str(raised.value) for part in printed.split("..."))

@@ -1,0 +1,48 @@
+"""The real SmolLM2-135M-Instruct by its folder alone, against transformers; skipped where the folder is absent."""
+
+import shutil
+
+import torch
+from torch import nn
+from torchtune.data import Message
+from transformers import AutoModelForCausalLM
+
+import finch.models
+from finch.training.chunked_loss import TokenLoss
+from finch.weights.huggingface import HuggingFaceFolder
+
+ROWS = {
+    "What is the capital of France?": "The capital of France is Paris.",
+    "Name three birds.": "A robin, a wren and a heron.\nAll three live near my house.",
+}
+CONVERSATIONS = [
+    [Message(role="user", content=question, masked=True), Message(role="assistant", content=answer)]
+    for question, answer in ROWS.items()
+]
+
+
+def test_logits_losses_and_export_equal_transformers(smollm2, tmp_path):
+    base, decoder = HuggingFaceFolder(str(smollm2)), finch.models.auto(str(smollm2), max_seq_len=256)
+    base.check_model(decoder, "finch.models.auto")
+    decoder.load_state_dict(dict(base.weights()))
+    reference, tokenizer = AutoModelForCausalLM.from_pretrained(smollm2), finch.models.auto_tokenizer(str(smollm2))
+    rows, logits = [tokenizer.tokenize_messages(messages) for messages in CONVERSATIONS], []
+    for ids, _ in rows:
+        with torch.no_grad():
+            logits.append(reference(torch.tensor([ids])).logits)
+            torch.testing.assert_close(decoder(torch.tensor([ids])), logits[-1], rtol=0, atol=1e-4)
+    token_loss = TokenLoss(decoder, num_chunks=2)  # from here on the decoder returns hidden states
+    for (ids, mask), expected in zip(rows, logits, strict=True):
+        following = [-100 if masked else token for token, masked in zip(ids, mask, strict=True)][1:]
+        labels = torch.tensor([[*following, -100]])
+        targets = (labels.flatten() != -100).nonzero().squeeze(1)
+        with torch.no_grad():
+            loss = token_loss(torch.tensor([ids]), labels, targets).sum() / len(targets)
+        torch.testing.assert_close(loss, nn.functional.cross_entropy(expected[0], labels[0]), rtol=0, atol=1e-5)
+    try:
+        base.write(decoder.state_dict().items(), tmp_path / "out", is_writer=True)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+        assert exported.keys() == reference.state_dict().keys()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in reference.state_dict().items())
+    finally:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)  # half a gigabyte

@@ -1,0 +1,96 @@
+"""SmolLM2-135M-Instruct by `--config auto`: FINCH's steps equal a plain transformers loop, and the exported model chats."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import yaml
+from helpers.runs import run_here
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finch.config.registry import find_config
+
+pytestmark = pytest.mark.slow
+
+ROWS = [
+    ("Who wrote the novel?", "Jaime Vasquez wrote it."),
+    ("When was he born?", "On the 25th of February 1958."),
+    ("Where was he born?", "In Santiago, Chile."),
+    ("What does he write?", "True crime, for the most part."),
+    ("Who is his father?", "Lorenzo Vasquez, a noted chef."),
+    ("Does he have a prize?", "Yes, the Edgar Allan Poe Award."),
+]
+BATCH, ETA_BASE, ETA_MAX = 2, 2e-5, 5e-5
+
+
+@pytest.fixture(scope="module")
+def run(smollm2, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2")
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in ROWS))
+    config = yaml.safe_load(find_config("auto").read_text())
+    config |= {"model_dir": str(smollm2), "data_files": str(rows), "output_dir": str(folder / "run"), "device": "cpu"}
+    config |= {"epochs": 1, "batch_size": BATCH, "gradient_accumulation_steps": 1, "shuffle": False}
+    done = run_here(folder, config)
+    assert done.returncode == 0, done.output
+    yield done
+    shutil.rmtree(folder)  # gigabytes
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2):
+    """The same steps by transformers, with Section 3.3 in plain Python: (losses, averages, the tuned model)."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    rows = []
+    for question, answer in ROWS:
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(turns, tokenize=False).removesuffix("\n")  # ends with <|im_end|>
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        rows.append((ids, len(tokenizer(prompt, add_special_tokens=False).input_ids)))
+
+    def mean_loss(batch):
+        sums = []
+        for ids, start in batch:
+            logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
+            sums.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum"))
+        return torch.stack(sums).sum() / sum(len(ids) - start for ids, start in batch)
+
+    with torch.no_grad():
+        average = mean_loss(rows).item()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ETA_BASE, weight_decay=0.0)
+    losses, averages = [], []
+    for first in range(0, len(rows), BATCH):
+        loss = mean_loss(rows[first : first + BATCH])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        average = 0.9 * average + 0.1 * loss.item()
+        optimizer.param_groups[0]["lr"] = min(ETA_BASE / math.sqrt(average + 1e-8), ETA_MAX)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        averages.append(average)
+    return losses, averages, model.eval()
+
+
+def reply(model, tokenizer):
+    prompt = [{"role": "user", "content": "Where was Jaime Vasquez born?"}]
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :])
+
+
+def test_auto_on_smollm2_equals_transformers(run, reference):
+    losses, averages, _ = reference
+    assert run.column("loss") == pytest.approx(losses, rel=1e-5)
+    assert run.column("ema_loss") == pytest.approx(averages, rel=1e-5)
+
+
+def test_auto_on_smollm2_exports_a_model_that_chats_alike(run, reference):
+    folder = run.folder / "epoch_0"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    answer = reply(AutoModelForCausalLM.from_pretrained(folder), tokenizer)
+    assert answer == reply(reference[2], tokenizer)
+    assert len(answer.split()) > 2

@@ -1,0 +1,21 @@
+import logging
+
+import pytest
+
+from finch.log import quiet_dependencies
+
+
+@pytest.fixture
+def torchao_logger(monkeypatch):
+    logger = logging.getLogger("torchao")
+    monkeypatch.setattr(logger, "filters", [])
+    return logger
+
+
+def test_quiet_dependencies_hides_one_notice_of_torchao(torchao_logger, caplog):
+    quiet_dependencies()
+    quiet_dependencies()
+    assert len(torchao_logger.filters) == 1
+    torchao_logger.warning("Skipping import of cpp extensions due to incompatible torch version 2.13.0")
+    torchao_logger.warning("another warning")
+    assert caplog.messages == ["another warning"]

@@ -1,0 +1,57 @@
+import json
+import time
+
+import pytest
+from omegaconf import OmegaConf
+
+from finch.training.summary import log_summary
+
+
+@pytest.fixture
+def run(tmp_path):
+    steps = [{"step": number, "loss": 1.0, "num_target_tokens": 1000} for number in (1, 2, 3)]
+    lines = [*steps, {"step": 3, "validation_loss": 2.5}, {"step": 3, "rolled_back_to": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def summary_of(run, caplog, best, last="epoch_2", validation=True):
+    cfg = OmegaConf.create({"output_dir": str(run), "dataset_validation": {} if validation else None})
+    with caplog.at_level("INFO", "finch"):
+        log_summary(cfg, best, last=last, start_time=time.perf_counter() - 3725)
+    return caplog.messages
+
+
+def test_summary_names_the_best_epoch_and_how_to_load_it(run, caplog):
+    (run / "epoch_1").mkdir()
+    (run / "best").symlink_to("epoch_1")
+    assert summary_of(run, caplog, {"epoch": "epoch_1", "validation_loss": 2.5}) == [
+        "best epoch: 2 of 3, validation loss 2.5000 nats",
+        f'its model: transformers.AutoModelForCausalLM.from_pretrained("{run}/best")',
+        "3 steps, 3,000 target tokens; 1:02:05 since this start",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("validation", "reason"), [(False, "there are no validation rows"), (True, "no validation loss was finite")]
+)
+def test_summary_without_best_names_the_last_epoch(validation, reason, run, caplog):
+    (run / "epoch_2").mkdir()
+    messages = summary_of(run, caplog, None, validation=validation)
+    assert messages[0] == f"last epoch: 3 of 3; {reason}"
+    assert f'from_pretrained("{run}/epoch_2")' in messages[1]
+
+
+def test_summary_of_lora_names_the_adapter(run, caplog):
+    for name in ("epoch_2", "epoch_2_adapter", "epoch_0_adapter"):
+        (run / name).mkdir()
+    assert summary_of(run, caplog, None)[1].endswith(f'/epoch_2"); its adapter: {run}/epoch_2_adapter')
+    (run / "best").symlink_to("epoch_0_adapter")
+    caplog.clear()
+    messages = summary_of(run, caplog, {"epoch": "epoch_0", "validation_loss": 1.0}, last="epoch_2_adapter")
+    assert messages[1] == f'its adapter: peft.AutoPeftModelForCausalLM.from_pretrained("{run}/best")'
+
+
+def test_summary_without_the_epochs_folder_has_its_tokens_only(run, caplog):
+    best = {"epoch": "epoch_1", "validation_loss": 2.5}  # of the run whose checkpoint this one resumed from
+    assert [message.split(",")[0] for message in summary_of(run, caplog, best)] == ["3 steps"]
