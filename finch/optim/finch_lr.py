@@ -310,7 +310,7 @@ def _check_arguments(eta_max: float | str, init: float | str, eta_base: float | 
             raise ValueError(f"{name}={value!r} must be a number{', or auto' * (name == 'eta_max')}")
     if not 0 <= ema < 1:
         raise ValueError(f"ema={ema} must lie in [0, 1): it is the weight of the past losses, 0.9 in the paper")
-    if not eta_max > 0:
+    if not float(eta_max) > 0:
         raise ValueError(f"eta_max={eta_max} must be above 0: it is the cap of the learning rate, 5e-5 in the paper")
     if eta_base is not None and not eta_base > 0:
         raise ValueError(f"eta_base={eta_base} must be above 0: it is the learning rate at a loss of 1 nat")
