@@ -171,6 +171,9 @@ def _nodes(node: Any) -> list[Any]:
 
 
 def _concatenate(parts: list[tuple[Any, str]], key: str) -> Samples:
+    packed = {isinstance(data, PackedDataset) for data, _ in parts}
+    if len(packed) == 2:
+        raise UserError(f"{key}: some entries of the list have packed=True and others not; set it in all of them")
     data = parts[0][0] if len(parts) == 1 else ConcatDataset(datasets=[data for data, _ in parts])
     return Samples(data, key, " and ".join(source for _, source in parts), parts)
 

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from omegaconf import DictConfig
 
+from finch.config.dataset_weights import dataset_weights
+from finch.data.dataset import Samples
 from finch.errors import UserError
 
 _MAX_SAMPLES = 10**9
@@ -121,3 +124,20 @@ class Mixture:
         # Hashed, since torch's CPU generator reads 32 bits of a seed, and seeds such as seed + epoch would be shared.
         digest = hashlib.blake2b(repr((self.seed, *purpose)).encode(), digest_size=4).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def mix(cfg: DictConfig, samples: Samples, seed: int) -> Mixture | None:
+    """The mixture that the weights of a recipe's config define; None without weights.
+
+    Args:
+        samples: the concatenated ``dataset``; gets the rows that the run draws, and how often.
+
+    Raises:
+        UserError: see :meth:`Mixture.from_weights`.
+    """
+    weights = dataset_weights(cfg.dataset)
+    if weights is None:
+        return None
+    mixture = Mixture.from_weights([len(data) for data, _ in samples.parts], weights, shuffle=cfg.shuffle, seed=seed)
+    samples.rows, samples.draws = mixture.drawn_rows(cfg.epochs), mixture.draws_per_row()
+    return mixture

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from finch.config.dataset_weights import dataset_weights
 from finch.config.instantiate import locate
 from finch.data.dataset import Samples, load_dataset
 from finch.data.loader import Batch, EvalLoader, collator, loader
-from finch.data.mixture import Mixture
+from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
 from finch.data.stats import validate_dataset
 from finch.distributed.parallel import Parallel
@@ -44,7 +43,9 @@ class TrainingData:
         self.validation = None
         if cfg.dataset_validation is not None:
             self.validation = load_dataset(cfg, "dataset_validation", tokenizer)
-        self.mixture = self._mix(seed)
+        self.mixture = mix(cfg, self.samples, seed)
+        if self.mixture is not None:
+            logger.info(f"dataset: {self.mixture.describe([source for _, source in self.samples.parts])}")
         self.order = GlobalOrder(
             len(self.samples) if self.mixture is None else self.mixture.num_samples,
             micro_batch=cfg.batch_size,
@@ -94,17 +95,6 @@ class TrainingData:
             num_workers=self._num_workers(samples),
             title=title,
         )
-
-    def _mix(self, seed: int) -> Mixture | None:
-        """The mixture that the config's weights define; leaves ``samples`` with the rows that the run draws."""
-        weights = dataset_weights(self._cfg.dataset)
-        if weights is None:
-            return None
-        rows = [len(data) for data, _ in self.samples.parts]
-        mixture = Mixture.from_weights(rows, weights, shuffle=self._cfg.shuffle, seed=seed)
-        self.samples.rows, self.samples.draws = mixture.drawn_rows(self._cfg.epochs), mixture.draws_per_row()
-        logger.info(f"dataset: {mixture.describe([source for _, source in self.samples.parts])}")
-        return mixture
 
     def _num_workers(self, samples: Samples) -> int:
         # torchtune builds the block mask of packed rows on the GPU while it collates, which a forked worker cannot.

@@ -9,9 +9,8 @@ from helpers.runs import make_config, write_rows
 from omegaconf import OmegaConf
 from torchtune.config import instantiate
 
-from finch.config.dataset_weights import dataset_weights
 from finch.data.dataset import load_dataset
-from finch.data.mixture import Mixture
+from finch.data.mixture import Mixture, mix
 from finch.data.order import EMPTY, GlobalOrder
 from finch.data.stats import DatasetStats, collect_stats
 from finch.errors import UserError
@@ -142,8 +141,8 @@ def test_stats_read_the_drawn_rows_and_the_digest_covers_the_draws(base_folder, 
         general = {**cfg.dataset, "data_files": str(others)}
         cfg.dataset = [{**cfg.dataset, "weight": 1}, {**general, "weight": weight}]
         samples = load_dataset(cfg, "dataset", instantiate(cfg.tokenizer))
-        mixed = Mixture.from_weights([len(data) for data, _ in samples.parts], dataset_weights(cfg.dataset))
-        samples.rows, samples.draws = mixed.drawn_rows(epochs), mixed.draws_per_row()
+        cfg.update(epochs=epochs, shuffle=True)
+        assert mix(cfg, samples, seed=0).rows == (41, 60)
         assert [source for _, source in samples.parts] == [str(rows_file), str(others)]
         return sum((collect_stats(samples, rank, ranks) for rank in range(ranks)), DatasetStats())
 

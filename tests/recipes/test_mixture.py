@@ -131,6 +131,7 @@ def test_resume_with_other_weights_is_refused_and_more_epochs_are_not(config, tm
         ((0.8, 0.2), ("dataset[1].split=train[:0]",), "general.jsonl (split train[:0]) has no rows"),
         ((0.8, 0.2), ("dataset[1].weight=x",), "dataset[1].weight=x must be a number above 0"),
         ((0.8, 0.2), ("dataset[2].weight=1",), "dataset[2].weight=1: dataset has 2 entries, [0] to [1]"),
+        ((0.8, 0.2), ("dataset[1].packed=True",), "some entries of the list have packed=True and others not"),
         ((0.8, 0.2), ("batch_size=64",), "is larger than an epoch of 51 samples"),
     ],
 )
