@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from finch.log import logger
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from finch.data.mixture import Mixture
     from finch.data.stats import DatasetStats
     from finch.training.memory_estimate import MemoryEstimate
 
@@ -69,6 +70,7 @@ class Report:
         self._config, self._overrides, self._ranks = config, overrides, ranks
         self.num_problems = 0
         self._title = ""
+        self._mixture: Mixture | None = None
 
     def run(self) -> None:
         """Prints all sections."""
@@ -139,7 +141,7 @@ class Report:
         from finch.data.row_files import check_file, is_pattern
 
         for key in ("dataset", "dataset_validation"):
-            name = cfg[key].get("data_files") if hasattr(cfg[key], "get") else None
+            name = cfg[key].get("data_files") if isinstance(cfg[key], Mapping) else None
             if isinstance(name, str) and not is_pattern(name) and "://" not in name:
                 with self._as_problem(True):
                     check_file(Path(name), f"{key}.data_files")
@@ -147,13 +149,16 @@ class Report:
 
     def _check_rows(self, cfg: DictConfig, key: str, tokenizer: Any) -> tuple[Any, DatasetStats]:
         from finch.data.dataset import load_dataset
+        from finch.data.mixture import mix
         from finch.data.stats import collect_stats, name_rows
 
         limit = getattr(tokenizer, "max_seq_len", None)
         samples = load_dataset(cfg, key, tokenizer)
+        if key == "dataset":
+            self._mixture = mix(cfg, samples, cfg.seed or 0)
         stats = collect_stats(samples, 0, 1, limit, keep_bad_rows=True)
         node = cfg[key]
-        kind = f"format {node.format}, " if hasattr(node, "get") and node.get("format") else ""
+        kind = f"format {node.format}, " if isinstance(node, Mapping) and node.get("format") else ""
         self._print(f"{samples.source}: {kind}{stats.num_rows + stats.num_bad:,} rows{_packs(samples)}")
         if stats.num_rows:
             self._print(
@@ -178,16 +183,20 @@ class Report:
         from finch.data.order import GlobalOrder
         from finch.training.config_checks import check_replay
 
+        num_samples = len(samples)
+        if self._mixture is not None:
+            num_samples = self._mixture.num_samples
+            self._print(self._mixture.describe([source for _, source in samples.parts]))
         order = GlobalOrder(
-            len(samples),
+            num_samples,
             micro_batch=cfg.batch_size,
             accumulation=cfg.gradient_accumulation_steps,
             ranks=max(1, self._ranks // cfg.tensor_parallel_dim),
             drop_last=cfg.drop_last,
         )
-        if order.global_batch > len(samples):
+        if order.global_batch > num_samples:
             raise UserError(
-                f"the global batch of {order.global_batch} is larger than the dataset of {len(samples)} samples; "
+                f"the global batch of {order.global_batch} is larger than the dataset of {num_samples} samples; "
                 "lower batch_size or gradient_accumulation_steps"
             )
         an_epoch = min(order.steps_per_epoch, cfg.max_steps_per_epoch or order.steps_per_epoch)

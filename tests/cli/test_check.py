@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.runs import finch, make_config, write_config
 
+from benchmarks.tiny_job import instruct_dataset
 from finch.weights import base
 
 
@@ -41,6 +42,17 @@ def test_check_reports_a_good_run(check, rows_file, base_folder):
     sizes = {name: float(size) for name, size in re.findall(r"^ +([a-z]+(?: state)?) +([\d.]+) kB$", out, re.MULTILINE)}
     assert (sizes["weights"], sizes["gradients"], sizes["optimizer state"]) == (78.5, 78.5, 156.9)
     assert {"logits", "activations"} <= set(sizes)
+
+
+def test_check_counts_the_steps_of_a_mixture(check, rows_file):
+    entries = [{**instruct_dataset(rows_file), "weight": weight} for weight in (0.8, 0.2)]
+    code, out = check("epochs=2", dataset=entries)
+    assert code == 0, out
+    assert re.search(r"steps +an epoch draws 51 samples: 41 \(80\.39%\)", out)
+    assert "4 samples a step (4 x 1 x 1 ranks), 13 steps an epoch, 2 epochs: 26 steps" in out
+    code, out = check(dataset=[entries[0], {**entries[1], "weight": 0}])
+    assert code == 1
+    assert "problem: dataset[1].weight=0 must be a number above 0" in out
 
 
 def test_check_of_several_ranks_divides_the_weights(check):
