@@ -16,6 +16,7 @@ from finch.models.answer_spans import AnswerSpans
 from finch.models.chat_template import ChatTemplate
 
 TOKENIZER = "tokenizer.json"
+PROMPT_STYLES = ("chat", "authors")
 
 
 class ChatTokenizer(ModelTokenizer, Transform):
@@ -32,9 +33,11 @@ class ChatTokenizer(ModelTokenizer, Transform):
         pad_token: pads. It may be a token with a meaning: targets are known by their place, not by their token.
         bos_token: begins a plain text; None: the model was not trained with one.
         max_seq_len: tokens after which a conversation is truncated; None: never.
+        prompt_style: ``chat``, or ``authors`` as in the FINCH paper's code: a conversation without a system turn gets an empty
+            one, instead of the template's default.
 
     Raises:
-        UserError: the tokenizer lacks a special token; the template leaves an assistant turn out or does not close it.
+        UserError: another prompt_style; the tokenizer lacks a special token; the template leaves an assistant turn out or does not close it.
     """
 
     def __init__(
@@ -46,8 +49,11 @@ class ChatTokenizer(ModelTokenizer, Transform):
         pad_token: str,
         bos_token: str | None = None,
         max_seq_len: int | None = None,
+        prompt_style: str = "chat",
     ) -> None:
-        self._tokenizer, self._template = tokenizer, template
+        if prompt_style not in PROMPT_STYLES:
+            raise UserError(f"tokenizer.prompt_style={prompt_style} must be {' or '.join(PROMPT_STYLES)}")
+        self._tokenizer, self._template, self._prompt_style = tokenizer, template, prompt_style
         self.special_tokens = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
         self.bos_id = None if bos_token is None else self.special_id(bos_token)
         self.eos_id, self.pad_id = self.special_id(eos_token), self.special_id(pad_token)
@@ -99,6 +105,8 @@ class ChatTokenizer(ModelTokenizer, Transform):
             {"role": "tool" if message.role == "ipython" else message.role, "content": message.text_content}
             for message in messages
         ]
+        if self._prompt_style == "authors" and turns[:1] and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": ""})
         text = self._template.render(turns, generation=not add_end_tokens)
         for turn in turns:
             if turn["content"].strip() not in text:

@@ -26,8 +26,21 @@ PLAIN_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '\\nAssistant:' }}{% endif %}"""
 
+# The same in the form of the FINCH paper's authors, whose code separates turns by blank lines.
+AUTHORS_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role != 'system' %}{{ message.role | capitalize ~ ': ' }}{% endif %}
+{{- message.content | trim }}
+{%- if message.role == 'assistant' %}{{ eos_token }}{% endif %}
+{%- if message.content and not loop.last %}{{ '\\n\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"""
 
-def auto_tokenizer(path: str, max_seq_len: int | None = None, thinking: bool = False) -> ChatTokenizer:
+
+def auto_tokenizer(
+    path: str, max_seq_len: int | None = None, thinking: bool = False, prompt_style: str = "chat"
+) -> ChatTokenizer:
     """The tokenizer of a folder, with the folder's chat template.
 
     A folder without a template gets prompts of the form ``User: ...`` and ``Assistant: ...``, and a log line says so: BOS
@@ -38,9 +51,11 @@ def auto_tokenizer(path: str, max_seq_len: int | None = None, thinking: bool = F
         path: a Hugging Face folder with tokenizer.json.
         max_seq_len: tokens after which a conversation is truncated; None: never.
         thinking: the template's ``enable_thinking``; off: answers follow an empty thinking block where the template writes it.
+        prompt_style: ``chat``, or ``authors`` for the prompts of the FINCH paper's code: an empty system turn where a conversation
+            has none, and blank lines between the turns where the folder has no template.
 
     Raises:
-        UserError: a missing folder or file, a broken one, no EOS, or a template that does not show what an answer is.
+        UserError: a missing folder or file, a broken one, another prompt_style, no EOS, or a template that does not show what an answer is.
     """
     folder = check_folder(path, "tokenizer.path")
     if not (folder / TOKENIZER).is_file() and (folder / "tokenizer.model").is_file():
@@ -59,7 +74,8 @@ def auto_tokenizer(path: str, max_seq_len: int | None = None, thinking: bool = F
         logger.info(
             f"tokenizer: {folder} has no chat template; prompts are plain text, 'User: ...' and 'Assistant: ...' on lines of their own"
         )
-        template, special = PLAIN_TEMPLATE, {**special, "bos_token": bos or ""}
+        template = AUTHORS_TEMPLATE if prompt_style == "authors" else PLAIN_TEMPLATE
+        special |= {"bos_token": bos or ""}
     return ChatTokenizer(
         tokenizer,
         ChatTemplate(template, folder, special, thinking=thinking),
@@ -67,6 +83,7 @@ def auto_tokenizer(path: str, max_seq_len: int | None = None, thinking: bool = F
         eos_token=special["eos_token"],
         pad_token=special.get("pad_token", special["eos_token"]),
         max_seq_len=max_seq_len,
+        prompt_style=prompt_style,
     )
 
 

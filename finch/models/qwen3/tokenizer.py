@@ -32,6 +32,7 @@ def qwen3_tokenizer(
     prompt_template: None = None,
     truncation_type: str = "right",
     thinking: bool = False,
+    prompt_style: str = "chat",
 ) -> ChatTokenizer:
     """The tokenizer of a Qwen3 folder, with that folder's chat template.
 
@@ -45,6 +46,7 @@ def qwen3_tokenizer(
         truncation_type: must be ``right``: what is too long loses its end.
         thinking: whether assistant turns begin with thinking; off: with the empty thinking block a hybrid model's
             template writes.
+        prompt_style: as for :func:`finch.models.auto_tokenizer`.
 
     Raises:
         UserError: a file or special token is missing, or an argument is not supported.
@@ -63,7 +65,14 @@ def qwen3_tokenizer(
     loaded = load_tokenizer(file)
     source = read_chat_template(file.parent) or CHATML
     template = ChatTemplate(source, file.parent, {"eos_token": IM_END, "pad_token": END_OF_TEXT}, thinking=thinking)
-    tokenizer = ChatTokenizer(loaded, template, eos_token=IM_END, pad_token=END_OF_TEXT, max_seq_len=max_seq_len)
+    tokenizer = ChatTokenizer(
+        loaded,
+        template,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        max_seq_len=max_seq_len,
+        prompt_style=prompt_style,
+    )
     for token in (IM_START, *(token for token in THINKING if token in source)):
         tokenizer.special_id(token)
     return tokenizer

@@ -1,0 +1,89 @@
+"""The recipe with the prompts of the paper's authors against their program written with transformers in plain Python: the loop of
+Section 3.3 over rows in their order."""
+
+import json
+import math
+
+import pytest
+import torch
+from helpers.models import save
+from helpers.runs import run_here
+from helpers.tokenizers import write_qwen3_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.tiny_text import WORDS
+
+CHATML = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+BATCH, STEPS, ETA_BASE, ETA_MAX = 2, 20, 2e-3, 3e-3
+
+
+def prompt_and_text(tokenizer, row):
+    if tokenizer.chat_template is None:
+        prompt = f"User: {row['question']}\n\nAssistant:"
+        return prompt, f"{prompt} {row['answer']}{tokenizer.eos_token}"
+    turns = [{"role": "system", "content": ""}, {"role": "user", "content": row["question"]}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return prompt, f"{prompt}{row['answer']}<|im_end|>"
+
+
+def losses_and_rates(folder, rows):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    samples = []
+    for row in rows:
+        prompt, text = prompt_and_text(tokenizer, row)
+        start = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+        samples.append((torch.tensor(tokenizer(text, add_special_tokens=False).input_ids), start))
+
+    def mean_loss(batch):
+        sums = [
+            torch.nn.functional.cross_entropy(model(ids[None]).logits[0, start - 1 : -1], ids[start:], reduction="sum")
+            for ids, start in batch
+        ]
+        return torch.stack(sums).sum() / sum(len(ids) - start for ids, start in batch)
+
+    average = mean_loss(samples).item()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    for step in range(STEPS):
+        loss = mean_loss(samples[step * BATCH : (step + 1) * BATCH])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        average = 0.9 * average + 0.1 * loss.item()
+        optimizer.param_groups[0]["lr"] = rate = min(ETA_BASE / math.sqrt(average + 1e-8), ETA_MAX)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item(), rate
+
+
+@pytest.mark.parametrize("template", [CHATML, None], ids=["chat template", "no template"])
+def test_recipe_equals_the_authors_program(template, tmp_path, rows_file):
+    folder = tmp_path / "base"
+    save("qwen3 tied", folder, vocab_size=320)
+    write_qwen3_tokenizer(folder, [*WORDS, "User", "Assistant"], template)
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()][: BATCH * STEPS]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "model": {"_component_": "finch.models.auto", "path": str(folder)},
+        "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": str(folder), "prompt_style": "authors"},
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(folder),
+            "checkpoint_files": ["model.safetensors"],
+        },
+        "dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": str(file)},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": ETA_BASE, "weight_decay": 0.0},
+        "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": ETA_MAX, "init": "dataset"},
+        "clip_grad_norm": 1.0,
+        "batch_size": BATCH,
+        "shuffle": False,
+        "dtype": "fp64",
+        "device": "cpu",
+        "output_dir": str(tmp_path / "run"),
+    }
+    done = run_here(tmp_path, config)
+    assert done.returncode == 0, done.output
+    losses, rates = zip(*losses_and_rates(folder, rows), strict=True)
+    assert done.column("loss") == pytest.approx(losses, rel=1e-6)
+    assert done.column("lr") == pytest.approx(rates, rel=1e-6)
+    assert len(set(rates)) == STEPS
