@@ -1,10 +1,10 @@
-"""A dataset of any known row format, from local files or the hub, with a seeded share of it held out for validation."""
+"""A dataset of any known row format, from local files or the hub, and the seeded part of it that is trained or validated on."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,16 @@ from torch.utils.data import Dataset
 from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
-from finch.data.formats import AUTO, RowFormat, detect, detect_columns
+from finch.data import splits
+from finch.data.formats import AUTO, FIELDS, RowFormat, detect, detect_columns
 from finch.data.messages import RowToMessages
 from finch.data.row_files import SOURCES, csv_columns, local_files, read_rows, source_of
 from finch.errors import UserError
 
 PARTS = ("all", "train", "validation")
+SPLITS_BY = ("order", "content")
+TARGETS = {"instruction": "output", "question_answer": "answer", "prompt_completion": "completion"}
+"""The field of a format that is not the prompt; rows of other formats are compared completely."""
 
 
 class Rows(Dataset[Any]):
@@ -29,6 +33,7 @@ class Rows(Dataset[Any]):
         row_format: its format.
         files: of the rows, where there are several and the table has them all.
         transforms: from a row to tokens and labels, one after the other.
+        indices: of the rows in their split, from 0; None: the table says it.
 
     Attributes:
         row_format: the same.
@@ -40,8 +45,9 @@ class Rows(Dataset[Any]):
         row_format: RowFormat,
         files: Sequence[Path],
         transforms: Sequence[Callable[[Any], Any]],
+        indices: Sequence[int] | None = None,
     ) -> None:
-        self._data, self._files, self._transforms = table, files, transforms
+        self._data, self._files, self._transforms, self._indices = table, files, transforms, indices
         self.row_format = row_format
 
     def __len__(self) -> int:
@@ -56,8 +62,11 @@ class Rows(Dataset[Any]):
     def origin(self, index: int) -> tuple[str | None, int]:
         """The file that a row of this part comes from, and its number there, from 1; where there are not several files, None and its
         number in the split."""
-        indices = self._data._indices
-        number = 1 + (index if indices is None else indices.column(0)[index].as_py())
+        if self._indices is not None:
+            number = 1 + self._indices[index]
+        else:
+            indices = self._data._indices
+            number = 1 + (index if indices is None else indices.column(0)[index].as_py())
         for file in self._files:
             num_rows = _num_rows(file, self.row_format.source or "json")
             if number <= num_rows:
@@ -100,12 +109,14 @@ def rows_dataset(
     column_map: dict[str, str] | None = None,
     part: str = "all",
     validation_fraction: float = 0.1,
+    test_fraction: float = 0.0,
     split_seed: int = 0,
+    split_by: str = "order",
     train_on_input: bool = False,
     new_system_prompt: str | None = None,
     packed: bool = False,
 ) -> Rows | PackedDataset:
-    """Rows of any format of ``finch.data.formats.FIELDS``. The train and validation parts of one seed never share a row.
+    """Rows of any format of ``finch.data.formats.FIELDS``. The parts of one seed never share a row.
 
     Args:
         tokenizer: a torchtune model tokenizer.
@@ -115,9 +126,12 @@ def rows_dataset(
         split: the hub's or file's split, torchtune's ``train[:400]`` form included.
         format: ``auto``, or a key of ``finch.data.formats.FIELDS``.
         column_map: from the format's fields to columns of other names.
-        part: ``all`` rows, ``train`` or ``validation``.
+        part: ``all`` rows in the file's order, ``train``, ``validation``, or ``test``, which needs ``split_by=content``.
         validation_fraction: share of the rows held out, in (0, 1).
-        split_seed: of the permutation that chooses them.
+        test_fraction: share of the rows in the test part, in [0, 1).
+        split_seed: of the permutation or hash that chooses them.
+        split_by: ``content``: a part has the same rows whatever the file's order, and rows with equal prompts stay together (see
+            ``finch.data.splits``); ``order``: a permutation of the row numbers.
         train_on_input: whether all turns are targets, instead of the assistant's alone.
         new_system_prompt: a system turn before each conversation, instead of its own.
         packed: whether rows are packed to ``tokenizer.max_seq_len``. Plain text is then split across packs, never truncated.
@@ -125,26 +139,102 @@ def rows_dataset(
     Raises:
         UserError: rows that cannot be read, of no known format or of another one than ``format``; an argument out of range.
     """
-    if part not in PARTS:
-        raise UserError(f"dataset.part={part} must be all, train or validation")
-    if packed and tokenizer.max_seq_len is None:
-        raise UserError("dataset.packed=True needs tokenizer.max_seq_len, the length of a pack; set it")
+    if split_by not in SPLITS_BY:
+        raise UserError(f"dataset.split_by={split_by} must be {' or '.join(SPLITS_BY)}")
+    is_by_content = split_by == "content"
+    if not is_by_content and test_fraction:
+        raise UserError(f"dataset.test_fraction={test_fraction} needs dataset.split_by=content; set it")
+    check_part(part, splits.PARTS if test_fraction else PARTS)
+    check_packing(tokenizer, packed)
     if source is None and data_files is None:
         raise UserError("dataset needs data_files, the path of the rows, or source, a name on the hub; set one")
     table, row_format, files = load_rows(
         source, data_files, name=name, split=split, format=format, column_map=column_map
     )
-    if part != "all":
+    indices = None
+    if part != "all" and is_by_content:
+        indices = splits.part_indices(
+            contents(table, row_format),
+            part,
+            validation_fraction=validation_fraction,
+            test_fraction=test_fraction,
+            seed=split_seed,
+        )
+        table = table.select(indices)
+    elif part != "all":
         table = hold_out(table, part, validation_fraction, split_seed)
+    return tokenized(
+        tokenizer,
+        table,
+        row_format,
+        files if split == "train" else [],
+        indices=indices,
+        train_on_input=train_on_input,
+        new_system_prompt=new_system_prompt,
+        packed=packed,
+    )
+
+
+def check_part(part: str, parts: Sequence[str]) -> None:
+    """
+    Raises:
+        UserError: ``part`` is none of ``parts``.
+    """
+    if part not in parts:
+        raise UserError(f"dataset.part={part} must be {', '.join(parts[:-1])} or {parts[-1]}")
+
+
+def check_packing(tokenizer: Any, packed: bool) -> None:
+    """
+    Raises:
+        UserError: packing without max_seq_len.
+    """
+    if packed and tokenizer.max_seq_len is None:
+        raise UserError("dataset.packed=True needs tokenizer.max_seq_len, the length of a pack; set it")
+
+
+def contents(table: datasets.Dataset, row_format: RowFormat) -> list[tuple[Any, Any]]:
+    """Each row's prompt and target, for ``finch.data.splits``; an optional field that is missing is the empty text."""
+    target = TARGETS.get(row_format.format)
+
+    def values(fields: Iterable[str]) -> Iterable[tuple[Any, ...]]:
+        columns = [row_format.columns.get(field) for field in fields]
+        return zip(*(table[column] if column else [""] * len(table) for column in columns), strict=True)
+
+    prompts = values(field for field in FIELDS[row_format.format] if field != target)
+    targets = values([target]) if target else [()] * len(table)
+    return [([value or "" for value in prompt], list(rest)) for prompt, rest in zip(prompts, targets, strict=True)]
+
+
+def tokenized(
+    tokenizer: Any,
+    table: datasets.Dataset,
+    row_format: RowFormat,
+    files: Sequence[Path],
+    *,
+    indices: Sequence[int] | None,
+    convert: Callable[[Any], Any] | None = None,
+    train_on_input: bool,
+    new_system_prompt: str | None,
+    packed: bool,
+) -> Rows | PackedDataset:
+    """A table as a dataset of tokens and labels; arguments as for ``Rows`` and ``rows_dataset``.
+
+    Args:
+        convert: from a row of the table to one of ``row_format``.
+
+    Raises:
+        UserError: a row that packing cannot use.
+    """
     is_text = row_format.format == "text"
-    transforms: list[Callable[[Any], Any]]
+    transforms: list[Callable[[Any], Any]] = [] if convert is None else [convert]
     if is_text:
-        transforms = [TextToTokens(tokenizer, row_format.columns["text"], is_truncated=not packed)]
+        transforms += [TextToTokens(tokenizer, row_format.columns["text"], is_truncated=not packed)]
     else:
         messages = RowToMessages(row_format, train_on_input=train_on_input, new_system_prompt=new_system_prompt)
         # Given the message transform as well, SFTTransform would refuse tool turns.
-        transforms = [messages, SFTTransform(model_transform=tokenizer)]
-    rows = Rows(table, row_format, files if split == "train" and len(files) > 1 else (), transforms)
+        transforms += [messages, SFTTransform(model_transform=tokenizer)]
+    rows = Rows(table, row_format, files if len(files) > 1 else (), transforms, indices)
     if not packed:
         return rows
     return PackedDataset(rows, max_seq_len=tokenizer.max_seq_len, split_across_pack=is_text)
@@ -181,29 +271,52 @@ def load_rows(
     Raises:
         UserError: see ``rows_dataset``.
     """
+    files, source = files_and_source(source, data_files)
+    if files and format == AUTO:
+        format = detect(map(str, files), source, column_map).format
+    table = load_table(source, data_files, files, name=name, split=split)
+    return table, _format_of_table(table, format, column_map, source), files
+
+
+def files_and_source(source: str | None, data_files: str | list[str] | None) -> tuple[list[Path], str]:
+    """The local files of rows, none of them for rows of the hub or of URLs; and the reader or the hub's name.
+
+    Raises:
+        UserError: no files are named, or they cannot be read.
+    """
     names = None if data_files is None else [data_files] if isinstance(data_files, str) else list(map(str, data_files))
     is_local = names is not None and not any("://" in file for file in names)
     is_hub = source is not None and source not in SOURCES.values()
     if names is None and not is_hub:
         raise UserError(f"dataset.source={source} needs data_files, the path of the rows; set it")
     if is_hub or not is_local or names is None:
-        source = source or source_of(map(Path, names or ()))
-        table = datasets.load_dataset(source, name, split=split, data_files=names)
-        return table, _format_of_table(table, format, column_map, source), []
+        return [], source or source_of(map(Path, names or ()))
     files = local_files(names)
-    source = source or source_of(files)
-    if format == AUTO:
-        format = detect(names, source, column_map).format
+    return files, source or source_of(files)
+
+
+def load_table(
+    source: str, data_files: str | list[str] | None, files: list[Path], *, name: str | None, split: str
+) -> datasets.Dataset:
+    """The rows of local ``files`` where there are some, otherwise of the hub or of URLs.
+
+    Raises:
+        UserError: the local files cannot be read as one table.
+    """
+    if not files:
+        names = [data_files] if isinstance(data_files, str) else data_files
+        return datasets.load_dataset(
+            source, name, split=split, data_files=None if names is None else list(map(str, names))
+        )
     options: dict[str, Any] = {}
     if source == "csv":  # numbers stay text, and so do the words None and NA
         strings = datasets.Features({column: datasets.Value("string") for column in csv_columns(files[0])})
         options = {"features": strings, "keep_default_na": False, "na_values": [""]}
     try:
-        table = datasets.load_dataset(source, data_files=[str(file) for file in files], split=split, **options)
+        return datasets.load_dataset(source, data_files=[str(file) for file in files], split=split, **options)
     except datasets.exceptions.DatasetGenerationError as error:
         _check_same_fields(files, source)
         raise UserError(f"dataset: {error.__cause__ or error}") from error
-    return table, _format_of_table(table, format, column_map, source), files
 
 
 def _format_of_table(

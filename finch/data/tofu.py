@@ -7,9 +7,6 @@ from typing import Any
 from torchtune.datasets import PackedDataset
 
 from finch.data.rows import Rows, rows_dataset
-from finch.errors import UserError
-
-PARTS = ("train", "validation")
 
 
 def tofu_dataset(
@@ -21,22 +18,25 @@ def tofu_dataset(
     part: str = "train",
     validation_fraction: float = 0.1,
     split_seed: int = 0,
+    split_by: str = "order",
     split: str = "train",
     column_map: dict[str, str] | None = None,
     train_on_input: bool = False,
     new_system_prompt: str | None = None,
     packed: bool = False,
 ) -> Rows | PackedDataset:
-    """One part of TOFU. The two parts of one seed never share a row.
+    """One part of TOFU's rows. The two parts of one seed never share a row.
 
     Args:
         tokenizer: a torchtune model tokenizer.
         source: a hub name, or ``json`` with ``data_files`` (JSON Lines with ``question`` and ``answer``).
         name: the hub's configuration, such as ``full``, ``forget10``, ``retain90``.
         data_files: local rows; source and name are then ignored.
-        part: ``train`` or ``validation``.
+        part: ``train``, ``validation``, or ``all`` rows.
         validation_fraction: share of the rows held out, in (0, 1); 0.1 in the paper.
-        split_seed: of the permutation that chooses them.
+        split_seed: of the hash or permutation that chooses them.
+        split_by: ``content``: a part has the same rows whatever the file's order (see ``finch.data.splits``); ``order``: a permutation
+            of the row numbers, the default since earlier runs resume with it.
         split: the hub's or file's split, torchtune's ``train[:400]`` form included.
         column_map: ``{input, output}`` to other names.
         train_on_input: whether the question is a target too.
@@ -46,8 +46,6 @@ def tofu_dataset(
     Raises:
         UserError: an unknown part, a fraction out of range, or packing without max_seq_len.
     """
-    if part not in PARTS:
-        raise UserError(f"dataset.part={part} must be train or validation")
     return rows_dataset(
         tokenizer,
         source="json" if data_files is not None else source,
@@ -59,6 +57,7 @@ def tofu_dataset(
         part=part,
         validation_fraction=validation_fraction,
         split_seed=split_seed,
+        split_by=split_by,
         train_on_input=train_on_input,
         new_system_prompt=new_system_prompt,
         packed=packed,

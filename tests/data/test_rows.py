@@ -182,9 +182,11 @@ def test_parts_are_disjoint_complete_and_seeded(write, tokenizer, tmp_path):
     assert rows(part="validation") == validation != rows(part="validation", split_seed=1)
 
 
-def test_bad_row_of_a_part_has_the_files_number(load, write):
-    file = write(*({"question": "a", "answer": "b" if number != 13 else None} for number in range(1, 21)))
-    samples = [load(data_files=file, part=part, validation_fraction=0.3) for part in ("train", "validation")]
+@pytest.mark.parametrize("split_by", ["order", "content"])
+def test_bad_row_of_a_part_has_the_files_number(load, write, split_by):
+    file = write(*({"question": f"a {number}", "answer": "b" if number != 13 else None} for number in range(1, 21)))
+    options = {"validation_fraction": 0.3, "split_by": split_by}
+    samples = [load(data_files=file, part=part, **options) for part in ("train", "validation")]
     errors = []
     for part in samples:
         for index in range(len(part)):
@@ -253,6 +255,8 @@ def test_long_text_is_truncated_or_split_across_packs(load, tokenizer):
         ({"part": "test"}, "part=test must be all, train or validation"),
         ({"part": "train", "validation_fraction": 1.0}, "validation_fraction=1"),
         ({"part": "train", "split": "train[:1]"}, "too few"),
+        ({"part": "train", "split_by": "content", "validation_fraction": 0.1}, "of 3 rows none is left"),
+        ({"part": "test", "test_fraction": 0.5}, "test_fraction=0.5 needs dataset.split_by=content"),
         ({"format": "prompt_completion"}, "format=prompt_completion, but the rows look like question/answer"),
         ({"format": "question_answer", "column_map": {"answer": "Reply"}}, "column_map.answer=Reply: the rows have no"),
         ({"streaming": True}, "dataset.streaming=True is not supported"),

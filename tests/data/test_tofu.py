@@ -1,4 +1,5 @@
 import pytest
+from helpers.rows import membership, write_lines
 from helpers.runs import make_config, write_rows
 from omegaconf import OmegaConf
 from torchtune.config import instantiate
@@ -35,6 +36,28 @@ def test_tofu_split_depends_on_its_seed(tokenizer, rows):
     assert sorted(first) != sorted(other)
 
 
+def test_tofu_split_by_content_ignores_the_order(tokenizer, tmp_path):
+    rows = [{"question": f"the bird {number}", "answer": "a tree"} for number in range(60)]
+    files = [write_lines(tmp_path / "rows.jsonl", *rows), write_lines(tmp_path / "turned.jsonl", *rows[::-1])]
+    for part, size in (("train", 54), ("validation", 6)):
+        data = [tofu_dataset(tokenizer, data_files=file, part=part, split_by="content") for file in files]
+        assert contents(data[0]) == contents(data[1])
+        assert len(data[0]) == size
+
+
+def test_tofu_membership_is_pinned(tokenizer, shared_data):
+    file = str(shared_data / "tofu" / "full.jsonl")
+    pinned = {
+        ("order", "train"): (3600, "3168f16d4e0842fa"),
+        ("order", "validation"): (400, "fe3ad12acdccfd77"),
+        ("content", "train"): (3600, "2cb9dafc36391ab1"),
+        ("content", "validation"): (400, "c52a57ad999ed4d7"),
+    }
+    for split_by, part in pinned:
+        data = tofu_dataset(tokenizer, data_files=file, part=part, split_by=split_by)
+        assert (len(data), membership(question for question, _ in contents(data))) == pinned[split_by, part]
+
+
 def test_tofu_rows_equal_torchtunes_instruct_rows(tokenizer, rows):
     from torchtune.datasets import instruct_dataset
 
@@ -58,6 +81,7 @@ def test_tofu_packed(tokenizer, rows):
         ({"part": "test"}, "part=test"),
         ({"source": "json", "data_files": None}, "needs data_files"),
         ({"validation_fraction": 1.0}, "validation_fraction=1"),
+        ({"split_by": "hash"}, "split_by=hash must be order or content"),
         ({"split": "train[:1]"}, "too few"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +36,8 @@ def openai(*turns: tuple[str, str]) -> list[dict[str, str]]:
 def sharegpt(*turns: tuple[str, str]) -> list[dict[str, str]]:
     roles = {"user": "human", "assistant": "gpt"}
     return [{"from": roles.get(role, role), "value": content} for role, content in turns]
+
+
+def membership(prompts: Iterable[str]) -> str:
+    """A hash of the prompts of a part, whatever their order."""
+    return hashlib.sha256("\n".join(sorted(prompts)).encode()).hexdigest()[:16]

@@ -1,0 +1,68 @@
+"""Alpaca's instructions in Galician, the paper's language task: rows of instruction, input and output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtune.datasets import PackedDataset
+
+from finch.data.rows import Rows, rows_dataset
+
+
+def galician_alpaca_dataset(
+    tokenizer: Any,
+    *,
+    source: str | None = None,
+    name: str | None = None,
+    data_files: str | list[str] | None = None,
+    part: str = "train",
+    validation_fraction: float = 0.05,
+    test_fraction: float = 0.25,
+    split_seed: int = 0,
+    split: str = "train",
+    column_map: dict[str, str] | None = None,
+    train_on_input: bool = False,
+    new_system_prompt: str | None = None,
+    packed: bool = False,
+) -> Rows | PackedDataset:
+    """One part of the rows: 70% to train, 5% to validate, 25% to test, whatever the file's order. Rows with equal instruction and
+    input stay together, see ``finch.data.splits``.
+
+    The paper's own translation is not public. ``finch data translate`` makes such rows; ``irlab-udc/alpaca_data_galician`` on the hub
+    is a machine translation of the same Alpaca rows.
+
+    Args:
+        tokenizer: a torchtune model tokenizer.
+        source: a hub name; ignored with ``data_files``.
+        name: the hub's configuration.
+        data_files: local rows, as for ``finch.data.rows.rows_dataset``.
+        part: ``train``, ``validation``, ``test``, or ``all`` rows.
+        validation_fraction: share of the rows, in [0, 1).
+        test_fraction: share of the rows, in [0, 1).
+        split_seed: of the hash that chooses them.
+        split: the hub's or file's split, torchtune's ``train[:400]`` form included; it is made before the parts.
+        column_map: ``{instruction, input, output}`` to other names.
+        train_on_input: whether the instruction is a target too.
+        new_system_prompt: a system turn before each row.
+        packed: whether rows are packed to ``tokenizer.max_seq_len``.
+
+    Raises:
+        UserError: no rows are named, rows without the fields, an argument out of range, an empty part, or packing without max_seq_len.
+    """
+    return rows_dataset(
+        tokenizer,
+        source=None if data_files is not None else source,
+        data_files=data_files,
+        name=None if data_files is not None else name,
+        split=split,
+        format="instruction",
+        column_map=column_map,
+        part=part,
+        validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
+        split_seed=split_seed,
+        split_by="content",
+        train_on_input=train_on_input,
+        new_system_prompt=new_system_prompt,
+        packed=packed,
+    )

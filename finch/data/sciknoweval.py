@@ -1,0 +1,211 @@
+"""SciKnowEval's Chemistry rows of level 3 (Feng et al., 2024), the paper's science task, as questions and answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+from torchtune.datasets import PackedDataset
+
+from finch.data import splits
+from finch.data.formats import RowFormat
+from finch.data.rows import Rows, check_packing, check_part, files_and_source, load_table, tokenized
+from finch.errors import UserError
+from finch.log import logger
+
+FIELDS = ("prompt", "question", "choices", "answerKey", "answer", "solution")
+REQUIRED = ("question", "choices", "answerKey", "answer")
+_QUESTION_ANSWER = RowFormat("question_answer", {"question": "question", "answer": "answer"})
+
+
+def sciknoweval_dataset(
+    tokenizer: Any,
+    *,
+    source: str = "hicai-zju/SciKnowEval",
+    name: str | None = "v2",
+    split: str | None = None,
+    data_files: str | list[str] | None = None,
+    domain: str | None = "Chemistry",
+    level: str | None = "L3",
+    part: str = "train",
+    validation_fraction: float = 0.05,
+    test_fraction: float = 0.25,
+    split_seed: int = 0,
+    column_map: dict[str, str] | None = None,
+    train_on_input: bool = False,
+    new_system_prompt: str | None = None,
+    packed: bool = False,
+) -> Rows | PackedDataset:
+    """One part of a domain's rows of one level: 70% to train, 5% to validate, 25% to test, whatever the file's order. Rows with equal
+    questions stay together, see ``finch.data.splits``; all rows are split, those without choices as well.
+
+    The user's turn is ``prompt_of(row)``, the assistant's ``target_of(row)``: the row's ``solution`` where it has one, otherwise its
+    plain answer. A log line says how many rows have which. The paper trains on solutions that gpt-4o wrote and that are not public.
+
+    Args:
+        tokenizer: a torchtune model tokenizer.
+        source: a hub name; ignored with ``data_files``.
+        name: the hub's configuration.
+        split: the hub's or file's split; None: ``test`` on the hub, where all rows are, and ``train`` of a file, which has no other.
+        data_files: local rows of SciKnowEval's fields, as for ``finch.data.rows.rows_dataset``.
+        domain: of the rows, by their field ``domain``; None: rows of any.
+        level: of the rows, by their field ``details.level``; None: rows of any.
+        part: ``train``, ``validation``, ``test``, or ``all`` rows.
+        validation_fraction: share of the rows, in [0, 1).
+        test_fraction: share of the rows, in [0, 1).
+        split_seed: of the hash that chooses them.
+        column_map: from ``prompt``, ``question``, ``choices``, ``answerKey``, ``answer`` and ``solution`` to columns of other names.
+        train_on_input: whether the question is a target too.
+        new_system_prompt: a system turn before each row.
+        packed: whether rows are packed to ``tokenizer.max_seq_len``.
+
+    Raises:
+        UserError: rows without the fields or of other domains and levels, an argument out of range, an empty part, or packing without
+            max_seq_len.
+    """
+    check_part(part, splits.PARTS)
+    check_packing(tokenizer, packed)
+    splits.check_fractions(part, validation_fraction, test_fraction)
+    is_hub = data_files is None
+    files, reader = files_and_source(source if is_hub else None, data_files)
+    split = split or ("test" if is_hub else "train")
+    table = load_table(reader, data_files, files, name=name if is_hub else None, split=split)
+    columns = _columns(table.column_names, column_map)
+    indices = _rows_of(table, domain, level)
+    if part != splits.ALL:
+        questions, choices = (list(table[columns[field]]) for field in ("question", "choices"))
+        contents = [(questions[index], choices[index]) for index in indices]
+        chosen = splits.part_indices(
+            contents, part, validation_fraction=validation_fraction, test_fraction=test_fraction, seed=split_seed
+        )
+        indices = [indices[index] for index in chosen]
+    table = table.select(indices)
+    _log_targets(table, columns, part)
+    return tokenized(
+        tokenizer,
+        table,
+        dataclasses.replace(_QUESTION_ANSWER, source=reader),
+        files if split == "train" else [],
+        indices=indices,
+        convert=ToQuestionAnswer(columns),
+        train_on_input=train_on_input,
+        new_system_prompt=new_system_prompt,
+        packed=packed,
+    )
+
+
+class ToQuestionAnswer:
+    """From a row of SciKnowEval to one of question and answer.
+
+    Args:
+        columns: from SciKnowEval's fields to the row's columns.
+    """
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self._columns = columns
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """
+        Raises:
+            UserError: a field is missing, or the answer is none of the choices.
+        """
+        row = {field: row[column] for field, column in self._columns.items()}
+        return {"question": prompt_of(row), "answer": target_of(row)}
+
+
+def prompt_of(row: Mapping[str, Any]) -> str:
+    """The row's instruction (its field ``prompt.default``), an empty line, the question, and a line ``A. text`` for each choice.
+
+    Raises:
+        UserError: there is no question.
+    """
+    question = row.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise UserError("it has no field 'question'")
+    prompt = row.get("prompt")
+    instruction = prompt.get("default") if isinstance(prompt, Mapping) else prompt
+    lines = [f"{label}. {text}" for label, text in choices_of(row).items()]
+    return "\n\n".join(filter(None, [instruction, "\n".join([question, *lines])]))
+
+
+def target_of(row: Mapping[str, Any]) -> str:
+    """The row's ``solution``; without one, of a multiple-choice row ``C. text`` with the right choice's letter and text, of another row its
+    ``answer``.
+
+    Raises:
+        UserError: there is neither, or the right choice is none of the choices.
+    """
+    if row.get("solution"):
+        return row["solution"]
+    if not (choices := choices_of(row)):
+        if not row.get("answer"):
+            raise UserError("it has neither 'choices' nor an 'answer'")
+        return row["answer"]
+    letter = row.get("answerKey")
+    if letter not in choices:
+        raise UserError(f"its field 'answerKey' is {letter!r}, none of its choices {', '.join(choices)}")
+    return f"{letter}. {choices[letter]}"
+
+
+def choices_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """The text of each choice by its letter; empty where the row has no choices.
+
+    Raises:
+        UserError: texts and letters differ in number.
+    """
+    choices = row.get("choices") or {}
+    if not isinstance(choices, Mapping):
+        raise UserError(f"its field 'choices' is {type(choices).__name__}, not an object with text and label")
+    letters, texts = choices.get("label") or [], choices.get("text") or []
+    if len(letters) != len(texts):
+        raise UserError(f"its field 'choices' has {len(texts)} texts and {len(letters)} labels")
+    return dict(zip(letters, texts, strict=True))
+
+
+def _columns(names: list[str], column_map: Mapping[str, str] | None) -> dict[str, str]:
+    column_map = column_map or {}
+    if unknown := next((field for field in column_map if field not in FIELDS), None):
+        raise UserError(
+            f"dataset.column_map.{unknown}: rows of SciKnowEval have no such field, they have {', '.join(FIELDS)}"
+        )
+    columns = {field: str(column_map.get(field, field)) for field in FIELDS}
+    for field, column in columns.items():
+        if column not in names and (field in REQUIRED or field in column_map):
+            raise UserError(
+                f"dataset: the rows have no field {column!r}, as SciKnowEval's have; they have {', '.join(names)}: name its column, "
+                f"dataset.column_map.{field}=COLUMN"
+            )
+    return {field: column for field, column in columns.items() if column in names}
+
+
+def _rows_of(table: datasets.Dataset, domain: str | None, level: str | None) -> list[int]:
+    """The numbers of the rows of a domain and level, from 0."""
+    if domain is None and level is None:
+        return list(range(len(table)))
+    for key, value, column in (("domain", domain, "domain"), ("level", level, "details")):
+        if value is not None and column not in table.column_names:
+            raise UserError(
+                f"dataset.{key}={value} needs rows with a field {column!r}; set dataset.{key}=null to take all of them"
+            )
+    domains = table["domain"] if domain is not None else [None] * len(table)
+    levels = (
+        [(details or {}).get("level") for details in table["details"]] if level is not None else [None] * len(table)
+    )
+    kinds = list(zip(domains, levels, strict=True))
+    indices = [index for index, kind in enumerate(kinds) if kind == (domain, level)]
+    if not indices:
+        known = ", ".join(sorted({" ".join(str(name) for name in kind if name is not None) for kind in kinds}))
+        raise UserError(f"dataset.domain={domain} dataset.level={level} has no rows; the rows are of {known}")
+    return indices
+
+
+def _log_targets(table: datasets.Dataset, columns: Mapping[str, str], part: str) -> None:
+    solutions = table[columns["solution"]] if "solution" in columns else [None] * len(table)
+    plain = [choices for solution, choices in zip(solutions, table[columns["choices"]], strict=True) if not solution]
+    num_letters = sum(isinstance(choices, Mapping) and bool(choices.get("label")) for choices in plain)
+    logger.info(
+        f"SciKnowEval, {part}: {len(table):,} rows, targets are {len(table) - len(plain):,} solutions and {len(plain):,} plain answers "
+        f"({num_letters:,} letters with their choice, {len(plain) - num_letters:,} texts)"
+    )

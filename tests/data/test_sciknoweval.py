@@ -1,0 +1,153 @@
+"""SciKnowEval's rows: the split of all rows, the prompt, and the target, which is a solution where a row has one."""
+
+import datasets
+import pytest
+from helpers.rows import membership, write_lines
+from helpers.runs import make_config
+from omegaconf import OmegaConf
+from torchtune.config import instantiate
+
+from finch.data.dataset import load_dataset
+from finch.data.sciknoweval import ToQuestionAnswer, choices_of, sciknoweval_dataset
+from finch.errors import UserError
+
+FIELDS = ("prompt", "question", "choices", "answerKey", "answer")
+CHOICES = {"text": ["a tree", "a river", "the bird", "a"], "label": ["A", "B", "C", "D"]}
+NO_CHOICES = {"text": [], "label": []}
+
+
+def row(number, **changes):
+    """A multiple-choice row; every fourth has no choices."""
+    is_text = number % 4 == 0
+    fields = {"prompt": {"default": "the bird"}, "question": f"the tree {number}", "answer": "a" if is_text else ""}
+    fields |= {"choices": NO_CHOICES if is_text else CHOICES, "answerKey": "" if is_text else "C"}
+    fields |= {"type": "filling" if is_text else "mcq-4-choices", "domain": "Chemistry", "details": {"level": "L3"}}
+    return fields | changes
+
+
+ROWS = [row(number) for number in range(40)]
+
+
+@pytest.fixture
+def tokenizer(base_folder, rows_file, tmp_path):
+    return instantiate(OmegaConf.create(make_config(base_folder, rows_file, tmp_path)).tokenizer)
+
+
+@pytest.fixture
+def load(tokenizer, tmp_path):
+    def load(*rows, **arguments):
+        return sciknoweval_dataset(tokenizer, data_files=write_lines(tmp_path / "rows.jsonl", *rows), **arguments)
+
+    return load
+
+
+def questions(data):
+    return [row["question"] for row in data._data]
+
+
+def test_all_rows_are_split_whatever_their_order(load):
+    parts = {part: questions(load(*ROWS, part=part)) for part in ("train", "validation", "test")}
+    assert {part: len(rows) for part, rows in parts.items()} == {"train": 28, "validation": 2, "test": 10}
+    assert sorted(row for rows in parts.values() for row in rows) == sorted(questions(load(*ROWS, part="all")))
+    assert parts == {part: questions(load(*reversed(ROWS), part=part)) for part in parts}
+
+
+def test_split_does_not_depend_on_solutions(load):
+    solved = [{**row, "solution": "a river"} for row in ROWS]
+    assert questions(load(*solved, part="test")) == questions(load(*ROWS, part="test"))
+
+
+def test_membership_of_the_real_rows_is_pinned(shared_data, tokenizer):
+    file = str(shared_data / "sciknoweval" / "chemistry_l3.jsonl")
+    data = {
+        part: sciknoweval_dataset(tokenizer, data_files=file, part=part) for part in ("train", "validation", "test")
+    }
+    assert {part: len(rows) for part, rows in data.items()} == {"train": 1680, "validation": 120, "test": 600}
+    assert sum(bool(choices_of(row)) for row in data["test"]._data) == 527  # the rows that are scored
+    pinned = {"train": "024a8c5b0d19a360", "validation": "0d13bf38eab96e8e", "test": "163fd6dc8da66733"}
+    assert {part: membership(questions(rows)) for part, rows in data.items()} == pinned
+
+
+def test_prompt_and_plain_answer():
+    convert = ToQuestionAnswer({field: field for field in FIELDS})
+    assert convert(row(1)) == {
+        "question": "the bird\n\nthe tree 1\nA. a tree\nB. a river\nC. the bird\nD. a",
+        "answer": "C. the bird",
+    }
+    assert convert(row(4)) == {"question": "the bird\n\nthe tree 4", "answer": "a"}
+    assert convert(row(4, prompt=None))["question"] == "the tree 4"
+
+
+def test_solution_is_the_target_where_there_is_one(load, tokenizer, caplog):
+    rows = [row(1, solution="a river"), row(2, solution=None), row(4, solution="")]
+    with caplog.at_level("INFO", logger="finch"):
+        data = load(*rows, part="all")
+    assert "3 rows, targets are 1 solutions and 2 plain answers (1 letters with their choice, 1 texts)" in caplog.text
+    expected = [tokenizer.encode(text, add_bos=False) for text in ("a river", "C. the bird", "a")]
+    assert [[label for label in data[index]["labels"] if label != -100] for index in range(3)] == expected
+
+
+def test_columns_of_other_names(load):
+    renamed = [{"Frage" if key == "question" else key: value for key, value in row.items()} for row in ROWS]
+    data = load(*renamed, column_map={"question": "Frage"}, part="test")
+    assert [row["Frage"] for row in data._data] == questions(load(*ROWS, part="test"))
+    assert data[0]["tokens"] == load(*ROWS, part="test")[0]["tokens"]
+
+
+def test_packed_rows_hold_all_targets(load, tokenizer):
+    packed, plain = load(*ROWS, packed=True), load(*ROWS)
+    count = sum(label != -100 for index in range(len(plain)) for label in plain[index]["labels"])
+    assert sum(int((packed[index]["labels"] != -100).sum()) for index in range(len(packed))) == count
+
+
+def test_hub_rows_are_filtered_by_domain_and_level(monkeypatch, tokenizer):
+    others = [row(1, domain="Biology"), row(2, details={"level": "L1"})]
+    table, calls = datasets.Dataset.from_list([*others, *ROWS]), []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: calls.append((args, kwargs)) or table)
+    data = sciknoweval_dataset(tokenizer, part="all")
+    assert calls == [(("hicai-zju/SciKnowEval", "v2"), {"split": "test", "data_files": None})]
+    assert questions(data) == [row["question"] for row in ROWS]
+    assert data.origin(0) == (None, 3)
+    assert len(sciknoweval_dataset(tokenizer, part="all", domain=None, level=None)) == 42
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"question": ""}, "it has no field 'question'"),
+        ({"answerKey": "E"}, "its field 'answerKey' is 'E', none of its choices A, B, C, D"),
+        ({"choices": {"text": ["a"], "label": ["A", "B"]}}, "its field 'choices' has 1 texts and 2 labels"),
+        ({"choices": None}, "it has neither 'choices' nor an 'answer'"),
+    ],
+)
+def test_bad_row_is_named_by_its_number(tokenizer, tmp_path, changes, message):
+    file = write_lines(tmp_path / "rows.jsonl", *ROWS[:7], row(7, **changes), *ROWS[8:])
+    cfg = {"_component_": "finch.data.sciknoweval.sciknoweval_dataset", "data_files": file}
+    errors = []
+    for part in ("train", "validation", "test"):
+        samples = load_dataset(OmegaConf.create({"dataset": {**cfg, "part": part}}), "dataset", tokenizer)
+        for index in range(len(samples)):
+            try:
+                samples[index]
+            except UserError as error:
+                errors.append(str(error))
+    assert errors == [f"dataset: row 8 of {file} cannot be used ({message}); fix or remove that row"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "message"),
+    [
+        (ROWS, {"part": "tests"}, "part=tests must be all, train, validation or test"),
+        (ROWS, {"level": "L4"}, "domain=Chemistry dataset.level=L4 has no rows; the rows are of Chemistry L3"),
+        (ROWS, {"column_map": {"solutions": "x"}}, "column_map.solutions: rows of SciKnowEval have no such field"),
+        (ROWS, {"column_map": {"solution": "x"}}, "the rows have no field 'x', as SciKnowEval's have"),
+        (ROWS[:3], {}, "of 3 rows none is left for part="),
+        (ROWS, {"test_fraction": 1.5}, r"test_fraction=1.5 must lie in \[0, 1\)"),
+        ([{"question": "a", "answer": "b"}], {"domain": None, "level": None}, "have no field 'choices'"),
+        ([{key: value for key, value in ROWS[1].items() if key != "details"}], {}, "level=L3 needs rows with a field"),
+    ],
+)
+def test_invalid_arguments_raise(load, rows, arguments, message):
+    with pytest.raises(UserError, match=message) as raised:
+        load(*rows, **arguments)
+    assert "\n" not in str(raised.value)
