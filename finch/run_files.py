@@ -1,15 +1,16 @@
 """The files of a run's folder, by name, and how to read its metrics.
 
-RUN/config.yaml             the resolved config
-RUN/metrics.jsonl           a line a step, and one for each validation and rollback
-RUN/epoch_N/                a Hugging Face folder
-RUN/best                    a link to the epoch with the lowest validation loss
-RUN/checkpoints/step_N/     the state to resume from
-RUN/loss.png                loss, EMA, validation loss and learning rate over steps
-RUN/logs/                   a metric logger's files
-RUN/pretrained.safetensors  the pretrained model's losses on the training rows
-RUN/REQUEUE                 empty; there while the run should be started again
-RUN/.lock                   held while a run writes here
+RUN/config.yaml                   the resolved config
+RUN/metrics.jsonl                 a line a step, and one for each validation and rollback
+RUN/epoch_N/                      a Hugging Face folder
+RUN/best                          a link to the epoch with the lowest validation loss
+RUN/checkpoints/step_N/           the state to resume from
+RUN/loss.png                      loss, EMA, validation loss and learning rate over steps
+RUN/logs/                         a metric logger's files
+RUN/pretrained.safetensors        the pretrained model's losses on the training rows
+RUN/pretrained_top_k.safetensors  its most likely tokens there, for a KL penalty with ``reference: cached``
+RUN/REQUEUE                       empty; there while the run should be started again
+RUN/.lock                         held while a run writes here
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ LOGS = "logs"
 BEST = "best"
 CHECKPOINTS = "checkpoints"
 REFERENCE_LOSSES = "pretrained.safetensors"
+REFERENCE_TOP_K = "pretrained_top_k.safetensors"
 REQUEUE = "REQUEUE"
 LOCK = ".lock"
 

@@ -136,7 +136,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self._kl_penalty = KLPenalty(cfg, self._decoder, self._parallel)
         self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         # Reference losses are cached under the digest of the rows.
-        needs_stats = "pretrained_token_loss" in self._objective.needs or uses_dataset_init(cfg)
+        needs_losses = "pretrained_token_loss" in self._objective.needs or uses_dataset_init(cfg)
+        needs_stats = needs_losses or self._kl_penalty.is_cached
         self._data = TrainingData(cfg, tokenizer, self._parallel, seed=self._seed, needs_stats=needs_stats)
         watchdog.heartbeat()
         self._num_steps = cfg.epochs * self._data.steps_per_epoch
@@ -190,11 +191,12 @@ class FinchFullFinetune(FTRecipeInterface):
             fingerprint = fingerprint_of(self._base.files, self._data.stats.digest, settings)
             cache = ReferenceLossCache(self._run / run_files.REFERENCE_LOSSES, fingerprint, self._base.folder)
             reference = cache.load(self._parallel)
+        self._kl_penalty.load_cache(cfg, self._base, self._data, self._run)
         needs_losses = cache is not None and reference is None
         has_penalty = self._regularizer is not None or self._kl_penalty.needs_pretrained
         if is_new or needs_losses or not self.saves_all_weights or has_penalty:
             self._load_base()
-        self._kl_penalty.log_reference(self._model)
+        self._kl_penalty.prepare(self._model, self._data)
         if cache is not None and reference is None:
             title = "pretrained model's loss over the training rows"
             reference = cache.compute(self._model, self._data.eval_loader(self._data.samples, title))
@@ -247,7 +249,7 @@ class FinchFullFinetune(FTRecipeInterface):
             state.epoch = epoch
             steps = self._data.steps_per_epoch
             first = -(-state.consumed // order.global_batch)  # the last batch of an epoch may be short
-            batches = self._data.batches(epoch, state.consumed)
+            batches = self._kl_penalty.batches(self._data, epoch, state.consumed)
             self._metrics_log.start_epoch(epoch)
             for _ in range(first, steps):
                 with watchdog.step():

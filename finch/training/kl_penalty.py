@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import TransformerDecoder
 
+from finch import run_files
 from finch.config.instantiate import build, component_of
 from finch.data.loader import Batch
+from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
 from finch.dtensor import to_local
 from finch.errors import UserError
@@ -17,6 +21,9 @@ from finch.log import logger
 from finch.models.lora import adapter_layers
 from finch.objectives.kl import KL
 from finch.training.chunked_loss import TokenLoss
+from finch.training.reference_loss import fingerprint_of
+from finch.training.reference_top_k import ReferenceTopK, ReferenceTopKCache
+from finch.weights.base import PretrainedFolder
 
 
 def build_kl(cfg: DictConfig) -> KL | None:
@@ -46,9 +53,9 @@ class KLPenalty:
         parallel: the ranks that share a step.
 
     Attributes:
+        is_cached: whether the pretrained model's distributions are computed once, before training.
         has_reference: whether a frozen copy of the pretrained model is needed. With LoRA the decoder without its adapters is that
             model.
-        needs_pretrained: whether the pretrained weights must be loaded, also in a run that is resumed.
 
     Raises:
         UserError: a setting is out of its range.
@@ -56,21 +63,65 @@ class KLPenalty:
 
     def __init__(self, cfg: DictConfig, decoder: TransformerDecoder, parallel: Parallel) -> None:
         self._settings, self._parallel = build_kl(cfg), parallel
+        self.is_cached = self._settings is not None and not self._settings.is_online
         self.has_reference = self._settings is not None and self._settings.is_online and not adapter_layers(decoder)
-        self.needs_pretrained = self._settings is not None
         self._targets = self._sum = torch.zeros((), dtype=torch.float64)
+        self._cache: ReferenceTopKCache | None = None
+        self._top_k: ReferenceTopK | None = None
+        vocabulary = decoder.tok_embeddings.weight.shape[0]
+        if self._settings is not None and self.is_cached and self._settings.top_k > vocabulary:
+            raise UserError(
+                f"kl_penalty.top_k={self._settings.top_k} is above the model's vocabulary of {vocabulary} tokens; give at most that"
+            )
 
-    def log_reference(self, model: TokenLoss) -> None:
-        """Logs where the pretrained model's distributions come from, and what they cost on this rank."""
+    @property
+    def needs_pretrained(self) -> bool:
+        """Whether the pretrained weights must be loaded, also in a run that is resumed."""
+        return self._settings is not None and self._top_k is None
+
+    def load_cache(self, cfg: DictConfig, base: PretrainedFolder, data: TrainingData, run: Path) -> None:
+        """Reads cached distributions, if an earlier start has computed them; a collective."""
+        if self._settings is None or not self.is_cached:
+            return
+        assert data.stats is not None
+        model = OmegaConf.to_container(cfg.model, resolve=True)
+        settings = {"model": model, "dtype": cfg.dtype, "top_k": self._settings.top_k}
+        file = run / run_files.REFERENCE_TOP_K
+        self._cache = ReferenceTopKCache(file, fingerprint_of(base.files, data.stats.digest, settings))
+        self._top_k = self._cache.load(self._parallel)
+        if self._top_k is not None:
+            logger.info(f"the pretrained model's most likely tokens are read from {file}")
+
+    def prepare(self, model: TokenLoss, data: TrainingData) -> None:
+        """Computes what is cached and not there yet, and logs what the reference costs on this rank; a collective.
+
+        Args:
+            model: with the pretrained weights.
+        """
         if self._settings is None:
             return
         start = f"KL penalty {self._settings.strength:g} x the mean token KL from the pretrained model:"
-        if model.reference is None:
-            logger.info(f"{start} the model without its adapters, a second forward pass and no further weights")
-            return
-        weights = list(model.reference.parameters())
-        size = sum(to_local(weight).numel() * weight.element_size() for weight in weights)
-        logger.info(f"{start} a second forward pass, and {size / 1e6:,.1f} MB of frozen weights on each rank")
+        if self._cache is not None:
+            if self._top_k is None:
+                title = "pretrained model's most likely tokens on the training rows"
+                loader = data.eval_loader(data.samples, title)
+                self._top_k = self._cache.compute(model, loader, self._settings.top_k)
+            reference = f"{self._settings.top_k} cached tokens and the rest as one, a lower bound"
+        elif model.reference is None:
+            reference = "the model without its adapters, a second forward pass and no further weights"
+        else:
+            weights = model.reference.parameters()
+            size = sum(to_local(weight).numel() * weight.element_size() for weight in weights)
+            reference = f"a second forward pass, and {size / 1e6:,.1f} MB of frozen weights on each rank"
+        logger.info(f"{start} {reference}")
+
+    def batches(self, data: TrainingData, epoch: int, consumed: int) -> Iterator[Batch]:
+        """This rank's micro-batches of an epoch after its first ``consumed`` samples, with the distributions that are cached."""
+        batches = data.batches(epoch, consumed)
+        if self._top_k is None:
+            return batches
+        rows = data.order.micro_batches(self._parallel.data_parallel_rank, epoch, consumed)
+        return (self._top_k.add_to(*each) for each in zip(batches, rows, strict=True))
 
     def model_options(self) -> dict[str, Any]:
         """The arguments with which the model returns the token KL; none where no gradient is computed."""

@@ -27,6 +27,11 @@ OBJECTIVES = {
         "loss._component_": "finch.objectives.STM",
         "loss.threshold": "12.0",
     },
+    "kl cached": {
+        "kl_penalty._component_": "finch.regularization.KL",
+        "kl_penalty.reference": "cached",
+        "kl_penalty.top_k": "5",
+    },
 }
 
 
@@ -102,7 +107,7 @@ def test_objectives_differ_and_finch_uses_raw_loss(alone, config, tmp_path):
         assert all(tau > 0 for tau in alone[name].column("tau"))
 
 
-@pytest.mark.parametrize("name", ["flow", "stm", "talr lagged", "l2", "asft"])
+@pytest.mark.parametrize("name", ["flow", "stm", "talr lagged", "l2", "asft", "kl cached"])
 def test_objective_resumes_bitwise(name, config, alone, tmp_path):
     """The pass is not made again with tuned weights, the median and theta0 are those of the straight run."""
     straight = run_here(
@@ -111,8 +116,9 @@ def test_objective_resumes_bitwise(name, config, alone, tmp_path):
     folder = tmp_path / "run"
     once = {**config, "output_dir": str(folder)}
     assert run_here(tmp_path, once, *overrides(OBJECTIVES[name])).returncode == 0
-    if name == "flow":  # lost: then made again, with the pretrained weights
-        (folder / "pretrained.safetensors").unlink()
+    lost = {"flow": "pretrained.safetensors", "kl cached": "pretrained_top_k.safetensors"}
+    if name in lost:  # then made again, with the pretrained weights
+        (folder / lost[name]).unlink()
     resumed = run_here(tmp_path, once, *overrides(OBJECTIVES[name]), "epochs=2", "resume_from_checkpoint=True")
     assert resumed.returncode == 0, resumed.output
     assert ("the pretrained model's losses are read from" in resumed.output) == (name == "stm")
@@ -197,7 +203,7 @@ def test_replay_repeats_only_the_learning_rates(config, tmp_path):
         ),
         (
             ["loss._component_=finch.objectives.TALR", "loss.tau=soon"],
-            "loss: tau='soon' must be 'exact', 'lagged' or a number",
+            "loss: tau='soon' must be 'auto', 'exact', 'lagged' or a number",
         ),
         (["loss=finch.objectives.TALRR"], "did you mean TALR"),
         (["regularizer._component_=finch.regularization.L2", "regularizer.form=cubic"], "regularizer: form='cubic'"),

@@ -114,6 +114,37 @@ def test_kl_penalty_of_packed_rows(config, tmp_path):
     assert found[True][1] > 1e-4
 
 
+def test_kl_penalty_cached_with_all_tokens_is_the_online_one(alone, config, tmp_path):
+    """With fewer it is a lower bound; the file is read again where it fits."""
+    changes = [KL, "kl_penalty.strength=2", "kl_penalty.reference=cached", "dtype=fp64"]
+    size = f"kl_penalty.top_k={config['model']['vocab_size']}"
+    every = finished(tmp_path, config, *changes, size)
+    for column in COLUMNS:
+        assert every.column(column) == pytest.approx(alone.column(column), rel=1e-9, abs=1e-12), column
+    assert relative_l2(weights(every.folder / "epoch_0"), weights(alone.folder / "epoch_0")) < 1e-12
+    columns = {column: every.column(column) for column in COLUMNS}
+    again = finished(tmp_path, config, *changes, size, "overwrite=True")
+    assert "the pretrained model's most likely tokens are read from" in again.output
+    assert {column: again.column(column) for column in COLUMNS} == columns
+    few = finished(tmp_path, config, *changes, "kl_penalty.top_k=3", "overwrite=True")
+    assert f"pretrained model's 3 most likely tokens at {sum(few.column('num_target_tokens')):,} target" in few.output
+    assert 0 < few.column("kl")[1] < columns["kl"][1]
+
+
+def test_kl_penalty_of_a_mixture_with_cached_tokens(config, tmp_path):
+    """Rows that are drawn twice, and rows that are never drawn."""
+    data = config["dataset"]
+    mixture = [{**data, "split": "train[:30]", "weight": 0.2}, {**data, "split": "train[30:]", "weight": 0.8}]
+    found = {}
+    for reference in ("online", "cached"):
+        changes = [KL, f"kl_penalty.reference={reference}", "dtype=fp64"]
+        if reference == "cached":
+            changes.append(f"kl_penalty.top_k={config['model']['vocab_size']}")
+        found[reference] = finished(tmp_path / reference, {**config, "dataset": mixture}, *changes).column("kl")
+    assert found["cached"] == pytest.approx(found["online"], rel=1e-9, abs=1e-12)
+    assert found["online"][1] > 1e-4
+
+
 def test_kl_penalty_with_lora_has_no_second_model(config, tmp_path):
     """The divergence is that of the merged model from the base folder, and a resumed run is the same bit for bit."""
     lora = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8}
@@ -137,6 +168,10 @@ def test_kl_penalty_with_lora_has_no_second_model(config, tmp_path):
         (
             [KL, "kl_penalty.reference=cached", "kl_penalty.top_k=0"],
             "kl_penalty: top_k=0 must be a whole number above 0",
+        ),
+        (
+            [KL, "kl_penalty.reference=cached", "kl_penalty.top_k=65"],
+            "kl_penalty.top_k=65 is above the model's vocabulary of 64 tokens",
         ),
         (["kl_penalty=finch.regularization.L2"], "is not finch.regularization.KL"),
         (
