@@ -101,7 +101,7 @@ class Report:
         errors: list[UserError] = []
         recipe, cfg = read_job(self._config, self._overrides, errors.append)
         self._print(f"{self._config}: {recipe} on {self._ranks} rank{'s' if self._ranks > 1 else ''}")
-        for key in ("lr_scheduler", "loss", "regularizer", "optimizer"):
+        for key in ("lr_scheduler", "loss", "regularizer", "kl_penalty", "optimizer"):
             if cfg.get(key) is not None and not errors:
                 self._print(f"{key} {cfg[key]['_component_']}" + _rates(cfg, key))
         for error in errors:

@@ -42,6 +42,11 @@ def build_kl(cfg: DictConfig) -> KL | None:
     return settings
 
 
+def needs_reference(settings: KL | None, decoder: TransformerDecoder) -> bool:
+    """Whether a frozen copy of the pretrained model is needed; with LoRA the decoder without its adapters is that model."""
+    return settings is not None and settings.is_online and not adapter_layers(decoder)
+
+
 class KLPenalty:
     """strength * mean of the token KL over a step's target tokens; does nothing without the config's block.
 
@@ -54,8 +59,7 @@ class KLPenalty:
 
     Attributes:
         is_cached: whether the pretrained model's distributions are computed once, before training.
-        has_reference: whether a frozen copy of the pretrained model is needed. With LoRA the decoder without its adapters is that
-            model.
+        has_reference: whether the model needs a frozen copy of the pretrained one.
 
     Raises:
         UserError: a setting is out of its range.
@@ -64,7 +68,7 @@ class KLPenalty:
     def __init__(self, cfg: DictConfig, decoder: TransformerDecoder, parallel: Parallel) -> None:
         self._settings, self._parallel = build_kl(cfg), parallel
         self.is_cached = self._settings is not None and not self._settings.is_online
-        self.has_reference = self._settings is not None and self._settings.is_online and not adapter_layers(decoder)
+        self.has_reference = needs_reference(self._settings, decoder)
         self._targets = self._sum = torch.zeros((), dtype=torch.float64)
         self._cache: ReferenceTopKCache | None = None
         self._top_k: ReferenceTopK | None = None

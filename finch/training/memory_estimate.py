@@ -17,6 +17,7 @@ from torchtune.modules import TransformerDecoder
 from finch.config.instantiate import build
 from finch.distributed.precision import Precision, precision_of
 from finch.optim.stochastic_rounding import stochastic_optimizer
+from finch.training.kl_penalty import build_kl, needs_reference
 
 _SAMPLE_SIZE = 4096  # elements of the parameter that an optimizer's states are counted on
 _BLOCK = 256  # elements that share one fp32 scale in the 8-bit optimizers of torchao and bitsandbytes; 4-bit: 128
@@ -44,14 +45,16 @@ class MemoryEstimate:
     of its computation.
 
     Attributes:
-        weights: P w / N; with a regularizer another T w / N, the copy that it pulls toward.
+        weights: P w / N; with a regularizer another T w / N, the copy that it pulls toward; with a KL penalty that runs a frozen copy
+            of the model another P w / N.
         gathered: with FSDP2, what is not sharded for a moment: two layers (the second is prefetched) and the root's group (embedding,
             output, norm) in the compute dtype, and the gradients of one layer and of the root before they are reduced:
-            (3 layer + 2 root) c; all layers and the root with ``fsdp_reshard_after_forward: False``.
+            (3 layer + 2 root) c, with a frozen copy one root more; all layers and the root with ``fsdp_reshard_after_forward: False``.
         gradients: T w / N; with ``optimizer_in_bwd`` those of the largest layer alone.
         optimizer: T x the bytes of state per parameter, counted on a small parameter (AdamW: 2 w; SGD: 0, with momentum w;
             bf16_stochastic: 8; 8-bit: 2 (1 + 4/256)) / N.
-        logits: 12 x vocabulary x targets of the largest chunk: log-probabilities, their gradient and the logits' gradient in fp32.
+        logits: 12 x vocabulary x targets of the largest chunk: log-probabilities, their gradient and the logits' gradient in fp32. With a
+            KL penalty 24 x: the two models' log-probabilities and the pretrained one's logits and probabilities as well.
         activations: what autograd saves in a layer for the backward, counted by running one layer on fake tensors, x layers; with
             activation checkpointing a layer's input alone, batch x seq x width x c, x layers; and the last hidden state twice.
         recomputed: with activation checkpointing what one layer saves. The logits are freed before.
@@ -112,19 +115,21 @@ def estimate_memory(
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder.layers]
     trained_layers = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in decoder.layers]
     root, trained_root = count - sum(layers), trained - sum(trained_layers)
+    kl = build_kl(cfg)
+    num_models = 2 if needs_reference(kl, decoder) else 1
     gathered = 0
     if is_sharded:
-        held = 2 * max(layers) if cfg.fsdp_reshard_after_forward else sum(layers)
-        gathered = (held + root + max(trained_layers) + trained_root) * compute_bytes
+        held = 2 * max(layers) if cfg.fsdp_reshard_after_forward else sum(layers) * num_models
+        gathered = (held + root * num_models + max(trained_layers) + trained_root) * compute_bytes
     in_backward = max(*trained_layers, *(p.numel() for p in parameters if p.requires_grad))
     activations, recomputed = _activations(decoder, cfg, micro_batch, precision.compute)
     return MemoryEstimate(
-        weights=(count + (trained if cfg.regularizer is not None else 0)) * weight_bytes // shards,
+        weights=(count * num_models + (trained if cfg.regularizer is not None else 0)) * weight_bytes // shards,
         gathered=gathered,
         gradients=(in_backward if cfg.optimizer_in_bwd else trained) * weight_bytes // shards,
         optimizer=int(trained * optimizer_bytes(cfg, precision)) // shards,
         recomputed=recomputed,
-        logits=12 * _vocabulary(decoder) * -(-micro_batch.targets // micro_batch.num_chunks),
+        logits=(12 if kl is None else 24) * _vocabulary(decoder) * -(-micro_batch.targets // micro_batch.num_chunks),
         activations=activations,
         is_accumulated=cfg.gradient_accumulation_steps > 1,
         is_offloaded=cfg.fsdp_cpu_offload,

@@ -100,6 +100,23 @@ def test_lora_has_gradients_and_states_of_adapters_alone():
     assert parts.weights > 4 * trained
 
 
+def test_kl_penalty_counts_a_second_model_except_with_lora():
+    plain, shards = estimate(), {"shards": 2, "is_sharded": True}
+    online = estimate(kl_penalty={"_component_": "finch.regularization.KL"})
+    cached = estimate(kl_penalty={"_component_": "finch.regularization.KL", "reference": "cached"})
+    assert (online.weights, cached.weights) == (2 * plain.weights, plain.weights)
+    assert (online.gradients, online.optimizer) == (plain.gradients, plain.optimizer)
+    assert online.logits == cached.logits == 2 * plain.logits
+    sharded = estimate(kl_penalty={"_component_": "finch.regularization.KL"}, **shards)
+    assert sharded.weights == plain.weights
+    root = sum(p.numel() for name, p in decoder().named_parameters() if not name.startswith("layers."))
+    assert sharded.gathered == estimate(**shards).gathered + 4 * root
+    with torch.device("meta"):
+        model = lora_llama2(["q_proj"], **llama_args(), lora_rank=2, lora_alpha=4)
+    train_adapters_only(model)
+    assert estimate(model, kl_penalty={"_component_": "finch.regularization.KL"}).weights == estimate(model).weights
+
+
 def test_checkpointing_and_chunks_save_activations_and_logits():
     plain = estimate()
     recomputed = estimate(enable_activation_checkpointing=True)
