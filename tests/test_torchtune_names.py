@@ -39,7 +39,7 @@ torchtune.config._errors: InstantiationError
 torchtune.config._parse: TuneRecipeArgumentParser
 torchtune.config._utils: _get_component_from_path _merge_yaml_and_cli_args
 torchtune.data: InputOutputToMessages Message padded_collate_packed padded_collate_sft
-torchtune.datasets: ConcatDataset PackedDataset
+torchtune.datasets: ConcatDataset PackedDataset TextCompletionDataset
 torchtune.datasets._sft: SFTTransform
 torchtune.models.convert_weights: get_mapped_key hf_to_tune meta_to_tune tune_to_hf tune_to_meta
 torchtune.models.gemma2: gemma2

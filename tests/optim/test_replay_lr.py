@@ -24,6 +24,7 @@ def run(tmp_path):
     optimizer = optimizer_with(2e-3)
     schedule = FinchLR(optimizer, eta_max=5e-3, init=3.6)
     log = MetricsLog(tmp_path, None, is_writer=True)
+    log.open()
     for step, loss in enumerate(LOSSES, start=1):
         schedule.step(loss, 0 if step == 3 else 7)
         log.add(step, {"epoch": 0, "loss": loss, **schedule.metrics(), "num_target_tokens": 7})
