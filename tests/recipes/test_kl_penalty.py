@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 from helpers.ranks import on_ranks
-from helpers.runs import llama_args, make_config, relative_l2, run_here, weights
+from helpers.runs import assert_same_run, llama_args, make_config, relative_l2, run_broken, run_here, weights
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,7 @@ def test_kl_penalty_of_a_mixture_with_cached_tokens(config, tmp_path):
 
 
 def test_kl_penalty_with_lora_has_no_second_model(config, tmp_path):
-    """The divergence is that of the merged model from the base folder, and a resumed run is the same bit for bit."""
+    """The decoder without its adapters is the reference; a resumed run is the same bit for bit."""
     lora = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8}
     config = {**config, "model": {"_component_": "torchtune.models.llama2.lora_llama2", **llama_args(), **lora}}
     recipe, changes = "finch_lora_finetune", ["method=finch+asft", "optimizer.lr=2e-2", "lr_scheduler.eta_max=5e-2"]
@@ -158,6 +158,33 @@ def test_kl_penalty_with_lora_has_no_second_model(config, tmp_path):
     resumed = finished(tmp_path / "resumed", config, *changes, "epochs=2", "resume_from_checkpoint=True", recipe=recipe)
     for column in COLUMNS:
         assert resumed.column(column) == straight.column(column)
+
+
+@pytest.mark.parametrize("reference", ["online", "cached"])
+def test_kl_penalty_killed_and_resumed_is_bitwise(reference, config, monkeypatch, tmp_path):
+    """Within an epoch, two micro-batches a step: rows meet their own distributions again."""
+    changes = [KL, f"kl_penalty.reference={reference}", "batch_size=4", "gradient_accumulation_steps=2"]
+    changes.append("checkpoint.every_n_steps=3")
+    straight = finished(tmp_path / "straight", config, *changes)
+    config = {**config, "output_dir": str(tmp_path / "run")}
+    run_broken(tmp_path, config, monkeypatch, 4, *changes)
+    resumed = run_here(tmp_path, config, *changes, "resume_from_checkpoint=True")
+    assert_same_run(resumed, straight)
+    assert resumed.column("kl") == straight.column("kl")
+    assert straight.column("kl")[-1] > 1e-4
+
+
+def test_kl_penalty_of_compiled_and_mixed_precision_models(config, monkeypatch, tmp_path):
+    """Both models see the same kernels and the same rounding: the first divergence is 0."""
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # a test machine may lack a C++ compiler
+    for name, change in {
+        "compiled": "compile=True",
+        "mixed": "dtype=bf16_mixed",
+        "offloaded": "fsdp_cpu_offload=True",
+    }.items():
+        run = finished(tmp_path / name, config, KL, change, "max_steps_per_epoch=2")
+        assert run.column("kl")[0] == pytest.approx(0, abs=1e-9), name
+        assert run.column("kl")[1] > 1e-4, name
 
 
 @pytest.mark.parametrize(
