@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from finch.errors import UserError
 
-PACKAGES = {"torchtune": ("torchtune", "torchao"), "report": ("matplotlib",)}
+PACKAGES = {"torchtune": ("torchtune", "torchao"), "report": ("matplotlib",), "openai": ("openai",)}
 """Extra -> the packages that nothing but this extra installs; the others of the extra come with them."""
 
 

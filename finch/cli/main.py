@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finch import __version__
+from finch.cli.data import add_arguments as add_translate_arguments
 from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
 from finch.errors import UserError, report_user_errors
@@ -61,6 +62,12 @@ def main(arguments: list[str] | None = None) -> None:
         help="folder for the results, one folder alpha_A for each alpha",
     )
 
+    data = commands.add_parser("data", help="make rows to train on")
+    data_actions = data.add_subparsers(dest="action", metavar="ACTION", required=True)
+    add_translate_arguments(
+        data_actions.add_parser("translate", help="translate instruction rows through a server with OpenAI's protocol")
+    )
+
     slurm = commands.add_parser("slurm", help="run as Slurm jobs")
     jobs = slurm.add_subparsers(dest="action", metavar="ACTION", required=True)
     submit = jobs.add_parser(
@@ -104,6 +111,10 @@ def main(arguments: list[str] | None = None) -> None:
     elif parsed.command == "slurm":
         require_extras("finch slurm submit", "torchtune")
         submit_to_slurm(parsed, rest)
+    elif parsed.command == "data":
+        from finch.cli.data import translate
+
+        translate(parsed)
     elif parsed.command == "wise-ft":
         require_extras("finch wise-ft", "torchtune")
         from finch.weights.wise_ft import wise_ft as interpolate

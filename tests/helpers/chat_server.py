@@ -1,0 +1,101 @@
+"""A stand-in for a server with OpenAI's protocol, in a thread: it answers with the text in capitals, unless a test says otherwise."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Reply = tuple[int, Any]  # status; an object that is sent as JSON, or bytes that are sent as they are
+
+
+def completion(text: str, tokens: int | None = 7, finish_reason: str = "stop") -> Reply:
+    message = {"role": "assistant", "content": text}
+    reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+    reply |= {"choices": [{"index": 0, "message": message, "finish_reason": finish_reason}]}
+    if tokens is not None:
+        reply["usage"] = {"prompt_tokens": 0, "completion_tokens": tokens, "total_tokens": tokens}
+    return 200, reply
+
+
+def refusal(status: int, message: str) -> Reply:
+    return status, {"error": {"message": message, "type": "x"}}
+
+
+@dataclass
+class ChatServer:
+    """
+    Attributes:
+        answer: from the number of a call, from 0, and its text to a reply; None closes the connection without one.
+        texts: of all calls.
+        requests: their bodies.
+        keys: their Authorization headers.
+        most_at_once: calls.
+    """
+
+    answer: Callable[[int, str], Reply | None] = lambda _, text: completion(text.upper())
+    url: str = ""
+    texts: list[str] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    most_at_once: int = 0
+    _at_once: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def handle(self, body: dict[str, Any], key: str) -> Reply | None:
+        text = body["messages"][-1]["content"]
+        with self._lock:
+            number = len(self.texts)
+            self.texts.append(text)
+            self.requests.append(body)
+            self.keys.append(key)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            return self.answer(number, text)
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+
+@contextmanager
+def chat_server() -> Iterator[ChatServer]:
+    state = ChatServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            reply = state.handle(body, self.headers["Authorization"])
+            if reply is None:
+                self.close_connection = True
+                self.connection.close()
+                return
+            status, content = reply
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None:
+            """Nothing is printed where a client has gone."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
