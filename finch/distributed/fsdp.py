@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from finch.distributed.parallel import Parallel
 
@@ -40,3 +41,13 @@ def shard_model(
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    if not reshard_after_forward:
+        model.register_forward_hook(_reshard_without_backward)
+
+
+def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
+    """After an evaluation no backward frees the gathered weights; the optimizer and a checkpoint would see them instead of the shards."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -47,8 +47,9 @@ def alone(tmp_path_factory, base_folder, rows_file):
             {"tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN, "custom_sharded_layers": ["tok_embeddings"]},
             {"batch_size": 4, "enable_activation_checkpointing": True},
         ),
+        (2, {"fsdp_reshard_after_forward": False}, {"batch_size": 4}),
     ],
-    ids=["hsdp", "replicate x tensor", "shard x tensor"],
+    ids=["hsdp", "replicate x tensor", "shard x tensor", "no resharding"],
 )
 def test_every_mesh_equals_one_process(ranks, sizes, batch, alone, tmp_path):
     """Loss counted once, gradients clipped by the whole norm; and a checkpoint of the mesh goes on in one process."""
