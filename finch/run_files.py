@@ -1,14 +1,16 @@
 """The files of a run's folder, by name, and how to read its metrics.
 
 RUN/config.yaml                   the resolved config
-RUN/metrics.jsonl                 a line a step, and one for each validation and rollback
+RUN/metrics.jsonl                 a line a step, and one for each validation, evaluation of the probes and rollback
 RUN/epoch_N/                      a Hugging Face folder
-RUN/best                          a link to the epoch with the lowest validation loss
+RUN/best                          a link to the epoch with the lowest validation loss, or the best by select_by
+RUN/within_budget                 a link to the last model inside forgetting_budget: an epoch's, or within_budget_step_N
 RUN/checkpoints/step_N/           the state to resume from
-RUN/loss.png                      loss, EMA, validation loss and learning rate over steps
+RUN/loss.png                      loss, EMA, validation loss, the probes' changes and learning rate over steps
 RUN/logs/                         a metric logger's files
 RUN/pretrained.safetensors        the pretrained model's losses on the training rows
 RUN/pretrained_top_k.safetensors  its most likely tokens there, for a KL penalty with ``reference: cached``
+RUN/own_answers_NAME.safetensors  its answers to the prompts of the probe NAME, of kind self
 RUN/REQUEUE                       empty; there while the run should be started again
 RUN/.lock                         held while a run writes here
 """
@@ -16,6 +18,7 @@ RUN/.lock                         held while a run writes here
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ METRICS = "metrics.jsonl"
 LOSS_FIGURE = "loss.png"
 LOGS = "logs"
 BEST = "best"
+WITHIN_BUDGET = "within_budget"
 CHECKPOINTS = "checkpoints"
 REFERENCE_LOSSES = "pretrained.safetensors"
 REFERENCE_TOP_K = "pretrained_top_k.safetensors"
@@ -40,3 +44,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return lines
+
+
+def is_event(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is not a step's: a validation, an evaluation of the probes, or a rollback."""
+    return any(key == "rolled_back_to" or key.startswith(("validation", "probe")) for key in line)

@@ -14,7 +14,6 @@ report_user_errors(require_extras)("the recipe", "torchtune")  # before the impo
 quiet_dependencies()
 
 import itertools
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,9 @@ from finch.distributed.precision import check_hardware, precision_of
 from finch.distributed.signals import SignalDecision, Signals
 from finch.errors import UserError, exit_without_teardown
 from finch.log import logger
+from finch.probes.budget import ForgettingBudget
+from finch.probes.probes import Probes
+from finch.probes.settings import check_probes, read_budget, selection_key
 from finch.training import config_checks
 from finch.training.dataset_loss import dataset_loss
 from finch.training.disk_room import check_disk_room
@@ -56,6 +58,7 @@ from finch.training.resume import resume_point
 from finch.training.run_folder import RunFolder
 from finch.training.run_lock import RunLock
 from finch.training.run_recipe import run
+from finch.training.selection import better
 from finch.training.state import TrainState
 from finch.training.step_median import StepMedian
 from finch.training.summary import log_summary
@@ -87,6 +90,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self._precision = precision_of(cfg.dtype)
         self._device = parallel.local_device(cfg.device)
         check_hardware(cfg.dtype, self._device)
+        check_probes(cfg)
         config_checks.check_schedule(cfg)
         config_checks.check_combinations(cfg, self._device)
         self._run = Path(cfg.output_dir)
@@ -142,6 +146,11 @@ class FinchFullFinetune(FTRecipeInterface):
         watchdog.heartbeat()
         self._num_steps = cfg.epochs * self._data.steps_per_epoch
         config_checks.check_replay(cfg, self._num_steps)
+        self._probes = Probes(cfg, tokenizer, self._data, self._parallel, getattr(self._decoder, "max_seq_len", None))
+        self._select_by = selection_key(cfg, self._probes.kinds)
+        self._budget = ForgettingBudget(read_budget(cfg), self._folder, self._parallel, self._exported)
+        for part in (self._probes, self._budget) if self._resume is not None else ():
+            part.load_state_dict(self._resume.scalars)
         self._identity = identity_of(cfg, self._data, self._seed)
         if self._resume is not None:
             check_identity(self._resume.scalars, self._identity, self._resume.folder)
@@ -194,12 +203,14 @@ class FinchFullFinetune(FTRecipeInterface):
         self._kl_penalty.load_cache(cfg, self._base, self._data, self._run)
         needs_losses = cache is not None and reference is None
         has_penalty = self._regularizer is not None or self._kl_penalty.needs_pretrained
-        if is_new or needs_losses or not self.saves_all_weights or has_penalty:
+        needs_probes = self._probes.find_answers(self._base)
+        if is_new or needs_losses or not self.saves_all_weights or has_penalty or needs_probes:
             self._load_base()
         self._kl_penalty.prepare(self._model, self._data)
         if cache is not None and reference is None:
             title = "pretrained model's loss over the training rows"
             reference = cache.compute(self._model, self._data.eval_loader(self._data.samples, title))
+        self._probes.start(self._model)
         prepare_objective(self._objective, reference, self._data.samples, self._median.mode)
         if self._regularizer is not None:
             self._regularizer.start(self._model.trained_parameters().items())
@@ -234,47 +245,75 @@ class FinchFullFinetune(FTRecipeInterface):
         self._folder.begin(resolved_config(self._cfg, self.options), resumed_from=folder)
         lines = scalars.get("metrics_lines")
         self._metrics_log.open(redacted(self._cfg), first_step=self.state.step, first_lines=lines)
+        if self._resume is None:
+            self._probes.write_baseline(self._metrics_log)
 
     def train(self) -> None:
         """The training loop: epochs, steps, and what happens between them."""
-        cfg, state, order = self._cfg, self.state, self._data.order
+        cfg, state = self._cfg, self.state
         if state.epoch >= cfg.epochs:
             logger.info(
                 f"nothing to do: {self._run} has finished its {cfg.epochs} epochs; set epochs higher to continue"
             )
+        elif self._budget.has_ended_run:
+            logger.info(
+                f"nothing to do: {self._run} was stopped by its forgetting_budget; raise max_increase to continue"
+            )
         self._signals.start()
         self._begin()
         self._profiler.start()
-        for epoch in range(state.epoch, cfg.epochs):
-            state.epoch = epoch
-            steps = self._data.steps_per_epoch
-            first = -(-state.consumed // order.global_batch)  # the last batch of an epoch may be short
-            batches = self._kl_penalty.batches(self._data, epoch, state.consumed)
-            self._metrics_log.start_epoch(epoch)
-            for _ in range(first, steps):
-                with watchdog.step():
-                    self._train_step(list(itertools.islice(batches, order.micro_batches_in_step(state.consumed))))
-                state.consumed = min(state.consumed + order.global_batch, order.num_samples)
-                self._profiler.step()
-                decision = self._signals.sync(self._checkpoint_writer.is_due(state.step))
-                is_validated = cfg.validate_every_n_steps and state.step % cfg.validate_every_n_steps == 0
-                is_read = state.step % cfg.log_every_n_steps == 0 or not self._schedule.is_on_device
-                if is_read or is_validated or decision.save or decision.stop:
-                    self._guard.check_losses()
-                if is_validated:
-                    self.validate()
-                if decision.stop:
-                    self._stop(decision)
-                    return
-                if decision.save and state.consumed < order.samples_in(steps):  # else it is saved with the epoch
-                    self.save_checkpoint()
-                self._checkpoint_writer.poll()
-            self._end_epoch()
+        while state.epoch < cfg.epochs and not self._budget.has_ended_run:
+            if not self._train_epoch():
+                return
         self._profiler.stop()
         self._metrics_log.close()
         if self._parallel.is_rank_zero:
             last = self._exported(f"epoch_{state.epoch - 1}")
-            log_summary(cfg, state.best, last=last, start_time=self._start_time)
+            log_summary(
+                cfg,
+                state.best,
+                last=last,
+                start_time=self._start_time,
+                select_by=self._select_by,
+                probe_seconds=self._probes.seconds,
+                budget=self._budget.describe(),
+            )
+
+    def _train_epoch(self) -> bool:
+        """The steps of an epoch and its end, or until the budget is exceeded. Returns False after a signal, which ends the run."""
+        cfg, state, order = self._cfg, self.state, self._data.order
+        steps = self._data.steps_per_epoch
+        first = -(-state.consumed // order.global_batch)  # the last batch of an epoch may be short
+        batches = self._kl_penalty.batches(self._data, state.epoch, state.consumed)
+        self._metrics_log.start_epoch(state.epoch)
+        for _ in range(first, steps):
+            with watchdog.step():
+                self._train_step(list(itertools.islice(batches, order.micro_batches_in_step(state.consumed))))
+            state.consumed = min(state.consumed + order.global_batch, order.num_samples)
+            self._profiler.step()
+            is_last = state.consumed >= order.samples_in(steps)  # what is due now belongs to the end of the epoch
+            decision = self._signals.sync(self._checkpoint_writer.is_due(state.step))
+            is_validated = cfg.validate_every_n_steps and state.step % cfg.validate_every_n_steps == 0
+            is_probed = self._probes.is_due(state.step) and not is_last
+            is_read = state.step % cfg.log_every_n_steps == 0 or not self._schedule.is_on_device
+            if is_read or is_validated or is_probed or decision.save or decision.stop:
+                self._guard.check_losses()
+            if is_validated:
+                self.validate()
+            if is_probed and self.evaluate_probes()[1]:
+                self._budget.keep_step(state.step, self._export)
+            if decision.stop:
+                self._stop(decision)
+                return False
+            if self._budget.has_ended_run:
+                self._metrics_log.end_epoch()
+                self.save_checkpoint(wait=True)
+                return True
+            if decision.save and not is_last:  # else it is saved with the epoch
+                self.save_checkpoint()
+            self._checkpoint_writer.poll()
+        self._end_epoch()
+        return True
 
     def _train_step(self, batches: list[Batch]) -> None:
         """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here."""
@@ -349,42 +388,54 @@ class FinchFullFinetune(FTRecipeInterface):
             self._parallel.check_equal("the EMA of the loss", rate["ema_loss"])
         self._metrics_log.add(self.state.step, metrics)
 
-    def validate(self) -> float | None:
-        """Mean loss over ``dataset_validation`` in nats, written to the metrics; None without one."""
-        if self._data.validation is None:
-            return None
+    def validate(self) -> dict[str, float]:
+        """Mean loss over each set of ``dataset_validation`` in nats, written to the metrics; empty without one."""
+        step, epoch, sets = self.state.step, self.state.epoch, self._data.validations.items()
+        losses = {
+            key: dataset_loss(self._model, self._data.eval_loader(samples, "validation")) for key, samples in sets
+        }
+        if losses:
+            self._metrics_log.write_event({"step": step, "epoch": epoch, **losses})
+            texts = ", ".join(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in losses.items())
+            logger.info(f"epoch {epoch + 1}/{self._cfg.epochs}, step {step}: {texts}")
+            self._metrics_log.reset_timer()
+        return losses
+
+    def evaluate_probes(self, is_epoch_end: bool = False) -> tuple[dict[str, float], bool]:
+        """The metrics of the probes that are due, and whether the budget's is one of them and inside; a collective."""
         step, epoch = self.state.step, self.state.epoch
-        loss = dataset_loss(self._model, self._data.eval_loader(self._data.validation, "validation"))
-        self._metrics_log.write_event({"step": step, "epoch": epoch, "validation_loss": loss})
-        logger.info(f"epoch {epoch + 1}/{self._cfg.epochs}, step {step}: validation loss {loss:.4f}")
-        self._metrics_log.reset_timer()
-        return loss
+        metrics = self._probes.evaluate(
+            self._model, self._metrics_log, step=step, epoch=epoch, is_epoch_end=is_epoch_end
+        )
+        watchdog.heartbeat()
+        return metrics, self._budget.follow(step, metrics)
 
     def _end_epoch(self) -> None:
-        """Validates, exports the epoch's folder, links ``best``, and saves the state."""
+        """Validates, evaluates the probes, exports the epoch's folder, links ``best`` and ``within_budget``, and saves the state."""
         state = self.state
         self._metrics_log.end_epoch()
         self._guard.check_losses()
         self._guard.check_weights()
         metrics_lines = self._metrics_log.num_lines()
-        loss = self.validate()
+        losses = self.validate()
+        probed, is_inside = self.evaluate_probes(is_epoch_end=True)
         if self._parallel.is_rank_zero:
             update_loss_figure(self._run)
         name = f"epoch_{state.epoch}"
         is_last = state.epoch + 1 == self._cfg.epochs
         if export(lambda: self._export(name), self._run / self._exported(name), self._parallel):
-            is_finite = loss is not None and math.isfinite(loss)
-            if is_finite and (state.best is None or loss < state.best["validation_loss"]):
-                state.best = {"epoch": name, "validation_loss": loss}
+            state.best = better(state.best, self._select_by, name, {**losses, **probed})
             if state.best is not None:
-                self._folder.link_best(self._exported(state.best["epoch"]))
+                self._folder.link(run_files.BEST, self._exported(state.best["epoch"]))
+            if is_inside:
+                self._budget.keep_epoch(name)
         elif is_last:
             self.save_checkpoint(wait=True, metrics_lines=metrics_lines)
             raise UserError(
                 f"output_dir={self._run} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
             )
         state.epoch, state.consumed = state.epoch + 1, 0
-        self.save_checkpoint(wait=is_last)
+        self.save_checkpoint(wait=is_last or self._budget.has_ended_run)
 
     def _stop(self, decision: SignalDecision) -> None:
         """Saves the state after a signal, which has ended the loop."""
@@ -410,7 +461,8 @@ class FinchFullFinetune(FTRecipeInterface):
             logger.info(f"the state of step {step} is not saved: no finite step has followed the rollback yet")
             return False
         lines = self._metrics_log.num_lines() if metrics_lines is None else metrics_lines
-        scalars = {**self.state.state_dict(), "metrics_lines": lines}
+        parts = {**self._probes.state_dict(), **self._budget.state_dict()}
+        scalars = {**self.state.state_dict(), **parts, "metrics_lines": lines}
         is_saved = self._checkpoint_writer.save(self.state.step, self._model, self._optimizers, scalars, wait=wait)
         self._metrics_log.reset_timer()
         watchdog.heartbeat()

@@ -22,6 +22,7 @@ LAYERS = (
     ("models", "checkpoint", "data", "metrics"),
     ("weights",),
     ("auto", "training"),
+    ("probes",),
     ("quickstart", "cli"),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

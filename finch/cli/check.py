@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import sys
@@ -74,6 +75,8 @@ class Report:
 
     def run(self) -> None:
         """Prints all sections."""
+        from finch.data.validation_sets import validation_sets
+
         job = self._section("config", self._read_config)
         if job is None:
             return
@@ -86,8 +89,8 @@ class Report:
                 None,
                 None,
             )
-            if cfg.dataset_validation is not None:
-                self._section("validation", lambda: self._check_rows(cfg, "dataset_validation", tokenizer))
+            for key, node in validation_sets(cfg.dataset_validation).values():
+                self._section("validation", functools.partial(self._check_rows, {key: node}, key, tokenizer))
         else:
             self._section("dataset", lambda: self._check_files(cfg))
         if samples is not None:
@@ -147,7 +150,7 @@ class Report:
                     check_file(Path(name), f"{key}.data_files")
         self._print("rows not read: there is no tokenizer")
 
-    def _check_rows(self, cfg: DictConfig, key: str, tokenizer: Any) -> tuple[Any, DatasetStats]:
+    def _check_rows(self, cfg: Any, key: str, tokenizer: Any) -> tuple[Any, DatasetStats]:
         from finch.data.dataset import load_dataset
         from finch.data.mixture import mix
         from finch.data.stats import collect_stats, name_rows
@@ -157,8 +160,8 @@ class Report:
         if key == "dataset":
             self._mixture = mix(cfg, samples, cfg.seed or 0)
         stats = collect_stats(samples, 0, 1, limit, keep_bad_rows=True)
-        node = cfg[key]
-        kind = f"format {node.format}, " if isinstance(node, Mapping) and node.get("format") else ""
+        node: Any = cfg[key]
+        kind = f"format {node['format']}, " if isinstance(node, Mapping) and node.get("format") else ""
         self._print(f"{samples.source}: {kind}{stats.num_rows + stats.num_bad:,} rows{_packs(samples)}")
         if stats.num_rows:
             self._print(

@@ -49,9 +49,11 @@ def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:
         ranks: how many will be started; None: not known.
     """
     from finch.distributed.parallel import MeshSizes
+    from finch.probes.settings import check_probes
     from finch.training.config_checks import check_output_folder, check_schedule
 
     yield lambda: check_schedule(cfg)
+    yield lambda: check_probes(cfg)
     yield lambda: check_output_folder(cfg)
     if ranks is not None:
         sizes = MeshSizes(cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim)

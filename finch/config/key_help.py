@@ -13,7 +13,10 @@ from finch.errors import UserError
 def key_options(options: Mapping[str, Option]) -> Iterator[tuple[str, Option]]:
     """Each key and its option; the keys of a block as ``checkpoint.every_n_steps``."""
     for key, option in options.items():
-        if option.block is None:
+        if option.named_block is not None:
+            yield key, option
+            yield from ((f"{key}.NAME.{name}", inner) for name, inner in option.named_block.items())
+        elif not option.block:
             yield key, option
         else:
             yield from ((f"{key}.{name}", inner) for name, inner in option.block.items())

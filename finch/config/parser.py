@@ -87,7 +87,9 @@ def read(
     except ValueError as error:
         raise UserError(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
     except Exception as error:  # the YAML reader's, whose classes omegaconf does not re-export
-        raise UserError(f"{path} cannot be read as YAML: {first_line(error)}") from error
+        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+        reason = first_line(error) if problem is None or mark is None else f"{problem} in line {mark.line + 1}"
+        raise UserError(f"{path} cannot be read as YAML: {reason}") from error
     if "lora" in names and options is FULL_FINETUNE:
         raise UserError(
             f"method={'+'.join(names)} trains adapters, which needs the other recipe: tune run finch_lora_finetune {' '.join(arguments)}"

@@ -29,7 +29,9 @@ class Option:
         above: a number must be larger. With a bound, text is read as a number.
         pattern: a regular expression of texts accepted beside the choices.
         unsupported: values that have an error message of their own.
-        block: the keys of a block without a ``_component_``.
+        block: the keys of a block without a ``_component_``; empty: any.
+        named_block: the keys of each block of a mapping from names to blocks.
+        is_named: whether a mapping from names to components is accepted as well.
     """
 
     type: Any
@@ -40,6 +42,8 @@ class Option:
     pattern: str | None = None
     unsupported: Mapping[Any, str] = field(default_factory=dict)
     block: Mapping[str, Option] | None = None
+    named_block: Mapping[str, Option] | None = None
+    is_named: bool = False
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -56,7 +60,8 @@ class Option:
 
     @property
     def is_component(self) -> bool:
-        return Component in self.members and list not in self.members and self.block is None
+        is_block = self.block is not None or self.named_block is not None
+        return Component in self.members and list not in self.members and not is_block
 
     @property
     def expected(self) -> str:
@@ -78,7 +83,9 @@ class Option:
             elif member is str and not (self.choices or bound):
                 names.append("text")
             elif member is Component:
-                names.append("block" if self.block else "component")
+                names.append("named blocks" if self.named_block else "component" if self.block is None else "block")
+        if self.is_named:
+            names.append("named components")
         if self.is_nullable:
             names.append("null")
         return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
@@ -113,7 +120,10 @@ MODEL_AND_DATA: dict[str, Option] = {
         "training rows; the datasets of a list are concatenated, or mixed if each has a weight",
     ),
     "dataset_validation": Option(
-        Component | list | None, None, "held-out rows; their mean loss is computed at the end of each epoch"
+        Component | list | None,
+        None,
+        "held-out rows; their mean loss is computed at the end of each epoch; a mapping from names to components is several sets",
+        is_named=True,
     ),
     "collate_fn": Option(str, "torchtune.data.padded_collate_sft", "function that pads a micro-batch"),
     "output_dir": Option(str, REQUIRED, "the run's folder: metrics, checkpoints, Hugging Face folders"),
@@ -169,6 +179,71 @@ OPTIMIZATION: dict[str, Option] = {
         int | None, None, "optimizer steps after which an epoch ends; null: all rows", minimum=1
     ),
     "validate_every_n_steps": Option(int | None, None, "also validate after every n optimizer steps", minimum=1),
+}
+
+PROBE: dict[str, Option] = {
+    "kind": Option(
+        Literal["auto", "text", "question_answer", "multiple_choice", "self"],
+        "auto",
+        "what is measured; auto: by the fields of the rows; self: the pretrained model's own greedy answers to the rows' prompts",
+    ),
+    "source": Option(str | None, None, "a hub name, or json, csv or parquet; null: by the extension of data_files"),
+    "data_files": Option(str | list | None, None, "local path, pattern, or a list of them"),
+    "name": Option(str | None, None, "the hub's configuration"),
+    "split": Option(str, "train", "the hub's or file's split; train[100:200] is accepted"),
+    "format": Option(str, "auto", "format of text, chat and question-answer rows, as in finch.data.rows.rows_dataset"),
+    "column_map": Option(Component | None, None, "from the format's fields to the columns", block={}),
+    "rows": Option(int, 32, "how many rows of the split are used, from the first", minimum=1),
+    "every_n_steps": Option(int | None, None, "null: probes_every_n_steps", minimum=1),
+    "task": Option(
+        bool, False, "these rows are of the task that is learned: select_by takes them for DFT, TALR and STM"
+    ),
+    "max_new_tokens": Option(int, 64, "of kind self: longest answer, in tokens", minimum=1),
+    "top_k": Option(
+        int,
+        512,
+        "of kind self: most likely tokens of the pretrained model that are kept for the KL; the rest count as one",
+        minimum=1,
+    ),
+}
+
+BUDGET: dict[str, Option] = {
+    "probe": Option(str, REQUIRED, "name of the probe"),
+    "metric": Option(
+        Literal["loss", "kl"], "loss", "loss: its increase since step 0; kl: the KL, of a probe of kind self"
+    ),
+    "max_increase": Option(float, REQUIRED, "largest value inside the budget, in nats a token", above=0),
+    "action": Option(
+        Literal["stop", "note"], "note", "stop: the run ends at the first evaluation outside; note: a log line"
+    ),
+    "save": Option(
+        Literal["evaluations", "epochs"],
+        "evaluations",
+        "when RUN/within_budget is renewed: at each evaluation inside the budget, which exports the model, or at the ends of epochs alone",
+    ),
+}
+
+FORGETTING: dict[str, Option] = {
+    "probes": Option(
+        Component | None,
+        None,
+        "small sets that are evaluated before the first step, during training and at the ends of epochs, by name",
+        named_block=PROBE,
+    ),
+    "probes_every_n_steps": Option(
+        int | None,
+        None,
+        "steps between two evaluations of the probes; null: so many that they take less than 5% of the time, by token counts",
+        minimum=1,
+    ),
+    "forgetting_budget": Option(Component | None, None, "how much one probe may get worse", block=BUDGET),
+    "select_by": Option(
+        Literal["validation_loss", "validation/NAME/loss", "probe/NAME/loss", "probe/NAME/accuracy", "probe/NAME/kl"]
+        | None,
+        None,
+        "which metric RUN/best is chosen by; null: the first validation loss, for DFT, TALR and STM the probe with task: True",
+        pattern=r"validation/[^/]+/loss|probe/[^/]+/(loss|accuracy|kl)",
+    ),
 }
 
 HARDWARE: dict[str, Option] = {
@@ -277,6 +352,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
     "Model and data": MODEL_AND_DATA,
     "Batch": BATCH,
     "Optimization": OPTIMIZATION,
+    "Forgetting": FORGETTING,
     "Precision, memory, speed": HARDWARE,
     "Parallelism": PARALLELISM,
     "Output": OUTPUT,

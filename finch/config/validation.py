@@ -17,6 +17,7 @@ from finch.config.schema import ALIASES, REQUIRED, UNSUPPORTED_KEYS, Option
 from finch.config.unknown_keys import key_hint
 from finch.errors import UserError
 
+_NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a metric's name and of a file's
 _NOT_TEXT_MODELS = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")
 
 
@@ -77,8 +78,12 @@ def _errors(cfg: DictConfig, options: Mapping[str, Option], user_keys: Collectio
 
 def _check_key(cfg: DictConfig, key: str, option: Option) -> None:
     """Checks the value of one of the recipe's keys, or sets its default."""
+    if option.named_block is not None:
+        cfg[key] = _check_named_blocks(key, cfg.get(key), option)
+        return
     if option.block is not None:
-        cfg[key] = _check_block(key, cfg.get(key), option.block)
+        is_absent = option.default is None and cfg.get(key) is None
+        cfg[key] = None if is_absent else _check_block(key, cfg.get(key), option.block)
         return
     if option.is_component and isinstance(cfg.get(key), str):
         cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
@@ -131,11 +136,30 @@ def _check_block(key: str, node: Any, options: Mapping[str, Option]) -> DictConf
         if name not in options:
             hint = key_hint(f"{key}.{name}", options) or f"; {key} accepts {known}"
             raise UserError(f"unknown key {key}.{name}={format_value(node[name], name)}{hint}")
+    for name, option in options.items():
+        if option.default is REQUIRED and node.get(name) is None:
+            raise UserError(f"{key}.{name} is missing: {option.help}")
     filled = {name: option.default if node.get(name) is None else node[name] for name, option in options.items()}
     for name, option in options.items():
         if filled[name] is not None:
             _check_value(f"{key}.{name}", filled[name], option)
     return DictConfig(filled)
+
+
+def _check_named_blocks(key: str, node: Any, option: Option) -> DictConfig | None:
+    """A mapping from names to blocks without components, their defaults filled in; a block that is null is left out."""
+    assert option.named_block is not None
+    if node is None:
+        return None
+    if not isinstance(node, DictConfig):
+        raise UserError(f"{key}={format_value(node)} must be a mapping from names to blocks: {option.help}")
+    blocks = {}
+    for name in map(str, node):
+        if not _NAME.fullmatch(name):
+            raise UserError(f"{key}.{name}: a name has letters, digits, _ and - alone; rename it")
+        if node[name] is not None:
+            blocks[name] = _check_block(f"{key}.{name}", node[name], option.named_block)
+    return DictConfig(blocks) if blocks else None
 
 
 def _check_value(key: str, value: Any, option: Option) -> None:
@@ -145,8 +169,23 @@ def _check_value(key: str, value: Any, option: Option) -> None:
     if not option.accepts(plain):
         expected = "a block with a _component_" if option.is_component else option.expected
         raise UserError(f"{key}={format_value(value)} must be {expected}: {option.help}")
-    if isinstance(value, DictConfig) and "_component_" not in value:
-        raise UserError(f"{key} has no _component_: {option.help}")
+    if option.block is None and isinstance(value, DictConfig) and "_component_" not in value:
+        if not option.is_named:
+            raise UserError(f"{key} has no _component_: {option.help}")
+        _check_named_components(key, value)
+
+
+def _check_named_components(path: str, node: DictConfig) -> None:
+    if not node:
+        raise UserError(f"{path} has no _component_ and no named sets; give one, or set it to null")
+    for name, value in ((str(key), node[key]) for key in node):
+        is_component = isinstance(value, DictConfig) and "_component_" in value
+        if not (is_component or isinstance(value, ListConfig)):
+            raise UserError(
+                f"{path} has no _component_, and {path}.{name}={format_value(value)} is none; give each name a block with a _component_"
+            )
+        if not _NAME.fullmatch(name):
+            raise UserError(f"{path}.{name}: a name has letters, digits, _ and - alone; rename it")
 
 
 def _components(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:

@@ -14,6 +14,7 @@ from finch.data.loader import Batch, EvalLoader, collator, loader
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
 from finch.data.stats import validate_dataset
+from finch.data.validation_sets import validation_sets
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
@@ -28,7 +29,8 @@ class TrainingData:
         needs_stats: read every row even with ``check_dataset=False``.
 
     Attributes:
-        samples, validation: the training rows; the held-out ones, or None.
+        samples: the training rows.
+        validations: the held-out sets, by the name of their loss in the metrics; see :func:`finch.data.validation_sets.validation_sets`.
         mixture: how the datasets of ``samples`` are mixed; None: an epoch is every row once.
         order: how ``samples`` are dealt to steps and ranks.
         stats: of the training rows that the run draws; None: they have not been read.
@@ -40,9 +42,8 @@ class TrainingData:
     def __init__(self, cfg: DictConfig, tokenizer: Any, parallel: Parallel, *, seed: int, needs_stats: bool) -> None:
         self._cfg, self._parallel = cfg, parallel
         self.samples = load_dataset(cfg, "dataset", tokenizer)
-        self.validation = None
-        if cfg.dataset_validation is not None:
-            self.validation = load_dataset(cfg, "dataset_validation", tokenizer)
+        sets = validation_sets(cfg.dataset_validation).items()
+        self.validations = {name: load_dataset({key: node}, key, tokenizer) for name, (key, node) in sets}
         self.mixture = mix(cfg, self.samples, seed)
         if self.mixture is not None:
             logger.info(f"dataset: {self.mixture.describe([source for _, source in self.samples.parts])}")
@@ -57,13 +58,13 @@ class TrainingData:
             indices=None if self.mixture is None else self.mixture.indices,
         )
         self._check_sizes()
-        parts = [samples for samples in (self.samples, self.validation) if samples is not None]
+        parts = [self.samples, *self.validations.values()]
         collate = locate(cfg.collate_fn, "collate_fn")
         self._collate = {id(samples): collator(samples, tokenizer, collate) for samples in parts}
         max_seq_len = getattr(tokenizer, "max_seq_len", None)
         self.stats = validate_dataset(self.samples, max_seq_len, parallel) if cfg.check_dataset or needs_stats else None
-        if self.validation is not None and cfg.check_dataset:
-            validate_dataset(self.validation, max_seq_len, parallel)
+        for samples in self.validations.values() if cfg.check_dataset else ():
+            validate_dataset(samples, max_seq_len, parallel)
         logger.info(
             f"{self.order.num_samples} samples; {self.order.global_batch} per optimizer step, {self.order.steps_per_epoch} steps per epoch"
         )
@@ -109,7 +110,7 @@ class TrainingData:
                 f"{cfg.gradient_accumulation_steps} x {self._parallel.data_parallel_size} ranks) is larger than {epoch} of {self.order.num_samples} "
                 "samples; lower batch_size or gradient_accumulation_steps"
             )
-        packed = self.samples.packed or (self.validation is not None and self.validation.packed)
+        packed = any(samples.packed for samples in (self.samples, *self.validations.values()))
         if packed and self._parallel.device.type == "cpu" and torch.cuda.is_available():
             raise UserError(
                 "dataset.packed=True with device=cpu: torchtune builds the mask of packed rows on the GPU where there is one; use device=cuda, "

@@ -136,7 +136,7 @@ def _read_rates(log: Path) -> list[float]:
         raise ValueError(f"log={log} does not exist: give the metrics.jsonl of an earlier run, or its folder")
     rates: list[float] = []
     for line in run_files.read_metrics(log):
-        if "validation_loss" in line or "rolled_back_to" in line:
+        if run_files.is_event(line):
             continue
         if line.get("step") != len(rates) + 1:
             raise ValueError(

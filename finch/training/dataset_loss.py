@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,20 +15,25 @@ from finch.errors import UserError
 from finch.progress import track
 
 
-@torch.no_grad()
 def iter_token_losses(model: nn.Module, loader: EvalLoader) -> Iterator[tuple[list[int], Batch, torch.Tensor]]:
     """This rank's share of a dataset in evaluation mode: row indices, their batch on the host, token losses [batch, seq] in nats.
 
     Args:
         model: returns token losses; see :class:`finch.training.chunked_loss.TokenLoss`.
     """
+    return iter_outputs(model, loader)
+
+
+@torch.no_grad()
+def iter_outputs(model: nn.Module, loader: EvalLoader, **options: Any) -> Iterator[tuple[list[int], Batch, Any]]:
+    """As :func:`iter_token_losses`; with ``options`` of the model's forward, whatever it then returns."""
     parallel = loader.parallel
     is_shown = bool(loader.title) and parallel.is_rank_zero
     was_training = model.training
     model.eval()
     for rows, batch in track(loader, title=loader.title, total=len(loader), unit="batch", is_shown=is_shown):
         watchdog.heartbeat()
-        yield rows, batch, model(**model_inputs(to_device(batch, parallel.device)))
+        yield rows, batch, model(**model_inputs(to_device(batch, parallel.device)), **options)
     model.train(was_training)
 
 

@@ -1,7 +1,8 @@
-"""RUN/loss.png: loss, EMA, validation loss and learning rate over steps, where matplotlib is installed."""
+"""RUN/loss.png: loss, EMA, validation loss, the probes' changes and learning rate over steps, where matplotlib is installed."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # Colours that are told apart with any colour vision (Okabe and Ito, 2008)
 _GREY, _BLUE, _ORANGE, _BLACK = "#9a9a9a", "#0072B2", "#D55E00", "#000000"
+_PROBE_COLOURS = ("#009E73", "#CC79A7", "#0072B2", "#E69F00", "#56B4E9", "#D55E00", "#000000")
 _MAX_STEPS_WITH_MARKERS = 60
 
 
@@ -37,11 +39,12 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     steps = [line for line in lines if "loss" in line]
-    validations = [line for line in lines if line.get("validation_loss") is not None]
-    figure = Figure(figsize=(8, 5.6))
+    changes = _changes(lines)
+    figure = Figure(figsize=(8, 8.0 if changes else 5.6))
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     FigureCanvasAgg(figure)
-    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    panels = figure.subplots(3 if changes else 2, 1, sharex=True, height_ratios=(3, 2.4, 2) if changes else (3, 2))
+    losses, rates = panels[0], panels[-1]
 
     x = [line["step"] for line in steps]
     few = {"marker": "."} if len(steps) <= _MAX_STEPS_WITH_MARKERS else {}
@@ -51,12 +54,16 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     losses.plot(x, _column(steps, "loss"), color=colour, linewidth=width, label="loss of the step", **few)
     if has_ema:
         losses.plot(x, ema, color=_BLUE, linewidth=1.8, label="EMA")
-    if validations:
+    for key, style in zip(_validation_keys(lines), itertools.cycle(("-", "--", ":", "-."))):
+        validations = [line for line in lines if line.get(key) is not None]
         at = [line["step"] for line in validations]
-        values = _column(validations, "validation_loss")
-        losses.plot(at, values, color=_ORANGE, linewidth=1.4, marker="o", markersize=5, label="validation")
+        label = "validation" if key == "validation_loss" else key.removesuffix("/loss")
+        values = _column(validations, key)
+        losses.plot(at, values, color=_ORANGE, linewidth=1.4, linestyle=style, marker="o", markersize=5, label=label)
     losses.set_ylabel("loss, nats a token")
 
+    if changes:
+        _draw_changes(panels[1], changes)
     rates.plot(x, _column(steps, "lr"), color=_BLUE, linewidth=1.4, **few)
     caps = [line["lr"] for line in steps if line.get("lr_is_capped")]
     if caps:
@@ -65,7 +72,7 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     rates.set_ylim(0, 1.08 * max([line["lr"] for line in steps], default=1.0) or 1.0)
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     rates.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    for axes in (losses, rates):
+    for axes in panels:
         tidy(axes)
         if axes.get_legend_handles_labels()[
             0
@@ -73,6 +80,37 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
             axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, ncols=3)
     with files.atomic_file(file) as partial:
         figure.savefig(partial, format="png", dpi=130)
+
+
+def _draw_changes(axes: Axes, changes: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    """The probes' changes since step 0; losses and KL divergences on the left axis, accuracies with a dashed line, in the same numbers."""
+    for (label, (at, values)), colour in zip(changes.items(), itertools.cycle(_PROBE_COLOURS)):
+        style = "--" if label.endswith("accuracy") else "-"
+        axes.plot(at, values, color=colour, linewidth=1.4, linestyle=style, marker="o", markersize=4, label=label)
+    axes.axhline(0, color=_BLACK, linewidth=0.8)
+    axes.set_ylabel("change since step 0\n(nats; accuracy)")
+
+
+def _changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and changes since step 0 of each probe's metrics, by ``NAME loss`` and the like; empty without probes."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for line in lines:
+        for key, value in line.items():
+            if (
+                key.startswith("probe/")
+                and value is not None
+                and (key.endswith(("_change", "/kl")) or line["step"] == 0)
+            ):
+                label = key.removeprefix("probe/").removesuffix("_change").replace("/", " ")
+                at, values = found.setdefault(label, ([], []))
+                at.append(line["step"])
+                values.append(value if key.endswith(("_change", "/kl")) else 0.0)
+    return found
+
+
+def _validation_keys(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = {key: None for line in lines for key, value in line.items() if value is not None}
+    return [key for key in keys if key == "validation_loss" or key.startswith("validation/")]
 
 
 def tidy(axes: Axes) -> None:

@@ -1,4 +1,4 @@
-"""RUN/, the folder of a run: its lock, when an older run in it is removed, the marker REQUEUE and the link ``best``."""
+"""RUN/, the folder of a run: its lock, when an older run in it is removed, the marker REQUEUE and the links to its models."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 (self.path / run_files.REQUEUE).touch()
 
-    def link_best(self, name: str) -> None:
-        """Makes ``best`` a relative link to the folder ``name``, replaced in one step."""
+    def link(self, link: str, name: str) -> None:
+        """Makes ``link`` (``best``, ``within_budget``) a relative link to the folder ``name``, replaced in one step."""
         if self._is_writer:
-            with files.atomic_file(self.path / run_files.BEST) as link:
-                link.symlink_to(name)
+            with files.atomic_file(self.path / link) as partial:
+                partial.symlink_to(name)
 
     def unlock(self) -> None:
         self._lock.release()
@@ -101,9 +101,10 @@ class RunFolder:
     def _old_outputs(self) -> list[Path]:
         """In the order of their removal, which may be interrupted: without checkpoints nothing resumes the old run, and as long as
         metrics.jsonl is there the folder counts as a run's."""
-        names = (run_files.REQUEUE, run_files.CHECKPOINTS, run_files.BEST)
+        names = (run_files.REQUEUE, run_files.CHECKPOINTS, run_files.BEST, run_files.WITHIN_BUDGET)
+        models = [*self.path.glob("epoch_*"), *self.path.glob(f"{run_files.WITHIN_BUDGET}_step_*")]
         last = (run_files.LOSS_FIGURE, run_files.METRICS)
-        return [self.path / name for name in names] + [*self.path.glob("epoch_*")] + [self.path / name for name in last]
+        return [self.path / name for name in names] + models + [self.path / name for name in last]
 
     def _remove_old_run(self) -> None:
         for path in (self.path / run_files.CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}"):

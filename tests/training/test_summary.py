@@ -4,7 +4,7 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
-from finch.training.summary import log_summary
+from finch.training.summary import forgetting, log_summary
 
 
 @pytest.fixture
@@ -16,9 +16,9 @@ def run(tmp_path):
 
 
 def summary_of(run, caplog, best, last="epoch_2", validation=True):
-    cfg = OmegaConf.create({"output_dir": str(run), "dataset_validation": {} if validation else None})
+    cfg, select_by = OmegaConf.create({"output_dir": str(run)}), "validation_loss" if validation else None
     with caplog.at_level("INFO", "finch"):
-        log_summary(cfg, best, last=last, start_time=time.perf_counter() - 3725)
+        log_summary(cfg, best, last=last, start_time=time.perf_counter() - 3725, select_by=select_by)
     return caplog.messages
 
 
@@ -55,3 +55,19 @@ def test_summary_of_lora_names_the_adapter(run, caplog):
 def test_summary_without_the_epochs_folder_has_its_tokens_only(run, caplog):
     best = {"epoch": "epoch_1", "validation_loss": 2.5}  # of the run whose checkpoint this one resumed from
     assert [message.split(",")[0] for message in summary_of(run, caplog, best)] == ["3 steps"]
+
+
+def test_forgetting_is_the_change_at_the_best_epoch_and_the_end():
+    def line(step, epoch, loss, accuracy, kl):
+        changes = {} if step == 0 else {"probe/a/loss_change": loss - 1, "probe/a/accuracy_change": accuracy - 0.5}
+        values = {"probe/a/loss": loss, "probe/a/accuracy": accuracy, "probe/a/kl": kl, **changes}
+        return {"step": step, "epoch": epoch, **values, "probe_seconds": 1.0}
+
+    lines = [line(0, 0, 1, 0.5, 0), {"step": 1, "loss": 3.0}, line(2, 0, 1.25, 0.5, 0.1), line(4, 1, 1.5, 0.25, 0.2)]
+    assert forgetting(lines, 0) == [
+        "probe/a/loss: 1.0000 at step 0, +0.2500 at the best epoch, +0.5000 at step 4",
+        "probe/a/accuracy: 0.5000 at step 0, +0.0000 at the best epoch, -0.2500 at step 4",
+        "probe/a/kl: +0.1000 at the best epoch, +0.2000 at step 4",
+    ]
+    assert forgetting(lines, None)[2] == "probe/a/kl: +0.2000 at step 4"
+    assert forgetting(lines[:2], None) == []

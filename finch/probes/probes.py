@@ -1,0 +1,183 @@
+"""The probes of a run: rows read before weights are loaded, evaluated with the pretrained weights, then while the model learns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from finch.config.instantiate import locate
+from finch.data.loader import collator
+from finch.data.training_data import TrainingData
+from finch.distributed.parallel import Parallel
+from finch.log import logger
+from finch.metrics import MetricsLog
+from finch.probes.evaluation import EvalSettings, evaluate
+from finch.probes.own_answers import OwnAnswers
+from finch.probes.rows import ProbeRows, read_rows
+from finch.probes.schedule import default_interval, eval_cost
+from finch.probes.settings import read_probes
+from finch.weights.base import PretrainedFolder
+
+SECONDS = "probe_seconds"
+_NUM_ROWS_FOR_MEAN = 256
+
+
+class Probes:
+    """All probes of a run; without any, every method does nothing.
+
+    Args:
+        cfg: a recipe's config.
+        tokenizer: torchtune's.
+        data: the training rows, whose length decides how often probes are evaluated.
+        max_seq_len: longest row that the model can take, in tokens; None: no limit.
+
+    Attributes:
+        kinds: of each probe by name, ``auto`` resolved.
+        seconds: spent on probes since this start, the pretrained model's answers included.
+
+    Raises:
+        UserError: rows that cannot be used.
+    """
+
+    def __init__(
+        self, cfg: DictConfig, tokenizer: Any, data: TrainingData, parallel: Parallel, max_seq_len: int | None
+    ) -> None:
+        self._cfg, self._parallel, self.seconds = cfg, parallel, 0.0
+        self._settings = read_probes(cfg)
+        self._rows: dict[str, ProbeRows] = {
+            name: read_rows(name, settings, tokenizer, max_seq_len) for name, settings in self._settings.items()
+        }
+        self.kinds = {name: rows.kind for name, rows in self._rows.items()}
+        self._digests = {name: rows.digest for name, rows in self._rows.items()}
+        collate = locate(cfg.collate_fn, "collate_fn")
+        self._eval = EvalSettings(parallel, lambda samples: collator(samples, tokenizer, collate), cfg.batch_size)
+        self._answers = {
+            name: OwnAnswers(name, Path(cfg.output_dir), rows, self._settings[name], tokenizer)
+            for name, rows in self._rows.items()
+            if rows.kind == "self"
+        }
+        self._ungenerated = set(self._answers)
+        self._baselines: dict[str, dict[str, Any]] = {}
+        self._intervals = self._choose_intervals(data) if self._rows else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the values at step 0 of a checkpoint's scalars, of the probes whose rows are still the same."""
+        for name, baseline in state.get("probes", {}).items():
+            if baseline["digest"] == self._digests.get(name):
+                self._baselines[name] = baseline
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values at step 0: a resumed run no longer has the weights that they were measured with."""
+        return {"probes": self._baselines}
+
+    def find_answers(self, base: PretrainedFolder) -> bool:
+        """Reads the pretrained model's answers where an earlier start of the run has left them; a collective.
+
+        Returns:
+            Whether :meth:`start` needs the pretrained weights.
+        """
+        model = {"model": OmegaConf.to_container(self._cfg.model, resolve=True), "dtype": self._cfg.dtype}
+        for name, answers in self._answers.items():
+            if answers.load(base.files, model, self._parallel):
+                self._ungenerated.discard(name)
+        return bool(self._ungenerated or set(self._rows) - set(self._baselines))
+
+    def start(self, model: nn.Module) -> None:
+        """Generates answers and measures what is missing of step 0, with the pretrained weights; a collective."""
+        start = time.perf_counter()
+        for name in sorted(self._ungenerated):
+            self._answers[name].generate(model, self._eval)
+        for name, rows in self._rows.items():
+            if name not in self._baselines:
+                metrics = evaluate(model, name, rows, self._eval)
+                self._baselines[name] = {"digest": self._digests[name], "metrics": metrics}
+        self.seconds += time.perf_counter() - start
+
+    def write_baseline(self, metrics_log: MetricsLog) -> None:
+        """Writes the values at step 0, once the metrics are open."""
+        metrics = {name: self._baselines[name]["metrics"] for name in self._rows}
+        self._write(metrics, metrics_log, step=0, epoch=0, seconds=self.seconds)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a probe is evaluated after ``step``, which is not the last one of an epoch."""
+        return any(step % interval == 0 for interval in self._intervals.values())
+
+    def evaluate(
+        self, model: nn.Module, metrics_log: MetricsLog, *, step: int, epoch: int, is_epoch_end: bool
+    ) -> dict[str, float]:
+        """Evaluates the probes that are due after ``step``, at the end of an epoch all; writes and returns their metrics; a collective."""
+        due = [name for name, interval in self._intervals.items() if is_epoch_end or step % interval == 0]
+        if not due:
+            return {}
+        metrics_log.flush()  # the steps so far have their own time
+        start = time.perf_counter()
+        metrics = {name: evaluate(model, name, self._rows[name], self._eval) for name in due}
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        return self._write(metrics, metrics_log, step=step, epoch=epoch, seconds=seconds)
+
+    def _write(
+        self,
+        metrics: Mapping[str, Mapping[str, float]],
+        metrics_log: MetricsLog,
+        *,
+        step: int,
+        epoch: int,
+        seconds: float,
+    ) -> dict[str, float]:
+        if not metrics:
+            return {}
+        line: dict[str, float] = {}
+        for name, values in metrics.items():
+            line |= {f"probe/{name}/{key}": value for key, value in values.items()}
+            if step > 0:
+                before = self._baselines[name]["metrics"]
+                changes = {key: value - before[key] for key, value in values.items() if key != "kl"}
+                line |= {f"probe/{name}/{key}_change": value for key, value in changes.items()}
+        metrics_log.write_event({"step": step, "epoch": epoch, **line, SECONDS: round(seconds, 3)})
+        metrics_log.reset_timer()
+        logger.info(
+            f"step {step}: "
+            + "; ".join(self._describe(name, values, is_start=step == 0) for name, values in metrics.items())
+        )
+        return line
+
+    def _describe(self, name: str, values: Mapping[str, float], *, is_start: bool) -> str:
+        parts = []
+        for key, value in values.items():
+            change = "" if is_start or key == "kl" else f" ({value - self._baselines[name]['metrics'][key]:+.4f})"
+            parts.append(f"{key} {value:.4f}{change}")
+        return f"probe {name} " + ", ".join(parts)
+
+    def _choose_intervals(self, data: TrainingData) -> dict[str, int]:
+        """Steps between two evaluations of each probe; logged."""
+        steps = data.steps_per_epoch
+        indices = list(data.samples.rows[:_NUM_ROWS_FOR_MEAN])
+        lengths = [len(torch.as_tensor(data.samples[index]["labels"])) for index in indices]
+        step_tokens = data.order.global_batch * sum(lengths) / len(lengths)
+        tokens = {
+            name: sum(len(sample["tokens"]) for sample in rows.samples)
+            + (self._settings[name].max_new_tokens * len(rows.samples) if rows.kind == "self" else 0)
+            for name, rows in self._rows.items()
+        }
+        interval = self._cfg.probes_every_n_steps or default_interval(sum(tokens.values()), step_tokens, steps)
+        intervals = {name: settings.every_n_steps or interval for name, settings in self._settings.items()}
+        cost = sum(eval_cost(tokens[name], step_tokens) * (1 + (steps - 1) // each) for name, each in intervals.items())
+        for name, each in intervals.items():
+            when = f"every {each} steps and " if each < steps else ""
+            logger.info(
+                f"probes.{name}: {self.kinds[name]}, {len(self._rows[name].questions or self._rows[name].samples)} rows, evaluated at step 0, {when}at the "
+                "ends of epochs"
+            )
+        if cost > 0.05 * steps:
+            logger.warning(
+                f"probes will take about {cost / (steps + cost):.0%} of an epoch's time, estimated by tokens; fewer rows (probes.NAME.rows) or evaluations "
+                "(probes_every_n_steps) take less"
+            )
+        return intervals

@@ -1,0 +1,232 @@
+"""The rows of a probe: read, their kind found, and tokenized with their targets, before weights are loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchtune.data import Message
+from torchtune.datasets._sft import SFTTransform
+
+from finch.data.formats import RowFormat, detect_columns
+from finch.data.messages import RowToMessages
+from finch.data.row_files import SOURCES, local_files, source_of
+from finch.data.rows import TextToTokens
+from finch.errors import UserError
+from finch.log import logger
+from finch.objectives import IGNORE_INDEX
+from finch.probes.multiple_choice import Question, is_multiple_choice, question_of
+from finch.probes.settings import ProbeSettings
+
+Sample = dict[str, Any]
+"""``tokens`` and ``labels``, lists of equal length; a label that is no target is -100."""
+
+
+@dataclass
+class ProbeRows:
+    """The samples of a probe.
+
+    Attributes:
+        kind: with ``auto`` resolved.
+        samples: of a multiple-choice probe one for each choice of each question; of kind self one for each prompt, without targets.
+        questions: of a multiple-choice probe; the samples of each follow one another.
+    """
+
+    kind: str
+    samples: list[Sample]
+    questions: list[Question] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """Of kind, tokens and labels."""
+        content = [self.kind, *((sample["tokens"], sample["labels"]) for sample in self.samples)]
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def read_rows(name: str, settings: ProbeSettings, tokenizer: Any, max_seq_len: int | None) -> ProbeRows:
+    """The rows of the probe ``name``.
+
+    Args:
+        tokenizer: torchtune's.
+        max_seq_len: longest row that the model can take, in tokens; None: no limit.
+
+    Raises:
+        UserError: rows that cannot be read, of another kind than the settings', longer than the model's context, or without targets.
+    """
+    key = f"probes.{name}"
+    try:
+        rows = _load(settings)
+        kind = _kind_of(rows[0], settings)
+        transform = _transform(kind, rows, settings, tokenizer)
+    except UserError as error:
+        raise _named(key, error) from error
+    limits = [limit for limit in (max_seq_len, getattr(tokenizer, "max_seq_len", None)) if limit is not None]
+    limit = min(limits, default=None)
+    result = ProbeRows(kind, [])
+    num_truncated = 0
+    for number, row in enumerate(rows, start=1):
+        where = f"{key}: row {number} of {settings.data_files or settings.source}"
+        try:
+            samples, question = transform(row)
+        except UserError as error:
+            raise UserError(f"{where} cannot be used ({error}); fix or remove that row") from error
+        except Exception as error:  # a row can break any library's tokenizer
+            raise UserError(
+                f"{where} cannot be used ({type(error).__name__}: {error}); fix or remove that row"
+            ) from error
+        length = max(len(sample["tokens"]) for sample in samples)
+        needed = length + (settings.max_new_tokens if kind == "self" else 0)
+        # A tokenizer with max_seq_len has cut the row: at that length nobody knows whether something is missing.
+        is_cut = limit is not None and length >= limit and kind in ("multiple_choice", "self")
+        if is_cut or (limit is not None and needed > limit):
+            more = f" and its answer of up to {settings.max_new_tokens}" if kind == "self" else ""
+            raise UserError(
+                f"{where} has {length} tokens{more}, the context has {limit}; remove that row, or raise tokenizer.max_seq_len where the model "
+                "allows it"
+            )
+        num_truncated += limit is not None and length >= limit
+        if kind != "self" and any(count == 0 for count in map(num_targets, samples)):
+            raise UserError(f"{where} has no target token; fix or remove that row")
+        result.samples += samples
+        if question is not None:
+            result.questions.append(question)
+    if num_truncated:
+        logger.warning(
+            f"{key}: {num_truncated} of {len(rows)} rows reach tokenizer.max_seq_len={limit} and are truncated there"
+        )
+    return result
+
+
+def num_targets(sample: Sample) -> int:
+    """Target tokens; the first token has nothing that predicts it."""
+    return sum(label != IGNORE_INDEX for label in sample["labels"][1:])
+
+
+def _load(settings: ProbeSettings) -> list[dict[str, Any]]:
+    """The first rows of the split."""
+    import datasets
+
+    names = settings.data_files
+    names = None if names is None else [names] if isinstance(names, str) else list(map(str, names))
+    source = settings.source
+    is_hub = source is not None and source not in SOURCES.values()
+    if names is None and not is_hub:
+        raise UserError(f"dataset.source={source} needs data_files, the path of the rows; set it")
+    if names is not None and not is_hub and not any("://" in file for file in names):
+        files = local_files(names)
+        source = source or source_of(files)
+        names = [str(file) for file in files]
+    try:
+        table = datasets.load_dataset(source or "json", settings.name, data_files=names, split=settings.split)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise UserError(f"dataset: {' '.join(str(error.__cause__ or error).split())[:200]}") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"dataset: {' '.join(str(error).split())[:200]}") from error
+    if len(table) == 0:
+        raise UserError("dataset is empty: the split has no rows; give another file or split")
+    return [dict(row) for row in table.select(range(min(settings.rows, len(table))))]
+
+
+def _kind_of(row: Mapping[str, Any], settings: ProbeSettings) -> str:
+    if settings.kind != "auto":
+        return settings.kind
+    if is_multiple_choice(row):
+        return "multiple_choice"
+    is_text = _format_of(row, settings).format == "text"
+    return "text" if is_text else "question_answer"
+
+
+def _format_of(row: Mapping[str, Any], settings: ProbeSettings) -> RowFormat:
+    present = {name: value for name, value in row.items() if value is not None}
+    return detect_columns(present, present, settings.format, settings.column_map)
+
+
+Transform = Callable[[Mapping[str, Any]], tuple[list[Sample], Question | None]]
+
+
+def _transform(kind: str, rows: list[dict[str, Any]], settings: ProbeSettings, tokenizer: Any) -> Transform:
+    """From a row to its samples."""
+    if kind == "multiple_choice":
+        return lambda row: _choices(question_of(row), tokenizer)
+    if kind == "self":
+        return lambda row: ([_prompt(row, settings, tokenizer)], None)
+    row_format = _format_of(rows[0], settings)
+    if (kind == "text") != (row_format.format == "text"):
+        raise UserError(
+            f"dataset.kind={kind}, but the rows look like {row_format.label}; set another kind, or kind=auto"
+        )
+    if kind == "text":
+        encode = TextToTokens(tokenizer, row_format.columns["text"])
+        return lambda row: ([encode(row)], None)
+    messages, tokenize = RowToMessages(row_format), SFTTransform(model_transform=tokenizer)
+    return lambda row: ([_plain(tokenize(messages(row)))], None)
+
+
+def _choices(question: Question, tokenizer: Any) -> tuple[list[Sample], Question]:
+    """A sample for each choice. As in lm-eval a choice's tokens are those that the complete text has after the context's."""
+    if question.is_dialogue:
+        return [_dialogue(question.context, choice, tokenizer) for choice in question.choices], question
+    start = len(tokenizer.encode(question.context, add_bos=True, add_eos=False))
+    samples = []
+    for choice in question.choices:
+        tokens = list(tokenizer.encode(f"{question.context} {choice}", add_bos=True, add_eos=False))
+        samples.append({"tokens": tokens, "labels": [IGNORE_INDEX] * start + tokens[start:]})
+    return samples, question
+
+
+def _dialogue(question: str, answer: str, tokenizer: Any) -> Sample:
+    """A user turn and the assistant's, which is the target, as in training."""
+    messages = [Message(role="user", content=question, masked=True), Message(role="assistant", content=answer)]
+    return _plain(SFTTransform(model_transform=tokenizer)({"messages": messages}))
+
+
+def _prompt(row: Mapping[str, Any], settings: ProbeSettings, tokenizer: Any) -> Sample:
+    """A row's prompt up to where the assistant's answer starts.
+
+    Raises:
+        UserError: the row has none.
+    """
+    sample = _plain(
+        SFTTransform(model_transform=tokenizer)(
+            {"messages": [*_first_turns(row, settings), Message(role="assistant", content=".")]}
+        )
+    )
+    start = next(
+        (index for index, label in enumerate(sample["labels"]) if label != IGNORE_INDEX), len(sample["tokens"])
+    )
+    return {"tokens": sample["tokens"][:start], "labels": [IGNORE_INDEX] * start}
+
+
+def _first_turns(row: Mapping[str, Any], settings: ProbeSettings) -> list[Message]:
+    """The system turn, if there is one, and the first user turn."""
+    for column in ((settings.column_map or {}).get("prompt"), "question", "query", "prompt", "instruction"):
+        if (
+            column is not None
+            and isinstance(row.get(column), str)
+            and not (column == "instruction" and row.get("input"))
+        ):
+            return [Message(role="user", content=row[column], masked=True)]
+    row_format = _format_of(row, settings)
+    if row_format.format == "text":
+        raise UserError(
+            f"it has the fields {', '.join(row)} and no prompt; kind self needs question, prompt or a conversation"
+        )
+    messages = RowToMessages(row_format)(row)["messages"]
+    turns = messages[: next(index for index, message in enumerate(messages) if message.role == "assistant")]
+    return [Message(role=turn.role, content=turn.content, masked=True) for turn in turns]
+
+
+def _plain(sample: Mapping[str, Any]) -> Sample:
+    return {key: torch.as_tensor(sample[key]).tolist() for key in ("tokens", "labels")}
+
+
+def _named(key: str, error: UserError) -> UserError:
+    """The same error under a probe's key instead of ``dataset``."""
+    text = str(error)
+    for start in ("dataset: ", "dataset.", "dataset "):
+        if text.startswith(start):
+            return UserError(f"{key}{start.removeprefix('dataset')}{text.removeprefix(start)}")
+    return UserError(f"{key}.{text}" if text.startswith("data_files") else f"{key}: {text}")

@@ -1,0 +1,325 @@
+"""Probes in the recipes: what they measure equals transformers, and the training does not notice them."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from helpers.ranks import on_ranks
+from helpers.runs import make_config, run_broken, run_here, weights, write_config
+from sentencepiece import SentencePieceProcessor
+from torchtune.datasets import instruct_dataset
+from torchtune.models.llama2 import llama2_tokenizer
+
+from finch.config.parser import read
+from finch.config.schema import FULL_FINETUNE
+from finch.errors import UserError
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("texts", "facts", "choices", "own")
+
+
+@pytest.fixture(scope="module")
+def probe_rows(rows_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("probes")
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    texts = [{"text": f"{row['question']} {row['answer']}"} for row in rows[:9]]
+    choices = [
+        {
+            "ctx": row["question"],
+            "endings": [other["answer"] for other in rows[index : index + 3]],
+            "label": str(index % 3),
+        }
+        for index, row in enumerate(rows[:11])
+    ]
+    for name, content in (("texts", texts), ("choices", choices)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(base_folder, rows_file, probe_rows, tmp_path_factory):
+    """6 steps an epoch; the probes every 4 steps and at the ends of epochs."""
+    changes = {"batch_size": 8, "epochs": 2, "checkpoint": {"every_n_steps": 2, "async": False, "keep_last": 9}}
+    config = make_config(base_folder, rows_file, tmp_path_factory.mktemp("config") / "run", **changes)
+    config["probes_every_n_steps"] = 4
+    config["probes"] = {
+        "texts": {"data_files": str(probe_rows / "texts.jsonl")},
+        "facts": {"data_files": str(rows_file), "split": "train[:7]", "kind": "question_answer"},
+        "choices": {"data_files": str(probe_rows / "choices.jsonl"), "task": True},
+        "own": {"data_files": str(rows_file), "kind": "self", "rows": 5, "max_new_tokens": 6},
+    }
+    return config
+
+
+def finished(folder, config, *overrides, **options):
+    run = run_here(folder, {**config, "output_dir": str(folder / "run")}, *overrides, **options)
+    assert run.returncode == 0, run.output[-3000:]
+    return run
+
+
+def all_lines(run):
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def probed(run):
+    """Evaluations by their step, without their time."""
+    lines = [line for line in all_lines(run) if "probe_seconds" in line]
+    return {line["step"]: {key: value for key, value in line.items() if key != "probe_seconds"} for line in lines}
+
+
+@pytest.fixture(scope="module")
+def straight(config, tmp_path_factory):
+    return finished(tmp_path_factory.mktemp("straight"), config)
+
+
+def test_probes_are_evaluated_at_their_steps(straight):
+    lines = probed(straight)
+    assert list(lines) == [0, 4, 6, 8, 12]
+    assert lines[0].keys() == {
+        "step",
+        "epoch",
+        "probe/choices/accuracy",
+        "probe/own/kl",
+        *(f"probe/{name}/loss" for name in NAMES),
+    }
+    for step in (4, 12):
+        assert lines[step]["epoch"] == (0 if step == 4 else 1)
+        for key in ("texts/loss", "facts/loss", "own/loss", "choices/accuracy"):
+            change = lines[step][f"probe/{key}"] - lines[0][f"probe/{key}"]
+            assert lines[step][f"probe/{key}_change"] == pytest.approx(change, abs=1e-12)
+    assert "probes took" in straight.output
+    assert f"probe/own/kl: {lines[12]['probe/own/kl']:+.4f} at step 12" in straight.output
+
+
+def test_training_does_not_notice_probes(config, straight, tmp_path):
+    plain = finished(tmp_path, {key: value for key, value in config.items() if not key.startswith("probes")})
+    steps = [line for line in all_lines(straight) if "probe_seconds" not in line]
+    for column in ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens"):
+        assert [line[column] for line in steps] == plain.column(column)
+    for name in ("epoch_0", "epoch_1"):
+        one, other = weights(straight.folder / name), weights(plain.folder / name)
+        assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def token_losses(model, tokens, start):
+    """[targets] the losses of the tokens from ``start`` on, in float64."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, start - 1 : -1].double()
+    return -logits.log_softmax(-1).gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(("step", "folder"), [(0, None), (6, "epoch_0"), (12, "epoch_1")])
+def test_probes_equal_transformers_on_the_exported_folder(step, folder, straight, config, base_folder, probe_rows):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        base_folder if folder is None else straight.folder / folder
+    )
+    line, pieces = probed(straight)[step], SentencePieceProcessor(str(base_folder / "tokenizer.model"))
+    rows = {
+        name: [json.loads(text) for text in (probe_rows / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("texts", "choices")
+    }
+
+    losses = [token_losses(model, [1, *pieces.encode(row["text"]), 2], 1) for row in rows["texts"]]
+    assert line["probe/texts/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+
+    data = instruct_dataset(
+        llama2_tokenizer(str(base_folder / "tokenizer.model"), max_seq_len=64, prompt_template=None),
+        source="json",
+        data_files=config["probes"]["facts"]["data_files"],
+        column_map={"input": "question", "output": "answer"},
+        split="train[:7]",
+    )
+    losses = [token_losses(model, row["tokens"], sum(label == -100 for label in row["labels"])) for row in data]
+    assert line["probe/facts/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+
+    right, losses = [], []
+    for row in rows["choices"]:
+        start = len(pieces.encode(row["ctx"])) + 1
+        found = [token_losses(model, [1, *pieces.encode(f"{row['ctx']} {ending}")], start) for ending in row["endings"]]
+        scores = [-loss.sum().item() / len(ending) for loss, ending in zip(found, row["endings"], strict=True)]
+        right.append(scores.index(max(scores)) == int(row["label"]))
+        losses.append(found[int(row["label"])])
+    assert line["probe/choices/accuracy"] == pytest.approx(sum(right) / 11)
+    assert 0 < sum(right) < 11
+    assert line["probe/choices/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("step", "folder"), [(0, None), (12, "epoch_1")])
+def test_own_answers_equal_transformers_generate(step, folder, straight, config, base_folder):
+    """Answers, their loss and the KL over the full vocabulary, which has fewer tokens than top_k."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(base_folder)
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(
+        base_folder if folder is None else straight.folder / folder
+    )
+    tokenizer = llama2_tokenizer(str(base_folder / "tokenizer.model"), prompt_template=None)
+    losses, divergences = [], []
+    with open(config["probes"]["own"]["data_files"]) as file:
+        questions = [json.loads(text)["question"] for text in file.readlines()[:5]]
+    for question in questions:
+        prompt = tokenizer.encode(question, add_eos=False)
+        tokens = base.generate(
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0
+        )[0]
+        with torch.no_grad():
+            log_p0, log_p = (
+                model(tokens[None]).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1) for model in (base, tuned)
+            )
+        losses.append(-log_p.gather(1, tokens[len(prompt) :, None])[:, 0])
+        divergences.append((log_p0.exp() * (log_p0 - log_p)).sum(-1))
+    line = probed(straight)[step]
+    assert line["probe/own/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+    assert line["probe/own/kl"] == pytest.approx(torch.cat(divergences).mean().item(), abs=1e-5)
+    assert (line["probe/own/kl"] == 0) == (step == 0)
+
+
+@pytest.mark.parametrize("step", [5, 4, 7])
+def test_resumed_run_has_the_same_curves(step, config, straight, tmp_path, monkeypatch):
+    """Killed between evaluations, right after one, and in the second epoch; the steps since the last checkpoint are done again."""
+    run = {**config, "output_dir": str(tmp_path / "run")}
+    run_broken(tmp_path, run, monkeypatch, step)
+    resumed = run_here(tmp_path, run, "resume_from_checkpoint=True")
+    assert resumed.returncode == 0, resumed.output[-3000:]
+    assert "answers are read from" in resumed.output
+    assert probed(resumed) == probed(straight)
+    steps, expected = ([line for line in all_lines(each) if "loss" in line] for each in (resumed, straight))
+    assert [line["loss"] for line in steps] == [line["loss"] for line in expected]
+
+
+def test_probe_added_to_a_resumed_run_starts_at_the_pretrained_model(config, straight, tmp_path, monkeypatch):
+    run = {**config, "output_dir": str(tmp_path / "run"), "probes": {"own": config["probes"]["own"]}}
+    run_broken(tmp_path, run, monkeypatch, 4)
+    (tmp_path / "run" / "own_answers_own.safetensors").unlink()
+    resumed = run_here(tmp_path, {**run, "probes": config["probes"]}, "resume_from_checkpoint=True")
+    assert resumed.returncode == 0, resumed.output[-3000:]
+    assert probed(resumed)[12] == probed(straight)[12]
+
+
+def test_probes_on_two_ranks_equal_one(config, straight, tmp_path):
+    """5 prompts and 9 texts: one rank has an empty row."""
+    config = {**config, "output_dir": str(tmp_path / "run"), "batch_size": 4}
+    write_config(tmp_path, config)
+    code = """
+        import finch_full_finetune
+        sys.argv = ["x", "--config", str(folder / "config.yaml")]
+        finch_full_finetune.recipe_main()
+        tell(True)
+    """
+    on_ranks(2, code, tmp_path)
+    straight_lines = probed(straight)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "probe_seconds" in line]
+    assert [line["step"] for line in lines] == list(straight_lines)
+    for line in lines:
+        for key, value in straight_lines[line["step"]].items():
+            assert line[key] == pytest.approx(value, rel=1e-6, abs=1e-6), key
+
+
+def test_selection_and_named_validation_sets(config, rows_file, tmp_path):
+    sets = {
+        name: {**config["dataset"], "split": split} for name, split in (("near", "train[:7]"), ("far", "train[30:]"))
+    }
+    run = finished(tmp_path, {**config, "dataset_validation": sets}, "select_by=probe/facts/loss", "~probes.own")
+    lines = [line for line in all_lines(run) if "validation/near/loss" in line]
+    assert [line["step"] for line in lines] == [6, 12]
+    assert all("validation/far/loss" in line and "validation_loss" not in line for line in lines)
+    facts = {
+        line["epoch"]: line["probe/facts/loss"]
+        for line in all_lines(run)
+        if line["step"] in (6, 12) and "probe_seconds" in line
+    }
+    best = min(facts, key=facts.get)
+    assert (run.folder / "best").readlink().name == f"epoch_{best}"
+    assert f"best epoch: {best + 1} of 2, probe/facts/loss {facts[best]:.4f} nats" in run.output
+
+
+def test_dft_selects_by_the_task_probe(config, tmp_path):
+    run = finished(tmp_path, {**config, "epochs": 1}, "method=finch+dft", "~probes.own")
+    assert "best epoch: 1 of 1, probe/choices/accuracy 0." in run.output
+
+
+def test_budget_stops_the_run(config, straight, tmp_path):
+    """Outside at step 8; the last model inside is that of step 6, the end of the first epoch."""
+    lines = probed(straight)
+    limit = (lines[6]["probe/own/kl"] + lines[8]["probe/own/kl"]) / 2
+    assert lines[4]["probe/own/kl"] < limit < lines[8]["probe/own/kl"]
+    budget = {"probe": "own", "metric": "kl", "max_increase": limit, "action": "stop"}
+    run = finished(tmp_path, {**config, "forgetting_budget": budget})
+    assert list(probed(run)) == [0, 4, 6, 8]
+    assert (run.folder / "within_budget").readlink().name == "epoch_0"
+    assert not list(run.folder.glob("within_budget_step_*"))
+    assert f"at step 8 is outside {limit:g}; {run.folder}/within_budget is epoch_0" in run.output
+    again = finished(tmp_path, {**config, "forgetting_budget": budget}, "resume_from_checkpoint=True")
+    assert "was stopped by its forgetting_budget" in again.output
+    assert list(probed(again)) == [0, 4, 6, 8]
+    more = finished(
+        tmp_path, {**config, "forgetting_budget": {**budget, "max_increase": 99}}, "resume_from_checkpoint=True"
+    )
+    assert probed(more) == lines
+    assert (run.folder / "within_budget").readlink().name == "epoch_1"
+
+
+def test_budget_exports_between_epoch_ends(config, straight, tmp_path):
+    lines = probed(straight)
+    limit = (lines[4]["probe/own/kl"] + lines[6]["probe/own/kl"]) / 2
+    assert lines[4]["probe/own/kl"] < limit < min(lines[step]["probe/own/kl"] for step in (6, 8, 12))
+    run = finished(tmp_path, {**config, "forgetting_budget": {"probe": "own", "metric": "kl", "max_increase": limit}})
+    assert probed(run) == lines  # action: note
+    assert (run.folder / "within_budget").readlink().name == "within_budget_step_4"
+    model = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "within_budget")
+    short = finished(tmp_path / "short", {**config, "epochs": 1, "max_steps_per_epoch": 4})
+    assert torch.equal(model.lm_head.weight, weights(short.folder / "epoch_0")["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["probes.empty.kind=text"], "probes.empty has no rows: set probes.empty.data_files"),
+        (
+            ["probes.texts.kind=story"],
+            "probes.texts.kind=story must be auto, text, question_answer, multiple_choice or self",
+        ),
+        (["probes.texts.row=3"], "unknown key probes.texts.row=3, did you mean probes.texts.rows?"),
+        (["probes.texts.kind=question_answer"], "probes.texts.kind=question_answer, but the rows look like text"),
+        (["probes.texts.data_files=/nowhere.jsonl"], "probes.texts.data_files=/nowhere.jsonl does not exist"),
+        (["probes.texts.kind=multiple_choice"], "probes.texts: row 1 of"),
+        (
+            ["forgetting_budget.probe=text", "forgetting_budget.max_increase=1"],
+            "there is no probe text, did you mean texts?",
+        ),
+        (["forgetting_budget.probe=texts"], "forgetting_budget.max_increase is missing"),
+        (
+            ["forgetting_budget.probe=texts", "forgetting_budget.max_increase=1", "forgetting_budget.metric=kl"],
+            "forgetting_budget.metric=kl needs a probe of kind self",
+        ),
+        (["select_by=probe/fact/loss"], "select_by=probe/fact/loss: there is no probe fact, did you mean facts?"),
+        (
+            ["select_by=probe/texts/accuracy"],
+            "select_by=probe/texts/accuracy: probes.texts is of kind text, which has no accuracy",
+        ),
+        (["select_by=probe/own/accuracy"], "select_by=probe/own/accuracy: probes.own.kind=self has no accuracy"),
+        (
+            ["select_by=validation_loss"],
+            "there is no such validation loss; known are none, since there is no dataset_validation",
+        ),
+        (["select_by=loss"], "select_by=loss must be validation_loss, validation/NAME/loss"),
+        (["probes.own.max_new_tokens=90"], "tokens and its answer of up to 90, the context has 64"),
+        (["tokenizer.max_seq_len=5"], "the context has 5; remove that row"),
+    ],
+)
+def test_mistakes_of_probes_raise_one_line(changes, message, config, tmp_path):
+    run = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "run")}, *changes)
+    assert run.returncode == 1
+    assert message in run.error()
+    assert not run.folder.exists()
+
+
+def test_names_of_probes_are_used_once(config, tmp_path):
+    sets = {"texts": config["dataset"]}
+    run = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "run"), "dataset_validation": sets})
+    assert "probes.texts and dataset_validation.texts have the same name" in run.error()
+    text = "probes:\n  one: {data_files: x.jsonl}\n  one: {data_files: y.jsonl}\n"
+    (tmp_path / "twice.yaml").write_text(text)
+    with pytest.raises(UserError, match="found duplicate key one in line 3"):
+        read(["--config", str(tmp_path / "twice.yaml")], FULL_FINETUNE)
