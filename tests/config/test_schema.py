@@ -77,8 +77,8 @@ def test_keys_searches_names_and_descriptions(capsys):
     code, out, _ = finch(capsys, "keys", "Every_N")
     assert code == 0
     keys = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert keys[:2] == ["validate_every_n_steps", "probes.NAME.every_n_steps"]
-    assert keys[2:] == ["checkpoint.every_n_minutes", "log_every_n_steps"]
+    assert keys[:3] == ["validate_every_n_steps", "probes.NAME.every_n_steps", "probes_every_n_steps"]
+    assert keys[3:] == ["checkpoint.every_n_steps", "checkpoint.every_n_minutes", "log_every_n_steps"]
     assert "clip_grad_norm" in format_keys("the paper clips")
     with pytest.raises(UserError, match="no key contains epocs, did you mean epochs"):
         format_keys("epocs")
