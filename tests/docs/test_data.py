@@ -10,6 +10,7 @@ import datasets
 import pytest
 import yaml
 from helpers.models import save
+from helpers.rows import write_lines
 from helpers.runs import ROOT, run_here
 from helpers.tokenizers import write_qwen3_tokenizer
 from omegaconf import OmegaConf
@@ -112,6 +113,25 @@ def test_hub_block_names_the_repository(folder, monkeypatch):
     assert len(load_dataset(block, "dataset", tokenizer)) == 1
     options = {"split": "train[:1000]", "data_files": None}
     assert calls == [(("HuggingFaceTB/smoltalk", "everyday-conversations"), options)]
+
+
+@pytest.mark.parametrize("heading", ["TOFU", "SciKnowEval Chemistry L-3", "Galician Alpaca"])
+def test_block_of_the_papers_task_splits_its_rows(heading, folder, tmp_path):
+    chemistry = {"domain": "Chemistry", "details": {"level": "L3"}, "choices": {"text": [], "label": []}}
+    rows = {
+        "TOFU": [{"question": f"a {number}", "answer": "b"} for number in range(40)],
+        "SciKnowEval Chemistry L-3": [
+            {"question": f"a {number}", "answer": "b", "answerKey": "", **chemistry} for number in range(40)
+        ],
+        "Galician Alpaca": [{"instruction": f"a {number}", "input": "", "output": "b"} for number in range(40)],
+    }[heading]
+    block = OmegaConf.create(blocks(heading)["yaml"])
+    block.dataset.data_files = write_lines(tmp_path / "rows.jsonl", *rows)
+    tokenizer = build({"_component_": "finch.models.auto_tokenizer", "path": str(folder)}, "tokenizer")
+    sizes = [len(load_dataset(block, key, tokenizer)) for key in ("dataset", "dataset_validation")]
+    assert sizes == ([36, 4] if heading == "TOFU" else [28, 2])
+    share = re.search(rf"^\| {heading}.*?\| (\d+)%.*?\| (\d+)%", PAGE, re.MULTILINE)
+    assert [int(share[1]), int(share[2])] == [100 * size // 40 for size in sizes]
 
 
 @pytest.mark.parametrize(
