@@ -207,6 +207,8 @@ class ChatClient:
                 raise WrongAnswer("the answer is empty")
             if not is_complete:
                 raise WrongAnswer(f"the answer was cut off at {request.max_tokens} tokens")
+            if not is_encodable(answer):
+                raise WrongAnswer("the answer has halves of surrogate pairs, which are no characters")
             text = self._redacted(answer.strip())
             return text
         except self._openai.APIStatusError as error:
@@ -276,6 +278,11 @@ def _read_reply(reply: Any) -> tuple[str, bool, int | None]:
         raise ValueError(f"{type(text).__name__} as its content")
     used = getattr(getattr(reply, "usage", None), "total_tokens", None)
     return text, is_complete, used if isinstance(used, int) and used > 0 else None
+
+
+def is_encodable(text: str) -> bool:
+    """Whether a text can be sent and written; one with half of a surrogate pair cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _seconds(value: str | None) -> float | None:

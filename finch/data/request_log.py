@@ -10,6 +10,7 @@ A call without a second line was cut off by the end of its process; it may have 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -35,21 +36,22 @@ class RequestLog:
         tokens: that calls have taken so far.
 
     Raises:
-        UserError: the file is broken, cannot be written, or another process writes it.
+        UserError: the file is broken, cannot be written, or another process writes it. A full disk raises it later as well.
     """
 
     def __init__(self, path: Path, budget: int | None = None) -> None:
         self.path, self.budget = path, budget
         try:
-            self._file = path.open("a+", encoding="utf-8", newline="\n")
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"{path} is being written by another process; wait until it has ended") from error
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}); give another path") from error
         self.answers, self.tokens, complete_bytes = _read(path)
-        self._file.truncate(complete_bytes)
+        os.ftruncate(self._file, complete_bytes)
         self._in_flight = 0  # tokens
+        self._is_closed = False
         self._changed = threading.Condition()
 
     def __enter__(self) -> RequestLog:
@@ -58,10 +60,12 @@ class RequestLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_empty = self.path.stat().st_size == 0
-        self._file.close()
+        with self._changed:
+            self._is_closed = True  # calls that are still in flight after an interrupt
+            is_empty = os.fstat(self._file).st_size == 0
+            os.close(self._file)
         if is_empty:
-            self.path.unlink()
+            self.path.unlink(missing_ok=True)
 
     def reserve(self, key: str, tokens: int) -> bool:
         """Records a call before it is made.
@@ -74,6 +78,8 @@ class RequestLog:
             Whether the call may be made.
         """
         with self._changed:
+            if self._is_closed:
+                raise UserError(f"{self.path} cannot be written; start the same command again")
             while self.budget is not None and self.tokens + self._in_flight + tokens > self.budget:
                 if self._in_flight == 0:
                     return False
@@ -93,15 +99,24 @@ class RequestLog:
         with self._changed:
             self._in_flight -= reserved
             self.tokens += tokens
+            self._changed.notify_all()
             self._write({"key": key, "tokens": tokens} | ({} if text is None else {"text": text}))
             if text is not None:
                 self.answers[key] = text
-            self._changed.notify_all()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._is_closed:
+            return  # a line that was cut off must stay the last one
+        try:
+            data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
+            if os.write(self._file, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file)
+        except OSError as error:
+            self._is_closed = True
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}); make room, then start the same command again"
+            ) from error
 
 
 def read_answers(path: Path) -> dict[str, str]:

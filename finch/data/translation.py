@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finch.data.chat_client import ChatRequest
+from finch.data.chat_client import ChatRequest, is_encodable
 from finch.data.formats import detect
 from finch.data.row_files import local_files, read_rows, source_of
 from finch.errors import UserError
@@ -96,6 +96,11 @@ def read_translation(data_files: str | list[str], language: str, model: str, lim
                     problem = "missing" if value is None else f"{type(value).__name__}, not text"
                     raise UserError(
                         f"data_files={file}: row {number}: its field {column!r} is {problem}; fix or remove that row"
+                    )
+                if value is not None and not is_encodable(value):
+                    raise UserError(
+                        f"data_files={file}: row {number}: its field {column!r} has halves of surrogate pairs, which are no characters; fix or remove "
+                        "that row"
                     )
             rows.append(row)
     return Translation(rows, columns, language, model)

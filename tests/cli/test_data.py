@@ -1,5 +1,6 @@
 """`finch data translate` against a stand-in server: nothing is sent twice, the budget holds, and a start continues the one before it."""
 
+import errno
 import json
 import os
 import signal
@@ -152,6 +153,7 @@ def test_slow_server_is_given_up_and_continued(translate, server, tmp_path, monk
     [
         (completion(""), "the answer is empty"),
         (completion(" \n"), "the answer is empty"),
+        (completion("a \ud83d"), "the answer has halves of surrogate pairs"),
         (completion("a tr", finish_reason="length"), "the answer was cut off at 134 tokens"),
     ],
 )
@@ -244,6 +246,30 @@ def test_log_counts_calls_that_were_cut_off(tmp_path):
         assert not log.reserve("c", 1)
 
 
+def test_full_disk_is_one_line_and_loses_nothing(translate, server, tmp_path, monkeypatch):
+    write, lines = os.write, []
+
+    def full(file, data):
+        if not data.startswith(b'{"key"'):
+            return write(file, data)
+        lines.append(data)
+        if len(lines) > 7:
+            write(file, data[:9])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        code, _, err = translate("--concurrency", "3")
+    assert code == 1
+    assert "out.jsonl.requests cannot be written (No space left on device); make room" in err
+    done = len(read_answers(tmp_path / "out.jsonl.requests"))
+    server.texts.clear()
+    assert translate()[0] == 0
+    assert len(server.texts) == len(TEXTS) - done
+    assert read(tmp_path / "out.jsonl") == expected()
+
+
 @pytest.mark.slow
 def test_killed_command_continues_to_the_same_file(server, tmp_path):
     rows = [{"instruction": f"name {number}", "input": "", "output": f"a tree {number}"} for number in range(30)]
@@ -283,6 +309,11 @@ def test_killed_command_continues_to_the_same_file(server, tmp_path):
             "row 5: its field 'output' is missing; fix or remove that row",
         ),
         ([*ROWS, {"instruction": 3, "output": "a"}], (), "row 5: its field 'instruction' is int, not text"),
+        (
+            ['{"instruction": "\\ud83d", "output": "a"}'],
+            (),
+            "row 1: its field 'instruction' has halves of surrogate pairs",
+        ),
         (ROWS, ("--base-url", "localhost:8000"), "base_url=localhost:8000 must start with http:// or https://"),
         (ROWS, ("--base-url", "http://127.0.0.1:9/v1"), "no answer after 3 tries ([Errno 111] Connection refused)"),
         (ROWS, ("--out", "/nowhere/x.jsonl"), "there is no folder /nowhere; create it"),
