@@ -25,7 +25,6 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 
 from finch import run_files
 from finch.checkpoint.reader import check_identity, load_rng_state
-from finch.checkpoint.writer import CheckpointWriter
 from finch.config.instantiate import build
 from finch.config.parser import parse
 from finch.config.resolved import redacted, resolved_config
@@ -37,11 +36,10 @@ from finch.distributed.precision import check_hardware, precision_of
 from finch.distributed.signals import SignalDecision, Signals
 from finch.errors import UserError, exit_without_teardown
 from finch.log import logger
-from finch.probes.budget import ForgettingBudget
-from finch.probes.probes import Probes
-from finch.probes.settings import check_probes, read_budget, selection_key
+from finch.probes.forgetting import Forgetting
+from finch.probes.settings import check_probes
 from finch.training import config_checks
-from finch.training.dataset_loss import dataset_loss
+from finch.training.checkpointing import build_checkpoint_writer
 from finch.training.disk_room import check_disk_room
 from finch.training.export import export
 from finch.training.identity import identity_of
@@ -62,6 +60,7 @@ from finch.training.selection import better
 from finch.training.state import TrainState
 from finch.training.step_median import StepMedian
 from finch.training.summary import log_summary
+from finch.training.validation import validate
 
 
 class FinchFullFinetune(FTRecipeInterface):
@@ -146,11 +145,17 @@ class FinchFullFinetune(FTRecipeInterface):
         watchdog.heartbeat()
         self._num_steps = cfg.epochs * self._data.steps_per_epoch
         config_checks.check_replay(cfg, self._num_steps)
-        self._probes = Probes(cfg, tokenizer, self._data, self._parallel, getattr(self._decoder, "max_seq_len", None))
-        self._select_by = selection_key(cfg, self._probes.kinds)
-        self._budget = ForgettingBudget(read_budget(cfg), self._folder, self._parallel, self._exported)
-        for part in (self._probes, self._budget) if self._resume is not None else ():
-            part.load_state_dict(self._resume.scalars)
+        self._forgetting = Forgetting(
+            cfg,
+            tokenizer,
+            self._data,
+            self._parallel,
+            max_seq_len=getattr(self._decoder, "max_seq_len", None),
+            folder=self._folder,
+            export=self._export,
+            exported=self._exported,
+            scalars=None if self._resume is None else self._resume.scalars,
+        )
         self._identity = identity_of(cfg, self._data, self._seed)
         if self._resume is not None:
             check_identity(self._resume.scalars, self._identity, self._resume.folder)
@@ -170,16 +175,7 @@ class FinchFullFinetune(FTRecipeInterface):
         requeue = self._folder.mark_requeue
         self._signals = Signals(self._parallel, timeout_s=cfg.distributed_timeout, before_training=requeue)
         self._signals.install()
-        self._checkpoint_writer = CheckpointWriter(
-            self._run,
-            self._parallel,
-            every_n_steps=cfg.checkpoint.every_n_steps,
-            every_n_minutes=cfg.checkpoint.every_n_minutes,
-            # The last one may hold what is about to diverge: keep another to roll back to.
-            keep_last=max(cfg.checkpoint.keep_last, 2 if on_nonfinite(cfg) == "rollback" else 1),
-            asynchronous=cfg.checkpoint["async"],
-            timeout_s=cfg.distributed_timeout,
-        )
+        self._checkpoint_writer = build_checkpoint_writer(cfg, self._run, self._parallel)
 
     def _setup_model(self, cfg: DictConfig) -> ReferenceLosses | None:
         """The model in memory, with the pretrained weights where a run needs them; returns their losses on the rows."""
@@ -203,14 +199,14 @@ class FinchFullFinetune(FTRecipeInterface):
         self._kl_penalty.load_cache(cfg, self._base, self._data, self._run)
         needs_losses = cache is not None and reference is None
         has_penalty = self._regularizer is not None or self._kl_penalty.needs_pretrained
-        needs_probes = self._probes.find_answers(self._base)
+        needs_probes = self._forgetting.needs_pretrained(self._base)
         if is_new or needs_losses or not self.saves_all_weights or has_penalty or needs_probes:
             self._load_base()
         self._kl_penalty.prepare(self._model, self._data)
         if cache is not None and reference is None:
             title = "pretrained model's loss over the training rows"
             reference = cache.compute(self._model, self._data.eval_loader(self._data.samples, title))
-        self._probes.start(self._model)
+        self._forgetting.start(self._model)
         prepare_objective(self._objective, reference, self._data.samples, self._median.mode)
         if self._regularizer is not None:
             self._regularizer.start(self._model.trained_parameters().items())
@@ -245,8 +241,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self._folder.begin(resolved_config(self._cfg, self.options), resumed_from=folder)
         lines = scalars.get("metrics_lines")
         self._metrics_log.open(redacted(self._cfg), first_step=self.state.step, first_lines=lines)
-        if self._resume is None:
-            self._probes.write_baseline(self._metrics_log)
+        self._forgetting.open(self._metrics_log)
 
     def train(self) -> None:
         """The training loop: epochs, steps, and what happens between them."""
@@ -255,29 +250,19 @@ class FinchFullFinetune(FTRecipeInterface):
             logger.info(
                 f"nothing to do: {self._run} has finished its {cfg.epochs} epochs; set epochs higher to continue"
             )
-        elif self._budget.has_ended_run:
-            logger.info(
-                f"nothing to do: {self._run} was stopped by its forgetting_budget; raise max_increase to continue"
-            )
+        elif self._forgetting.has_ended_run:
+            logger.info(f"nothing to do: {self._run} was stopped by forgetting_budget; raise max_increase to continue")
         self._signals.start()
         self._begin()
         self._profiler.start()
-        while state.epoch < cfg.epochs and not self._budget.has_ended_run:
+        while state.epoch < cfg.epochs and not self._forgetting.has_ended_run:
             if not self._train_epoch():
                 return
         self._profiler.stop()
         self._metrics_log.close()
         if self._parallel.is_rank_zero:
             last = self._exported(f"epoch_{state.epoch - 1}")
-            log_summary(
-                cfg,
-                state.best,
-                last=last,
-                start_time=self._start_time,
-                select_by=self._select_by,
-                probe_seconds=self._probes.seconds,
-                budget=self._budget.describe(),
-            )
+            log_summary(cfg, state.best, last=last, start_time=self._start_time, **self._forgetting.summary())
 
     def _train_epoch(self) -> bool:
         """The steps of an epoch and its end, or until the budget is exceeded. Returns False after a signal, which ends the run."""
@@ -294,18 +279,18 @@ class FinchFullFinetune(FTRecipeInterface):
             is_last = state.consumed >= order.samples_in(steps)  # what is due now belongs to the end of the epoch
             decision = self._signals.sync(self._checkpoint_writer.is_due(state.step))
             is_validated = cfg.validate_every_n_steps and state.step % cfg.validate_every_n_steps == 0
-            is_probed = self._probes.is_due(state.step) and not is_last
+            is_probed = self._forgetting.is_due(state.step) and not is_last
             is_read = state.step % cfg.log_every_n_steps == 0 or not self._schedule.is_on_device
             if is_read or is_validated or is_probed or decision.save or decision.stop:
                 self._guard.check_losses()
             if is_validated:
                 self.validate()
-            if is_probed and self.evaluate_probes()[1]:
-                self._budget.keep_step(state.step, self._export)
+            if is_probed:
+                self._forgetting.evaluate(self._model, state.step, state.epoch)
             if decision.stop:
                 self._stop(decision)
                 return False
-            if self._budget.has_ended_run:
+            if self._forgetting.has_ended_run:
                 self._metrics_log.end_epoch()
                 self.save_checkpoint(wait=True)
                 return True
@@ -364,11 +349,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _clip_gradients(self) -> torch.Tensor:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
-        parameters = list(self._model.trained_parameters().values())
-        if self._clip_grad_norm is None:
-            norm = grad_clipping.grad_norm(parameters)
-        else:
-            norm = grad_clipping.clip_grad_norm(parameters, self._clip_grad_norm)
+        norm = grad_clipping.clip(self._model.trained_parameters().values(), self._clip_grad_norm)
         return norm.to(self._device, non_blocking=True)  # offloaded gradients live on the CPU
 
     def _log_step(self, loss: torch.Tensor, targets: torch.Tensor, norms: dict[str, torch.Tensor | None]) -> None:
@@ -390,25 +371,8 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def validate(self) -> dict[str, float]:
         """Mean loss over each set of ``dataset_validation`` in nats, written to the metrics; empty without one."""
-        step, epoch, sets = self.state.step, self.state.epoch, self._data.validations.items()
-        losses = {
-            key: dataset_loss(self._model, self._data.eval_loader(samples, "validation")) for key, samples in sets
-        }
-        if losses:
-            self._metrics_log.write_event({"step": step, "epoch": epoch, **losses})
-            texts = ", ".join(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in losses.items())
-            logger.info(f"epoch {epoch + 1}/{self._cfg.epochs}, step {step}: {texts}")
-            self._metrics_log.reset_timer()
-        return losses
-
-    def evaluate_probes(self, is_epoch_end: bool = False) -> tuple[dict[str, float], bool]:
-        """The metrics of the probes that are due, and whether the budget's is one of them and inside; a collective."""
-        step, epoch = self.state.step, self.state.epoch
-        metrics = self._probes.evaluate(
-            self._model, self._metrics_log, step=step, epoch=epoch, is_epoch_end=is_epoch_end
-        )
-        watchdog.heartbeat()
-        return metrics, self._budget.follow(step, metrics)
+        position = {"step": self.state.step, "epoch": self.state.epoch, "epochs": self._cfg.epochs}
+        return validate(self._model, self._data, self._metrics_log, **position)
 
     def _end_epoch(self) -> None:
         """Validates, evaluates the probes, exports the epoch's folder, links ``best`` and ``within_budget``, and saves the state."""
@@ -417,25 +381,24 @@ class FinchFullFinetune(FTRecipeInterface):
         self._guard.check_losses()
         self._guard.check_weights()
         metrics_lines = self._metrics_log.num_lines()
-        losses = self.validate()
-        probed, is_inside = self.evaluate_probes(is_epoch_end=True)
+        metrics = self.validate()
+        metrics |= self._forgetting.evaluate(self._model, state.step, state.epoch, is_epoch_end=True)
         if self._parallel.is_rank_zero:
             update_loss_figure(self._run)
         name = f"epoch_{state.epoch}"
         is_last = state.epoch + 1 == self._cfg.epochs
         if export(lambda: self._export(name), self._run / self._exported(name), self._parallel):
-            state.best = better(state.best, self._select_by, name, {**losses, **probed})
+            state.best = better(state.best, self._forgetting.select_by, name, metrics)
             if state.best is not None:
                 self._folder.link(run_files.BEST, self._exported(state.best["epoch"]))
-            if is_inside:
-                self._budget.keep_epoch(name)
+            self._forgetting.keep_epoch(state.step, name)
         elif is_last:
             self.save_checkpoint(wait=True, metrics_lines=metrics_lines)
             raise UserError(
                 f"output_dir={self._run} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
             )
         state.epoch, state.consumed = state.epoch + 1, 0
-        self.save_checkpoint(wait=is_last or self._budget.has_ended_run)
+        self.save_checkpoint(wait=is_last or self._forgetting.has_ended_run)
 
     def _stop(self, decision: SignalDecision) -> None:
         """Saves the state after a signal, which has ended the loop."""
@@ -461,8 +424,7 @@ class FinchFullFinetune(FTRecipeInterface):
             logger.info(f"the state of step {step} is not saved: no finite step has followed the rollback yet")
             return False
         lines = self._metrics_log.num_lines() if metrics_lines is None else metrics_lines
-        parts = {**self._probes.state_dict(), **self._budget.state_dict()}
-        scalars = {**self.state.state_dict(), **parts, "metrics_lines": lines}
+        scalars = {**self.state.state_dict(), **self._forgetting.state_dict(), "metrics_lines": lines}
         is_saved = self._checkpoint_writer.save(self.state.step, self._model, self._optimizers, scalars, wait=wait)
         self._metrics_log.reset_timer()
         watchdog.heartbeat()

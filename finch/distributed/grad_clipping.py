@@ -26,3 +26,8 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     for group in group_by_mesh(parameters):
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm
+
+
+def clip(parameters: Iterable[torch.Tensor], max_norm: float | None) -> torch.Tensor:
+    """As :func:`clip_grad_norm`; None does not clip."""
+    return grad_norm(parameters) if max_norm is None else clip_grad_norm(parameters, max_norm)

@@ -47,18 +47,19 @@ class ForgettingBudget:
     def state_dict(self) -> dict[str, Any]:
         return {"forgetting_budget": self.last}
 
-    def follow(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Takes the metrics of an evaluation; returns whether it measured the budget's probe and was inside."""
+    def follow(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of an evaluation, and warns where it is the first one outside."""
         settings = self._settings
         if settings is None or settings.key not in metrics:
-            return False
+            return
         was_inside = self.last is None or self._is_inside()
         self.last = {"step": step, "value": metrics[settings.key]}
-        if self._is_inside():
-            return True
-        if was_inside:
+        if was_inside and not self._is_inside():
             logger.warning(f"forgetting_budget: {self.describe()}")
-        return False
+
+    def is_inside_at(self, step: int) -> bool:
+        """Whether the budget's probe was evaluated after ``step``, and inside."""
+        return self.last is not None and self.last["step"] == step and self._is_inside()
 
     def keep_epoch(self, name: str) -> None:
         """Links the folder of an epoch whose last evaluation was inside."""

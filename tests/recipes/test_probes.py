@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from helpers.ranks import on_ranks
-from helpers.runs import make_config, run_broken, run_here, weights, write_config
+from helpers.runs import llama_args, make_config, run_broken, run_here, weights, write_config
 from sentencepiece import SentencePieceProcessor
 from torchtune.datasets import instruct_dataset
 from torchtune.models.llama2 import llama2_tokenizer
@@ -239,6 +239,31 @@ def test_dft_selects_by_the_task_probe(config, tmp_path):
     assert "best epoch: 1 of 1, probe/choices/accuracy 0." in run.output
 
 
+def test_probes_of_adapters_start_at_the_base(config, straight, tmp_path, monkeypatch):
+    """The adapters begin as the base model, and a resumed run continues with its values at step 0."""
+    lora = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8}
+    model = {"_component_": "torchtune.models.llama2.lora_llama2", **llama_args(), **lora}
+    config = {
+        **config,
+        "model": model,
+        "optimizer": {**config["optimizer"], "lr": 2e-2},
+        "output_dir": str(tmp_path / "run"),
+    }
+    config["lr_scheduler"] = {**config["lr_scheduler"], "eta_max": 5e-2}
+    config["forgetting_budget"] = {"probe": "own", "max_increase": 99}
+    recipe = "finch_lora_finetune"
+    run_broken(tmp_path, config, monkeypatch, 5, recipe=recipe)
+    assert (tmp_path / "run" / "within_budget").readlink().name == "within_budget_step_4"
+    assert (tmp_path / "run" / "within_budget_step_4_adapter").is_dir()
+    run = run_here(tmp_path, config, "resume_from_checkpoint=True", recipe=recipe)
+    assert run.returncode == 0, run.output[-3000:]
+    lines = probed(run)
+    assert lines[0] == pytest.approx(probed(straight)[0], abs=1e-6)
+    assert lines[12]["probe/own/kl"] > 1e-3
+    assert not list(run.folder.glob("within_budget_step*"))
+    assert (run.folder / "within_budget").readlink().name == "epoch_1"
+
+
 def test_budget_stops_the_run(config, straight, tmp_path):
     """Outside at step 8; the last model inside is that of step 6, the end of the first epoch."""
     lines = probed(straight)
@@ -251,7 +276,7 @@ def test_budget_stops_the_run(config, straight, tmp_path):
     assert not list(run.folder.glob("within_budget_step_*"))
     assert f"at step 8 is outside {limit:g}; {run.folder}/within_budget is epoch_0" in run.output
     again = finished(tmp_path, {**config, "forgetting_budget": budget}, "resume_from_checkpoint=True")
-    assert "was stopped by its forgetting_budget" in again.output
+    assert "was stopped by forgetting_budget" in again.output
     assert list(probed(again)) == [0, 4, 6, 8]
     more = finished(
         tmp_path, {**config, "forgetting_budget": {**budget, "max_increase": 99}}, "resume_from_checkpoint=True"
