@@ -15,6 +15,7 @@ from finch.metrics import MetricsLog
 from finch.probes.budget import ForgettingBudget
 from finch.probes.probes import Probes
 from finch.probes.settings import read_budget, selection_key
+from finch.training.chunked_loss import TokenLoss
 from finch.training.run_folder import RunFolder
 from finch.weights.base import PretrainedFolder
 
@@ -73,7 +74,7 @@ class Forgetting:
         """Whether :meth:`start` needs the pretrained weights, also in a run that is resumed; a collective."""
         return self._probes.find_answers(base)
 
-    def start(self, model: nn.Module) -> None:
+    def start(self, model: TokenLoss) -> None:
         """What is measured with the pretrained weights and not known yet; a collective."""
         self._probes.start(model)
         watchdog.heartbeat()

@@ -5,25 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
 
 from finch import files
-from finch.data.order import EMPTY, GlobalOrder
-from finch.distributed import watchdog
+from finch.data.order import EMPTY
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX
 from finch.probes.evaluation import REFERENCES, EvalSettings
+from finch.probes.generation import greedy_answers
 from finch.probes.rows import ProbeRows, Sample, num_targets
 from finch.probes.settings import ProbeSettings
+from finch.training.chunked_loss import TokenLoss
 from finch.training.dataset_loss import iter_outputs
 from finch.training.reference_loss import fingerprint_of
 
@@ -36,14 +36,17 @@ class OwnAnswers:
         run: the run's folder.
         rows: the prompts; they become prompts with answers.
         tokenizer: torchtune's.
+        dtype: in which the model computes.
     """
 
-    def __init__(self, name: str, run: Path, rows: ProbeRows, settings: ProbeSettings, tokenizer: Any) -> None:
+    def __init__(
+        self, name: str, run: Path, rows: ProbeRows, settings: ProbeSettings, tokenizer: Any, dtype: torch.dtype
+    ) -> None:
         self._name, self._rows, self._settings = name, rows, settings
         self._file = run / f"own_answers_{name}.safetensors"
         self._prompts = [sample["tokens"] for sample in rows.samples]
         self._stop_tokens = list(getattr(tokenizer, "stop_tokens", None) or [tokenizer.eos_id])
-        self._pad_id = tokenizer.pad_id
+        self._dtype = dtype
         self._fingerprint = ""
 
     def load(self, weight_files: Iterable[Path], model_settings: dict[str, Any], parallel: Parallel) -> bool:
@@ -64,7 +67,7 @@ class OwnAnswers:
         logger.info(f"probes.{self._name}: the pretrained model's answers are read from {self._file}")
         return True
 
-    def generate(self, model: nn.Module, settings: EvalSettings) -> None:
+    def generate(self, model: TokenLoss, settings: EvalSettings) -> None:
         """Generates the answers with the pretrained weights and saves them; a collective.
 
         Raises:
@@ -76,8 +79,8 @@ class OwnAnswers:
             self._prompts,
             stop_tokens=self._stop_tokens,
             max_new_tokens=self._settings.max_new_tokens,
-            pad_id=self._pad_id,
             batch_size=settings.batch_size,
+            dtype=self._dtype,
             parallel=parallel,
         )
         samples = [_sample(prompt, answer) for prompt, answer in zip(self._prompts, answers, strict=True)]
@@ -123,70 +126,11 @@ class OwnAnswers:
             return None
 
 
-@torch.no_grad()
-def greedy_answers(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    stop_tokens: Collection[int],
-    max_new_tokens: int,
-    pad_id: int,
-    batch_size: int,
-    parallel: Parallel,
-) -> list[list[int]]:
-    """The most likely next token, again and again, in evaluation mode; a collective. Every rank gets all answers.
-
-    Nothing is kept between two tokens: each one is a forward pass over prompts and answers so far.
-
-    Args:
-        model: see :class:`finch.training.chunked_loss.TokenLoss`.
-        stop_tokens: each ends an answer, of which it is the last token.
-        batch_size: prompts a forward pass and rank.
-    """
-    order = GlobalOrder(len(prompts), batch_size, ranks=parallel.data_parallel_size, shuffle=False)
-    was_training = model.training
-    model.eval()
-    answers: dict[int, list[int]] = {}
-    for indices in order.micro_batches(parallel.data_parallel_rank):
-        rows = [list(prompts[index]) if index != EMPTY else list(prompts[0]) for index in indices]
-        lengths = [len(row) for row in rows]
-        is_done = [index == EMPTY for index in indices]
-        for _ in range(max_new_tokens):
-            if parallel.all_true(all(is_done)):
-                break
-            for position, token in enumerate(_next_tokens(model, rows, pad_id, parallel.device)):
-                if not is_done[position]:
-                    rows[position].append(token)
-                    is_done[position] = token in stop_tokens
-            watchdog.heartbeat()
-        answers |= {
-            index: row[length:] for index, row, length in zip(indices, rows, lengths, strict=True) if index != EMPTY
-        }
-    model.train(was_training)
-    shares = parallel.gather(answers)
-    merged = {index: answer for share in shares for index, answer in share.items()}
-    return [merged[index] for index in range(len(prompts))]
-
-
-def _next_tokens(model: nn.Module, rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> list[int]:
-    longest = max(map(len, rows))
-    tokens = torch.full((len(rows), longest), max(pad_id, 0))
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = torch.tensor(row)
-    targets = torch.tensor([index * longest + len(row) - 1 for index, row in enumerate(rows)])
-    labels = torch.full_like(tokens, IGNORE_INDEX)
-    labels.view(-1)[targets] = 0  # whose loss is not used
-    targets = targets.to(device)
-    top = model(tokens.to(device), labels.to(device), targets, num_top_log_probs=1)["top_tokens"]
-    found: list[int] = top.flatten()[targets].tolist()
-    return found
-
-
 def _sample(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
     return {"tokens": [*prompt, *answer], "labels": [IGNORE_INDEX] * len(prompt) + [*answer]}
 
 
-def _add_references(model: nn.Module, name: str, samples: list[Sample], top_k: int, settings: EvalSettings) -> None:
+def _add_references(model: TokenLoss, name: str, samples: list[Sample], top_k: int, settings: EvalSettings) -> None:
     """Adds the pretrained model's distributions at the answers' tokens to each sample; a collective."""
     share: dict[int, tuple[torch.Tensor, ...]] = {}
     vocabulary = _vocabulary_size(model)
@@ -203,5 +147,5 @@ def _add_references(model: nn.Module, name: str, samples: list[Sample], top_k: i
             samples[index].update(zip(REFERENCES, values, strict=True))
 
 
-def _vocabulary_size(model: Any) -> int:
+def _vocabulary_size(model: TokenLoss) -> int:
     return int(model.decoder.tok_embeddings.num_embeddings)

@@ -15,6 +15,7 @@ from finch.config.instantiate import locate
 from finch.data.loader import collator
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
+from finch.distributed.precision import precision_of
 from finch.log import logger
 from finch.metrics import MetricsLog
 from finch.probes.evaluation import EvalSettings, evaluate
@@ -22,6 +23,7 @@ from finch.probes.own_answers import OwnAnswers
 from finch.probes.rows import ProbeRows, read_rows
 from finch.probes.schedule import default_interval, eval_cost
 from finch.probes.settings import read_probes
+from finch.training.chunked_loss import TokenLoss
 from finch.weights.base import PretrainedFolder
 
 SECONDS = "probe_seconds"
@@ -58,7 +60,9 @@ class Probes:
         collate = locate(cfg.collate_fn, "collate_fn")
         self._eval = EvalSettings(parallel, lambda samples: collator(samples, tokenizer, collate), cfg.batch_size)
         self._answers = {
-            name: OwnAnswers(name, Path(cfg.output_dir), rows, self._settings[name], tokenizer)
+            name: OwnAnswers(
+                name, Path(cfg.output_dir), rows, self._settings[name], tokenizer, precision_of(cfg.dtype).compute
+            )
             for name, rows in self._rows.items()
             if rows.kind == "self"
         }
@@ -88,7 +92,7 @@ class Probes:
                 self._ungenerated.discard(name)
         return bool(self._ungenerated or set(self._rows) - set(self._baselines))
 
-    def start(self, model: nn.Module) -> None:
+    def start(self, model: TokenLoss) -> None:
         """Generates answers and measures what is missing of step 0, with the pretrained weights; a collective."""
         start = time.perf_counter()
         for name in sorted(self._ungenerated):

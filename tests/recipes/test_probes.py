@@ -174,9 +174,9 @@ def test_own_answers_equal_transformers_generate(step, folder, straight, config,
     assert (line["probe/own/kl"] == 0) == (step == 0)
 
 
-@pytest.mark.parametrize("step", [5, 4, 7])
+@pytest.mark.parametrize("step", [4, 7])
 def test_resumed_run_has_the_same_curves(step, config, straight, tmp_path, monkeypatch):
-    """Killed between evaluations, right after one, and in the second epoch; the steps since the last checkpoint are done again."""
+    """Killed right after an evaluation, and in the second epoch between two; the steps since the last checkpoint are done again."""
     run = {**config, "output_dir": str(tmp_path / "run")}
     run_broken(tmp_path, run, monkeypatch, step)
     resumed = run_here(tmp_path, run, "resume_from_checkpoint=True")
