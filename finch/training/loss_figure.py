@@ -88,7 +88,8 @@ def _draw_changes(axes: Axes, changes: Mapping[str, tuple[list[int], list[float]
         style = "--" if label.endswith("accuracy") else "-"
         axes.plot(at, values, color=colour, linewidth=1.4, linestyle=style, marker="o", markersize=4, label=label)
     axes.axhline(0, color=_BLACK, linewidth=0.8)
-    axes.set_ylabel("change since step 0\n(nats; accuracy)")
+    has_accuracy = any(label.endswith("accuracy") for label in changes)
+    axes.set_ylabel("change since step 0,\nnats a token" + (" or accuracy" if has_accuracy else ""))
 
 
 def _changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
