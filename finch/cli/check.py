@@ -91,6 +91,8 @@ class Report:
             )
             for key, node in validation_sets(cfg.dataset_validation).values():
                 self._section("validation", functools.partial(self._check_rows, {key: node}, key, tokenizer))
+            for name in cfg.probes if isinstance(cfg.probes, Mapping) else ():
+                self._section("probes", functools.partial(self._check_probe, cfg, name, tokenizer, model))
         else:
             self._section("dataset", lambda: self._check_files(cfg))
         if samples is not None:
@@ -181,6 +183,18 @@ class Report:
         if not stats.num_targets and not stats.num_bad:
             self._problem(f"{key}: no row has a target token; raise tokenizer.max_seq_len={limit}")
         return samples, stats
+
+    def _check_probe(self, cfg: DictConfig, name: str, tokenizer: Any, model: Any) -> None:
+        from finch.probes.rows import read_rows
+        from finch.probes.settings import read_probes
+
+        settings = read_probes(cfg)[name]
+        rows = read_rows(name, settings, tokenizer, getattr(model, "max_seq_len", None))
+        tokens = sum(len(sample["tokens"]) for sample in rows.samples)
+        number = len(rows.questions or rows.samples)
+        self._print(
+            f"{name}: {settings.data_files or settings.source}, {rows.kind}, {number:,} rows, {tokens:,} tokens"
+        )
 
     def _count_steps(self, cfg: DictConfig, samples: Any) -> int:
         from finch.data.order import GlobalOrder

@@ -111,6 +111,22 @@ def test_check_names_every_bad_row(check, rows_file, tmp_path):
         assert f"problem: dataset: row {number} of {bad} cannot be used" in out
 
 
+def test_check_reads_the_rows_of_probes(check, rows_file):
+    held_out = (f"probes.facts.data_files={rows_file}", "probes.facts.rows=5")
+    code, out = check(*held_out)
+    assert code == 0, out
+    assert re.search(rf"probes +facts: {rows_file}, question_answer, 5 rows, \d+ tokens", out)
+    code, out = check(
+        *held_out, "probes.facts.kind=text", "probes.other.data_files=/nowhere.jsonl", "probes.other.row=1"
+    )
+    assert code == 1
+    assert "problem: unknown key probes.other.row=1, did you mean probes.other.rows?" in out
+    code, out = check(*held_out, "probes.facts.kind=text", "probes.other.data_files=/nowhere.jsonl")
+    problems = re.findall(r"problem: (.*)", out)
+    assert problems[0].startswith("probes.facts.kind=text, but the rows look like question/answer")
+    assert problems[1].startswith("probes.other.data_files=/nowhere.jsonl does not exist")
+
+
 def test_check_needs_no_writable_output_folder(check):
     code, out = check("output_dir=/proc/nowhere/run")
     assert code in (0, 1)  # /proc has no room on some systems
