@@ -21,6 +21,7 @@ from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
 from finch.config.schema import FULL_FINETUNE
 from finch.errors import exit_without_teardown
+from finch.training import checkpointing
 
 FILE_NAME = "stretches.jsonl"
 NEVER, ASYNC, SYNC = MODES = ("never", "async", "sync")
@@ -52,7 +53,7 @@ class AlternatingWriter(CheckpointWriter):
 
 @parse(FULL_FINETUNE)
 def recipe_main(cfg: Any) -> None:
-    finch_full_finetune.CheckpointWriter = AlternatingWriter  # type: ignore[misc, assignment]
+    checkpointing.CheckpointWriter = AlternatingWriter  # type: ignore[misc, assignment]
     finch_full_finetune.run(FinchFullFinetune, cfg)
 
 

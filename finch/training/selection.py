@@ -8,8 +8,8 @@ from typing import Any
 
 
 def better(
-    best: Mapping[str, Any] | None, key: str | None, name: str, metrics: Mapping[str, float]
-) -> Mapping[str, Any] | None:
+    best: dict[str, Any] | None, key: str | None, name: str, metrics: Mapping[str, float]
+) -> dict[str, Any] | None:
     """The best epoch so far: ``{"epoch": name, key: value}``, or None.
 
     Args:
