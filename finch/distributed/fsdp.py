@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ def shard_model(
     }
     for layer in layers:
         fully_shard(layer, **options)
-    fully_shard(model, **options)
+    # The root's inputs are tokens, masks and, for a KL divergence, log-probabilities, which must not be rounded to bf16.
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
+    fully_shard(model, **{**options, "mp_policy": policy})
     if not reshard_after_forward:
         model.register_forward_hook(_reshard_without_backward)
 

@@ -174,6 +174,13 @@ def test_own_answers_equal_transformers_generate(step, folder, straight, config,
     assert (line["probe/own/kl"] == 0) == (step == 0)
 
 
+def test_kl_starts_at_zero_in_mixed_precision(config, tmp_path):
+    """FSDP2 would round its root's inputs to bf16, the pretrained model's log-probabilities among them."""
+    run = finished(tmp_path, {**config, "epochs": 1, "probes": {"own": config["probes"]["own"]}}, "dtype=bf16_mixed")
+    assert probed(run)[0]["probe/own/kl"] == 0
+    assert probed(run)[6]["probe/own/kl"] > 1e-3
+
+
 @pytest.mark.parametrize("step", [4, 7])
 def test_resumed_run_has_the_same_curves(step, config, straight, tmp_path, monkeypatch):
     """Killed right after an evaluation, and in the second epoch between two; the steps since the last checkpoint are done again."""
