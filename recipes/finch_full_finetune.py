@@ -135,7 +135,8 @@ class FinchFullFinetune(FTRecipeInterface):
         """Tokenizer, objective and rows; with them the run's identity is known."""
         tokenizer = build(cfg.tokenizer, "tokenizer")
         self._objective, self._num_chunks = build_objective(cfg)
-        self._median = StepMedian(self._objective, self._parallel, cfg.gradient_accumulation_steps)
+        resumed = None if self._resume is None else self._resume.scalars
+        self._median = StepMedian(self._objective, self._parallel, cfg.gradient_accumulation_steps, resumed)
         self._kl_penalty = KLPenalty(cfg, self._decoder, self._parallel)
         self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         # Reference losses are cached under the digest of the rows.

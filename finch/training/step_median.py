@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,17 +24,25 @@ class StepMedian:
         objective: its ``statistic`` selects the mode, see :class:`finch.objectives.Objective`.
         parallel: the ranks that share a step.
         micro_batches: of a step on one rank; with one, ``auto`` is exact.
+        resumed: the scalars of the checkpoint that the run resumes from; ``auto`` then stays what it was.
 
     Attributes:
         last: the last finite median in nats, or None; part of the checkpoint.
         mode: None, ``"exact"`` or ``"lagged"``.
     """
 
-    def __init__(self, objective: Objective, parallel: Parallel, micro_batches: int = 1) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        parallel: Parallel,
+        micro_batches: int = 1,
+        resumed: Mapping[str, Any] | None = None,
+    ) -> None:
         self._objective, self._parallel = objective, parallel
         self.mode = objective.statistic
         if self.mode == "auto":
-            self.mode = "exact" if micro_batches == 1 else "lagged"
+            is_exact = micro_batches == 1 if resumed is None else resumed["median"] is None
+            self.mode = "exact" if is_exact else "lagged"
         self.last: float | None = None
         self._value: float | None = None
         self._used: float | None = None

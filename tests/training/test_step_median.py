@@ -53,6 +53,10 @@ def test_step_median_lagged_is_of_the_step_before():
 
 def test_step_median_auto_is_exact_where_that_costs_nothing():
     assert StepMedian(TALR(), Parallel(torch.device("cpu")), micro_batches=2).mode == "lagged"
+    for last, mode in ((None, "exact"), (2.0, "lagged")):  # whatever the micro-batches, a resumed run stays what it was
+        for number in (1, 2):
+            resumed = StepMedian(TALR(), Parallel(torch.device("cpu")), number, {"median": last})
+            assert resumed.mode == mode
     median = on_one_rank(TALR())
     assert run(median, batch_of(1.0, 5.0, 7.0)) == ([5.0], 0)
     assert median.metrics() == {"tau": 5.0}
