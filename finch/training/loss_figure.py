@@ -15,7 +15,7 @@ from finch.log import logger
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that are told apart with any colour vision (Okabe and Ito, 2008)
+# A palette that is safe for colour-blind readers (Okabe and Ito, 2008)
 _GREY, _BLUE, _ORANGE, _BLACK = "#9a9a9a", "#0072B2", "#D55E00", "#000000"
 _PROBE_COLOURS = ("#009E73", "#CC79A7", "#0072B2", "#E69F00", "#56B4E9", "#D55E00", "#000000")
 _MAX_STEPS_WITH_MARKERS = 60

@@ -52,9 +52,7 @@ class ReferenceLosses:
 
     def row(self, index: int) -> torch.Tensor:
         """[targets] the losses of one row; none for the empty row."""
-        if index == EMPTY:
-            return self.losses[:0]
-        return self.losses[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
+        return self.losses[row_span(self.ends, index)]
 
     @property
     def mean(self) -> float:
@@ -73,6 +71,18 @@ class ReferenceLosses:
             tensors["draws"] = self.draws
         with files.atomic_file(file) as partial:
             save_file(tensors, partial, metadata={"fingerprint": fingerprint})
+
+
+def row_span(ends: torch.Tensor, index: int) -> slice:
+    """Where the values of one row stand.
+
+    Args:
+        ends: [rows] int64, where the values of each row end.
+        index: of the row; ``EMPTY`` has no values.
+    """
+    if index == EMPTY:
+        return slice(0, 0)
+    return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
 
 
 def load_reference_losses(file: Path, fingerprint: str) -> ReferenceLosses | None:

@@ -24,6 +24,7 @@ from finch.distributed.parallel import Parallel
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX
 from finch.training.dataset_loss import iter_token_losses
+from finch.training.reference_loss import row_span
 
 _NAMES = ("log_probs", "tokens", "ends")
 
@@ -54,7 +55,7 @@ class ReferenceTopK:
             batch: on the host.
             rows: the dataset indices of its samples, in their order.
         """
-        spans = [self._span(index) for index in rows]
+        spans = [row_span(self.ends, index) for index in rows]
         return {
             **batch,
             "reference_log_probs": torch.cat([self.log_probs[span] for span in spans]),
@@ -64,11 +65,6 @@ class ReferenceTopK:
     def save(self, file: Path, fingerprint: str) -> None:
         with files.atomic_file(file) as partial:
             save_file({name: getattr(self, name) for name in _NAMES}, partial, metadata={"fingerprint": fingerprint})
-
-    def _span(self, index: int) -> slice:
-        if index == EMPTY:
-            return slice(0, 0)
-        return slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
 
 
 class ReferenceTopKCache:
