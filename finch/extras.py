@@ -6,7 +6,12 @@ from importlib.util import find_spec
 
 from finch.errors import UserError
 
-PACKAGES = {"torchtune": ("torchtune", "torchao"), "report": ("matplotlib",), "openai": ("openai",)}
+PACKAGES = {
+    "torchtune": ("torchtune", "torchao"),
+    "evaluate": ("lm_eval",),
+    "report": ("matplotlib",),
+    "openai": ("openai",),
+}
 """Extra -> the packages that nothing but this extra installs; the others of the extra come with them."""
 
 

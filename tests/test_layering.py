@@ -23,11 +23,14 @@ LAYERS = (
     ("weights",),
     ("auto", "training"),
     ("probes",),
+    ("evaluation",),
+    ("sweep",),
+    ("report",),
     ("quickstart", "cli"),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 TORCH_ALONE = ("finch", *(f"finch.{name}" for layer in LAYERS[:3] for name in layer))
-EXTRAS = ("torchtune", "report", "openai")  # what finch itself imports
+EXTRAS = ("torchtune", "evaluate", "report", "openai")  # what finch itself imports
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "finch").rglob("*.py")

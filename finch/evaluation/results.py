@@ -1,0 +1,150 @@
+"""Results of evaluations as files: a JSON for each model and suite, and beside it the samples of each of its tasks.
+
+FOLDER/forgetting.json               scores, definitions, versions
+FOLDER/forgetting.hellaswag.jsonl    a line a document: doc_id, doc_hash, score, and what the task adds
+
+A run's FOLDER is RUN/evaluation (``finch.run_files.EVALUATION``). Scores are fractions as in lm-eval; only what is shown to people is in percent and points.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finch.errors import UserError
+from finch.files import atomic_file, write_text
+
+FORMAT = 1
+
+NEW, OLD, RELIABILITY = "new", "old", "reliability"
+"""Roles of a task: what was learned; abilities of the pretrained model, whose loss is forgetting; truthfulness and confidence."""
+
+Sample = dict[str, Any]
+"""A document's result.
+
+doc_id, doc_hash: lm-eval's; both models of a pair have the same.
+score: of the task's headline metric; None where the document does not count in its mean.
+cluster: documents with the same text are not independent (such as two orders of one question); absent otherwise.
+Other keys are the task's own: further metrics, log-likelihoods, a response.
+"""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """A task's result.
+
+    Attributes:
+        role: ``new``, ``old`` or ``reliability``.
+        metric: the name of the headline metric, such as ``acc_norm``.
+        definition: what was measured and how, in a sentence: variant, prompt or chat template, shots, scoring.
+        score: mean of the samples' scores that are not None; None if there are none.
+        n: how many that are.
+        samples: file name, beside the JSON.
+        chance: the score of a model that guesses; None where there is no such number.
+        is_higher_better: False for errors such as Brier's.
+        others: further metrics by name.
+    """
+
+    role: str
+    metric: str
+    definition: str
+    score: float | None
+    n: int
+    samples: str
+    chance: float | None = None
+    is_higher_better: bool = True
+    others: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """A model's results on a suite.
+
+    Attributes:
+        suite: name.
+        model: the folder that was evaluated.
+        weights: hash of its weights, ``finch.evaluation.fingerprint``.
+        is_base: whether it is the pretrained model.
+        base: path of the pretrained model's JSON of the same suite, relative to the folder of this one; None for the base itself.
+        settings: what changes numbers: dtype, limit (documents a task, None: all), data (a data root or ``hub``), and so on.
+        versions: of finch, lm_eval, torch and transformers.
+        tasks: by name.
+    """
+
+    suite: str
+    model: str
+    weights: str
+    is_base: bool
+    base: str | None
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    tasks: dict[str, TaskResult]
+
+
+def write_result(folder: Path, result: SuiteResult, samples: Mapping[str, Sequence[Sample]]) -> Path:
+    """Writes a suite's samples, then its JSON; each file appears complete or not at all.
+
+    Args:
+        samples: of each task; may leave out tasks whose file is there from an earlier call.
+
+    Returns:
+        The JSON's path.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, lines in samples.items():
+        with atomic_file(folder / result.tasks[task].samples) as partial:
+            write_text(partial, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+    path = folder / f"{result.suite}.json"
+    with atomic_file(path) as partial:
+        write_text(partial, json.dumps({"format": FORMAT, **asdict(result)}, indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def read_result(path: Path) -> SuiteResult:
+    """
+    Raises:
+        UserError: the file is missing, broken, or of a later format.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        number = content.pop("format")
+        if number > FORMAT:
+            raise UserError(f"{path} was written by a later finch (format {number}); upgrade finch")
+        return SuiteResult(
+            **{**content, "tasks": {name: TaskResult(**task) for name, task in content["tasks"].items()}}
+        )
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; evaluate the model again with finch evaluate") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is no result of finch evaluate ({error}); remove it and evaluate again") from error
+
+
+def read_results(folder: Path) -> dict[str, SuiteResult]:
+    """All suites' results in a folder, by suite; empty where there are none."""
+    return {path.stem: read_result(path) for path in sorted(folder.glob("*.json"))}
+
+
+def read_samples(folder: Path, task: TaskResult) -> list[Sample]:
+    """
+    Args:
+        folder: of the suite's JSON.
+
+    Raises:
+        UserError: the file is missing or broken.
+    """
+    path = folder / task.samples
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); evaluate the model again with finch evaluate") from error
+
+
+def base_path(path: Path, result: SuiteResult) -> Path | None:
+    """Where the pretrained model's JSON lies, for the result that was read from ``path``; None for the pretrained model itself."""
+    return None if result.base is None else Path(os.path.normpath(path.parent / result.base))

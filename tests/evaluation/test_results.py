@@ -1,0 +1,55 @@
+"""Results of evaluations as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finch.errors import UserError
+from finch.evaluation.results import (
+    SuiteResult,
+    TaskResult,
+    base_path,
+    read_result,
+    read_results,
+    read_samples,
+    write_result,
+)
+
+TASK = TaskResult("old", "acc_norm", "0-shot, no chat template", 0.5, 2, "forgetting.hellaswag.jsonl", chance=0.25)
+RESULT = SuiteResult(
+    "forgetting", "/models/tuned", "ab12", False, "../base/forgetting.json", {}, {}, {"hellaswag": TASK}
+)
+SAMPLES = [{"doc_id": 0, "doc_hash": "a", "score": 1.0}, {"doc_id": 1, "doc_hash": "b", "score": 0.0}]
+
+
+def test_write_result_reads_back(tmp_path: Path) -> None:
+    path = write_result(tmp_path / "evaluation", RESULT, {"hellaswag": SAMPLES})
+    assert read_result(path) == RESULT
+    assert read_results(path.parent) == {"forgetting": RESULT}
+    assert read_samples(path.parent, TASK) == SAMPLES
+    assert base_path(path, RESULT) == tmp_path / "base" / "forgetting.json"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "no result of finch evaluate"),
+        (json.dumps({"suite": "forgetting"}), "no result of finch evaluate"),
+        (json.dumps({"format": 99}), "later finch"),
+        (None, "does not exist"),
+    ],
+)
+def test_read_result_refuses(tmp_path: Path, content: str | None, reason: str) -> None:
+    path = tmp_path / "forgetting.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=reason):
+        read_result(path)
+
+
+def test_samples_without_their_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"forgetting\.hellaswag\.jsonl cannot be read"):
+        read_samples(tmp_path, TASK)
