@@ -1,0 +1,281 @@
+"""Statistics of scores and of their changes: paired by document, with intervals, tests, and calibration errors.
+
+Scores, deltas and confidences are fractions. All random numbers are seeded: equal samples give equal numbers.
+
+Documents of one cluster (such as two orders of one question) are not independent: their mean counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binomtest, norm
+
+from finch.errors import UserError
+
+RESAMPLES = 10_000
+"""Of the bootstrap and of the sign-flip test."""
+CONFIDENCE = 0.95
+MCNEMAR, SIGN_FLIP = "exact McNemar", "sign-flip permutation"
+
+Array = NDArray[np.float64]
+
+_CHUNK = 1 << 18  # random numbers at a time: they stay in the processor's cache
+_EXACT_FLIPS = 13  # differences: all 2^13 sign flips are fewer than RESAMPLES
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The change of a task's score from the base model to the tuned one, paired by document.
+
+    Attributes:
+        delta: mean of tuned minus base.
+        standard_error: sd(differences) / sqrt(n_clusters); NaN for a single cluster.
+        low, high: 95% BCa bootstrap interval; both equal ``delta`` where all differences are equal, NaN for a single cluster.
+        p_value: two-sided, of no change.
+        test: that gave it: ``exact McNemar`` for scores of 0 and 1, else ``sign-flip permutation``.
+        n: documents that have a score from both models.
+        n_clusters: independent units among them; ``n`` where there are no clusters.
+    """
+
+    delta: float
+    standard_error: float
+    low: float
+    high: float
+    p_value: float
+    test: str
+    n: int
+    n_clusters: int
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A task's mean score.
+
+    Attributes:
+        mean: of the clusters' means.
+        standard_error: sd / sqrt(n_clusters); NaN for a single cluster.
+        low, high: 95% interval: Wilson's for independent scores of 0 and 1, else BCa bootstrap, as for ``Delta``.
+        n: documents with a score.
+        n_clusters: independent units among them.
+    """
+
+    mean: float
+    standard_error: float
+    low: float
+    high: float
+    n: int
+    n_clusters: int
+
+
+@dataclass(frozen=True)
+class AverageDelta:
+    """The unweighted mean of the deltas of several tasks.
+
+    Attributes:
+        delta: mean of the deltas.
+        standard_error: sqrt(sum of squared standard errors) / number of tasks: tasks are independent.
+        low, high: 95% interval of a normal distribution.
+    """
+
+    delta: float
+    standard_error: float
+    low: float
+    high: float
+
+
+def paired_delta(base: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> Delta:
+    """The change of a score, over the documents that both models have a score of.
+
+    Args:
+        base, tuned: samples of one task, see ``finch.evaluation.results.Sample``; in any order.
+
+    Raises:
+        UserError: the models were evaluated on different documents, or no document has two scores.
+    """
+    before, after = _by_document(base, "base"), _by_document(tuned, "tuned")
+    if before.keys() != after.keys():
+        raise UserError(
+            f"the base and the tuned model were evaluated on different documents ({len(before.keys() - after.keys())} only by the base, "
+            f"{len(after.keys() - before.keys())} only by the tuned model, {len(before.keys() & after.keys())} by both); evaluate both with the "
+            "same data and the same --limit"
+        )
+    pairs = [
+        (before[key], after[key])
+        for key in sorted(before)
+        if before[key].get("score") is not None and after[key].get("score") is not None
+    ]
+    if not pairs:
+        raise UserError("no document has a score from both the base and the tuned model; evaluate both again")
+    scores = np.array([(one["score"], other["score"]) for one, other in pairs], dtype=float)
+    differences = _cluster_means(scores[:, 1] - scores[:, 0], [one for one, _ in pairs])
+    standard_error, low, high = _bootstrap(differences)
+    is_binary = bool(np.isin(scores, (0, 1)).all()) and len(differences) == len(scores)
+    return Delta(
+        delta=float(differences.mean()),
+        standard_error=standard_error,
+        low=low,
+        high=high,
+        p_value=_mcnemar(differences) if is_binary else _sign_flip(differences),
+        test=MCNEMAR if is_binary else SIGN_FLIP,
+        n=len(pairs),
+        n_clusters=len(differences),
+    )
+
+
+def mean_interval(samples: Sequence[Mapping[str, Any]]) -> Mean:
+    """The mean of the scores that are not None.
+
+    Raises:
+        UserError: there are none.
+    """
+    scored = [sample for sample in samples if sample.get("score") is not None]
+    if not scored:
+        raise UserError("no document has a score; evaluate the model again")
+    scores = np.array([sample["score"] for sample in scored], dtype=float)
+    means = _cluster_means(scores, scored)
+    standard_error, low, high = _bootstrap(means)
+    if np.isin(scores, (0, 1)).all() and len(means) == len(scores):
+        interval = binomtest(int(scores.sum()), len(scores)).proportion_ci(CONFIDENCE, method="wilson")
+        low, high = float(interval.low), float(interval.high)
+    return Mean(float(means.mean()), standard_error, low, high, len(scores), len(means))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment, in the order given: p values that may be compared with 0.05 whatever their number."""
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def average_delta(deltas: Sequence[Delta]) -> AverageDelta:
+    """
+    Args:
+        deltas: at least one, of different tasks.
+    """
+    delta = math.fsum(each.delta for each in deltas) / len(deltas)
+    standard_error = math.sqrt(math.fsum(each.standard_error**2 for each in deltas)) / len(deltas)
+    margin = _Z * standard_error
+    return AverageDelta(delta, standard_error, delta - margin, delta + margin)
+
+
+def half_width(p: float, n: int) -> float:
+    """Of the 95% interval of a rate ``p`` measured on ``n`` independent documents, by the normal approximation."""
+    return _Z * math.sqrt(p * (1 - p) / n)
+
+
+def brier(confidences: Sequence[float], correct: Sequence[float]) -> float | None:
+    """Mean of (confidence - correct)^2; None without answers.
+
+    Args:
+        confidences: in [0, 1].
+        correct: 1 for a correct answer, else 0.
+    """
+    if not len(confidences):
+        return None
+    return float(np.mean((np.asarray(confidences, dtype=float) - np.asarray(correct, dtype=float)) ** 2))
+
+
+def expected_calibration_error(confidences: Sequence[float], correct: Sequence[float], bins: int = 10) -> float | None:
+    """Mean distance between confidence and accuracy over bins of equal width, weighted by their answers (Guo et al., 2017,
+    arXiv:1706.04599); None without answers.
+
+    Args:
+        confidences: in [0, 1]; bin m of M has those in ((m - 1)/M, m/M], the first one 0 as well.
+        correct: 1 for a correct answer, else 0.
+    """
+    if not len(confidences):
+        return None
+    values = np.asarray(confidences, dtype=float)
+    # 0.7 * 10 is 7.000000000000001, and stated confidences are mostly such round numbers.
+    indices = np.clip(np.ceil(np.round(values * bins, 9)).astype(int) - 1, 0, bins - 1)
+    gaps = np.bincount(indices, weights=np.asarray(correct, dtype=float) - values, minlength=bins)
+    return float(np.abs(gaps).sum() / len(values))
+
+
+_Z = float(norm.ppf(0.5 + CONFIDENCE / 2))
+
+
+def _by_document(samples: Sequence[Mapping[str, Any]], model: str) -> dict[tuple[Any, Any], Mapping[str, Any]]:
+    documents = {(sample["doc_id"], sample["doc_hash"]): sample for sample in samples}
+    if len(documents) != len(samples):
+        raise UserError(
+            f"the samples of the {model} model have {len(samples) - len(documents)} documents twice; evaluate it again"
+        )
+    return documents
+
+
+def _cluster_means(values: Array, samples: Sequence[Mapping[str, Any]]) -> Array:
+    """One value a cluster; a document without a cluster is one of its own."""
+    clusters: defaultdict[Any, list[float]] = defaultdict(list)
+    for number, (value, sample) in enumerate(zip(values.tolist(), samples, strict=True)):
+        cluster = sample.get("cluster")
+        clusters[("document", number) if cluster is None else ("cluster", cluster)].append(value)
+    return np.array([math.fsum(members) / len(members) for members in clusters.values()])
+
+
+def _bootstrap(values: Array) -> tuple[float, float, float]:
+    """Standard error of the mean, and its BCa interval (Efron, 1987). values: [n]"""
+    n = len(values)
+    if n == 1:
+        return math.nan, math.nan, math.nan
+    mean = float(values.mean())
+    if np.ptp(values) == 0:  # BCa would divide by zero
+        return 0.0, mean, mean
+    means = _resampled_means(values)
+    tolerance = 1e-12 * float(np.abs(values).max())  # sums in another order differ in their last bits
+    num_below, num_above = np.sum(means < mean - tolerance), np.sum(means > mean + tolerance)
+    bias = norm.ppf((RESAMPLES + num_below - num_above) / (2 * RESAMPLES))
+    centred = values - mean
+    acceleration = np.sum(centred**3) / (6 * np.sum(centred**2) ** 1.5)  # the jackknife's, which for a mean is this
+    shifted = bias + np.array([-_Z, _Z])
+    low, high = np.quantile(means, norm.cdf(bias + shifted / (1 - acceleration * shifted)))
+    return float(values.std(ddof=1)) / math.sqrt(n), float(low), float(high)
+
+
+def _resampled_means(values: Array) -> Array:
+    """Means of ``RESAMPLES`` draws of n values with replacement. values: [n]"""
+    rng = np.random.default_rng(0)
+    n = len(values)
+    distinct, counts = np.unique(values, return_counts=True)
+    if len(distinct) * 20 <= n:  # how often each value is drawn: the same distribution, much faster
+        return rng.multinomial(n, counts / n, size=RESAMPLES) @ distinct / n
+    means = np.empty(RESAMPLES)
+    rows = max(1, _CHUNK // n)
+    for start in range(0, RESAMPLES, rows):
+        part = means[start : start + rows]
+        part[:] = values[rng.integers(0, n, size=(len(part), n))].mean(1)
+    return means
+
+
+def _mcnemar(differences: Array) -> float:
+    """Exact, of differences that are -1, 0 or 1: under no change, gains and losses are equally likely."""
+    gains, losses = int(np.sum(differences > 0)), int(np.sum(differences < 0))
+    return 1.0 if gains + losses == 0 else float(binomtest(gains, gains + losses, 0.5).pvalue)
+
+
+def _sign_flip(differences: Array) -> float:
+    """Under no change, each difference is as likely with the other sign. All sign flips if they are few, else random ones."""
+    values = differences[differences != 0]
+    n = len(values)
+    if n == 0:
+        return 1.0
+    limit = abs(values.sum()) - 1e-9 * np.abs(values).sum()  # sums in another order differ in their last bits
+    if n <= _EXACT_FLIPS:
+        signs = (np.arange(2**n)[:, None] >> np.arange(n)) & 1
+        return float(np.mean(np.abs((2 * signs - 1) @ values) >= limit))
+    rng = np.random.default_rng(0)
+    num_extreme, rows = 0, max(1, _CHUNK // n)
+    for start in range(0, RESAMPLES, rows):
+        size = (min(rows, RESAMPLES - start), n)
+        sums = 2 * (rng.integers(0, 2, size=size, dtype=np.uint8) @ values) - values.sum()
+        num_extreme += int(np.sum(np.abs(sums) >= limit))
+    return (num_extreme + 1) / (RESAMPLES + 1)  # the data themselves are one of the flips
