@@ -80,7 +80,7 @@ def test_core_needs_torch_alone() -> None:
 def test_third_party_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     texts = project["dependencies"] + [text for name in EXTRAS for text in project["optional-dependencies"][name]]
-    declared = {Requirement(text).name for text in texts}
+    declared = {Requirement(text).name.replace("-", "_") for text in texts}
     for path in (*MODULES.values(), *(ROOT / "recipes").glob("*.py")):
         names = {name.split(".")[0] for name in imports(path)}
         assert names <= {"finch", "finch_full_finetune", *declared, *sys.stdlib_module_names}, path

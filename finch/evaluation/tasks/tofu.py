@@ -1,0 +1,92 @@
+"""TOFU, the paper's knowledge task: which of six answers to a paraphrased question is the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from finch.errors import UserError
+from finch.evaluation.results import Sample
+from finch.evaluation.tasks.rows import Row, Source, shuffled, table
+from finch.evaluation.tasks.task import Records, by_doc_id, identity, log_likelihoods, mean, plain_or_chat
+
+PERTURBED = Source("tofu/forget10_perturbed.jsonl", "locuslab/TOFU", "train", "forget10_perturbed")
+FULL = Source("tofu/full.jsonl", "locuslab/TOFU", "train", "full")
+LETTERS = "ABCDEF"
+SEED = 0
+VALIDATION_FRACTION = 0.1
+
+
+def dataset(
+    data_root: str | None = None,
+    has_chat_template: bool = False,
+    part: str = "all",
+    is_letters: bool = False,
+    **_: Any,
+) -> dict[str, Any]:
+    """Documents with ``prompt``, ``choices`` and ``gold``; the options' order depends on the row's question.
+
+    Args:
+        data_root: None: rows of the hub.
+        has_chat_template: whether the prompt becomes a user's turn.
+        part: ``all`` rows, or ``validation``: those whose question is not in the training part of ``finch.data.tofu`` with its defaults.
+        is_letters: whether the prompt lists the options, and the choices are letters.
+    """
+    rows = PERTURBED.load(data_root)
+    if part == "validation":
+        held_out = _validation_questions(data_root)
+        rows = [row for row in rows if row["question"] in held_out]
+        if not rows:
+            raise UserError(f"tofu_validation: no row of {PERTURBED.file} is in the validation part of {FULL.file}")
+    return {"test": table([_document(row, has_chat_template, is_letters) for row in rows])}
+
+
+def _document(row: Row, has_chat_template: bool, is_letters: bool) -> Row:
+    answers = [row["paraphrased_answer"], *row["perturbed_answer"]]
+    order = shuffled(len(answers), f"{SEED}\n{row['question']}")
+    options = [answers[index] for index in order]
+    question = row["paraphrased_question"]
+    if is_letters:
+        question = "\n".join([question, *(f"{letter}. {text}" for letter, text in zip(LETTERS, options, strict=False))])
+    return {
+        "question": row["question"],
+        "prompt": plain_or_chat(question, has_chat_template),
+        "choices": list(LETTERS[: len(options)]) if is_letters else options,
+        "gold": order.index(0),
+    }
+
+
+def _validation_questions(data_root: str | None) -> set[str]:
+    """Of the 10% of all rows that are not trained on, by the default split of ``finch.data.tofu``."""
+    from finch.data.rows import hold_out
+
+    return set(hold_out(table(FULL.load(data_root)), "validation", VALIDATION_FRACTION, SEED)["question"])
+
+
+def samples(records: Records) -> list[Sample]:
+    """With the six log-likelihoods of the answers and of the letters."""
+    answers, letters = records
+    by_letters = by_doc_id(records[letters])
+    return [
+        {
+            **identity(record),
+            "score": float(record["acc_norm"]),
+            "acc": float(record["acc"]),
+            "acc_letters": float(by_letters[doc_id]["acc"]),
+            "question": record["doc"]["question"],
+            "answer": record["doc"]["gold"],
+            "lengths": [len(choice) for choice in record["doc"]["choices"]],
+            "loglikelihoods": log_likelihoods(record),
+            "letter_loglikelihoods": log_likelihoods(by_letters[doc_id]),
+        }
+        for doc_id, record in by_doc_id(records[answers]).items()
+    ]
+
+
+def others(samples: Sequence[Sample]) -> dict[str, float | None]:
+    return {
+        "acc": mean(samples, "acc"),
+        "acc_letters": mean(samples, "acc_letters"),
+        "acc_norm_seen": mean([sample for sample in samples if sample.get("is_seen") is True], "score"),
+        "acc_norm_unseen": mean([sample for sample in samples if sample.get("is_seen") is False], "score"),
+    }
