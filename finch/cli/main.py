@@ -10,8 +10,10 @@ from typing import Any
 
 from finch import __version__
 from finch.cli.data import add_arguments as add_translate_arguments
+from finch.cli.select_lr import add_arguments as add_select_lr_arguments
 from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
+from finch.cli.sweep import add_arguments as add_sweep_arguments
 from finch.errors import UserError, report_user_errors
 from finch.extras import require_extras
 from finch.log import quiet_dependencies
@@ -68,6 +70,15 @@ def main(arguments: list[str] | None = None) -> None:
         data_actions.add_parser("translate", help="translate instruction rows through a server with OpenAI's protocol")
     )
 
+    add_sweep_arguments(
+        commands.add_parser(
+            "sweep", help="train and evaluate the runs of a grid, here or as a Slurm job array", allow_abbrev=False
+        )
+    )
+    add_select_lr_arguments(
+        commands.add_parser("select-lr", help="the largest learning rate of a sweep that forgets little")
+    )
+
     slurm = commands.add_parser("slurm", help="run as Slurm jobs")
     jobs = slurm.add_subparsers(dest="action", metavar="ACTION", required=True)
     submit = jobs.add_parser(
@@ -79,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_submit_arguments(submit)
 
     parsed, rest = parser.parse_known_args(arguments)
-    if rest and parsed.command not in ("run", "check", "slurm"):
+    if rest and parsed.command not in ("run", "check", "slurm", "sweep"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if parsed.command == "run":
         require_extras("finch run", "torchtune")
@@ -111,6 +122,15 @@ def main(arguments: list[str] | None = None) -> None:
     elif parsed.command == "slurm":
         require_extras("finch slurm submit", "torchtune")
         submit_to_slurm(parsed, rest)
+    elif parsed.command == "sweep":
+        require_extras("finch sweep", "torchtune")
+        from finch.cli.sweep import sweep
+
+        sweep(parsed, rest)
+    elif parsed.command == "select-lr":
+        from finch.cli.select_lr import select_lr
+
+        select_lr(parsed)
     elif parsed.command == "data":
         from finch.cli.data import translate
 

@@ -1,0 +1,361 @@
+"""GRID.yaml: a config, the values that its keys take, and how the runs are evaluated.
+
+config: qwen3/4B_sft                 a file, or a name of `finch configs`
+out: out/sweeps/mine                 each cell is a folder in it
+overrides: {epochs: 3}               of all cells
+grid:                                a mapping, or a list of them: the union of their cells
+  - method: [finch, dft]
+    optimizer.lr: [1.0e-5, 2.0e-5]
+    seed: [0, 1]
+  - method: [lora]
+    optimizer.lr: [2.0e-4]
+    seed: [0, 1]
+evaluate:                            arguments of `finch evaluate`, after training
+  suites: [knowledge, forgetting]
+  data_root: data
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from finch.config.methods import OLD_NAMES, split_name
+from finch.config.registry import CONFIG_FOLDERS, GRIDS
+from finch.config.schema import RECIPES
+from finch.config.suggestions import did_you_mean
+from finch.errors import UserError
+from finch.sweep.cells import ALPHA, LOG, LR, METHOD, RUN, SEED, SMALL_LR, WISE_FT, Cell, cell_names
+
+KEYS = ("recipe", "config", "out", "overrides", "grid", "evaluate")
+SUITES = ("forgetting", "reliability", "knowledge", "science", "language", "all")
+NEW_TASKS = ("knowledge", "science", "language")
+_OWN_KEYS = {
+    "output_dir": "each cell has its own folder in out",
+    "resume_from_checkpoint": "a cell that was cut off is resumed",
+    "overwrite": "give overwrite=True on the command line",
+    "config": "a grid has one config",
+}
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The arguments of `finch evaluate`.
+
+    Attributes:
+        base: the pretrained model's folder; None: the config's ``checkpointer.checkpoint_dir``.
+        suites, tasks: at least one of them is given.
+        data_root, limit, include_path, new_task: as `finch evaluate` has them.
+    """
+
+    base: str | None = None
+    suites: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    data_root: str | None = None
+    limit: int | None = None
+    include_path: str | None = None
+    new_task: str | None = None
+
+    def results(self) -> tuple[str, ...]:
+        """The suites that it writes, each a JSON in RUN/evaluation."""
+        suites = [name for name in SUITES if name != "all"] if "all" in self.suites else list(self.suites)
+        return (*suites, *(["custom"] if self.tasks else []))
+
+    @property
+    def task(self) -> str | None:
+        """What the runs learn: the suite of a new task, or the name of one."""
+        return next((suite for suite in self.suites if suite in NEW_TASKS), self.new_task)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid as read.
+
+    Attributes:
+        path: of the file.
+        recipe: the name that every cell's must be; None: each cell's is chosen by its model.
+        config: a path or a name of `finch configs`.
+        out: the cells' parent folder.
+        overrides: ``key=value`` of all cells.
+        mappings: of key to values; the cells are the union of their products.
+        evaluation: None: the cells are not evaluated.
+    """
+
+    path: Path
+    recipe: str | None
+    config: str
+    out: Path
+    overrides: tuple[str, ...]
+    mappings: tuple[Mapping[str, Sequence[Any]], ...]
+    evaluation: Evaluation | None
+
+    @property
+    def task(self) -> str | None:
+        return None if self.evaluation is None else self.evaluation.task
+
+
+def grid_names() -> dict[str, Path]:
+    """The file of each grid that comes with finch, by its name, such as ``sweeps/qwen3_4B_knowledge``."""
+    folder = next((folder for folder in CONFIG_FOLDERS if folder.is_dir()), None)
+    paths = [] if folder is None else sorted((folder / GRIDS).glob("*.yaml"))
+    return {f"{GRIDS}{path.stem}": path for path in paths}
+
+
+def find_grid(name: str) -> Path:
+    """The file of a grid: a path, or a grid of finch.
+
+    Raises:
+        UserError: it is neither; names the nearest one.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    known = grid_names()
+    for candidate in (name, f"{GRIDS}{name}"):
+        if candidate.removesuffix(".yaml") in known:
+            return known[candidate.removesuffix(".yaml")]
+    suggestion = did_you_mean(name, known, cutoff=0.5)
+    raise UserError(f"{name} is neither a file nor a grid of finch{suggestion or '; finch has ' + ', '.join(known)}")
+
+
+def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) -> Grid:
+    """
+    Args:
+        name: a path, or a grid of finch.
+        overrides: the command line's, for all cells; ``evaluate.KEY=value`` changes the grid's block ``evaluate``.
+        out: in place of the file's.
+
+    Raises:
+        UserError: the file cannot be read, has an unknown key, or a value of the wrong kind.
+    """
+    path = find_grid(name)
+    content = _load(path)
+    _check_keys(content, KEYS, f"{path}: ")
+    for key in ("config", "out", "grid"):
+        if not content.get(key):
+            raise UserError(f"{path}: {key} is missing; a grid has config, out and grid")
+    recipe = content.get("recipe")
+    if recipe is not None and recipe not in RECIPES:
+        raise UserError(
+            f"{path}: recipe={recipe} is not known{did_you_mean(str(recipe), RECIPES) or '; known are ' + ', '.join(RECIPES)}; without the key the "
+            "model decides"
+        )
+    blocks = content["grid"] if isinstance(content["grid"], list) else [content["grid"]]
+    mappings = tuple(_mapping(block, path) for block in blocks)
+    run_overrides = [word for word in overrides if not word.startswith("evaluate.")]
+    for word in run_overrides:
+        key = word.removeprefix("~").partition("=")[0]
+        if any(key in mapping for mapping in mappings):
+            raise UserError(f"{word}: the grid has values of {key}; change them in {path}")
+        if key in ("output_dir", "resume_from_checkpoint"):
+            raise UserError(f"{word}: {_OWN_KEYS[key]}; leave it out")
+    fixed = content.get("overrides") or {}
+    if not isinstance(fixed, dict):
+        raise UserError(f"{path}: overrides must be a mapping of key to value")
+    for key in fixed:
+        if key in _OWN_KEYS:
+            raise UserError(f"{path}: overrides.{key}: {_OWN_KEYS[key]}; leave it out")
+    from finch.sweep.cells import override_text
+
+    return Grid(
+        path=path,
+        recipe=recipe,
+        config=str(content["config"]),
+        out=Path(out or content["out"]),
+        overrides=(*(f"{key}={override_text(value)}" for key, value in fixed.items()), *run_overrides),
+        mappings=mappings,
+        evaluation=_evaluation(content.get("evaluate"), overrides, path),
+    )
+
+
+def cells_of(grid: Grid) -> list[Cell]:
+    """The grid's cells, each once, those that others wait for before them.
+
+    A cell of WiSE-FT waits for the cell with the same values and its method without ``wise_ft`` (sft), which is added where the grid
+    does not have it. A cell of lr_replay waits for the cell that ``lr_scheduler.log: {cell: VALUES}`` describes. A cell of small_lr
+    without optimizer.lr is the SFT cell of the rate that `finch select-lr` chooses, if the grid evaluates SFT cells.
+
+    Raises:
+        UserError: an unknown method; no cell, or several, that a cell of lr_replay could replay.
+    """
+    all_values = _unique(_products(grid))
+    all_values = _unique([*_sources_of_wise_ft(all_values), *all_values])
+    folders = [grid.out / name for name in cell_names(all_values)]
+    cells = []
+    for values, folder in zip(all_values, folders, strict=True):
+        methods = _methods(values)
+        if WISE_FT in methods:
+            source = folders[all_values.index(_tuned_values(values))]
+            cells.append(Cell(values, folder, WISE_FT, source))
+        elif isinstance(values.get(LOG), Mapping):
+            source = folders[all_values.index(_replayed(values, all_values))]
+            cells.append(Cell(values, folder, RUN, source))
+        elif methods == [SMALL_LR] and LR not in values and grid.evaluation is not None:
+            candidates = _sft_cells(values, all_values)
+            cells.append(
+                Cell(values, folder, SMALL_LR, candidates=tuple(folders[all_values.index(each)] for each in candidates))
+                if candidates
+                else Cell(values, folder)
+            )
+        else:
+            cells.append(Cell(values, folder))
+    return _sources_first(cells)
+
+
+def is_variant(values: Mapping[str, Any], other: Mapping[str, Any], *, but: Iterable[str]) -> bool:
+    """Whether two cells have the same values, but for some keys."""
+    ignored = set(but)
+    one = {key: value for key, value in values.items() if key not in ignored}
+    return one == {key: value for key, value in other.items() if key not in ignored}
+
+
+def _products(grid: Grid) -> list[Values]:
+    return [
+        dict(zip(mapping, product, strict=True))
+        for mapping in grid.mappings
+        for product in itertools.product(*mapping.values())
+    ]
+
+
+def _unique(cells: Sequence[Values]) -> list[Values]:
+    unique: list[Values] = []
+    for values in cells:
+        if values not in unique:
+            unique.append(values)
+    return unique
+
+
+def _methods(values: Mapping[str, Any]) -> list[str]:
+    return split_name(str(values[METHOD])) if values.get(METHOD) is not None else []
+
+
+def _tuned_values(values: Values) -> Values:
+    """Of the run whose weights a cell of WiSE-FT interpolates."""
+    methods = [name for name in _methods(values) if name != WISE_FT] or ["sft"]
+    return {**{key: value for key, value in values.items() if key != ALPHA}, METHOD: "+".join(methods)}
+
+
+def _sources_of_wise_ft(cells: Sequence[Values]) -> list[Values]:
+    return [_tuned_values(values) for values in cells if WISE_FT in _methods(values)]
+
+
+def _replayed(values: Values, cells: Sequence[Values]) -> Values:
+    """The cell that one of lr_replay replays."""
+    described = values[LOG].get("cell")
+    if set(values[LOG]) != {"cell"} or not isinstance(described, Mapping):
+        raise UserError(
+            f"grid.{LOG}={values[LOG]} must be a run's folder, or {{cell: VALUES}} with values of a cell of the grid"
+        )
+    matching = [
+        other
+        for other in cells
+        if other != values and LOG not in other and all(other.get(key) == value for key, value in described.items())
+    ]
+    shared = [key for key in values if key not in (METHOD, LOG, *described)]
+    closest = [other for other in matching if all(other.get(key) == values[key] for key in shared if key in other)]
+    chosen = closest if len(closest) == 1 else matching
+    if len(chosen) != 1:
+        number = "no cell" if not chosen else f"{len(chosen)} cells"
+        text = ", ".join(f"{key}: {value}" for key, value in described.items())
+        raise UserError(f"grid.{LOG}: {number} of the grid has {{{text}}}; give values that one cell has")
+    return chosen[0]
+
+
+def _sft_cells(values: Values, cells: Sequence[Values]) -> list[Values]:
+    """The SFT cells of any learning rate and seed and of the same other values."""
+    return [
+        other
+        for other in cells
+        if other.get(METHOD) == "sft" and LR in other and is_variant(values, other, but=(METHOD, LR, SEED))
+    ]
+
+
+def _sources_first(cells: Sequence[Cell]) -> list[Cell]:
+    ordered: list[Cell] = []
+    left = list(cells)
+    while left:
+        placed = {cell.folder for cell in ordered}
+        ready = [cell for cell in left if placed.issuperset(cell.waits_for)]
+        if not ready:
+            raise UserError(
+                f"{left[0].name} waits for {left[0].waits_for[0].name}, which waits for it; change the grid"
+            )
+        ordered += ready
+        left = [cell for cell in left if cell not in ready]
+    return ordered
+
+
+def _load(path: Path) -> Values:
+    from omegaconf import OmegaConf
+
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:  # OSError, the YAML reader's and omegaconf's
+        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+        reason = str(error).splitlines()[0] if problem is None or mark is None else f"{problem} in line {mark.line + 1}"
+        raise UserError(f"{path} cannot be read as YAML: {reason}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a mapping; a grid has config, out and grid")
+    return {str(key): value for key, value in content.items()}
+
+
+def _check_keys(content: Mapping[str, Any], known: Sequence[str], prefix: str) -> None:
+    for key in content:
+        if key not in known:
+            suggestion = did_you_mean(key, known) or f"; known are {', '.join(known)}"
+            raise UserError(f"{prefix}{key} is not a key of a grid{suggestion}")
+
+
+def _mapping(block: Any, path: Path) -> dict[str, list[Any]]:
+    if not isinstance(block, dict) or not block:
+        raise UserError(f"{path}: grid must be a mapping of key to a list of values, or a list of such mappings")
+    mapping = {str(key): values for key, values in block.items()}
+    for key, values in mapping.items():
+        if key in _OWN_KEYS:
+            raise UserError(f"{path}: grid.{key}: {_OWN_KEYS[key]}; leave it out")
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{path}: grid.{key}={values} must be a list of values, such as [{values}]")
+    methods = [name for method in mapping.get(METHOD, []) for name in split_name(str(method))]
+    mapping_methods = mapping.get(METHOD)
+    if mapping_methods is not None:  # an earlier name and its present one are one cell
+        mapping[METHOD] = [OLD_NAMES.get(str(name), name) for name in mapping_methods]
+    if ALPHA in mapping and not (methods and all(WISE_FT in split_name(str(one)) for one in mapping[METHOD])):
+        raise UserError(f"{path}: grid.{ALPHA} is WiSE-FT's; give it a mapping of its own with method: [wise_ft]")
+    for alpha in mapping.get(ALPHA, []):
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
+            raise UserError(f"{path}: grid.{ALPHA}={alpha} must be a number in [0, 1]: the tuned model's share")
+    return mapping
+
+
+def _evaluation(block: Any, overrides: Sequence[str], path: Path) -> Evaluation | None:
+    from omegaconf import OmegaConf
+
+    changes = [word.removeprefix("evaluate.") for word in overrides if word.startswith("evaluate.")]
+    if block is None and not changes:
+        return None
+    if block is not None and not isinstance(block, dict):
+        raise UserError(f"{path}: evaluate must be a mapping, such as {{suites: [forgetting]}}")
+    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(changes))
+    content = {**(block or {}), **given}
+    _check_keys(content, [field.name for field in fields(Evaluation)], f"{path}: evaluate.")
+    for key in ("suites", "tasks"):
+        names = content.get(key) or ()
+        content[key] = tuple(names.split(",") if isinstance(names, str) else map(str, names))
+    for suite in content["suites"]:
+        if suite not in SUITES:
+            raise UserError(
+                f"{path}: evaluate.suites: {suite} is not known{did_you_mean(suite, SUITES) or '; known are ' + ', '.join(SUITES)}"
+            )
+    if not content["suites"] and not content["tasks"]:
+        raise UserError(f"{path}: evaluate needs suites or tasks, such as suites: [forgetting]")
+    limit = content.get("limit")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise UserError(f"{path}: evaluate.limit={limit} must be a number of documents of at least 1")
+    for key in ("base", "data_root", "include_path", "new_task"):
+        if content.get(key) is not None:
+            content[key] = str(content[key])
+    return Evaluation(**content)

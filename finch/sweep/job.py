@@ -1,0 +1,142 @@
+"""What a sweep does for a cell: the commands of its run and of its evaluation."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finch import run_files
+from finch.files import atomic_file
+from finch.sweep.cells import ALPHA, DEFAULT_ALPHA, SMALL_LR, WISE_FT, Cell
+from finch.sweep.grid import Evaluation, Grid
+from finch.sweep.run_state import is_trained, missing_results, model_folder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+FINCH = (sys.executable, "-m", "finch.cli")
+_LINKED = (run_files.CONFIG, run_files.METRICS, run_files.BEST, run_files.EVALUATION)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell with its checked config.
+
+    Attributes:
+        grid, cell: what it is of.
+        recipe: of the cell's run.
+        cfg: the complete config; WiSE-FT's and small_lr's is that of the run that they stand on.
+        launcher: options of `finch run` that start its ranks.
+    """
+
+    grid: Grid
+    cell: Cell
+    recipe: str
+    cfg: DictConfig
+    launcher: Sequence[str] = ()
+
+    @property
+    def overwrites(self) -> bool:
+        return "overwrite=True" in self.grid.overrides
+
+    @property
+    def pretrained(self) -> str:
+        return str(self.cfg.checkpointer.checkpoint_dir)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether the checkpoint is chosen by validation; else the last epoch's counts."""
+        return self.cfg.dataset_validation is not None or self.cfg.select_by is not None
+
+    def is_trained(self) -> bool:
+        run = self.cell.folder
+        if self.cell.kind == SMALL_LR:
+            return (run / run_files.BEST).exists()
+        if self.cell.kind == WISE_FT:
+            return (run / run_files.BEST).exists() and not self._is_older_than_source()
+        return is_trained(run, self.cfg)
+
+    def missing_results(self) -> list[str]:
+        evaluation = self.grid.evaluation
+        return [] if evaluation is None else missing_results(self.cell.folder, evaluation)
+
+    def run_words(self) -> list[str]:
+        """``--config`` and the overrides of the cell's run."""
+        resume = [] if self.overwrites else ["resume_from_checkpoint=auto"]
+        return ["--config", self.grid.config, *self.grid.overrides, *self.cell.overrides(), *resume]
+
+    def run_command(self) -> list[str]:
+        """Trains the cell, or makes WiSE-FT's model."""
+        if self.cell.kind == WISE_FT:
+            assert self.cell.source is not None
+            tuned = model_folder(self.cell.source) or self.cell.source / run_files.BEST
+            options = ["--base", self.pretrained, "--tuned", str(tuned), "--alpha", f"{self.alpha:g}"]
+            return [*FINCH, "wise-ft", *options, "--out", str(self.cell.folder)]
+        return [*FINCH, "run", *self.launcher, *self.run_words()]
+
+    def evaluate_commands(self) -> list[list[str]]:
+        """Of the results that are missing, one command a suite."""
+        evaluation = self.grid.evaluation
+        if evaluation is None:
+            return []
+        return [
+            evaluate_command(
+                evaluation, suite, base=evaluation.base or self.pretrained, tuned=[self.cell.folder], out=self.grid.out
+            )
+            for suite in self.missing_results()
+        ]
+
+    @property
+    def alpha(self) -> float:
+        return float(self.cell.values.get(ALPHA, DEFAULT_ALPHA))
+
+    def prepare(self) -> None:
+        """Removes what an earlier WiSE-FT left, whose source has changed since."""
+        if self.cell.kind == WISE_FT:
+            (self.cell.folder / run_files.BEST).unlink(missing_ok=True)
+            shutil.rmtree(self.cell.folder / f"alpha_{self.alpha:g}", ignore_errors=True)
+
+    def finish(self) -> None:
+        """Links ``best`` to WiSE-FT's model."""
+        if self.cell.kind == WISE_FT:
+            _link(self.cell.folder / run_files.BEST, Path(f"alpha_{self.alpha:g}"))
+
+    def link_to(self, source: Path) -> None:
+        """Makes small_lr's folder stand for the run that was chosen: its files are links to that run's."""
+        for name in _LINKED:
+            target = model_folder(source) if name == run_files.BEST else source / name
+            assert target is not None
+            _link(self.cell.folder / name, Path("..") / source.name / target.name)
+
+    def _is_older_than_source(self) -> bool:
+        assert self.cell.source is not None
+        model = model_folder(self.cell.source)
+        own = self.cell.folder / f"alpha_{self.alpha:g}"
+        return model is not None and own.exists() and model.stat().st_mtime > own.stat().st_mtime
+
+
+def evaluate_command(evaluation: Evaluation, suite: str, *, base: str, tuned: Sequence[Path], out: Path) -> list[str]:
+    """`finch evaluate` for one suite; ``custom`` stands for the grid's tasks."""
+    command = [*FINCH, "evaluate", "--base", base, "--tuned", *map(str, tuned), "--out", str(out)]
+    command += ["--tasks", ",".join(evaluation.tasks)] if suite == "custom" else ["--suite", suite]
+    options = {
+        "--data-root": evaluation.data_root,
+        "--limit": evaluation.limit,
+        "--include-path": evaluation.include_path,
+    }
+    if suite == "custom":
+        options["--new-task"] = evaluation.new_task
+    return [*command, *(str(word) for name, value in options.items() if value is not None for word in (name, value))]
+
+
+def _link(link: Path, target: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_dir() and not link.is_symlink():
+        os.rmdir(link)  # empty: an evaluation that wrote nothing
+    with atomic_file(link) as partial:
+        partial.symlink_to(target)

@@ -1,0 +1,270 @@
+"""Runs a sweep on this machine: some cells at a time, each a process of its own; then their evaluations."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from finch.errors import UserError
+from finch.sweep.cells import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, write_cell
+from finch.sweep.display import Display, last_error, progress_of
+from finch.sweep.job import Job
+from finch.sweep.select_lr import MAX_FORGETTING, rates_of, select_rate
+
+_POLL_S = 0.2
+_PROGRESS_S = 1.0
+_EVALUATING = "evaluating"
+
+
+class _Stopped(BaseException):
+    """A signal that ends the sweep."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclass
+class _Running:
+    """A process of a cell."""
+
+    process: subprocess.Popen[bytes]
+    start: int  # bytes of the log before it
+    slot: int
+
+
+@dataclass
+class _State:
+    """A cell's."""
+
+    status: str = WAITING
+    reason: str = ""
+    is_trained: bool = False
+    running: _Running | None = None
+    commands: list[list[str]] = field(default_factory=list)  # evaluations that are left
+
+    def text(self) -> str:
+        return f"{self.status}: {self.reason}" if self.reason else self.status
+
+
+class LocalSweep:
+    """Trains and evaluates the cells of a grid.
+
+    A cell that is finished is skipped and one that was cut off resumed, by what its folder holds. A cell that fails does not stop the
+    others. Until the pretrained model has been evaluated on all suites, one evaluation runs at a time, since it is evaluated once for all.
+
+    Args:
+        jobs: the cells, those that others wait for before them.
+        num_parallel: processes at a time.
+        num_gpus: that the processes share, one each in turn; 0 or 1: all see the same devices.
+        trains: whether cells are trained; else only those that are finished are evaluated.
+    """
+
+    def __init__(self, jobs: Sequence[Job], *, num_parallel: int, num_gpus: int = 0, trains: bool = True) -> None:
+        self._jobs = {job.cell.folder: job for job in jobs}
+        self._states = {folder: _State() for folder in self._jobs}
+        self._num_parallel, self._num_gpus, self._trains = num_parallel, num_gpus, trains
+        self._is_base_evaluated = False
+        self._shown_at = 0.0
+        self._display = Display([job.cell.name for job in jobs])
+
+    def run(self) -> int:
+        """Returns the number of cells that failed. Ctrl-C, SIGTERM and SIGHUP stop the runs, which save, and end the process with 128 + the
+        signal's number."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, _raise_stopped) for number in numbers}
+        try:
+            for folder, job in self._jobs.items():
+                self._look(folder, job)
+            while self._step():
+                time.sleep(_POLL_S)
+        except _Stopped as stopped:
+            self._stop(stopped.number)
+            raise SystemExit(128 + stopped.number) from None
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return sum(state.status == FAILED for state in self._states.values())
+
+    def failures(self) -> dict[str, str]:
+        """The reason of each cell that failed."""
+        return {folder.name: state.reason for folder, state in self._states.items() if state.status == FAILED}
+
+    def _look(self, folder: Path, job: Job) -> None:
+        """The state that an earlier call has left."""
+        state = self._states[folder]
+        if job.overwrites and self._trains:
+            return
+        if job.is_trained():
+            self._set_trained(folder)
+        elif not self._trains and job.cell.kind == RUN:
+            state.status, state.reason = FAILED, "it is not trained to the end"
+
+    def _step(self) -> bool:
+        """Takes note of processes that have ended and starts others. Returns whether anything is left to wait for."""
+        for folder, state in self._states.items():
+            if state.running is not None and state.running.process.poll() is not None:
+                self._end(folder, state, state.running)
+        for folder in self._jobs:
+            if len(self._running()) < self._num_parallel:
+                self._start_next(folder)
+        self._show()
+        return bool(self._running()) or any(state.status == WAITING for state in self._states.values())
+
+    def _running(self) -> list[_Running]:
+        return [state.running for state in self._states.values() if state.running is not None]
+
+    def _start_next(self, folder: Path) -> None:
+        """Starts the cell's next process, if it is its turn."""
+        job, state = self._jobs[folder], self._states[folder]
+        if state.running is not None or state.status == FAILED:
+            return
+        if state.status == WAITING:
+            if not all(self._is_settled(source, job) for source in job.cell.waits_for):
+                return
+            if job.cell.kind == SMALL_LR:
+                self._select(folder, job)
+            elif not all(self._states[source].is_trained for source in job.cell.waits_for):
+                self._fail(folder, f"{job.cell.waits_for[0].name}, which it needs, has failed")
+            else:
+                self._start(folder, job.run_command(), RUNNING)
+        elif state.commands and (self._is_base_evaluated or not self._is_any_evaluating()):
+            self._start(folder, state.commands[0], _EVALUATING)
+
+    def _is_settled(self, source: Path, job: Job) -> bool:
+        """Whether a cell that another one waits for is trained, for small_lr also evaluated, or has failed."""
+        state = self._states[source]
+        return state.status in (EVALUATED, FAILED) or (state.is_trained and job.cell.kind != SMALL_LR)
+
+    def _is_any_evaluating(self) -> bool:
+        return any(state.running is not None and state.status == _EVALUATING for state in self._states.values())
+
+    def _select(self, folder: Path, job: Job) -> None:
+        """Links small_lr's folder to the SFT run of the rate that the paper's rule chooses, with this cell's seed where it has one."""
+        evaluated = [source for source in job.cell.candidates if self._states[source].status == EVALUATED]
+        try:
+            rates = rates_of(evaluated, "sft") if evaluated else []
+            rate = select_rate(rates, MAX_FORGETTING)
+        except UserError as error:
+            self._fail(folder, str(error))
+            return
+        if rate is None:
+            text = ", ".join(f"{each.lr:g}: {each.forgetting:.1f}" for each in rates) or "none is evaluated"
+            self._fail(folder, f"no rate of sft has less than {MAX_FORGETTING:g} points of average forgetting ({text})")
+            return
+        seed = job.cell.values.get("seed")
+        runs = [run for run in rate.runs if self._jobs[run].cell.values.get("seed") == seed] or list(rate.runs)
+        job.link_to(runs[0])
+        write_cell(job.cell, task=job.grid.task, status=FINISHED, source=runs[0])
+        self._set_trained(folder)
+
+    def _start(self, folder: Path, command: list[str], status: str) -> None:
+        job, state = self._jobs[folder], self._states[folder]
+        if status == RUNNING:
+            job.prepare()
+            write_cell(job.cell, task=job.grid.task, status=RUNNING)
+        slot = min(set(range(self._num_parallel)) - {running.slot for running in self._running()})
+        environment = dict(os.environ)
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cpus // self._num_parallel)))
+        environment["PYTHONUNBUFFERED"] = "1"
+        if self._num_gpus > 1:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self._num_gpus)))
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % self._num_gpus]
+        with job.cell.log.open("ab") as log:
+            start = log.tell()
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in the terminal reaches this process alone, which passes it on once
+            )
+        state.running, state.status, state.reason = _Running(process, start, slot), status, ""
+
+    def _end(self, folder: Path, state: _State, running: _Running) -> None:
+        """After a process: the next state is what its folder says."""
+        job, code = self._jobs[folder], running.process.returncode
+        state.running = None
+        if code != 0:
+            what = "evaluation: " if state.status == _EVALUATING else ""
+            killed = f"killed by {signal.Signals(-code).name}; " if code < 0 else ""
+            self._fail(folder, f"{what}{killed}{last_error(job.cell.log, running.start)}; {job.cell.log}")
+        elif state.status == _EVALUATING:
+            state.commands.pop(0)
+            if not state.commands:
+                self._set_trained(folder)
+                if state.commands:  # else it would be started for ever
+                    self._fail(folder, f"evaluation: it has written no result to {job.cell.folder}; {job.cell.log}")
+        else:
+            job.finish()
+            if job.is_trained():
+                self._set_trained(folder)
+            else:
+                self._fail(folder, "stopped before its end; finch sweep resumes it")
+
+    def _set_trained(self, folder: Path) -> None:
+        job, state = self._jobs[folder], self._states[folder]
+        state.is_trained, state.commands = True, job.evaluate_commands()
+        is_evaluated = job.grid.evaluation is not None and not state.commands
+        self._is_base_evaluated |= is_evaluated
+        state.status, state.reason = EVALUATED if is_evaluated else FINISHED, ""
+        write_cell(job.cell, task=job.grid.task, status=state.status, source=_linked_source(job))
+
+    def _fail(self, folder: Path, reason: str) -> None:
+        job, state = self._jobs[folder], self._states[folder]
+        state.status, state.reason, state.commands = FAILED, reason, []
+        if job.cell.folder.is_dir():
+            write_cell(job.cell, task=job.grid.task, status=FAILED)
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now - self._shown_at < _PROGRESS_S and self._running():
+            return
+        self._shown_at = now
+        running = {folder for folder, state in self._states.items() if state.running is not None}
+        progress = {folder.name: progress_of(self._jobs[folder].cell.log) for folder in running}
+        self._display.update({folder.name: state.text() for folder, state in self._states.items()}, progress)
+
+    def _stop(self, number: int) -> None:
+        """Sends the signal to the runs once and waits for them: they save. A second signal kills them."""
+        processes = [running.process for running in self._running()]
+        print(f"\nstopping: {len(processes)} running cells save their state; once more to kill them", flush=True)
+        try:
+            for process in processes:
+                _signal_group(process, number)
+            for process in processes:
+                process.wait()
+        except _Stopped:
+            for process in processes:
+                _signal_group(process, signal.SIGKILL)
+            for process in processes:
+                process.wait()
+        for folder, state in self._states.items():
+            if state.running is not None:
+                job = self._jobs[folder]
+                status = FINISHED if job.is_trained() else WAITING
+                write_cell(job.cell, task=job.grid.task, status=status)
+        print("stopped; the same command resumes the sweep", flush=True)
+
+
+def _linked_source(job: Job) -> Path | None:
+    """Of a cell of small_lr: the run that its folder stands for."""
+    if job.cell.kind != SMALL_LR:
+        return None
+    return job.cell.folder.parent / (job.cell.folder / "best").readlink().parts[1]
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, number)
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise _Stopped(number)

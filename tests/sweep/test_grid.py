@@ -1,0 +1,164 @@
+"""Grids: what is read, which cells they have, and which line a mistake gets."""
+
+import pytest
+import yaml
+
+from finch.errors import UserError
+from finch.sweep.grid import cells_of, read_grid
+
+BASE = {"config": "qwen3/4B_sft", "out": "out/mine"}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_content(*overrides, **content):
+        file = tmp_path / "grid.yaml"
+        file.write_text(yaml.safe_dump({**BASE, **content}, sort_keys=False))
+        return read_grid(str(file), overrides)
+
+    return read_content
+
+
+def cells(grid):
+    return {cell.name: cell for cell in cells_of(grid)}
+
+
+def test_cells_are_the_product_of_the_values(read):
+    found = cells(read(grid={"method": ["finch", "sft"], "optimizer.lr": [2e-5, 1e-4], "seed": [0, 1]}))
+    assert list(found)[:3] == ["finch_lr2e-5_seed0", "finch_lr2e-5_seed1", "finch_lr0.0001_seed0"]
+    assert len(found) == 8
+    cell = found["finch_lr2e-5_seed1"]
+    assert cell.values == {"method": "finch", "optimizer.lr": 2e-5, "seed": 1}
+    assert cell.overrides() == [
+        "method=finch",
+        "optimizer.lr=2e-05",
+        "seed=1",
+        "output_dir=out/mine/finch_lr2e-5_seed1",
+    ]
+
+
+def test_cells_of_several_mappings_are_their_union(read):
+    found = cells(
+        read(
+            grid=[
+                {"method": ["sft", "finch"], "optimizer.lr": [1e-5]},
+                {"method": ["finch"], "optimizer.lr": [1e-5, 2e-5]},
+                {"method": ["lora"], "optimizer.lr": [2e-4]},
+            ]
+        )
+    )
+    assert list(found) == ["sft_lr1e-5", "finch_lr1e-5", "finch_lr2e-5", "lora_lr0.0002"]
+
+
+def test_names_are_unique_and_free_of_special_characters(read):
+    found = cells(
+        read(
+            grid=[
+                {"loss._component_": ["finch.objectives.DFT"], "batch_size": [4]},
+                {"method": ["finch+talr"], "dataset.source": ["some where/else, = 1"]},
+                {"probes.a.weight": [1], "dataset.weight": [2]},
+                {"probes.a.weight": [2], "dataset.weight": [1]},
+            ]
+        )
+    )
+    assert list(found) == [
+        "loss-DFT_batch_size4",
+        "finch+talr_source-else-1",
+        "weight1_weight2",
+        "weight2_weight1",
+    ]
+
+
+def test_wise_ft_waits_for_its_sft_run_which_is_added(read):
+    found = cells(
+        read(
+            grid=[
+                {"method": ["wise_ft"], "seed": [0, 1], "alpha": [0.3, 0.7]},
+                {"method": ["sft", "finch+wise_ft"], "seed": [0]},
+            ]
+        )
+    )
+    assert list(found)[:3] == ["sft_seed0", "sft_seed1", "finch_seed0"]
+    cell = found["wise_ft_seed1_alpha0.3"]
+    assert (cell.kind, cell.source) == ("wise_ft", found["sft_seed1"].folder)
+    assert found["finch+wise_ft_seed0"].source == found["finch_seed0"].folder
+    assert len(found) == 8
+
+
+def test_lr_replay_waits_for_the_cell_described(read):
+    mappings = [
+        {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch"}}], "seed": [0, 1]},
+        {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch", "seed": 1}}], "seed": [0]},
+        {"method": ["finch"], "seed": [0, 1]},
+    ]
+    found = cells(read(grid=mappings))
+    assert list(found)[:2] == ["finch_seed0", "finch_seed1"]
+    assert found["lr_replay_log-finch_seed1"].source == found["finch_seed1"].folder
+    other = found["lr_replay_log-finch-seed1_seed0"]
+    assert other.source == found["finch_seed1"].folder
+    assert "lr_scheduler.log=out/mine/finch_seed1" in other.overrides()
+
+
+def test_small_lr_stands_on_evaluated_sft_runs(read):
+    mappings = [
+        {"method": ["sft"], "optimizer.lr": [1e-5, 2e-5], "batch_size": [4, 8], "seed": [0, 1]},
+        {"method": ["small_lr"], "batch_size": [8], "seed": [1]},
+    ]
+    cell = cells(read(grid=mappings, evaluate={"suites": ["forgetting"]}))["small_lr_batch_size8_seed1"]
+    names = {path.name for path in cell.candidates}
+    assert names == {f"sft_lr{lr}_batch_size8_seed{seed}" for lr in ("1e-5", "2e-5") for seed in (0, 1)}
+    without = cells(read(grid=mappings))["small_lr_batch_size8_seed1"]  # the methods' stand-in
+    assert (without.kind, without.candidates) == ("run", ())
+
+
+def test_command_line_overrides_runs_and_evaluation(read):
+    grid = read(
+        "epochs=1",
+        "evaluate.limit=10",
+        grid={"seed": [0]},
+        overrides={"epochs": 3, "compile": False, "probes": None},
+        evaluate={"suites": ["science"]},
+    )
+    assert grid.overrides == ("epochs=3", "compile=false", "probes=null", "epochs=1")
+    assert (grid.evaluation.limit, grid.task, grid.evaluation.results()) == (10, "science", ("science",))
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "message"),
+    [
+        ({"grids": {}}, (), "grids is not a key of a grid, did you mean grid?"),
+        ({"grid": {"seed": 0}}, (), "grid.seed=0 must be a list of values, such as [0]"),
+        ({"grid": []}, (), "grid is missing"),
+        ({"grid": {"method": ["fnch"]}}, (), "method=fnch is not known, did you mean finch?"),
+        ({"grid": {"output_dir": ["x"]}}, (), "grid.output_dir: each cell has its own folder in out"),
+        ({"grid": {"seed": [0]}}, ("seed=1",), "seed=1: the grid has values of seed"),
+        ({"grid": {"seed": [0]}, "recipe": "finch_fll_finetune"}, (), "did you mean finch_full_finetune?"),
+        (
+            {"grid": {"seed": [0]}, "evaluate": {"suite": "x"}},
+            (),
+            "evaluate.suite is not a key of a grid, did you mean",
+        ),
+        ({"grid": {"seed": [0]}, "evaluate": {"suites": ["sience"]}}, (), "sience is not known, did you mean science?"),
+        ({"grid": {"seed": [0]}, "evaluate": {}}, (), "evaluate needs suites or tasks"),
+        ({"grid": {"seed": [0]}}, ("evaluate.limit=0", "evaluate.tasks=x"), "evaluate.limit=0 must be a number"),
+        ({"grid": {"method": ["sft"], "alpha": [0.5]}}, (), "grid.alpha is WiSE-FT's"),
+        ({"grid": {"method": ["wise_ft"], "alpha": [2]}}, (), "grid.alpha=2 must be a number in [0, 1]"),
+        (
+            {"grid": {"method": ["lr_replay", "sft"], "lr_scheduler.log": [{"cell": {"method": "finch"}}]}},
+            (),
+            "grid.lr_scheduler.log: no cell of the grid has {method: finch}",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(read, content, overrides, message):
+    with pytest.raises(UserError) as error:
+        cells_of(read(*overrides, **content))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_broken_yaml_names_its_line(tmp_path):
+    file = tmp_path / "grid.yaml"
+    file.write_text("config: x\ngrid: [\n")
+    with pytest.raises(UserError, match=r"cannot be read as YAML: .* in line 3"):
+        read_grid(str(file))
