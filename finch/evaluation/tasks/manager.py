@@ -11,10 +11,16 @@ from finch.evaluation.tasks.lm_eval_tasks import SUBJECTS
 
 OWN = Path(__file__).parent / "yaml"
 
-_FOLDERS = ("hellaswag", "winogrande", "mmlu/default", "ifeval", "truthfulqa")
-"""Of lm-eval's tasks that finch runs; to index all of lm-eval's takes seconds."""
+_FOLDERS = ("hellaswag", "winogrande", "mmlu/default", "truthfulqa")
+"""Of lm-eval's tasks that finch runs as they are; to index all of lm-eval's takes seconds."""
 
 _MODULE = "finch.evaluation.tasks"
+
+_PLAIN_IFEVAL = [
+    f"doc_to_text: !function {_MODULE}.ifeval.plain_prompt",
+    r'generation_kwargs: {until: ["\nQuestion:"], do_sample: false, temperature: 0.0, max_gen_toks: 1280}',
+]
+"""lm-eval's, but for the prompt and the end of the response."""
 
 
 def task_manager(
@@ -49,14 +55,13 @@ def task_manager(
             "has_chat_template": has_chat_template,
         },
     )
-    manager.finch_folder = (
-        folder  # lm-eval reads the files again when it loads a task; they are removed with the manager
-    )
+    # lm-eval reads a file again when it loads the task; the folder is removed together with the manager.
+    manager.finch_folder = folder
     return manager
 
 
 def _write_variants(folder: Path, tasks: Path, *, is_local: bool, has_chat_template: bool) -> None:
-    """Writes the YAML files that include lm-eval's own and change where rows come from, or the prompt."""
+    """Writes the YAML files that include lm-eval's own: with local rows, and IFEval with fixed random choices and perhaps a plain prompt."""
     variants: dict[str, tuple[str, list[str]]] = {}
     if is_local:
         variants["hellaswag"] = ("hellaswag/hellaswag.yaml", _local("lm_eval_tasks.hellaswag_dataset"))
@@ -64,6 +69,11 @@ def _write_variants(folder: Path, tasks: Path, *, is_local: bool, has_chat_templ
         for subject in SUBJECTS:
             rows = [*_local("lm_eval_tasks.mmlu_dataset"), f"dataset_kwargs: {{subject: {subject}}}"]
             variants[f"mmlu_{subject}"] = (f"mmlu/default/mmlu_{subject}.yaml", rows)
+        for name in ("truthfulqa_mc1", "truthfulqa_mc2"):
+            variants[name] = (f"truthfulqa/{name}.yaml", _local("truthfulqa.local_dataset"))
+    ifeval = [f"process_results: !function {_MODULE}.ifeval.process_results"]
+    ifeval += _local("ifeval.local_dataset") if is_local else []
+    variants["ifeval"] = ("ifeval/ifeval.yaml", ifeval if has_chat_template else [*ifeval, *_PLAIN_IFEVAL])
     for name, (file, lines) in variants.items():
         text = "\n".join([f"include: {tasks / file}", f"task: {name}", *lines])
         (folder / f"{name}.yaml").write_text(text + "\n", encoding="utf-8")

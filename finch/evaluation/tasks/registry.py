@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from finch.evaluation.results import NEW, OLD
-from finch.evaluation.tasks import lm_eval_tasks, tofu
+from finch.evaluation.results import NEW, OLD, RELIABILITY
+from finch.evaluation.tasks import (
+    confidence,
+    galician_alpaca,
+    halueval,
+    ifeval,
+    lm_eval_tasks,
+    sciknoweval,
+    tofu,
+    truthfulqa,
+)
 from finch.evaluation.tasks.task import Task
 
 _TOFU = (
     "TOFU, which of six answers to the paraphrased question is right: the paraphrased answer and five perturbed ones, shuffled with a seed a "
     "row, compared by log-likelihood per character"
+)
+
+_SCIKNOWEVAL = (
+    "SciKnowEval Chemistry L3, last letter stated in a greedy response, without one it is wrong; multiple-choice rows"
 )
 
 TASKS: dict[str, Task] = {
@@ -52,6 +65,66 @@ TASKS: dict[str, Task] = {
             compute_others=lm_eval_tasks.mmlu_others,
             uses_chat_template=False,
             chance=1 / 4,
+            is_divided=True,
+        ),
+        Task(
+            name="ifeval",
+            suite="forgetting",
+            role=OLD,
+            metric="prompt_level_strict_acc",
+            measure="IFEval of lm-eval, prompts all of whose instructions are followed, strictly; greedy",
+            lm_eval_names=("ifeval",),
+            sources=(ifeval.ROWS,),
+            read_samples=ifeval.samples,
+            compute_others=ifeval.others,
+            uses_chat_template=True,
+            chance=None,
+        ),
+        Task(
+            name="truthfulqa",
+            suite="reliability",
+            role=RELIABILITY,
+            metric="mc2",
+            measure="TruthfulQA mc2 of lm-eval with its prompt of six questions, the share of the true answers in the probability of all answers",
+            lm_eval_names=("truthfulqa_mc1", "truthfulqa_mc2"),
+            sources=(truthfulqa.ROWS,),
+            read_samples=truthfulqa.samples,
+            compute_others=truthfulqa.others,
+            uses_chat_template=False,
+            chance=None,
+        ),
+        Task(
+            name="halueval",
+            suite="reliability",
+            role=RELIABILITY,
+            metric="acc",
+            measure=(
+                "HaluEval QA, question and two answers without the knowledge, which one is hallucinated: log-likelihood of the letter; both "
+                "orders, mean per question"
+            ),
+            lm_eval_names=("finch_halueval",),
+            sources=(halueval.ROWS,),
+            read_samples=halueval.samples,
+            compute_others=halueval.others,
+            uses_chat_template=True,
+            chance=1 / 2,
+        ),
+        Task(
+            name="confidence",
+            suite="reliability",
+            role=RELIABILITY,
+            metric="brier",
+            measure=(
+                "Brier score of verbalised confidence on TruthfulQA: (confidence - right)^2 over parsed responses; the right option and three "
+                "wrong ones of mc1, drawn and shuffled with a seed a row; rows with fewer wrong ones are left out; greedy"
+            ),
+            lm_eval_names=("finch_confidence",),
+            sources=(truthfulqa.ROWS,),
+            read_samples=confidence.samples,
+            compute_others=confidence.others,
+            uses_chat_template=True,
+            chance=3 / 16,  # any letter with the confidence 25
+            is_higher_better=False,
         ),
         Task(
             name="tofu",
@@ -78,6 +151,46 @@ TASKS: dict[str, Task] = {
             compute_others=tofu.others,
             uses_chat_template=True,
             chance=1 / 6,
+        ),
+        Task(
+            name="sciknoweval",
+            suite="science",
+            role=NEW,
+            metric="acc",
+            measure=f"{_SCIKNOWEVAL} of the 25% test part",
+            lm_eval_names=("finch_sciknoweval", "finch_sciknoweval_letters"),
+            sources=(sciknoweval.ROWS,),
+            read_samples=sciknoweval.samples,
+            compute_others=sciknoweval.others,
+            uses_chat_template=True,
+            chance=1 / 4,
+        ),
+        Task(
+            name="sciknoweval_validation",
+            suite="science_validation",
+            role=NEW,
+            metric="acc",
+            measure=f"{_SCIKNOWEVAL} of the 5% validation part",
+            lm_eval_names=("finch_sciknoweval_validation", "finch_sciknoweval_validation_letters"),
+            sources=(sciknoweval.ROWS,),
+            read_samples=sciknoweval.samples,
+            compute_others=sciknoweval.others,
+            uses_chat_template=True,
+            chance=1 / 4,
+        ),
+        Task(
+            name="galician_alpaca",
+            suite="language",
+            role=NEW,
+            metric="win_tie_rate",
+            measure="answers to the Galician Alpaca instructions of the 25% test part, greedy; finch judge scores them",
+            lm_eval_names=("finch_galician_alpaca",),
+            sources=(galician_alpaca.ROWS,),
+            read_samples=galician_alpaca.samples,
+            compute_others=galician_alpaca.others,
+            uses_chat_template=True,
+            chance=None,
+            is_judged=True,
         ),
     )
 }

@@ -38,7 +38,7 @@ class Task:
         chance: the expected score of a model that guesses; None where there is no such number.
         is_higher_better: False for errors.
         is_judged: whether only answers are written, which `finch judge` scores.
-        max_response_tokens: of a generated response; 0 where nothing is generated.
+        is_divided: whether the documents are divided among ``lm_eval_names``; otherwise each of these has all documents.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Task:
     chance: float | None
     is_higher_better: bool = True
     is_judged: bool = False
-    max_response_tokens: int = 0
+    is_divided: bool = False
 
     def definition(self, has_chat_template: bool) -> str:
         """What was measured and how, in a sentence.

@@ -1,0 +1,67 @@
+"""Galician Alpaca, the paper's language task: answers to the instructions of the test part, which `finch judge` compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from finch.errors import UserError
+from finch.evaluation.results import Sample
+from finch.evaluation.tasks.rows import Row, Source, table
+from finch.evaluation.tasks.task import Records, by_doc_id, identity, mean, plain_or_chat, response
+
+ROWS = Source("galician_alpaca/*.jsonl", "irlab-udc/alpaca_data_galician", "train")
+FIELDS = ("instruction", "input", "output")
+SEED = 0
+VALIDATION_FRACTION, TEST_FRACTION = 0.05, 0.25
+
+
+def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: Any) -> dict[str, Any]:
+    """The rows of the test part, by the default split of ``finch.data.galician_alpaca``.
+
+    Raises:
+        UserError: rows without ``instruction`` and ``output``.
+    """
+    from finch.data import splits
+
+    rows = [{field: row.get(field) or "" for field in FIELDS} for row in ROWS.load(data_root)]
+    if broken := next((row for row in rows if not (row["instruction"] and row["output"])), None):
+        raise UserError(
+            f"galician_alpaca: a row of {ROWS.file} has no instruction or no output: {str(broken)[:100]}; fix or remove it"
+        )
+    indices = splits.part_indices(
+        [([row["instruction"], row["input"]], [row["output"]]) for row in rows],
+        "test",
+        validation_fraction=VALIDATION_FRACTION,
+        test_fraction=TEST_FRACTION,
+        seed=SEED,
+    )
+    return {"test": table([_document(rows[index], has_chat_template) for index in indices])}
+
+
+def _document(row: Row, has_chat_template: bool) -> Row:
+    question = "\n".join(filter(None, [row["instruction"], row["input"]]))  # as in training
+    return {"question": question, "output": row["output"], "prompt": plain_or_chat(question, has_chat_template)}
+
+
+def process_results(document: Row, responses: Sequence[str]) -> dict[str, float]:
+    """lm-eval's metric of a document: the response's length in words, since the answers are judged elsewhere."""
+    return {"response_words": float(len(responses[0].split()))}
+
+
+def samples(records: Records) -> list[Sample]:
+    """Without a score: the instruction with its input, and the model's response, for `finch judge`."""
+    (name,) = records
+    return [
+        {
+            **identity(record),
+            "score": None,
+            "prompt": record["doc"]["question"],
+            "response": response(record),
+        }
+        for record in by_doc_id(records[name]).values()
+    ]
+
+
+def others(samples: Sequence[Sample]) -> dict[str, float | None]:
+    return {"response_words": mean([{"words": len(sample["response"].split())} for sample in samples], "words")}

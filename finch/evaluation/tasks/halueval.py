@@ -1,0 +1,71 @@
+"""HaluEval's questions with a right and a hallucinated answer: which is hallucinated, in both orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from finch.evaluation.results import Sample
+from finch.evaluation.tasks.rows import Row, Source, table
+from finch.evaluation.tasks.task import Records, by_doc_id, identity, log_likelihoods, mean
+
+ROWS = Source("halueval/qa.jsonl", "pminervini/HaluEval", "data", "qa")
+PROMPT = (
+    "Question: {question}\nA. {a}\nB. {b}\nOne of these two answers is right, the other one is hallucinated. Which answer is hallucinated? "
+    "Reply with its letter, A or B."
+)
+LETTERS = ["A", "B"]
+
+
+def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: Any) -> dict[str, Any]:
+    """Two documents a row, one after the other: with the hallucinated answer as A, then as B."""
+    rows = ROWS.load(data_root)
+    clusters: dict[str, int] = {}
+    return {
+        "test": table(
+            [
+                _document(row, gold, clusters.setdefault(row["question"], len(clusters)), has_chat_template)
+                for row in rows
+                for gold in (0, 1)
+            ]
+        )
+    }
+
+
+def _document(row: Row, gold: int, cluster: int, has_chat_template: bool) -> Row:
+    answers = [row["right_answer"], row["hallucinated_answer"]]
+    a, b = answers if gold == 1 else reversed(answers)
+    prompt = PROMPT.format(question=row["question"], a=a, b=b)
+    return {
+        "prompt": prompt if has_chat_template else f"{prompt}\nAnswer:",
+        "choices": LETTERS,
+        "gold": gold,
+        "cluster": cluster,
+        "lengths": [len(a), len(b)],
+    }
+
+
+def samples(records: Records) -> list[Sample]:
+    """Both orders of a question are a cluster."""
+    (name,) = records
+    return [
+        {
+            **identity(record),
+            "score": float(record["acc"]),
+            "cluster": record["doc"]["cluster"],
+            "answer": record["doc"]["gold"],
+            "lengths": record["doc"]["lengths"],
+            "loglikelihoods": log_likelihoods(record),
+        }
+        for record in by_doc_id(records[name]).values()
+    ]
+
+
+def others(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """Beside it, the score of always picking the longer answer (1/2 where both are as long), which needs no model."""
+    return {"pick_longer": mean([{"score": _pick_longer(sample)} for sample in samples], "score")}
+
+
+def _pick_longer(sample: Sample) -> float:
+    hallucinated, right = sample["lengths"][sample["answer"]], sample["lengths"][1 - sample["answer"]]
+    return 0.5 if hallucinated == right else float(hallucinated > right)

@@ -1,0 +1,102 @@
+"""SciKnowEval's Chemistry rows of level 3, the paper's science task: the option's letter that the model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from finch.evaluation.results import Sample
+from finch.evaluation.tasks.parsers import letter_of
+from finch.evaluation.tasks.rows import Row, Source, table
+from finch.evaluation.tasks.task import (
+    Record,
+    Records,
+    by_doc_id,
+    identity,
+    log_likelihoods,
+    mean,
+    plain_or_chat,
+    response,
+)
+
+ROWS = Source("sciknoweval/chemistry_l3.jsonl", "hicai-zju/SciKnowEval", "test", "v2")
+SEED = 0
+VALIDATION_FRACTION, TEST_FRACTION = 0.05, 0.25
+
+
+def dataset(
+    data_root: str | None = None, has_chat_template: bool = False, part: str = "test", **_: Any
+) -> dict[str, Any]:
+    """The multiple-choice rows of a part, as documents with ``prompt``, ``choices`` (letters) and ``gold``.
+
+    All rows are split, as ``finch.data.sciknoweval`` does by default; then rows without choices are left out.
+
+    Args:
+        data_root: None: rows of the hub.
+        has_chat_template: whether the prompt becomes a user's turn.
+        part: ``test`` or ``validation``.
+    """
+    from finch.data import splits
+
+    rows = [row for row in ROWS.load(data_root) if row["domain"] == "Chemistry" and row["details"]["level"] == "L3"]
+    indices = splits.part_indices(
+        [(row["question"], row["choices"]) for row in rows],
+        part,
+        validation_fraction=VALIDATION_FRACTION,
+        test_fraction=TEST_FRACTION,
+        seed=SEED,
+    )
+    chosen = [rows[index] for index in indices]
+    return {"test": table([_document(row, has_chat_template) for row in chosen if (row["choices"] or {}).get("label")])}
+
+
+def _document(row: Row, has_chat_template: bool) -> Row:
+    from finch.data.sciknoweval import choices_of, prompt_of
+
+    letters = list(choices_of(row))
+    return {
+        "question": row["question"],
+        "subtask": row["details"].get("subtask"),
+        "prompt": plain_or_chat(prompt_of(row), has_chat_template),
+        "choices": letters,
+        "gold": letters.index(row["answerKey"]),
+    }
+
+
+def process_results(document: Row, responses: Sequence[str]) -> dict[str, float]:
+    """lm-eval's metrics of a document: whether the last stated letter is the right one, and whether there is one."""
+    letter = _letter(document, responses[0])
+    return {"acc": float(letter == document["choices"][document["gold"]]), "parsed": float(letter is not None)}
+
+
+def _letter(document: Row, text: str) -> str | None:
+    return letter_of(text, "".join(document["choices"]))
+
+
+def samples(records: Records) -> list[Sample]:
+    """With the response, and the log-likelihoods of the letters instead of a response."""
+    answers, letters = records
+    by_letters = by_doc_id(records[letters])
+    return [_sample(record, by_letters[doc_id]) for doc_id, record in by_doc_id(records[answers]).items()]
+
+
+def _sample(record: Record, letters: Record) -> Sample:
+    document, text = record["doc"], response(record)
+    letter = _letter(document, text)
+    answer = document["choices"][document["gold"]]
+    return {
+        **identity(record),
+        "score": float(letter == answer),
+        "is_parsed": letter is not None,
+        "acc_letters": float(letters["acc"]),
+        "question": document["question"],
+        "subtask": document["subtask"],
+        "answer": answer,
+        "letter": letter,
+        "response": text,
+        "letter_loglikelihoods": log_likelihoods(letters),
+    }
+
+
+def others(samples: Sequence[Sample]) -> dict[str, float | None]:
+    return {"parse_rate": mean(samples, "is_parsed"), "acc_letters": mean(samples, "acc_letters")}
