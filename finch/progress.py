@@ -49,7 +49,7 @@ class RunProgress:
             self._bar.set_description_str(title)
         elif self._is_shown and sys.stderr.isatty():
             # smoothing=0: the time left follows from the mean speed, with validation and saving
-            self._bar = _bar(desc=title, total=self._total, initial=self._first_step, smoothing=0)
+            self._bar = make_bar(desc=title, total=self._total, initial=self._first_step, smoothing=0)
             self._stack.enter_context(logging_redirect_tqdm([logger]))  # log lines appear above the bar
 
     def update(self, line: Mapping[str, Any], tokens_per_second: float) -> None:
@@ -107,7 +107,7 @@ def track(items: Iterable[Item], *, title: str, total: int, unit: str, is_shown:
         unit: the name of one item.
     """
     if is_shown and sys.stderr.isatty():
-        with _bar(total=total, desc=title, leave=False) as bar:
+        with make_bar(total=total, desc=title, leave=False) as bar:
             for item in items:
                 yield item
                 bar.update()
@@ -127,7 +127,7 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _bar(**options: Any) -> tqdm:
+def make_bar(**options: Any) -> tqdm:
     """A bar as wide as the terminal, or as the environment variable COLUMNS says."""
     size = os.terminal_size((0, 0))
     with contextlib.suppress(OSError):

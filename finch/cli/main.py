@@ -10,6 +10,7 @@ from typing import Any
 
 from finch import __version__
 from finch.cli.data import add_arguments as add_translate_arguments
+from finch.cli.evaluate import add_arguments as add_evaluate_arguments
 from finch.cli.select_lr import add_arguments as add_select_lr_arguments
 from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
@@ -70,6 +71,9 @@ def main(arguments: list[str] | None = None) -> None:
         data_actions.add_parser("translate", help="translate instruction rows through a server with OpenAI's protocol")
     )
 
+    add_evaluate_arguments(
+        commands.add_parser("evaluate", help="measure what tuned models have learned and forgotten", allow_abbrev=False)
+    )
     add_sweep_arguments(
         commands.add_parser(
             "sweep", help="train and evaluate the runs of a grid, here or as a Slurm job array", allow_abbrev=False
@@ -135,6 +139,10 @@ def main(arguments: list[str] | None = None) -> None:
         from finch.cli.data import translate
 
         translate(parsed)
+    elif parsed.command == "evaluate":
+        from finch.cli.evaluate import evaluate
+
+        evaluate(parsed)
     elif parsed.command == "wise-ft":
         require_extras("finch wise-ft", "torchtune")
         from finch.weights.wise_ft import wise_ft as interpolate

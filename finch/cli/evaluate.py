@@ -1,0 +1,173 @@
+"""`finch evaluate`: the pretrained and the tuned models on suites of tasks, in this process or on several ranks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finch.errors import UserError, exit_without_teardown
+from finch.extras import require_extras
+
+if TYPE_CHECKING:
+    from finch.evaluation.model_folders import ModelFolder
+    from finch.evaluation.runner import Evaluation
+    from finch.evaluation.tasks.task import Task
+
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models = parser.add_argument_group("models")
+    models.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
+    models.add_argument(
+        "--tuned",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DIR_OR_RUN",
+        help="tuned models: Hugging Face folders, PEFT adapters, or output folders of runs (their best epoch)",
+    )
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument(
+        "--suite",
+        type=_names,
+        default=[],
+        metavar="NAMES",
+        help="forgetting, reliability, knowledge, science, language or all; several with commas",
+    )
+    tasks.add_argument(
+        "--tasks", type=_names, default=[], metavar="NAMES", help="only these tasks; without --suite also others of lm-eval"
+    )
+    tasks.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    tasks.add_argument(
+        "--data-root", type=Path, metavar="DIR", help="folder of local data sets, as docs/evaluate.md lists them (default: the hub)"
+    )
+    tasks.add_argument("--include-path", type=Path, metavar="DIR", help="folder of YAML files of your own lm-eval tasks")
+    tasks.add_argument(
+        "--new-task", type=_names, default=[], metavar="NAMES", help="which lm-eval tasks were learned; on the others a loss is forgetting"
+    )
+    run = parser.add_argument_group("how")
+    run.add_argument(
+        "--out", type=Path, default=Path("evaluation"), metavar="DIR", help="folder for results that no run owns (default: evaluation)"
+    )
+    run.add_argument("--batch-size", default="auto", metavar="N", help="rows of a batch, or auto (the default)")
+    run.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of all models; auto: the base's on a GPU, fp32 on a CPU (the default)"
+    )
+    run.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU where there is one)")
+    run.add_argument("--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="processes, one a GPU")
+
+
+def evaluate(parsed: argparse.Namespace) -> None:
+    """Evaluates, and prints a table for each suite.
+
+    Raises:
+        UserError: a mistake in the arguments, a folder, or the data; a model whose numbers are not finite.
+    """
+    require_extras("finch evaluate", "evaluate")
+    is_rank = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    base, tuned, tasks, others = _check(parsed)
+    if parsed.nproc_per_node > 1 and not is_rank:
+        _launch(parsed.nproc_per_node)
+        return
+    with contextlib.ExitStack() as stack:
+        from finch.evaluation.quiet import quiet_harness
+
+        stack.enter_context(quiet_harness())
+        evaluation, tasks = _prepare(parsed, base, tuned, tasks, others)
+        evaluation.run()
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(_report(evaluation, tasks))
+    exit_without_teardown()
+
+
+def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str]]:
+    from finch.evaluation.checks import check_data, check_harness, check_tokenizers, select_tasks
+    from finch.evaluation.model_folders import find_base, find_tuned
+
+    check_harness()
+    if parsed.limit is not None and parsed.limit < parsed.nproc_per_node:
+        raise UserError(f"--limit={parsed.limit} must be at least 1 and --nproc_per_node={parsed.nproc_per_node}; give more documents")
+    if parsed.nproc_per_node < 1:
+        raise UserError(f"--nproc_per_node={parsed.nproc_per_node} must be at least 1")
+    if parsed.batch_size != "auto" and not (parsed.batch_size.isdigit() and int(parsed.batch_size) > 0):
+        raise UserError(f"--batch-size={parsed.batch_size} must be a number of rows or auto")
+    if parsed.include_path is not None and not parsed.include_path.is_dir():
+        raise UserError(f"--include-path={parsed.include_path} is not a folder; give the folder of your tasks' YAML files")
+    tasks, others = select_tasks(parsed.suite, parsed.tasks)
+    for name in parsed.new_task:
+        if name not in others:
+            raise UserError(f"--new-task {name} is not one of the lm-eval tasks of --tasks; finch knows the role of its own tasks")
+    base = find_base(parsed.base)
+    tuned = [find_tuned(path, base) for path in parsed.tuned]
+    check_data(tasks, parsed.data_root)
+    check_tokenizers(base, tuned)
+    return base, tuned, tasks, others
+
+
+def _prepare(
+    parsed: argparse.Namespace, base: ModelFolder, tuned: list[ModelFolder], tasks: list[Task], others: list[str]
+) -> tuple[Evaluation, list[Task]]:
+    from finch.evaluation.custom_tasks import custom_task
+    from finch.evaluation.harness import Harness, make_manager
+    from finch.evaluation.loading import load_tokenizer, resolve_dtype
+    from finch.evaluation.ranks import Ranks
+    from finch.evaluation.runner import Evaluation, Options
+
+    ranks = Ranks()
+    tokenizer = load_tokenizer(base.path, "--base")
+    manager = make_manager(parsed.data_root, tokenizer, parsed.include_path, has_custom=bool(others))
+    tasks = [*tasks, *(custom_task(name, manager, is_new=name in parsed.new_task) for name in others)]
+    harness = Harness(manager, tasks, tokenizer, parsed.limit)
+    options = Options(
+        out=parsed.out,
+        data_root=parsed.data_root,
+        limit=parsed.limit,
+        dtype=resolve_dtype(parsed.dtype, base.path, ranks.device(parsed.device)),
+        batch_size=parsed.batch_size,
+        device=parsed.device,
+    )
+    return Evaluation(base, tuned, tasks, harness, options, ranks), tasks
+
+
+def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
+    from finch.evaluation.table import format_table
+
+    first, *rest = evaluation.targets
+    parts = []
+    for suite in evaluation.suites:
+        base = (first.output, evaluation.result(first, suite))
+        tuned = [(target.folder.label, target.output, evaluation.result(target, suite)) for target in rest]
+        names = [task.name for task in tasks if task.suite == suite]
+        parts.append(f"\n{suite}: {first.output / suite}.json\n{format_table(base, tuned, names)}")
+        if any(task.suite == suite and getattr(task, "is_judged", False) for task in tasks):
+            folders = " ".join(str(target.output) for target in rest)
+            parts.append(f"not scored yet; compare the answers with a judge: finch judge {folders}".rstrip())
+    return "\n".join(parts)
+
+
+def _launch(number: int) -> None:
+    """Starts the same command on several ranks, and ends this process with the exit code of the first one that fails."""
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser
+    from torch.distributed.run import run as run_launcher
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
+    for name in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    arguments = ["--standalone", f"--nproc_per_node={number}", "--module", "finch.cli", *sys.argv[1:]]
+    try:
+        run_launcher(get_args_parser().parse_args(arguments))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]

@@ -1,0 +1,100 @@
+"""lm-eval's other tasks, and a user's own YAML files, by name: ``--tasks arc_easy --include-path DIR``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finch.config.suggestions import did_you_mean
+from finch.errors import UserError
+from finch.evaluation.results import NEW, OLD, Sample
+from finch.evaluation.tasks.task import Records, Task
+
+CUSTOM = "custom"
+"""The suite of such tasks."""
+_HEADLINES = ("acc_norm", "acc", "exact_match")
+
+
+@dataclass(frozen=True)
+class CustomTask(Task):
+    """A task whose definition is lm-eval's."""
+
+    shots: int = 0
+
+    def definition(self, has_chat_template: bool) -> str:
+        prompt = "chat template" if self.uses_chat_template and has_chat_template else "no chat template"
+        return f"{self.measure}; {self.shots}-shot; {prompt}"
+
+
+def custom_task(name: str, manager: Any, *, is_new: bool) -> CustomTask:
+    """A task for lm-eval's task, group or tag of that name.
+
+    The headline is acc_norm, acc or exact_match, else the first metric. Generated answers use the chat template where there is
+    one, log-likelihoods do not.
+
+    Args:
+        manager: an ``lm_eval.tasks.TaskManager``.
+        is_new: whether the model was tuned on it; otherwise a lower score is forgetting.
+
+    Raises:
+        UserError: there is no such task, its data cannot be loaded, or it has no score per document.
+    """
+    known = {*manager.all_tasks, *manager.all_groups, *manager.all_tags}
+    if name not in known:
+        raise UserError(
+            f"--tasks {name} is neither a task of finch nor one of lm-eval{did_you_mean(name, known)}; give --include-path for your own"
+        )
+    try:
+        parts = manager.load(name)["tasks"]
+    except Exception as error:  # a broken YAML file, a data set that cannot be loaded: each library has its own
+        raise UserError(f"--tasks {name}: lm-eval cannot load it ({' '.join(str(error).split())[:200]})") from error
+    first = next(iter(parts.values()))
+    metrics = [metric["metric"] for metric in first.config.metric_list or () if isinstance(metric["metric"], str)]
+    metric = next((each for each in _HEADLINES if each in metrics), metrics[0] if metrics else None)
+    if metric is None or "perplexity" in metric:
+        raise UserError(f"--tasks {name} has no score per document ({metric or 'no metric'}); leave it out")
+    options = next((each for each in first.config.metric_list if each["metric"] == metric), {})
+    return CustomTask(
+        name=name,
+        suite=CUSTOM,
+        role=NEW if is_new else OLD,
+        metric=metric,
+        measure=f"{name} of lm-eval, {metric}",
+        lm_eval_names=tuple(parts),
+        sources=(),
+        read_samples=lambda records: _samples(records, metric),
+        compute_others=lambda samples: {},
+        uses_chat_template=first.OUTPUT_TYPE == "generate_until",
+        chance=None,
+        is_higher_better=bool(options.get("higher_is_better", True)),
+        shots=first.config.num_fewshot or 0,
+    )
+
+
+def _samples(records: Records, metric: str) -> list[Sample]:
+    samples = []
+    for task, documents in records.items():
+        first_filter = documents[0]["filter"] if documents else None
+        for document in sorted(documents, key=lambda each: each["doc_id"]):
+            if document["filter"] == first_filter:
+                samples.append(_sample(document, metric, f"{task}/" if len(records) > 1 else None))
+    return samples
+
+
+def _sample(document: Any, metric: str, prefix: str | None) -> Sample:
+    score = document.get(metric)
+    if not isinstance(score, int | float):
+        raise UserError(f"document {document['doc_id']}: {metric} is no number ({score!r}); such a task cannot be compared")
+    number = document["doc_id"]
+    return {
+        "doc_id": number if prefix is None else f"{prefix}{number}",
+        "doc_hash": document["doc_hash"],
+        "score": float(score),
+        "responses": _plain(document["filtered_resps"]),
+    }
+
+
+def _plain(responses: Sequence[Any]) -> list[Any]:
+    """Texts, or log-likelihoods."""
+    return [response[0] if isinstance(response, tuple | list) else response for response in responses]

@@ -1,0 +1,263 @@
+"""lm-eval's Hugging Face model with what an evaluation of hours needs: batches on disk, progress, and no score from NaN.
+
+Batches are formed by ``finch.evaluation.batches`` and each is given to lm-eval as one, which pads, runs and scores it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from finch.errors import UserError
+from finch.evaluation.answer_cache import AnswerCache
+from finch.evaluation.batches import Limits, Row, form_batches, group_rows, logits_to_keep
+from finch.evaluation.progress import EvaluationProgress
+from finch.evaluation.ranks import Ranks
+from finch.log import logger
+
+AUTO = "auto"
+MAX_ROWS = 64
+"""Rows of a batch whose size is ``auto``; lm-eval's limit."""
+CPU_TOKENS, GPU_TOKENS = 4096, 32768
+"""Tokens of such a batch of log-likelihoods, padding included; a CPU is not faster with more."""
+CPU_BYTES, GPU_SHARE = 2**30, 1 / 8
+"""What such a batch's logits, or the keys and values of generated tokens, may take; of a GPU its share of the memory."""
+
+Answer = tuple[float, bool]
+TokenRequest = tuple[tuple[str, str], list[int], list[int]]
+
+
+class LanguageModel(HFLM):
+    """
+    Args:
+        model: on its device.
+        tokenizer: of the pretrained model.
+        name: of the model in error messages.
+        batch_size: rows, or ``auto``: as many as limits of tokens and memory allow.
+        ranks: the processes that share the documents.
+        progress: is given the number of requests.
+
+    Attributes:
+        num_batches_run: batches that the model has answered; those that the cache held do not count.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        batch_size: int | str = AUTO,
+        ranks: Ranks,
+        progress: EvaluationProgress,
+    ) -> None:
+        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1, softmax_dtype="float32")
+        self._name, self._row_limit, self._ranks, self._progress = name, batch_size, ranks, progress
+        self._rank, self._world_size = ranks.rank, ranks.size
+        self._requests: Sequence[Instance] = []
+        self._cache: AnswerCache | None = None
+        self._logits_to_keep = 0
+        self._can_keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._sizes = model.config.get_text_config()
+        self.num_batches_run = 0
+
+    def use_cache(self, cache: AnswerCache | None) -> None:
+        """The cache of the next task's answers."""
+        self._cache = cache
+
+    # Between processes, in place of accelerate's.
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self._ranks.gather(tensor.item()))
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        values = self._ranks.gather(obj)
+        return values if self.rank == dst else None
+
+    def barrier(self) -> None:
+        self._ranks.barrier()
+
+    # Log-likelihoods
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        """
+        Raises:
+            UserError: a log-likelihood is not finite, or an answer does not fit into the model's context.
+        """
+        self._requests = requests
+        self._progress.expect(len(requests))
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """
+        Raises:
+            UserError: always; perplexity is no score per document.
+        """
+        raise UserError(f"task {requests[0].task_name} measures perplexity, which has no score per document; leave it out")
+
+    def _loglikelihood_tokens(
+        self, requests: list[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Answer]:
+        self._check_lengths(requests)
+        answers: list[Any] = [None] * len(requests)
+        rows = group_rows([request[1:] for request in requests], self.max_length)
+        for batch in form_batches(rows, self._limits(GPU_TOKENS, CPU_TOKENS), self._logits_bytes):
+            indices = [index for row in batch for index in row.indices]
+            content = [requests[index][1:] for index in indices]
+            stored = self._cached(content, len(indices), lambda: self._score(batch, requests))  # noqa: B023 (called at once)
+            for index, (value, is_greedy) in zip(indices, stored, strict=True):
+                answers[index] = (value, is_greedy)
+        return answers
+
+    def _score(self, rows: list[Row], requests: Sequence[TokenRequest]) -> list[Answer]:
+        """The answers to the rows' requests, from one batch; from smaller ones where the memory does not suffice."""
+        indices = [index for row in rows for index in row.indices]
+        self._logits_to_keep = logits_to_keep(rows)
+        self.batch_size_per_gpu = len(rows)
+        try:
+            answers = super()._loglikelihood_tokens([requests[index] for index in indices], disable_tqdm=True)
+        except RuntimeError as error:
+            if len(rows) == 1 or not should_reduce_batch_size(error):
+                raise
+        else:
+            for index, (value, _) in zip(indices, answers, strict=True):
+                if not math.isfinite(value):
+                    self._refuse(self._requests[index], f"the log-likelihood of an answer is {value}")
+            return answers
+        torch.cuda.empty_cache()
+        half = len(rows) // 2
+        return self._score(rows[:half], requests) + self._score(rows[half:], requests)
+
+    def _model_call(
+        self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [batch, seq or less, vocab]: of the last positions alone where the model can do that; lm-eval reads from the end."""
+        options = {"logits_to_keep": self._logits_to_keep} if self._can_keep_logits else {}
+        with torch.inference_mode():
+            return self.model(inps, use_cache=False, **options).logits
+
+    def _logits_bytes(self, rows: Sequence[Row]) -> int:
+        """Of logits and their log-softmax in fp32."""
+        positions = logits_to_keep(rows) if self._can_keep_logits else rows[0].length
+        return len(rows) * positions * self._sizes.vocab_size * 8
+
+    def _check_lengths(self, requests: Sequence[TokenRequest]) -> None:
+        num_truncated = 0
+        for index, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                self._refuse(
+                    self._requests[index],
+                    f"an answer has {len(continuation)} tokens, the model's context {self.max_length}",
+                )
+            num_truncated += len(context) + len(continuation) > self.max_length + 1
+        self._warn_of_truncated(num_truncated, len(requests))
+
+    # Generation
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Texts; a model with a short context generates at most half of it.
+
+        Raises:
+            UserError: the logits after a prompt are not finite.
+        """
+        self._progress.expect(len(requests))
+        answers: list[Any] = [None] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(index)
+        for indices in groups.values():
+            settings = dict(normalize_gen_kwargs(dict(requests[indices[0]].args[1]), self.max_gen_toks))
+            room = min(settings["max_gen_toks"], self.max_length // 2)
+            if room < settings["max_gen_toks"] and self._ranks.is_first:
+                logger.warning(
+                    f"{self._name}: answers to {requests[0].task_name} end after {room} tokens in place of "
+                    f"{settings['max_gen_toks']}: the model's context has {self.max_length}"
+                )
+            settings["max_gen_toks"] = room
+            lengths = {index: len(self.tok_encode(requests[index].args[0])) for index in indices}
+            max_prompt = self.max_length - room
+            self._warn_of_truncated(sum(length > max_prompt for length in lengths.values()), len(indices))
+            rows = [Row([index], min(lengths[index], max_prompt) + room) for index in indices]
+            rows.sort(key=lambda row: (-row.length, requests[row.indices[0]].args[0]))
+            for batch in form_batches(rows, self._limits(None, None), self._kept_bytes):
+                limited = [_with_settings(requests[row.indices[0]], settings) for row in batch]
+                content = [request.args for request in limited]
+                texts = self._cached(content, len(batch), lambda: self._generate(limited))  # noqa: B023 (called at once)
+                for row, text in zip(batch, texts, strict=True):
+                    answers[row.indices[0]] = text
+        return answers
+
+    def _generate(self, requests: list[Instance]) -> list[str]:
+        self._requests = requests
+        self.batch_size_per_gpu = len(requests)
+        try:
+            return super().generate_until(requests, disable_tqdm=True)
+        except RuntimeError as error:
+            if len(requests) == 1 or not should_reduce_batch_size(error):
+                raise
+        torch.cuda.empty_cache()
+        half = len(requests) // 2
+        return self._generate(requests[:half]) + self._generate(requests[half:])
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
+        options = {"logits_to_keep": 1} if self._can_keep_logits else {}
+        with torch.inference_mode():
+            logits = self.model(context, attention_mask=settings["attention_mask"], use_cache=False, **options).logits
+            for request, row in zip(self._requests, logits[:, -1], strict=True):
+                if not bool(torch.isfinite(row).all()):
+                    self._refuse(request, "the logits after the prompt are not finite")
+            return super()._model_generate(context, max_length, stop, **settings)
+
+    def _kept_bytes(self, rows: Sequence[Row]) -> int:
+        """Of keys and values."""
+        heads = getattr(self._sizes, "num_key_value_heads", None) or self._sizes.num_attention_heads
+        dim = getattr(self._sizes, "head_dim", None) or self._sizes.hidden_size // self._sizes.num_attention_heads
+        a_token = 2 * self._sizes.num_hidden_layers * heads * dim * self.model.dtype.itemsize
+        return len(rows) * rows[0].length * a_token
+
+    # Both
+
+    def _limits(self, gpu_tokens: int | None, cpu_tokens: int | None) -> Limits:
+        if self._row_limit != AUTO:
+            return Limits(int(self._row_limit))
+        if self.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+            return Limits(MAX_ROWS, gpu_tokens, int(memory * GPU_SHARE))
+        return Limits(MAX_ROWS, cpu_tokens, CPU_BYTES)
+
+    def _cached(self, content: Any, number: int, run: Callable[[], list[Any]]) -> list[Any]:
+        """The answers to a batch of so many requests, from the cache if they are there."""
+        name = AnswerCache.name_batch(content)
+        cached = None if self._cache is None else self._cache.get(name)
+        answers = run() if cached is None else cached
+        if cached is None:
+            self.num_batches_run += 1
+            if self._cache is not None:
+                self._cache.put(name, answers)
+        self._progress.advance(number, is_cached=cached is not None)
+        return answers
+
+    def _warn_of_truncated(self, number: int, total: int) -> None:
+        if number and self._ranks.is_first:
+            logger.warning(
+                f"{self._name}: {number} of {total} requests are longer than the model's {self.max_length} tokens and lose their beginning"
+            )
+
+    def _refuse(self, request: Instance, reason: str) -> NoReturn:
+        raise UserError(
+            f"{self._name}: task {request.task_name}, document {request.doc_id}: {reason}; check the weights, or evaluate with --dtype fp32"
+        )
+
+
+def _with_settings(request: Instance, settings: dict[str, Any]) -> Instance:
+    metadata = (request.task_name, request.doc_id, request.repeats)
+    return Instance("generate_until", request.doc, (request.args[0], settings), request.idx, metadata)

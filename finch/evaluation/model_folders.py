@@ -1,0 +1,169 @@
+"""Which folders are evaluated: the pretrained model, a tuned one, a PEFT adapter, or the best epoch of a run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from finch import run_files
+from finch.errors import UserError
+from finch.log import logger
+from finch.models.hf_config import CONFIG, check_folder, read_config, read_settings
+from finch.weights.files import SAFETENSORS, SAFETENSORS_INDEX, indexed_shards
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
+# Settings of config.json that tuning never changes.
+_FIXED = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model to evaluate.
+
+    Attributes:
+        option: the command's option that gave it, for messages.
+        path: a Hugging Face folder, or a PEFT adapter's.
+        run: the run that it is an epoch of; None where the folder itself was given.
+        base: of an adapter: the folder of the model that it changes.
+    """
+
+    option: str
+    path: Path
+    run: Path | None = None
+    base: Path | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.base is not None
+
+    @property
+    def label(self) -> str:
+        """What a table calls it: the run's or the folder's name."""
+        return (self.run or self.path).resolve().name
+
+    def __str__(self) -> str:
+        return f"{self.option}={self.path}"
+
+
+def find_base(path: Path) -> ModelFolder:
+    """
+    Raises:
+        UserError: the folder is missing, or has no config or no weights.
+    """
+    check_folder(path, "--base")
+    if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
+        raise UserError(f"--base={path} is an adapter; give the model that it was trained on")
+    folder = ModelFolder("--base", path)
+    _check_weights(folder)
+    return folder
+
+
+def find_tuned(path: Path, base: ModelFolder) -> ModelFolder:
+    """
+    Args:
+        path: a Hugging Face folder, a PEFT adapter's, or a run.
+        base: the pretrained model.
+
+    Raises:
+        UserError: the folder is missing or no model, a run has no epoch yet, or the model's sizes are not the base's.
+    """
+    check_folder(path, "--tuned")
+    run = None
+    if is_run(path):
+        run, path = path, _epoch_of(path)
+    if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
+        folder = ModelFolder("--tuned", path, run, base.path)
+        if not (path / ADAPTER_WEIGHTS).is_file():
+            raise UserError(f"{folder} has {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; give the complete adapter")
+        return folder
+    folder = ModelFolder("--tuned", path, run)
+    _check_weights(folder)
+    _check_architecture(folder, base)
+    return folder
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run's and no model's."""
+    has_run_file = (path / run_files.CONFIG).is_file() or (path / run_files.CELL).is_file()
+    return has_run_file and not (path / CONFIG).is_file()
+
+
+def weight_files(folder: ModelFolder) -> list[Path]:
+    """The files that the model's weights are read from; of an adapter its own, without the base's."""
+    if folder.is_adapter:
+        return [folder.path / ADAPTER_CONFIG, folder.path / ADAPTER_WEIGHTS]
+    if shards := indexed_shards(folder.path):
+        return [folder.path / name for name in shards]
+    if (folder.path / SAFETENSORS).is_file():
+        return [folder.path / SAFETENSORS]
+    return sorted(folder.path.glob("pytorch_model*.bin"))
+
+
+def _epoch_of(run: Path) -> Path:
+    """The model of a run: ``best``, else the last epoch. A log line says which where the run has not ended."""
+    epochs = {
+        (int(match[1]), match[2] is None): path
+        for path in run.iterdir()
+        if (match := _EPOCH.fullmatch(path.name)) and path.is_dir()
+    }
+    best = run / run_files.BEST
+    if best.is_dir():
+        model = best
+        name = f"{best.resolve().name}, the best so far"
+    elif epochs:
+        model = epochs[max(epochs)]
+        name = f"{model.name}, the last so far"
+    else:
+        state = "is still in its first epoch" if _is_training(run) else "has no epoch"
+        raise UserError(f"--tuned={run} {state}: there is neither {run_files.BEST} nor epoch_N; train it first")
+    if _is_training(run):
+        logger.warning(f"--tuned={run} is still training; {name}, is evaluated")
+    return model
+
+
+def _is_training(run: Path) -> bool:
+    """Whether a process holds the run's lock."""
+    if not (run / run_files.LOCK).exists():
+        return False
+    try:
+        with FileLock(run / run_files.LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):  # a folder that cannot be written, a file system without locks
+        return False
+
+
+def _check_weights(folder: ModelFolder) -> None:
+    read_config(folder.path, folder.option)
+    if not any((folder.path / name).is_file() for name in (SAFETENSORS, SAFETENSORS_INDEX, *_PICKLED)):
+        raise UserError(f"{folder} has {CONFIG} but no weights; give the folder with {SAFETENSORS}")
+
+
+def _check_architecture(folder: ModelFolder, base: ModelFolder) -> None:
+    base_sizes, tuned_sizes = _sizes(base.path), _sizes(folder.path)
+    for key in _FIXED:
+        one, other = base_sizes.get(key), tuned_sizes.get(key)
+        if one is not None and other is not None and one != other:
+            raise UserError(f"{folder} has {key}={other}, {base} has {key}={one}; give the model that was tuned as --base")
+
+
+def _sizes(folder: Path) -> dict[str, Any]:
+    config = read_settings(folder / CONFIG)
+    return {**config, **(config.get("text_config") or {})}

@@ -1,0 +1,240 @@
+"""Evaluates the pretrained and the tuned models on tasks: what is left to do, lm-eval on each task, results as files.
+
+A task is one call of lm-eval, with the chat template or without as the task says. Its result is written when it ends; within a task
+the answers are kept (``finch.evaluation.answer_cache``), so that an interruption costs a batch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import finch
+from finch import run_files
+from finch.errors import UserError
+from finch.evaluation.answer_cache import AnswerCache
+from finch.evaluation.fingerprint import SHORT, hash_values, hash_weights
+from finch.evaluation.harness import Harness
+from finch.evaluation.loading import hash_vocabulary, load_model
+from finch.evaluation.model_folders import ModelFolder
+from finch.evaluation.progress import EvaluationProgress
+from finch.evaluation.ranks import Ranks
+from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
+from finch.evaluation.tasks.task import Task
+from finch.log import logger
+
+
+@dataclass(frozen=True)
+class Options:
+    """How models are evaluated.
+
+    Attributes:
+        out: where results are written, except those of runs.
+        data_root: folder of local data sets; None: the hub.
+        limit: documents of a task; None: all.
+        dtype: a key of ``finch.evaluation.loading.DTYPES``.
+        batch_size: rows, or ``auto``.
+        device: None: a GPU where there is one.
+    """
+
+    out: Path
+    data_root: Path | None = None
+    limit: int | None = None
+    dtype: str = "fp32"
+    batch_size: int | str = "auto"
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and where its results are.
+
+    Attributes:
+        folder: the model.
+        weights: hash of its weights.
+        output: the folder of its results.
+    """
+
+    folder: ModelFolder
+    weights: str
+    output: Path
+
+    @property
+    def is_base(self) -> bool:
+        return self.folder.option == "--base"
+
+
+class Evaluation:
+    """
+    Args:
+        base: the pretrained model.
+        tuned: the tuned ones.
+        tasks: what they are evaluated on.
+        harness: lm-eval with the tasks' data, loaded.
+        options: how.
+        ranks: the processes.
+    """
+
+    def __init__(
+        self,
+        base: ModelFolder,
+        tuned: Sequence[ModelFolder],
+        tasks: Sequence[Task],
+        harness: Harness,
+        options: Options,
+        ranks: Ranks,
+    ) -> None:
+        self._tasks, self._harness, self._options, self._ranks = tasks, harness, options, ranks
+        self.settings = {
+            "dtype": options.dtype,
+            "limit": options.limit,
+            "data": "hub" if options.data_root is None else str(options.data_root.resolve()),
+            "prompt": "chat template" if harness.has_chat_template else "plain prompt",
+            "tokenizer": hash_values(hash_vocabulary(harness.tokenizer), harness.tokenizer.chat_template)[:SHORT],
+        }
+        hashes = ranks.broadcast([hash_weights(folder) for folder in (base, *tuned)] if ranks.is_first else None)
+        self.targets = [
+            Target(folder, weights, self._output(folder, weights))
+            for folder, weights in zip((base, *tuned), hashes, strict=True)
+        ]
+
+    @property
+    def suites(self) -> list[str]:
+        return list(dict.fromkeys(task.suite for task in self._tasks))
+
+    def run(self) -> None:
+        """Evaluates what no result file has yet."""
+        self._ranks.barrier()  # every rank reads the results before any of them changes
+        todo = [(target, self._missing(target)) for target in self.targets]
+        self._ranks.barrier()
+        estimates = [self._harness.num_requests(task) for _, tasks in todo for task in tasks]
+        progress = EvaluationProgress(estimates, is_shown=self._ranks.is_first)
+        try:
+            for target, tasks in todo:
+                if tasks:
+                    self._evaluate(target, tasks, progress)
+        finally:
+            progress.close()
+
+    def result(self, target: Target, suite: str) -> SuiteResult:
+        """A suite's results, which must have been written."""
+        return read_result(target.output / f"{suite}.json")
+
+    def _missing(self, target: Target) -> list[Task]:
+        """The tasks without a result of this model with these settings. A log line says what is reused."""
+        missing = []
+        for suite in self.suites:
+            tasks = [task for task in self._tasks if task.suite == suite]
+            done = self._usable(target, suite)
+            reused = [task.name for task in tasks if done is not None and self._is_done(task, target, done)]
+            if reused:
+                logger.info(f"{target.output / suite}.json is reused: {', '.join(reused)}")
+            missing += [task for task in tasks if task.name not in reused]
+        return missing
+
+    def _usable(self, target: Target, suite: str) -> SuiteResult | None:
+        """The suite's earlier result, if it is of these weights and settings."""
+        path = target.output / f"{suite}.json"
+        if not path.exists():
+            return None
+        result = read_result(path)
+        if result.weights == target.weights and result.settings == self.settings:
+            return result
+        reason = "of other weights" if result.weights != target.weights else _difference(result.settings, self.settings)
+        logger.info(f"{path} is {reason} and will be replaced")
+        return None
+
+    def _is_done(self, task: Task, target: Target, result: SuiteResult) -> bool:
+        done = result.tasks.get(task.name)
+        return (
+            done is not None
+            and done.definition == task.definition(self._harness.has_chat_template)
+            and (target.output / done.samples).is_file()
+        )
+
+    def _evaluate(self, target: Target, tasks: Sequence[Task], progress: EvaluationProgress) -> None:
+        from finch.evaluation.language_model import LanguageModel
+
+        device = self._ranks.device(self._options.device)
+        progress.start_task(f"{target.folder.label}: loading")
+        model = LanguageModel(
+            load_model(target.folder, self._options.dtype, device),
+            self._harness.tokenizer,
+            name=str(target.folder),
+            batch_size=self._options.batch_size,
+            ranks=self._ranks,
+            progress=progress,
+        )
+        for task in tasks:
+            progress.start_task(f"{target.folder.label}: {task.name}")
+            definition = task.definition(self._harness.has_chat_template)
+            number = f".rank{self._ranks.rank}of{self._ranks.size}" if self._ranks.size > 1 else ""
+            cache = AnswerCache(
+                target.output / f"{task.suite}.{task.name}.answers{number}.jsonl",
+                hash_values(target.weights, self.settings, definition),
+            )
+            if cache.num_read:
+                logger.info(f"{target.folder.label}: {task.name} continues after {cache.num_read} batches")
+            model.use_cache(cache)
+            is_finished = False
+            try:
+                records = self._harness.evaluate(model, task)
+                if records is not None:
+                    self._write(target, task, definition, task.samples(records))
+                is_finished = True
+            finally:
+                cache.close(is_finished=is_finished)
+            self._ranks.barrier()
+
+    def _write(self, target: Target, task: Task, definition: str, samples: list[dict[str, Any]]) -> None:
+        scores = [sample["score"] for sample in samples if sample["score"] is not None]
+        result = TaskResult(
+            role=task.role,
+            metric=task.metric,
+            definition=definition,
+            score=sum(scores) / len(scores) if scores else None,
+            n=len(scores),
+            samples=f"{task.suite}.{task.name}.jsonl",
+            chance=task.chance,
+            is_higher_better=task.is_higher_better,
+            others=task.others(samples),
+        )
+        path = target.output / f"{task.suite}.json"
+        earlier = self._usable(target, task.suite) if path.exists() else None
+        base = None if target.is_base else os.path.relpath(self.targets[0].output / path.name, target.output)
+        suite = SuiteResult(
+            suite=task.suite,
+            model=str(target.folder.path.resolve()),
+            weights=target.weights,
+            is_base=target.is_base,
+            base=base,
+            settings=self.settings,
+            versions=_versions(),
+            tasks={},
+        )
+        tasks = {**({} if earlier is None else earlier.tasks), task.name: result}
+        try:
+            write_result(target.output, replace(suite, tasks=tasks), {task.name: samples})
+        except ValueError as error:  # NaN or infinity, which JSON cannot hold
+            raise UserError(f"{target.folder}: task {task.name} has a result that is not finite ({error}); nothing is written") from error
+
+    def _output(self, folder: ModelFolder, weights: str) -> Path:
+        """The folder of a model's results: another one for other settings, so that a model keeps the results of both."""
+        if folder.run is not None:
+            return folder.run / run_files.EVALUATION
+        name = "base" if folder.option == "--base" else folder.label
+        return self._options.out / f"{name}-{hash_values(weights, self.settings)[:SHORT]}"
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
+    return f"with {key}={one.get(key)} in place of {other.get(key)}"
+
+
+def _versions() -> dict[str, str]:
+    names = {"lm_eval": "lm-eval", "torch": "torch", "transformers": "transformers"}
+    return {"finch": finch.__version__, **{key: importlib.metadata.version(name) for key, name in names.items()}}

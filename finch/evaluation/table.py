@@ -1,0 +1,57 @@
+"""The table that an evaluation ends with: each task's score before and after tuning, and how sure the change is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from finch.evaluation.results import SuiteResult, TaskResult, read_samples
+from finch.evaluation.statistics import half_width, paired_delta
+
+
+def format_table(base: tuple[Path, SuiteResult], tuned: Sequence[tuple[str, Path, SuiteResult]], tasks: Sequence[str]) -> str:
+    """One suite's table, scores in percent, deltas in points.
+
+    Args:
+        base: the folder of the pretrained model's results, and the results.
+        tuned: the same of the tuned models, after their names.
+        tasks: the rows.
+
+    Returns:
+        Lines of text: the table, and the definition of each task.
+    """
+    header = ["task", "metric", "model", "score", "delta", "95% interval", "n", "chance"]
+    rows = []
+    for name in tasks:
+        before = base[1].tasks[name]
+        rows.append([name, before.metric, "base", _percent(before), "", _own_interval(before), str(before.n), _chance(before)])
+        for label, folder, result in tuned:
+            after = result.tasks[name]
+            rows.append(["", "", label, _percent(after), *_change(base[0], before, folder, after)])
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+    notes = [f"{name}: {base[1].tasks[name].definition}" for name in tasks]
+    return "\n".join([*lines, "", *notes])
+
+
+def _change(base_folder: Path, before: TaskResult, folder: Path, after: TaskResult) -> list[str]:
+    """Delta, its interval, n, and chance, which stands in the base's row."""
+    if before.score is None or after.score is None:
+        return ["", "", str(after.n), ""]
+    delta = paired_delta(read_samples(base_folder, before), read_samples(folder, after))
+    # An interval may be longer on one side; the longer one is shown.
+    margin = max(delta.high - delta.delta, delta.delta - delta.low)
+    return [f"{100 * delta.delta:+.1f}", f"±{100 * margin:.1f}", str(delta.n), ""]
+
+
+def _percent(task: TaskResult) -> str:
+    return "-" if task.score is None else f"{100 * task.score:.1f}"
+
+
+def _own_interval(task: TaskResult) -> str:
+    """Of the score itself, by the normal approximation at 1/2: the widest that a score can have."""
+    return "" if task.score is None else f"±{100 * half_width(0.5, task.n):.1f}"
+
+
+def _chance(task: TaskResult) -> str:
+    return "-" if task.chance is None else f"{100 * task.chance:.1f}"
