@@ -40,26 +40,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="forgetting, reliability, knowledge, science, language or all; several with commas",
     )
     tasks.add_argument(
-        "--tasks", type=_names, default=[], metavar="NAMES", help="only these tasks; without --suite also others of lm-eval"
+        "--tasks",
+        type=_names,
+        default=[],
+        metavar="NAMES",
+        help="only these tasks; without --suite also others of lm-eval",
     )
     tasks.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
     tasks.add_argument(
-        "--data-root", type=Path, metavar="DIR", help="folder of local data sets, as docs/evaluate.md lists them (default: the hub)"
+        "--data-root",
+        type=Path,
+        metavar="DIR",
+        help="folder of local data sets, as docs/evaluate.md lists them (default: the hub)",
     )
-    tasks.add_argument("--include-path", type=Path, metavar="DIR", help="folder of YAML files of your own lm-eval tasks")
     tasks.add_argument(
-        "--new-task", type=_names, default=[], metavar="NAMES", help="which lm-eval tasks were learned; on the others a loss is forgetting"
+        "--include-path", type=Path, metavar="DIR", help="folder of YAML files of your own lm-eval tasks"
+    )
+    tasks.add_argument(
+        "--new-task",
+        type=_names,
+        default=[],
+        metavar="NAMES",
+        help="which lm-eval tasks were learned; on the others a loss is forgetting",
     )
     run = parser.add_argument_group("how")
     run.add_argument(
-        "--out", type=Path, default=Path("evaluation"), metavar="DIR", help="folder for results that no run owns (default: evaluation)"
+        "--out",
+        type=Path,
+        default=Path("evaluation"),
+        metavar="DIR",
+        help="folder for results that no run owns (default: evaluation)",
     )
     run.add_argument("--batch-size", default="auto", metavar="N", help="rows of a batch, or auto (the default)")
     run.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of all models; auto: the base's on a GPU, fp32 on a CPU (the default)"
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of all models; auto: the base's on a GPU, fp32 on a CPU (the default)",
     )
     run.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU where there is one)")
-    run.add_argument("--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="processes, one a GPU")
+    run.add_argument(
+        "--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="processes, one a GPU"
+    )
 
 
 def evaluate(parsed: argparse.Namespace) -> None:
@@ -91,17 +113,23 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
 
     check_harness()
     if parsed.limit is not None and parsed.limit < parsed.nproc_per_node:
-        raise UserError(f"--limit={parsed.limit} must be at least 1 and --nproc_per_node={parsed.nproc_per_node}; give more documents")
+        raise UserError(
+            f"--limit={parsed.limit} must be at least 1 and --nproc_per_node={parsed.nproc_per_node}; give more documents"
+        )
     if parsed.nproc_per_node < 1:
         raise UserError(f"--nproc_per_node={parsed.nproc_per_node} must be at least 1")
     if parsed.batch_size != "auto" and not (parsed.batch_size.isdigit() and int(parsed.batch_size) > 0):
         raise UserError(f"--batch-size={parsed.batch_size} must be a number of rows or auto")
     if parsed.include_path is not None and not parsed.include_path.is_dir():
-        raise UserError(f"--include-path={parsed.include_path} is not a folder; give the folder of your tasks' YAML files")
+        raise UserError(
+            f"--include-path={parsed.include_path} is not a folder; give the folder of your tasks' YAML files"
+        )
     tasks, others = select_tasks(parsed.suite, parsed.tasks)
     for name in parsed.new_task:
         if name not in others:
-            raise UserError(f"--new-task {name} is not one of the lm-eval tasks of --tasks; finch knows the role of its own tasks")
+            raise UserError(
+                f"--new-task {name} is not one of the lm-eval tasks of --tasks; finch knows the role of its own tasks"
+            )
     base = find_base(parsed.base)
     tuned = [find_tuned(path, base) for path in parsed.tuned]
     check_data(tasks, parsed.data_root)

@@ -69,7 +69,9 @@ def merge_adapter(model: nn.Module, folder: Path, label: str) -> None:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for name, parts in modules.items():
         if name not in linear or not {"lora_A", "lora_B"} <= parts.keys():
-            raise UserError(f"{label} is for {name}, which is no linear layer of the base; give the model that it was trained on")
+            raise UserError(
+                f"{label} is for {name}, which is no linear layer of the base; give the model that it was trained on"
+            )
         weight = linear[name].weight
         a, b = (parts[part].to(weight.device, torch.float32) for part in ("lora_A", "lora_B"))
         if (b.shape[0], a.shape[1]) != weight.shape:

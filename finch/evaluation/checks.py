@@ -30,7 +30,9 @@ def check_harness() -> None:
     """
     installed = importlib.metadata.version("lm-eval")
     if installed not in HARNESS:
-        raise UserError(f"lm-eval {installed} is installed; finch evaluate needs lm-eval{HARNESS}: pip install 'lm-eval{HARNESS}'")
+        raise UserError(
+            f"lm-eval {installed} is installed; finch evaluate needs lm-eval{HARNESS}: pip install 'lm-eval{HARNESS}'"
+        )
 
 
 def select_tasks(suites: Sequence[str], names: Sequence[str]) -> tuple[list[Task], list[str]]:
@@ -59,7 +61,9 @@ def select_tasks(suites: Sequence[str], names: Sequence[str]) -> tuple[list[Task
         for name in names:
             if name not in of_suites:
                 hint = did_you_mean(name, of_suites) or f": it has {', '.join(of_suites)}"
-                raise UserError(f"--tasks {name} is not in --suite {','.join(suites)}{hint}; without --suite any task can be given")
+                raise UserError(
+                    f"--tasks {name} is not in --suite {','.join(suites)}{hint}; without --suite any task can be given"
+                )
     names = list(dict.fromkeys(names))
     return [TASKS[name] for name in names if name in TASKS], [name for name in names if name not in TASKS]
 
@@ -74,10 +78,14 @@ def check_data(tasks: Sequence[Task], data_root: Path | None) -> None:
         UserError: a file is missing, or the hub may not be used.
     """
     if data_root is not None and not data_root.is_dir():
-        raise UserError(f"--data-root={data_root} is not a folder; give the folder of the data sets, or leave it out to use the hub")
+        raise UserError(
+            f"--data-root={data_root} is not a folder; give the folder of the data sets, or leave it out to use the hub"
+        )
     for name in _OFFLINE if data_root is None and tasks else ():
         if os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON"):
-            raise UserError(f"--data-root is missing and {name}={os.environ[name]} forbids the hub; give --data-root DIR")
+            raise UserError(
+                f"--data-root is missing and {name}={os.environ[name]} forbids the hub; give --data-root DIR"
+            )
     for task in tasks:
         task.check_data(data_root)
     if any(task.name == "ifeval" for task in tasks):

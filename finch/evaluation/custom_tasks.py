@@ -54,7 +54,7 @@ def custom_task(name: str, manager: Any, *, is_new: bool) -> CustomTask:
     metric = next((each for each in _HEADLINES if each in metrics), metrics[0] if metrics else None)
     if metric is None or "perplexity" in metric:
         raise UserError(f"--tasks {name} has no score per document ({metric or 'no metric'}); leave it out")
-    options = next((each for each in first.config.metric_list if each["metric"] == metric), {})
+    options: dict[str, Any] = next((each for each in first.config.metric_list if each["metric"] == metric), {})
     return CustomTask(
         name=name,
         suite=CUSTOM,
@@ -85,7 +85,9 @@ def _samples(records: Records, metric: str) -> list[Sample]:
 def _sample(document: Any, metric: str, prefix: str | None) -> Sample:
     score = document.get(metric)
     if not isinstance(score, int | float):
-        raise UserError(f"document {document['doc_id']}: {metric} is no number ({score!r}); such a task cannot be compared")
+        raise UserError(
+            f"document {document['doc_id']}: {metric} is no number ({score!r}); such a task cannot be compared"
+        )
     number = document["doc_id"]
     return {
         "doc_id": number if prefix is None else f"{prefix}{number}",

@@ -45,7 +45,9 @@ class Harness:
                 raise
             except Exception as error:  # the hub, datasets and lm-eval have an exception for each kind of trouble
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
-                raise UserError(f"{task.name}: its data cannot be loaded ({reason}); give --data-root, or check the network") from error
+                raise UserError(
+                    f"{task.name}: its data cannot be loaded ({reason}); give --data-root, or check the network"
+                ) from error
             for part in self._parts[task.name].values():
                 if part.config.num_fewshot is None:
                     part.set_config(key="num_fewshot", value=0)

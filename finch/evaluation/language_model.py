@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -102,7 +101,9 @@ class LanguageModel(HFLM):
         Raises:
             UserError: always; perplexity is no score per document.
         """
-        raise UserError(f"task {requests[0].task_name} measures perplexity, which has no score per document; leave it out")
+        raise UserError(
+            f"task {requests[0].task_name} measures perplexity, which has no score per document; leave it out"
+        )
 
     def _loglikelihood_tokens(
         self, requests: list[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None
@@ -126,7 +127,7 @@ class LanguageModel(HFLM):
         try:
             answers = super()._loglikelihood_tokens([requests[index] for index in indices], disable_tqdm=True)
         except RuntimeError as error:
-            if len(rows) == 1 or not should_reduce_batch_size(error):
+            if len(rows) == 1 or not _is_out_of_memory(error):
                 raise
         else:
             for index, (value, _) in zip(indices, answers, strict=True):
@@ -202,7 +203,7 @@ class LanguageModel(HFLM):
         try:
             return super().generate_until(requests, disable_tqdm=True)
         except RuntimeError as error:
-            if len(requests) == 1 or not should_reduce_batch_size(error):
+            if len(requests) == 1 or not _is_out_of_memory(error):
                 raise
         torch.cuda.empty_cache()
         half = len(requests) // 2
@@ -256,6 +257,10 @@ class LanguageModel(HFLM):
         raise UserError(
             f"{self._name}: task {request.task_name}, document {request.doc_id}: {reason}; check the weights, or evaluate with --dtype fp32"
         )
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _with_settings(request: Instance, settings: dict[str, Any]) -> Instance:

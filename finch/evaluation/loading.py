@@ -45,10 +45,14 @@ def load_model(folder: ModelFolder, dtype: str, device: torch.device) -> PreTrai
     try:
         model = AutoModelForCausalLM.from_pretrained(folder.base or folder.path, dtype=DTYPES[dtype])
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        raise UserError(f"{folder} cannot be loaded by transformers ({_first_line(error)}); check the folder") from error
+        raise UserError(
+            f"{folder} cannot be loaded by transformers ({_first_line(error)}); check the folder"
+        ) from error
     if folder.is_adapter:
         merge_adapter(model, folder.path, str(folder))
-    return model.to(device).eval()
+    model.eval()
+    model.to(device)  # type: ignore[arg-type]  # torch's decorator confuses mypy
+    return model
 
 
 def load_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:

@@ -161,7 +161,9 @@ def _check_architecture(folder: ModelFolder, base: ModelFolder) -> None:
     for key in _FIXED:
         one, other = base_sizes.get(key), tuned_sizes.get(key)
         if one is not None and other is not None and one != other:
-            raise UserError(f"{folder} has {key}={other}, {base} has {key}={one}; give the model that was tuned as --base")
+            raise UserError(
+                f"{folder} has {key}={other}, {base} has {key}={one}; give the model that was tuned as --base"
+            )
 
 
 def _sizes(folder: Path) -> dict[str, Any]:

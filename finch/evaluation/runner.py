@@ -220,7 +220,9 @@ class Evaluation:
         try:
             write_result(target.output, replace(suite, tasks=tasks), {task.name: samples})
         except ValueError as error:  # NaN or infinity, which JSON cannot hold
-            raise UserError(f"{target.folder}: task {task.name} has a result that is not finite ({error}); nothing is written") from error
+            raise UserError(
+                f"{target.folder}: task {task.name} has a result that is not finite ({error}); nothing is written"
+            ) from error
 
     def _output(self, folder: ModelFolder, weights: str) -> Path:
         """The folder of a model's results: another one for other settings, so that a model keeps the results of both."""

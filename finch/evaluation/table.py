@@ -9,7 +9,9 @@ from finch.evaluation.results import SuiteResult, TaskResult, read_samples
 from finch.evaluation.statistics import half_width, paired_delta
 
 
-def format_table(base: tuple[Path, SuiteResult], tuned: Sequence[tuple[str, Path, SuiteResult]], tasks: Sequence[str]) -> str:
+def format_table(
+    base: tuple[Path, SuiteResult], tuned: Sequence[tuple[str, Path, SuiteResult]], tasks: Sequence[str]
+) -> str:
     """One suite's table, scores in percent, deltas in points.
 
     Args:
@@ -24,12 +26,17 @@ def format_table(base: tuple[Path, SuiteResult], tuned: Sequence[tuple[str, Path
     rows = []
     for name in tasks:
         before = base[1].tasks[name]
-        rows.append([name, before.metric, "base", _percent(before), "", _own_interval(before), str(before.n), _chance(before)])
+        rows.append(
+            [name, before.metric, "base", _percent(before), "", _own_interval(before), str(before.n), _chance(before)]
+        )
         for label, folder, result in tuned:
             after = result.tasks[name]
             rows.append(["", "", label, _percent(after), *_change(base[0], before, folder, after)])
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
     notes = [f"{name}: {base[1].tasks[name].definition}" for name in tasks]
     return "\n".join([*lines, "", *notes])
 
