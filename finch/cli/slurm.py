@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from finch.cli.early_checks import config_checks, read_job
@@ -55,33 +56,10 @@ def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
         raise UserError("CONFIG is missing: finch slurm submit CONFIG [option of sbatch ...] [key=value ...]")
     config, *overrides = words
     config = os.path.abspath(config) if Path(config).is_file() else config
-    script = _find_script(args.script)
-    try:
-        text = script.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--script {script} cannot be read ({error}); give a shell script") from error
-    given = ["--export=ALL", *given]  # a site's SBATCH_EXPORT may say otherwise
-    options = {**_header(text), **options_of(given)}
-    if not any(name.startswith("gpus") or name == "gres" for name in options):
-        given.append("--gpus-per-node=1")
-        options["gpus-per-node"] = "1"
-    _check_time(options)
-    if options["export"].split(",")[0] != "ALL":
-        raise UserError(
-            f"--export={options['export']} hides the settings from the script; give --export=ALL,NAME=VALUE"
-        )
-
-    names = re.findall(r"\$\{(FINCH_\w+):-", text)
-    settings = {name: os.environ[name] for name in names if os.environ.get(name)}
-    if not args.script and "FINCH_CONTAINER" not in settings:
-        settings.setdefault("FINCH_PYTHON", sys.executable)
-    if setup := settings.get("FINCH_SETUP"):
-        if not Path(setup).is_file():
-            raise UserError(f"FINCH_SETUP={setup} is not a file; give one that is")
-        settings["FINCH_SETUP"] = os.path.abspath(setup)
-    nodes = _number(options.get("nodes", "1"))
-    ranks = _ranks_per_node(settings, options, text)
-    settings["FINCH_RECIPE"], run = _check_config(config, overrides, nodes * ranks if nodes and ranks else None)
+    script, text = read_script(SCRIPT, args.script)
+    job_options = complete_options(given, text, is_own_script=bool(args.script))
+    given, options, settings = job_options.given, job_options.by_name, job_options.settings
+    settings["FINCH_RECIPE"], run = _check_config(config, overrides, job_options.num_ranks)
 
     log = options.setdefault("output", f"{run}/slurm/%j.out")
     overrides = [f"output_dir={run}", *(word for word in overrides if not word.startswith("output_dir="))]
@@ -94,13 +72,76 @@ def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
         (run / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not create the folder of --output
     except OSError as error:
         raise UserError(f"output_dir={run} cannot be written ({error.strerror}); give another folder") from error
-    job = _run_sbatch(command, settings)
-    print(
-        f"job {job}: nodes={options.get('nodes', 1)}, ranks per node={ranks or 'as the job has GPUs'}, output_dir={run}"
-    )
+    job = run_sbatch(command, settings)
+    ranks = job_options.ranks_per_node or "as the job has GPUs"
+    print(f"job {job}: nodes={options.get('nodes', 1)}, ranks per node={ranks}, output_dir={run}")
     print(f"  squeue --jobs {job}")
     print(f"  tail -F {log.replace('%j', job)}")
     print(f"  scancel {job}    # saves and ends the job; the same command resumes the run")
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What a job of the script is submitted with.
+
+    Attributes:
+        given: sbatch's options, defaults added.
+        by_name: the options by their long names, those of the script's ``#SBATCH`` lines included.
+        settings: the script's environment variables.
+        ranks_per_node, num_ranks: None where only Slurm or the site's own script knows.
+    """
+
+    given: list[str]
+    by_name: dict[str, str]
+    settings: dict[str, str]
+    ranks_per_node: int | None
+    num_ranks: int | None
+
+
+def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = False) -> JobOptions:
+    """Adds the defaults to sbatch's options, and checks them.
+
+    Args:
+        text: of the script.
+        is_own_script: whether it is the user's, whose Python counts.
+
+    Raises:
+        UserError: a time limit that is too short, an environment that is hidden from the script, or a wrong setting.
+    """
+    given = ["--export=ALL", *given]  # a site's SBATCH_EXPORT may say otherwise
+    options = {**_header(text), **options_of(given)}
+    if not any(name.startswith("gpus") or name == "gres" for name in options):
+        given.append("--gpus-per-node=1")
+        options["gpus-per-node"] = "1"
+    _check_time(options)
+    if options["export"].split(",")[0] != "ALL":
+        raise UserError(
+            f"--export={options['export']} hides the settings from the script; give --export=ALL,NAME=VALUE"
+        )
+    names = re.findall(r"\$\{(FINCH_\w+):-", text)
+    settings = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if not is_own_script and "FINCH_CONTAINER" not in settings:
+        settings.setdefault("FINCH_PYTHON", sys.executable)
+    if setup := settings.get("FINCH_SETUP"):
+        if not Path(setup).is_file():
+            raise UserError(f"FINCH_SETUP={setup} is not a file; give one that is")
+        settings["FINCH_SETUP"] = os.path.abspath(setup)
+    nodes = _number(options.get("nodes", "1"))
+    ranks = _ranks_per_node(settings, options, text)
+    return JobOptions(given, options, settings, ranks, nodes * ranks if nodes and ranks else None)
+
+
+def read_script(name: str, own: str | None = None) -> tuple[Path, str]:
+    """The path and the text of a script of finch, or of the user's own copy.
+
+    Raises:
+        UserError: there is no such file, or it is not text.
+    """
+    script = _find_script(name, own)
+    try:
+        return script, script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--script {script} cannot be read ({error}); give a shell script") from error
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -149,12 +190,12 @@ def _check_time(options: Mapping[str, str]) -> None:
         )
 
 
-def _find_script(own: str | None) -> Path:
-    candidates = [Path(own)] if own else [folder / SCRIPT for folder in SCRIPT_FOLDERS]
+def _find_script(name: str, own: str | None) -> Path:
+    candidates = [Path(own)] if own else [folder / name for folder in SCRIPT_FOLDERS]
     for path in candidates:
         if path.is_file():
             return path
-    raise UserError(f"{own or SCRIPT} is not a file; give --script FILE")
+    raise UserError(f"{own or name} is not a file; give --script FILE")
 
 
 def _header(script: str) -> dict[str, str]:
@@ -195,8 +236,12 @@ def _check_config(config: str, overrides: list[str], ranks: int | None) -> tuple
     return recipe, Path(os.path.abspath(cfg.output_dir))
 
 
-def _run_sbatch(command: list[str], settings: Mapping[str, str]) -> str:
-    """Returns the job's id."""
+def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
+    """Returns the job's id.
+
+    Raises:
+        UserError: sbatch is missing or fails.
+    """
     try:
         done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:

@@ -9,7 +9,7 @@ import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,36 +65,40 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
         raise UserError(f"--jobs {args.jobs} must be at least 1")
     name, *overrides = words
     grid = read_grid(name, overrides, args.out)
-    jobs = compose(grid, cells_of(grid), launcher=_launcher(args), is_here=not args.slurm)
-    _warn_of_missing_validation(jobs)
     if args.slurm:
         from finch.cli.sweep_slurm import submit_sweep
 
-        submit_sweep(grid, jobs, options, args)
-    elif args.dry_run:
+        submit_sweep(grid, options, [name, *overrides], max_parallel=args.jobs, is_dry_run=args.dry_run)
+        return
+    launcher, num_ranks = _ranks(args)
+    jobs = compose(grid, cells_of(grid), launcher=launcher, num_ranks=num_ranks)
+    warn_of_missing_validation(jobs)
+    if args.dry_run:
         _print_commands(jobs)
     else:
         _run(grid, jobs, args)
 
 
-def compose(grid: Grid, cells: Sequence[Cell], *, launcher: Sequence[str] = (), is_here: bool = True) -> list[Job]:
+def compose(
+    grid: Grid, cells: Sequence[Cell], *, launcher: Sequence[str] = (), is_here: bool = True, num_ranks: int | None = 1
+) -> list[Job]:
     """The jobs of cells, with complete and checked configs.
 
     Args:
+        launcher: options of `finch run` that start a run's ranks.
         is_here: whether they run on this machine.
+        num_ranks: of a run; None: not known.
 
     Raises:
         UserError: the first wrong cell, and what is wrong.
     """
-    from finch.sweep.job import Job
-
     level = logger.level
     logger.setLevel(logging.ERROR)  # reading a config logs what the run logs again
     jobs: dict[Path, Job] = {}
     try:
         for cell in cells:
             try:
-                jobs[cell.folder] = _compose(Job, grid, cell, jobs, launcher, is_here)
+                jobs[cell.folder] = _compose(grid, cell, jobs, launcher, is_here, num_ranks)
             except UserError as error:
                 raise UserError(f"cell {cell.name}: {error}") from error
     finally:
@@ -103,27 +107,31 @@ def compose(grid: Grid, cells: Sequence[Cell], *, launcher: Sequence[str] = (), 
 
 
 def _compose(
-    job_class: type[Job], grid: Grid, cell: Cell, jobs: dict[Path, Job], launcher: Sequence[str], is_here: bool
+    grid: Grid,
+    cell: Cell,
+    jobs: Mapping[Path, Job],
+    launcher: Sequence[str],
+    is_here: bool,
+    num_ranks: int | None,
 ) -> Job:
     from finch.sweep.cells import RUN
+    from finch.sweep.job import Job, run_words
     from finch.sweep.run_state import different_key
 
     if cell.kind != RUN:  # it stands on a run of the grid
         source = jobs[cell.waits_for[0]]
-        return job_class(grid, cell, source.recipe, source.cfg)
-    job = job_class(grid, cell, "", None, launcher)  # type: ignore[arg-type]
-    _, _, *overrides = job.run_words()
-    recipe, cfg = read_job(grid.config, overrides)
+        return Job(grid, cell, source.recipe, source.cfg)
+    recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
     if grid.recipe is not None and recipe != grid.recipe:
         raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")
     is_log_missing = cell.source is not None and not (cell.source / "metrics.jsonl").exists()
-    for check in config_checks(cfg, None):
+    for check in config_checks(cfg, num_ranks):
         if not is_log_missing:
             check()
     if is_here:
-        for check in machine_checks(recipe, cfg, 1):
+        for check in machine_checks(recipe, cfg, num_ranks or 1):
             check()
-    job = job_class(grid, cell, recipe, cfg, launcher)
+    job = Job(grid, cell, recipe, cfg, launcher)
     if not job.overwrites and (different := different_key(cell.folder, cfg)):
         key, saved, given = different
         raise UserError(
@@ -166,11 +174,23 @@ def _print_commands(jobs: Sequence[Job]) -> None:
             print(shlex.join(command))
 
 
-def _launcher(args: argparse.Namespace) -> list[str]:
-    return [] if args.nproc_per_node is None else ["--nproc_per_node", args.nproc_per_node]
+def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:
+    """Options of `finch run`, and the number of ranks that they start.
+
+    Raises:
+        UserError: torchrun does not understand the number.
+    """
+    if args.nproc_per_node is None:
+        return [], 1
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return ["--nproc_per_node", args.nproc_per_node], determine_local_world_size(args.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"--nproc_per_node {args.nproc_per_node}: {error}; give a number, or gpu") from error
 
 
-def _warn_of_missing_validation(jobs: Sequence[Job]) -> None:
+def warn_of_missing_validation(jobs: Sequence[Job]) -> None:
     names = [job.cell.name for job in jobs if not job.has_validation]
     if names:
         logger.warning(

@@ -61,17 +61,26 @@ class Cell:
 
     def overrides(self) -> list[str]:
         """``key=value`` of the cell's run, its folder included."""
-        words = [f"{key}={override_text(value)}" for key, value in self.values.items() if key not in (ALPHA, LOG)]
+        words = override_words({key: value for key, value in self.values.items() if key not in (ALPHA, LOG)})
         if LOG in self.values:
             words.append(f"{LOG}={self.values[LOG] if self.source is None else self.source}")
         return [*words, f"output_dir={self.folder}"]
 
 
-def override_text(value: Any) -> str:
-    """A value as ``key=value`` has it: lists and mappings in YAML's flow style."""
-    if isinstance(value, (list, dict, bool)) or value is None:
-        return json.dumps(value)
-    return str(value)
+def override_words(block: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """``key=value`` of each value; a mapping's keys are dotted, since a block on the command line would replace a component's name alone."""
+    words: list[str] = []
+    for key, value in block.items():
+        if isinstance(value, Mapping) and value:
+            words += override_words(value, f"{prefix}{key}.")
+        else:
+            words.append(f"{prefix}{key}={_override_text(value)}")
+    return words
+
+
+def _override_text(value: Any) -> str:
+    """Lists in YAML's flow style."""
+    return json.dumps(value) if isinstance(value, (list, dict, bool)) or value is None else str(value)
 
 
 def cell_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:

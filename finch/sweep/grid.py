@@ -18,6 +18,7 @@ evaluate:                            arguments of `finch evaluate`, after traini
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +29,7 @@ from finch.config.registry import CONFIG_FOLDERS, GRIDS
 from finch.config.schema import RECIPES
 from finch.config.suggestions import did_you_mean
 from finch.errors import UserError
-from finch.sweep.cells import ALPHA, LOG, LR, METHOD, RUN, SEED, SMALL_LR, WISE_FT, Cell, cell_names
+from finch.sweep.cells import ALPHA, LOG, LR, METHOD, RUN, SEED, SMALL_LR, WISE_FT, Cell, cell_names, override_words
 
 KEYS = ("recipe", "config", "out", "overrides", "grid", "evaluate")
 SUITES = ("forgetting", "reliability", "knowledge", "science", "language", "all")
@@ -80,7 +81,7 @@ class Grid:
         path: of the file.
         recipe: the name that every cell's must be; None: each cell's is chosen by its model.
         config: a path or a name of `finch configs`.
-        out: the cells' parent folder.
+        out: the cells' parent folder, an absolute path.
         overrides: ``key=value`` of all cells.
         mappings: of key to values; the cells are the union of their products.
         evaluation: None: the cells are not evaluated.
@@ -159,14 +160,12 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
     for key in fixed:
         if key in _OWN_KEYS:
             raise UserError(f"{path}: overrides.{key}: {_OWN_KEYS[key]}; leave it out")
-    from finch.sweep.cells import override_text
-
     return Grid(
         path=path,
         recipe=recipe,
         config=str(content["config"]),
-        out=Path(out or content["out"]),
-        overrides=(*(f"{key}={override_text(value)}" for key, value in fixed.items()), *run_overrides),
+        out=Path(os.path.abspath(out or content["out"])),
+        overrides=(*override_words(fixed), *run_overrides),
         mappings=mappings,
         evaluation=_evaluation(content.get("evaluate"), overrides, path),
     )
@@ -293,7 +292,7 @@ def _load(path: Path) -> Values:
     from omegaconf import OmegaConf
 
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        content = OmegaConf.to_container(OmegaConf.load(path))  # ${KEY} is the config's: resolved with it
     except Exception as error:  # OSError, the YAML reader's and omegaconf's
         problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
         reason = str(error).splitlines()[0] if problem is None or mark is None else f"{problem} in line {mark.line + 1}"

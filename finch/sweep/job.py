@@ -42,7 +42,7 @@ class Job:
 
     @property
     def overwrites(self) -> bool:
-        return "overwrite=True" in self.grid.overrides
+        return is_overwrite(self.grid)
 
     @property
     def pretrained(self) -> str:
@@ -65,11 +65,6 @@ class Job:
         evaluation = self.grid.evaluation
         return [] if evaluation is None else missing_results(self.cell.folder, evaluation)
 
-    def run_words(self) -> list[str]:
-        """``--config`` and the overrides of the cell's run."""
-        resume = [] if self.overwrites else ["resume_from_checkpoint=auto"]
-        return ["--config", self.grid.config, *self.grid.overrides, *self.cell.overrides(), *resume]
-
     def run_command(self) -> list[str]:
         """Trains the cell, or makes WiSE-FT's model."""
         if self.cell.kind == WISE_FT:
@@ -77,7 +72,7 @@ class Job:
             tuned = model_folder(self.cell.source) or self.cell.source / run_files.BEST
             options = ["--base", self.pretrained, "--tuned", str(tuned), "--alpha", f"{self.alpha:g}"]
             return [*FINCH, "wise-ft", *options, "--out", str(self.cell.folder)]
-        return [*FINCH, "run", *self.launcher, *self.run_words()]
+        return [*FINCH, "run", *self.launcher, *run_words(self.grid, self.cell)]
 
     def evaluate_commands(self) -> list[list[str]]:
         """Of the results that are missing, one command a suite."""
@@ -118,6 +113,17 @@ class Job:
         model = model_folder(self.cell.source)
         own = self.cell.folder / f"alpha_{self.alpha:g}"
         return model is not None and own.exists() and model.stat().st_mtime > own.stat().st_mtime
+
+
+def run_words(grid: Grid, cell: Cell) -> list[str]:
+    """``--config NAME_OR_PATH`` and the overrides of a cell's run."""
+    resume = [] if is_overwrite(grid) else ["resume_from_checkpoint=auto"]
+    return ["--config", grid.config, *grid.overrides, *cell.overrides(), *resume]
+
+
+def is_overwrite(grid: Grid) -> bool:
+    """Whether earlier runs are replaced."""
+    return any(word.lower() == "overwrite=true" for word in grid.overrides)
 
 
 def evaluate_command(evaluation: Evaluation, suite: str, *, base: str, tuned: Sequence[Path], out: Path) -> list[str]:

@@ -6,7 +6,7 @@ import yaml
 from finch.errors import UserError
 from finch.sweep.grid import cells_of, read_grid
 
-BASE = {"config": "qwen3/4B_sft", "out": "out/mine"}
+BASE = {"config": "qwen3/4B_sft", "out": "/out/mine"}
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_cells_are_the_product_of_the_values(read):
         "method=finch",
         "optimizer.lr=2e-05",
         "seed=1",
-        "output_dir=out/mine/finch_lr2e-5_seed1",
+        "output_dir=/out/mine/finch_lr2e-5_seed1",
     ]
 
 
@@ -96,7 +96,7 @@ def test_lr_replay_waits_for_the_cell_described(read):
     assert found["lr_replay_log-finch_seed1"].source == found["finch_seed1"].folder
     other = found["lr_replay_log-finch-seed1_seed0"]
     assert other.source == found["finch_seed1"].folder
-    assert "lr_scheduler.log=out/mine/finch_seed1" in other.overrides()
+    assert "lr_scheduler.log=/out/mine/finch_seed1" in other.overrides()
 
 
 def test_small_lr_stands_on_evaluated_sft_runs(read):
