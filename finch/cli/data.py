@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finch.cli.server_options import add_server_options
 from finch.errors import UserError
 from finch.extras import require_extras
 
@@ -30,24 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the translated rows, as JSON Lines")
     parser.add_argument("--language", required=True, help="to translate into, such as Galician")
-    parser.add_argument(
-        "--base-url", required=True, metavar="URL", help="of the server, such as http://localhost:8000/v1"
-    )
-    parser.add_argument("--model", required=True, metavar="NAME", help="its name on the server")
-    parser.add_argument(
-        "--max-tokens-budget",
-        type=_positive_int,
-        metavar="N",
-        help="tokens that all calls for this output may take, prompts and answers, earlier starts included (default: no limit)",
-    )
-    parser.add_argument("--limit", type=_positive_int, metavar="N", help="only the first N rows")
-    parser.add_argument(
-        "--concurrency", type=_positive_int, default=4, metavar="N", help="calls at a time (default: 4)"
-    )
-    parser.add_argument(
-        "--timeout", type=_positive_int, default=120, metavar="SECONDS", help="of a call (default: 120)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="count rows, texts and tokens, and send nothing")
+    add_server_options(parser, budget_of="this output", limit_of="rows")
 
 
 def translate(parsed: argparse.Namespace) -> None:
@@ -125,9 +109,3 @@ def _print_plan(translation: Translation, answers: Mapping[str, str]) -> None:
         f"{len(translation.rows):,} rows, {len(requests):,} different texts, {len(requests) - len(missing):,} of them translated before; the "
         f"other {len(missing):,} take at most {limit:,} tokens, usually far fewer; nothing was sent"
     )
-
-
-def _positive_int(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value

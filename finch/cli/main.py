@@ -11,6 +11,7 @@ from typing import Any
 from finch import __version__
 from finch.cli.data import add_arguments as add_translate_arguments
 from finch.cli.evaluate import add_arguments as add_evaluate_arguments
+from finch.cli.judge import add_arguments as add_judge_arguments
 from finch.cli.select_lr import add_arguments as add_select_lr_arguments
 from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
@@ -82,6 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_select_lr_arguments(
         commands.add_parser("select-lr", help="the largest learning rate of a sweep that forgets little")
     )
+    add_judge_arguments(commands.add_parser("judge", help="score the language task with a judge behind a server"))
 
     slurm = commands.add_parser("slurm", help="run as Slurm jobs")
     jobs = slurm.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -143,6 +145,10 @@ def main(arguments: list[str] | None = None) -> None:
         from finch.cli.evaluate import evaluate
 
         evaluate(parsed)
+    elif parsed.command == "judge":
+        from finch.cli.judge import judge
+
+        judge(parsed)
     elif parsed.command == "wise-ft":
         require_extras("finch wise-ft", "torchtune")
         from finch.weights.wise_ft import wise_ft as interpolate

@@ -1,0 +1,401 @@
+"""`finch judge` against a stand-in server: known judges give known scores, nothing is sent twice, the budget holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers.chat_server import chat_server, completion, refusal
+from helpers.runs import finch
+
+pytest.importorskip("openai", reason="the openai extra is not installed")
+pytest.importorskip("scipy", reason="the evaluate extra is not installed")
+
+from finch.data import chat_client
+from finch.data.request_log import RequestLog, read_answers
+from finch.evaluation.judge import MIN_FIRST_ANSWERS, VERDICTS, parse_verdict
+from finch.evaluation.results import SuiteResult, TaskResult, read_result, read_samples, write_result
+from finch.evaluation.statistics import paired_delta
+
+KEY = "sk-secret-0123456789"
+N = 6
+CALLS = 2 * N
+TASK = "galician_alpaca"
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr(chat_client, "MAX_DELAY_S", 0.01)
+
+
+@pytest.fixture
+def server():
+    with chat_server() as state:
+        state.answer = prefers("tuned")
+        yield state
+
+
+def write_answers(folder: Path, name: str, base: str | None, n: int = N, prompt: str = "Escribe {}.") -> Path:
+    """A result of `finch evaluate --suite language`: answers without scores."""
+    file = f"language.{TASK}.jsonl"
+    task = TaskResult("new", "win_tie_rate", "greedy, chat template", None, 0, file, others={"mean_length": 3.0})
+    result = SuiteResult("language", f"/models/{name}", name, base is None, base, {"limit": None}, {}, {TASK: task})
+    samples = [
+        {"doc_id": i, "doc_hash": f"h{i}", "prompt": prompt.format(i), "response": f"{name} {i}", "score": None}
+        for i in range(n)
+    ]
+    return write_result(folder, result, {TASK: samples})
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """The base model's results and a run's."""
+    base, run = tmp_path / "out" / "base-0123", tmp_path / "run"
+    write_answers(base, "base", None)
+    write_answers(run / "evaluation", "tuned", "../../out/base-0123/language.json")
+    return base, run
+
+
+@pytest.fixture
+def judge(server, tmp_path, folders, capsys):
+    def judge(*options, results=(folders[1],), url=None, model="m"):
+        command = ["judge", *map(str, results), "--base-url", url or server.url, "--model", model, *options]
+        code, out, err = finch(capsys, *command)
+        files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+        assert KEY not in out + err + "".join(files)
+        errors = [line for line in err.splitlines() if line.startswith("finch: error: ")]
+        assert len(errors) == (code == 1), err
+        return code, out, err
+
+    return judge
+
+
+def answers_in(text):
+    return re.findall(r"<answer_[ab]>\n(.*)\n</answer_[ab]>", text)
+
+
+def prefers(word):
+    """A judge that finds answers with a word much better."""
+
+    def answer(_, text):
+        first, second = (word in each for each in answers_in(text))
+        return completion(f"Reasons: [[A=B]]?\n\n[[{'A=B' if first == second else 'A>>B' if first else 'B>>A'}]]\n")
+
+    return answer
+
+
+def says(text):
+    return lambda *_: completion(text)
+
+
+def task_of(folder):
+    return read_result(folder / "language.json").tasks[TASK]
+
+
+def samples_of(folder):
+    return read_samples(folder, task_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [(f"Because.\n[[{verdict}]]", verdict) for verdict in VERDICTS]
+    + [
+        ("**Verdict: [[A>B]]**\n\n", "A>B"),
+        ("[[A>B]] at first, but\n[[B>A]]", "B>A"),
+        ("", None),
+        ("A is better", None),
+        ("[[A>B]]\nThat is all.", None),
+        ("[[A>B]] or [[A=B]]", None),
+        ("[[A>B]] and [[A>B]]", None),
+        ("[[A<B]]", None),
+        ("[[A > B]]", None),
+        ("[A>B]", None),
+        ("[[A>B]] [[C]]", None),
+    ],
+)
+def test_parse_verdict_is_strict(text, verdict):
+    assert parse_verdict(text) == verdict
+
+
+@pytest.mark.parametrize(
+    ("answer", "score", "agreement", "first"),
+    [
+        (prefers("tuned"), 1.0, 1.0, 0.5),
+        (prefers("base"), 0.0, 1.0, 0.5),
+        (says("[[A=B]]"), 0.5, 1.0, 0.5),
+        (says("[[A>B]]"), 0.5, 0.0, 1.0),
+        (says("[[B>>A]]"), 0.5, 0.0, 0.0),
+    ],
+    ids=["tuned", "base", "tie", "always A", "always B"],
+)
+def test_known_judges_give_known_scores(judge, server, folders, answer, score, agreement, first):
+    server.answer = answer
+    base, run = folders
+    assert judge()[0] == 0
+    task = task_of(run / "evaluation")
+    assert (task.score, task.n, task.metric, task.role) == (score, N, "win_tie_rate", "new")
+    assert (task.others["order_agreement"], task.others["first_answer_score"]) == (agreement, first)
+    assert task.others["unparsed"] == 0
+    assert task.others["mean_length"] == 3.0
+    assert [sample["score"] for sample in samples_of(run / "evaluation")] == [score] * N
+    assert (task_of(base).score, task_of(base).n) == (0.5, N)
+    assert paired_delta(samples_of(base), samples_of(run / "evaluation")).delta == score - 0.5
+    assert len(server.texts) == CALLS
+
+
+def test_numbers_follow_from_the_samples(judge, server, folders):
+    """Win-tie rate and the others from the verdicts, by the definition."""
+    replies = ["[[A>>B]]", "[[A>B]]", "[[A=B]]", "[[B>A]]", "[[B>>A]]", "no verdict", "[[A>B]] [[B>A]]", "[[B>A]]"]
+    server.answer = lambda number, _: completion(replies[number % 8])
+    folder = folders[1] / "evaluation"
+    assert judge("--concurrency", "1")[0] == 0
+    outcomes, unparsed = [], 0
+    for sample in samples_of(folder):
+        tuned_first, base_first = sample["verdicts"]["tuned_first"], sample["verdicts"]["base_first"]
+        unparsed += (tuned_first is None) + (base_first is None)
+        if tuned_first and base_first:
+            winners = (tuned_first.split(">")[0], base_first.split(">")[0])
+            outcomes.append(
+                tuple({tuned: "W", "A=B": "T"}.get(winner, "L") for winner, tuned in zip(winners, "AB", strict=True))
+            )
+        else:
+            assert sample["score"] is None
+    task, flat = task_of(folder), "".join(map("".join, outcomes))
+    assert (task.n, len(flat), unparsed) == (4, 8, 2)
+    assert task.score == (flat.count("W") + flat.count("T") / 2) / len(flat)
+    rates = {"strict_win_rate": "W", "tie_rate": "T", "loss_rate": "L"}
+    assert {name: task.others[name] for name in rates} == {name: flat.count(each) / 8 for name, each in rates.items()}
+    assert len(set(flat)) == 3
+    assert task.others["order_agreement"] == sum(one == other for one, other in outcomes) / 4
+    assert task.others["unparsed"] == 2 / CALLS
+
+
+def test_control_gives_fifty(judge, server, folders):
+    base, run = folders
+    server.answer = says("I like the first.\n[[A>B]]")
+    code, out, _ = judge("--control")
+    assert code == 0
+    assert (
+        "control 50 on 6 documents; of two equal answers the judge calls 0.0% ties, and gives the first one 100.0"
+        in out
+    )
+    assert len(server.texts) == N  # both orders of equal answers are one request
+    task = task_of(base)
+    assert (task.score, task.others["control_score"], task.others["control_first_answer_score"]) == (0.5, 0.5, 1.0)
+    assert task_of(run / "evaluation").score is None
+    assert judge()[0] == 0
+    assert task_of(base) == task  # kept
+    assert judge("--control", results=[base])[0] == 0
+    assert len(server.texts) == N + CALLS
+    assert judge(model="another")[0] == 0
+    assert "control_score" not in task_of(base).others  # of a judge that gave none
+
+
+def test_nothing_is_sent_twice(judge, server, folders):
+    base, run = folders
+    assert judge()[0] == 0
+    files = {path: path.read_bytes() for path in (*base.iterdir(), *(run / "evaluation").iterdir())}
+    assert judge()[0] == 0
+    assert len(server.texts) == len(set(server.texts)) == CALLS
+    assert files == {path: path.read_bytes() for path in files}
+
+
+def test_another_judge_judges_again(judge, server, folders):
+    folder = folders[1] / "evaluation"
+    assert judge()[0] == 0
+    first = read_result(folder / "language.json")
+    server.answer = prefers("base")
+    assert judge(model="better")[0] == 0
+    second = read_result(folder / "language.json")
+    assert len(server.texts) == 2 * CALLS
+    assert (first.tasks[TASK].score, second.tasks[TASK].score) == (1.0, 0.0)
+    assert (first.settings["judge"]["model"], second.settings["judge"]["model"]) == ("m", "better")
+    assert "of better with prompt 1: both orders" in second.tasks[TASK].definition
+    assert second.tasks[TASK].definition.startswith("greedy, chat template; judged: ")
+    assert second.tasks[TASK].definition.count("judged: ") == 1
+
+
+@pytest.mark.slow
+def test_killed_command_continues(server, folders, tmp_path):
+    base, run = folders
+    command = [sys.executable, "-m", "finch.cli", "judge", str(run), "--base-url", server.url, "--model", "m"]
+    command += ["--concurrency", "2"]
+    reached = threading.Event()
+
+    def slow(number, text):
+        if number >= 7:
+            reached.set()
+            time.sleep(0.5)
+        return prefers("tuned")(number, text)
+
+    server.answer = slow
+    process = subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert reached.wait(60)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    log = base / "language.requests"
+    done = read_answers(log)
+    assert 5 <= len(done) < CALLS
+    log.write_bytes(log.read_bytes() + b'{"key": "torn')
+    assert task_of(run / "evaluation").score is None
+    server.answer = prefers("tuned")
+    server.texts.clear()
+    subprocess.run(command, env=os.environ, check=True, capture_output=True)
+    assert len(server.texts) == CALLS - len(done)
+    assert task_of(run / "evaluation").score == 1.0
+
+
+def test_server_that_is_slow_busy_and_wrong(judge, server, folders):
+    def unreliable(number, text):
+        replies = [refusal(429, "slow down"), refusal(500, "oops"), None, (200, b"{not json"), completion("")]
+        time.sleep(0.02)
+        return replies[number % 7] if number % 7 < len(replies) else prefers("tuned")(number, text)
+
+    server.answer = unreliable
+    assert judge("--concurrency", "1")[0] == 0
+    task = task_of(folders[1] / "evaluation")
+    assert (task.score, task.n, task.others["unparsed"]) == (1.0, N, 0.0)
+
+
+def test_useless_judgements_count_as_unparsed(judge, server, folders):
+    text = "Escribe 3."
+    cut_off = completion("I think that", finish_reason="length")
+    server.answer = lambda number, user: cut_off if text in user else prefers("tuned")(number, user)
+    code, out, _ = judge("--max-answer-tokens", "64")
+    assert code == 0
+    assert "2 judgements count as unparsed, the first since the answer was cut off at 64 tokens" in out
+    task = task_of(folders[1] / "evaluation")
+    assert (task.score, task.n, task.others["unparsed"]) == (1.0, N - 1, 2 / CALLS)
+    server.answer = prefers("tuned")
+    server.texts.clear()
+    assert judge()[0] == 0
+    assert len(server.texts) == 2
+    assert task_of(folders[1] / "evaluation").n == N
+
+
+def test_judge_without_verdicts_is_stopped(judge, server, tmp_path, folders):
+    run = tmp_path / "long"
+    write_answers(folders[0], "base", None, n=60)
+    write_answers(run / "evaluation", "tuned", "../../out/base-0123/language.json", n=60)
+    server.answer = says("Both are nice.")
+    code, _, err = judge("--concurrency", "2", results=[run])
+    assert code == 1
+    assert "--model=m: none of its 2" in err
+    assert MIN_FIRST_ANSWERS <= len(server.texts) <= MIN_FIRST_ANSWERS + 2
+    assert task_of(run / "evaluation").score is None
+    server.texts.clear()
+    assert judge(results=[run])[0] == 1
+    assert server.texts == []
+
+
+def test_budget_is_never_exceeded(judge, server, folders):
+    base, run = folders
+    limit = 7000
+    server.answer = lambda number, text: (200, prefers("tuned")(number, text)[1] | {"usage": {"total_tokens": 1500}})
+    code, out, err = judge("--max-tokens-budget", str(limit), "--concurrency", "3")
+    assert code == 1
+    assert "the budget of 7,000 tokens is spent" in err
+    assert f"{run / 'evaluation' / 'language.json'}: no score, " in out
+    with RequestLog(base / "language.requests") as log:
+        assert 0 < log.tokens == 1500 * len(server.texts) <= limit
+    assert task_of(run / "evaluation").score is None
+    sent = len(server.texts)
+    assert judge("--max-tokens-budget", str(limit))[0] == 1  # of all starts, not of one
+    assert len(server.texts) == sent
+    assert judge("--max-tokens-budget", "100000")[0] == 0
+    assert len(server.texts) == CALLS
+    assert task_of(run / "evaluation").score == 1.0
+
+
+def test_dry_run_sends_nothing(judge, server, folders, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    files = sorted(folders[0].iterdir())
+    code, out, _ = judge("--dry-run")
+    assert code == 0
+    assert out.startswith(
+        "6 documents in 1 results, 12 different calls, 0 of them made before; the other 12 take at most "
+    )
+    assert int(re.search(r"at most ([\d,]+) tokens", out)[1].replace(",", "")) > 12 * 1024
+    assert server.texts == []
+    assert sorted(folders[0].iterdir()) == files
+
+
+def test_limit_and_then_all_documents(judge, server, folders):
+    folder = folders[1] / "evaluation"
+    assert judge("--limit", "2")[0] == 0
+    assert [sample["score"] for sample in samples_of(folder)] == [1.0, 1.0, None, None, None, None]
+    assert (task_of(folder).n, len(server.texts)) == (2, 4)
+    assert judge()[0] == 0
+    assert (task_of(folder).n, len(server.texts)) == (N, CALLS)
+
+
+def test_complete_results_are_written_before_an_error(judge, server, tmp_path, folders):
+    other = tmp_path / "other"
+    write_answers(other / "evaluation", "tuned too", "../../out/base-0123/language.json")
+    server.answer = lambda number, text: (
+        refusal(401, "expired") if number >= CALLS + 2 else prefers("tuned")(number, text)
+    )
+    code, out, err = judge("--concurrency", "1", results=[folders[1], other])
+    assert code == 1
+    assert "HTTP 401: expired; set OPENAI_API_KEY to a key of this server" in err
+    assert "no score, 10 judgements are missing" in out
+    assert task_of(folders[1] / "evaluation").score == 1.0
+    assert task_of(other / "evaluation").score is None
+
+
+def test_results_can_be_named_in_three_ways(judge, server, folders):
+    run = folders[1]
+    for path in (run, run / "evaluation", run / "evaluation" / "language.json"):
+        assert judge(results=[path])[0] == 0
+    assert len(server.texts) == CALLS
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("localhost:8000", "base_url=localhost:8000 must start with http:// or https://"),
+        ("http://127.0.0.1:9/v1", "no answer after 3 tries ([Errno 111] Connection refused)"),
+    ],
+)
+def test_wrong_address_is_one_line(judge, url, message):
+    code, _, err = judge(url=url)
+    assert code == 1
+    assert message in err
+
+
+def test_missing_key_and_rate_limit_are_one_line(judge, server, monkeypatch):
+    server.answer = lambda *_: refusal(429, f"quota of {KEY}")
+    assert "no answer after 8 tries (HTTP 429: quota of ***); check the server" in judge("--concurrency", "1")[2]
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert "OPENAI_API_KEY is not set in the environment; export it" in judge()[2]
+
+
+def test_results_that_cannot_be_judged(judge, server, tmp_path, folders):
+    base, run = folders
+    folder = run / "evaluation"
+    remedy = "make them with: finch evaluate --suite language"
+    assert f"{tmp_path / 'none'} has no answers of the language task; {remedy}" in judge(results=[tmp_path / "none"])[2]
+    assert "is the base model's; name a tuned model's results, or add --control" in judge(results=[base])[2]
+    second = tmp_path / "second"
+    write_answers(tmp_path / "base-2", "base", None)
+    write_answers(second, "tuned", "../base-2/language.json")
+    assert "the results are of 2 base models" in judge(results=[run, second])[2]
+    write_answers(folder, "tuned", "../../out/base-0123/language.json", prompt="<s>Escribe {}.")
+    assert "answer different prompts (0 in common, of 6 and 6)" in judge()[2]
+    write_answers(folder, "tuned", "../../out/base-0123/language.json", n=5)
+    assert "answer different prompts (5 in common, of 5 and 6)" in judge()[2]
+    write_answers(folder, "tuned", "../nowhere/language.json")
+    assert "nowhere/language.json does not exist" in judge()[2]
+    lines = [{key: value for key, value in sample.items() if key != "response"} for sample in samples_of(folder)]
+    (folder / f"language.{TASK}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert f"has documents without an answer; {remedy}" in judge()[2]
+    assert server.texts == []
