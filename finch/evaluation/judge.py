@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from finch.data.chat_client import ChatRequest
 from finch.errors import UserError
@@ -67,7 +66,6 @@ MIN_FIRST_ANSWERS = 20
 """A judge that gives no verdict in that many first answers is no judge."""
 _IN_BRACKETS = re.compile(r"\[\[(.*?)\]\]")
 _REMEDY = f"make them with: finch evaluate --suite {SUITE} --base DIR --tuned RUN --out DIR"
-_CONTROL = "control_"
 _JUDGED = "; judged: "  # in a definition, between how the answers were made and how they were judged
 
 
@@ -81,11 +79,6 @@ class Judge:
 
     model: str
     max_answer_tokens: int
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What changes verdicts."""
-        return {"model": self.model, "prompt": PROMPT_VERSION}
 
     def request(self, instruction: str, first: str, second: str) -> ChatRequest:
         texts = {"instruction": instruction, "first": first, "second": second}
@@ -283,45 +276,40 @@ def write_scores(comparison: Comparison, judgements: Mapping[str, str]) -> None:
         f"(W + T/2)/N against the base model, W wins and T ties in N judgements of {comparison.judge.model} with prompt {PROMPT_VERSION}: "
         "both orders of each pair, five verdicts folded to win, tie and loss; documents without a verdict in both orders are left out"
     )
-    _write(
-        comparison, comparison.tuned, samples, definition, comparison.tuned.task.others | summarize(verdicts.values())
-    )
+    _write(comparison.tuned, samples, definition, comparison.tuned.task.others | summarize(verdicts.values()))
 
 
 def write_base_scores(comparison: Comparison, control: Mapping[str, float | None] | None = None) -> None:
     """Writes the base model's score, 0.5 by definition, into its result.
 
     Args:
-        control: metrics of the base model against itself; None: those that are there stay, if they are this judge's.
+        control: metrics of the base model against itself; None: those that are there stay.
     """
     base = comparison.base
     samples = [{**sample, "score": BASE_SCORE} for sample in base.samples]
-    is_same_judge = base.result.settings.get("judge") == comparison.judge.settings
-    others = {name: value for name, value in base.task.others.items() if is_same_judge or not name.startswith(_CONTROL)}
-    others |= {_CONTROL + name: value for name, value in (control or {}).items()}
     definition = "(W + T/2)/N of the base model against itself, 0.5 by definition"
-    _write(comparison, base, samples, definition, others)
+    if control is not None:
+        definition += f"; control by {comparison.judge.model} with prompt {PROMPT_VERSION}"
+    elif _JUDGED in base.task.definition:
+        definition = base.task.definition.partition(_JUDGED)[2]
+    others = {f"control_{name}": value for name, value in (control or {}).items()}
+    _write(base, samples, definition, base.task.others | others)
 
 
-def _write(
-    comparison: Comparison,
-    answers: Answers,
-    samples: Sequence[Sample],
-    definition: str,
-    others: dict[str, float | None],
-) -> None:
+def _write(answers: Answers, samples: Sequence[Sample], definition: str, others: dict[str, float | None]) -> None:
     scores = [sample["score"] for sample in samples if sample["score"] is not None]
     task = replace(
         answers.task,
-        definition=answers.task.definition.partition(_JUDGED)[0] + _JUDGED + definition,
+        definition=answers_definition(answers.task.definition) + _JUDGED + definition,
         score=_mean(scores),
         n=len(scores),
         others=others,
     )
-    result = replace(
-        answers.result,
-        settings={**answers.result.settings, "judge": comparison.judge.settings},
-        tasks={**answers.result.tasks, TASK: task},
-    )
-    if result != answers.result or samples != answers.samples:
+    if task != answers.task or samples != answers.samples:
+        result = replace(answers.result, tasks={**answers.result.tasks, TASK: task})
         write_result(answers.path.parent, result, {TASK: samples})
+
+
+def answers_definition(definition: str) -> str:
+    """The part of a task's definition that says how the answers were made, without how they were judged."""
+    return definition.partition(_JUDGED)[0]

@@ -21,7 +21,7 @@ pytest.importorskip("scipy", reason="the evaluate extra is not installed")
 
 from finch.data import chat_client
 from finch.data.request_log import RequestLog, read_answers
-from finch.evaluation.judge import MIN_FIRST_ANSWERS, VERDICTS, parse_verdict
+from finch.evaluation.judge import MIN_FIRST_ANSWERS, VERDICTS, answers_definition, parse_verdict
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, read_samples, write_result
 from finch.evaluation.statistics import paired_delta
 
@@ -196,8 +196,11 @@ def test_control_gives_fifty(judge, server, folders):
     assert task_of(base) == task  # kept
     assert judge("--control", results=[base])[0] == 0
     assert len(server.texts) == N + CALLS
+    assert task.definition.endswith("0.5 by definition; control by m with prompt 1")
     assert judge(model="another")[0] == 0
-    assert "control_score" not in task_of(base).others  # of a judge that gave none
+    assert task_of(base) == task  # it names its judge
+    assert judge("--control", model="another")[0] == 0
+    assert task_of(base).definition == task.definition.replace("by m with", "by another with")
 
 
 def test_nothing_is_sent_twice(judge, server, folders):
@@ -218,10 +221,10 @@ def test_another_judge_judges_again(judge, server, folders):
     second = read_result(folder / "language.json")
     assert len(server.texts) == 2 * CALLS
     assert (first.tasks[TASK].score, second.tasks[TASK].score) == (1.0, 0.0)
-    assert (first.settings["judge"]["model"], second.settings["judge"]["model"]) == ("m", "better")
-    assert "of better with prompt 1: both orders" in second.tasks[TASK].definition
-    assert second.tasks[TASK].definition.startswith("greedy, chat template; judged: ")
-    assert second.tasks[TASK].definition.count("judged: ") == 1
+    assert "judgements of m with prompt 1: both orders" in first.tasks[TASK].definition
+    assert "judgements of better with prompt 1: both orders" in second.tasks[TASK].definition
+    assert second.tasks[TASK].definition.count("; judged: ") == 1
+    assert answers_definition(second.tasks[TASK].definition) == "greedy, chat template"
 
 
 @pytest.mark.slow
