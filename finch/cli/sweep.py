@@ -6,19 +6,14 @@ Every cell's config is composed and checked before anything starts.
 from __future__ import annotations
 
 import argparse
-import logging
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finch.cli.early_checks import config_checks, machine_checks, read_job
 from finch.errors import UserError
-from finch.log import logger
 
 if TYPE_CHECKING:
-    from finch.sweep.cells import Cell
     from finch.sweep.grid import Grid
     from finch.sweep.job import Job
 
@@ -54,6 +49,7 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
         UserError: a mistake in the grid, in a cell's config or in the options.
     """
     from finch.cli.slurm import split_options
+    from finch.cli.sweep_jobs import compose, warn_of_missing_validation
     from finch.sweep.grid import cells_of, read_grid
 
     options, words = split_options(rest)
@@ -77,67 +73,6 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
         _print_commands(jobs)
     else:
         _run(grid, jobs, args)
-
-
-def compose(
-    grid: Grid, cells: Sequence[Cell], *, launcher: Sequence[str] = (), is_here: bool = True, num_ranks: int | None = 1
-) -> list[Job]:
-    """The jobs of cells, with complete and checked configs.
-
-    Args:
-        launcher: options of `finch run` that start a run's ranks.
-        is_here: whether they run on this machine.
-        num_ranks: of a run; None: not known.
-
-    Raises:
-        UserError: the first wrong cell, and what is wrong.
-    """
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # reading a config logs what the run logs again
-    jobs: dict[Path, Job] = {}
-    try:
-        for cell in cells:
-            try:
-                jobs[cell.folder] = _compose(grid, cell, jobs, launcher, is_here, num_ranks)
-            except UserError as error:
-                raise UserError(f"cell {cell.name}: {error}") from error
-    finally:
-        logger.setLevel(level)
-    return list(jobs.values())
-
-
-def _compose(
-    grid: Grid,
-    cell: Cell,
-    jobs: Mapping[Path, Job],
-    launcher: Sequence[str],
-    is_here: bool,
-    num_ranks: int | None,
-) -> Job:
-    from finch.sweep.cells import RUN
-    from finch.sweep.job import Job, run_words
-    from finch.sweep.run_state import different_key
-
-    if cell.kind != RUN:  # it stands on a run of the grid
-        source = jobs[cell.waits_for[0]]
-        return Job(grid, cell, source.recipe, source.cfg)
-    recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
-    if grid.recipe is not None and recipe != grid.recipe:
-        raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")
-    is_log_missing = cell.source is not None and not (cell.source / "metrics.jsonl").exists()
-    for check in config_checks(cfg, num_ranks):
-        if not is_log_missing:
-            check()
-    if is_here:
-        for check in machine_checks(recipe, cfg, num_ranks or 1):
-            check()
-    job = Job(grid, cell, recipe, cfg, launcher)
-    if not job.overwrites and (different := different_key(cell.folder, cfg)):
-        key, saved, given = different
-        raise UserError(
-            f"{cell.folder} holds a run with {key}={_short(saved)}, the grid says {_short(given)}; give another out, or overwrite=True"
-        )
-    return job
 
 
 def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
@@ -188,17 +123,3 @@ def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:
         return ["--nproc_per_node", args.nproc_per_node], determine_local_world_size(args.nproc_per_node)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"--nproc_per_node {args.nproc_per_node}: {error}; give a number, or gpu") from error
-
-
-def warn_of_missing_validation(jobs: Sequence[Job]) -> None:
-    names = [job.cell.name for job in jobs if not job.has_validation]
-    if names:
-        logger.warning(
-            f"{len(names)} of {len(jobs)} cells have no validation rows, such as {names[0]}: their last epoch counts, where the paper chooses an "
-            "epoch by validation; set dataset_validation"
-        )
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

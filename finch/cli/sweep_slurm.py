@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from finch.cli.slurm import SCRIPT, JobOptions, complete_options, read_script, run_sbatch
-from finch.cli.sweep import compose, warn_of_missing_validation
+from finch.cli.sweep_jobs import compose, warn_of_missing_validation
 from finch.errors import UserError
 from finch.files import atomic_file, write_text
 from finch.sweep.cells import RUN, WAITING, write_cell

@@ -29,11 +29,13 @@ from finch.config.registry import CONFIG_FOLDERS, GRIDS
 from finch.config.schema import RECIPES
 from finch.config.suggestions import did_you_mean
 from finch.errors import UserError
+from finch.evaluation.results import NEW
+from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
 from finch.sweep.cells import ALPHA, LOG, LR, METHOD, RUN, SEED, SMALL_LR, WISE_FT, Cell, cell_names, override_words
 
 KEYS = ("recipe", "config", "out", "overrides", "grid", "evaluate")
-SUITES = ("forgetting", "reliability", "knowledge", "science", "language", "all")
-NEW_TASKS = ("knowledge", "science", "language")
+CUSTOM = "custom"
+"""The suite of lm-eval's tasks that finch does not know."""
 _OWN_KEYS = {
     "output_dir": "each cell has its own folder in out",
     "resume_from_checkpoint": "a cell that was cut off is resumed",
@@ -50,7 +52,7 @@ class Evaluation:
 
     Attributes:
         base: the pretrained model's folder; None: the config's ``checkpointer.checkpoint_dir``.
-        suites, tasks: at least one of them is given.
+        suites, tasks: at least one of them is given; tasks may be others of lm-eval, and of the user's own in ``include_path``.
         data_root, limit, include_path, new_task: as `finch evaluate` has them.
     """
 
@@ -62,15 +64,20 @@ class Evaluation:
     include_path: str | None = None
     new_task: str | None = None
 
-    def results(self) -> tuple[str, ...]:
-        """The suites that it writes, each a JSON in RUN/evaluation."""
-        suites = [name for name in SUITES if name != "all"] if "all" in self.suites else list(self.suites)
-        return (*suites, *(["custom"] if self.tasks else []))
+    def results(self) -> dict[str, set[str]]:
+        """The suites that it writes, each a JSON in RUN/evaluation, and their tasks."""
+        suites = ALL if "all" in self.suites else self.suites
+        results = {suite: set(SUITES[suite]) for suite in suites}
+        for task in self.tasks:
+            suite = TASKS[task].suite if task in TASKS else CUSTOM
+            results.setdefault(suite, set()).add(task)
+        return results
 
     @property
     def task(self) -> str | None:
-        """What the runs learn: the suite of a new task, or the name of one."""
-        return next((suite for suite in self.suites if suite in NEW_TASKS), self.new_task)
+        """What the runs learn: the suite of a new task, or the name of one of the user's."""
+        tasks = [task for names in self.results().values() for task in names if task in TASKS]
+        return next((TASKS[task].suite for task in tasks if TASKS[task].role == NEW), self.new_task)
 
 
 @dataclass(frozen=True)
@@ -345,10 +352,9 @@ def _evaluation(block: Any, overrides: Sequence[str], path: Path) -> Evaluation 
         names = content.get(key) or ()
         content[key] = tuple(names.split(",") if isinstance(names, str) else map(str, names))
     for suite in content["suites"]:
-        if suite not in SUITES:
-            raise UserError(
-                f"{path}: evaluate.suites: {suite} is not known{did_you_mean(suite, SUITES) or '; known are ' + ', '.join(SUITES)}"
-            )
+        if suite not in (known := [*SUITES, "all"]):
+            hint = did_you_mean(suite, known) or f"; known are {', '.join(known)}"
+            raise UserError(f"{path}: evaluate.suites: {suite} is not known{hint}")
     if not content["suites"] and not content["tasks"]:
         raise UserError(f"{path}: evaluate needs suites or tasks, such as suites: [forgetting]")
     limit = content.get("limit")

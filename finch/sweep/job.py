@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from finch import run_files
 from finch.files import atomic_file
 from finch.sweep.cells import ALPHA, DEFAULT_ALPHA, SMALL_LR, WISE_FT, Cell
-from finch.sweep.grid import Evaluation, Grid
-from finch.sweep.run_state import is_trained, missing_results, model_folder
+from finch.sweep.grid import Grid
+from finch.sweep.run_state import is_trained, mark_results_new, missing_results, model_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -75,16 +75,27 @@ class Job:
         return [*FINCH, "run", *self.launcher, *run_words(self.grid, self.cell)]
 
     def evaluate_commands(self) -> list[list[str]]:
-        """Of the results that are missing, one command a suite."""
-        evaluation = self.grid.evaluation
-        if evaluation is None:
+        """`finch evaluate` where results are missing: once for the grid's suites, and once for its tasks."""
+        evaluation, missing = self.grid.evaluation, self.missing_results()
+        if evaluation is None or not missing:
             return []
-        return [
-            evaluate_command(
-                evaluation, suite, base=evaluation.base or self.pretrained, tuned=[self.cell.folder], out=self.grid.out
-            )
-            for suite in self.missing_results()
-        ]
+        command = [*FINCH, "evaluate", "--base", evaluation.base or self.pretrained, "--tuned", str(self.cell.folder)]
+        command += ["--out", str(self.grid.out)]
+        for option, value in (("--data-root", evaluation.data_root), ("--limit", evaluation.limit)):
+            command += [] if value is None else [option, str(value)]
+        commands = []
+        if evaluation.suites:
+            commands.append([*command, "--suite", ",".join(evaluation.suites)])
+        if evaluation.tasks:
+            own = [("--include-path", evaluation.include_path), ("--new-task", evaluation.new_task)]
+            options = [word for option, value in own if value is not None for word in (option, value)]
+            commands.append([*command, "--tasks", ",".join(evaluation.tasks), *options])
+        return commands
+
+    def end_evaluation(self) -> None:
+        """After its last command."""
+        assert self.grid.evaluation is not None
+        mark_results_new(self.cell.folder, self.grid.evaluation)
 
     @property
     def alpha(self) -> float:
@@ -124,20 +135,6 @@ def run_words(grid: Grid, cell: Cell) -> list[str]:
 def is_overwrite(grid: Grid) -> bool:
     """Whether earlier runs are replaced."""
     return any(word.lower() == "overwrite=true" for word in grid.overrides)
-
-
-def evaluate_command(evaluation: Evaluation, suite: str, *, base: str, tuned: Sequence[Path], out: Path) -> list[str]:
-    """`finch evaluate` for one suite; ``custom`` stands for the grid's tasks."""
-    command = [*FINCH, "evaluate", "--base", base, "--tuned", *map(str, tuned), "--out", str(out)]
-    command += ["--tasks", ",".join(evaluation.tasks)] if suite == "custom" else ["--suite", suite]
-    options = {
-        "--data-root": evaluation.data_root,
-        "--limit": evaluation.limit,
-        "--include-path": evaluation.include_path,
-    }
-    if suite == "custom":
-        options["--new-task"] = evaluation.new_task
-    return [*command, *(str(word) for name, value in options.items() if value is not None for word in (name, value))]
 
 
 def _link(link: Path, target: Path) -> None:

@@ -199,6 +199,7 @@ class LocalSweep:
         elif state.status == _EVALUATING:
             state.commands.pop(0)
             if not state.commands:
+                job.end_evaluation()
                 self._set_trained(folder)
                 if state.commands:  # else it would be started for ever
                     self._fail(folder, f"evaluation: it has written no result to {job.cell.folder}; {job.cell.log}")

@@ -64,10 +64,21 @@ def model_folder(run: Path) -> Path | None:
 
 
 def missing_results(run: Path, evaluation: Evaluation) -> list[str]:
-    """The suites (``custom`` of tasks) whose results are not there, are older than the run's model, or are of another limit."""
+    """The suites whose results are not there, lack a task, are older than the run's model, or are of another limit."""
     model = model_folder(run)
     written = 0.0 if model is None else max((path.stat().st_mtime for path in model.iterdir()), default=0.0)
-    return [suite for suite in evaluation.results() if not _is_result(run, suite, evaluation, written)]
+    return [
+        suite
+        for suite, tasks in evaluation.results().items()
+        if not _is_result(_result_path(run, suite), tasks, evaluation.limit, written)
+    ]
+
+
+def mark_results_new(run: Path, evaluation: Evaluation) -> None:
+    """After `finch evaluate`, which leaves a result as it is where the model's weights are those that it was made with."""
+    for suite in evaluation.results():
+        if (path := _result_path(run, suite)).exists():
+            path.touch()
 
 
 def different_key(run: Path, cfg: DictConfig) -> tuple[str, Any, Any] | None:
@@ -115,11 +126,14 @@ def _is_stopped_by_budget(state: dict[str, Any], cfg: DictConfig) -> bool:
     return not last["value"] <= budget.max_increase  # a NaN is outside
 
 
-def _is_result(run: Path, suite: str, evaluation: Evaluation, written: float) -> bool:
-    path = run / run_files.EVALUATION / f"{suite}.json"
+def _result_path(run: Path, suite: str) -> Path:
+    return run / run_files.EVALUATION / f"{suite}.json"
+
+
+def _is_result(path: Path, tasks: set[str], limit: int | None, written: float) -> bool:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        is_complete = suite != "custom" or set(evaluation.tasks) <= content["tasks"].keys()
-        return is_complete and path.stat().st_mtime >= written and content["settings"].get("limit") == evaluation.limit
+        is_complete = tasks <= content["tasks"].keys() and content["settings"].get("limit") == limit
+        return is_complete and path.stat().st_mtime >= written
     except (OSError, ValueError, KeyError, AttributeError):
         return False

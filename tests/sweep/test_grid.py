@@ -120,7 +120,11 @@ def test_command_line_overrides_runs_and_evaluation(read):
         evaluate={"suites": ["science"]},
     )
     assert grid.overrides == ("epochs=3", "compile=false", "probes=null", "epochs=1")
-    assert (grid.evaluation.limit, grid.task, grid.evaluation.results()) == (10, "science", ("science",))
+    assert (grid.evaluation.limit, grid.task, grid.evaluation.results()) == (
+        10,
+        "science",
+        {"science": {"sciknoweval"}},
+    )
 
 
 @pytest.mark.parametrize(
