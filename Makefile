@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A test run starts several torch processes; one thread each keeps two cores from being fought over.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: install quickstart test test-fast lint format wheel clean
+.PHONY: install quickstart quickstart-sweep test test-fast lint format wheel clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +21,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 quickstart: install
 	$(BIN)/python -m finch.quickstart
+
+quickstart-sweep: install
+	$(BIN)/python -m finch.quickstart.sweep
 
 test: install
 	$(PYTEST)
