@@ -134,8 +134,7 @@ def _write(
             if not is_base_written:
                 write_base_scores(comparison)
                 is_base_written = True
-            write_scores(comparison, log.answers)
-            _print_score(comparison.tuned.path)
+            _print_score(comparison.tuned.path, write_scores(comparison, log.answers))
 
 
 def _write_control(comparison: Comparison, log: RequestLog) -> None:
@@ -157,7 +156,7 @@ def _write_control(comparison: Comparison, log: RequestLog) -> None:
     )
 
 
-def _print_score(path: Path) -> None:
+def _print_score(path: Path, metrics: Mapping[str, float | None]) -> None:
     from finch.evaluation.judge import TASK
     from finch.evaluation.results import read_result, read_samples
     from finch.evaluation.statistics import mean_interval
@@ -165,7 +164,7 @@ def _print_score(path: Path) -> None:
     task = read_result(path).tasks[TASK]
     interval = mean_interval(read_samples(path.parent, task))
     low, high, score = (100 * value for value in (interval.low, interval.high, interval.mean))
-    others = ", ".join(f"{name} {100 * value:.1f}" for name, value in task.others.items() if value is not None)
+    others = ", ".join(f"{name} {100 * (value or 0.0):.1f}" for name, value in metrics.items())
     print(f"{path}: {task.metric} {score:.1f} ({low:.1f} to {high:.1f}), n {task.n:,}; {others}", flush=True)
 
 

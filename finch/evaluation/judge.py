@@ -260,11 +260,14 @@ def read_control(path: Path, judge: Judge, limit: int | None = None) -> Comparis
     return Comparison(base, base, judge, limit)
 
 
-def write_scores(comparison: Comparison, judgements: Mapping[str, str]) -> None:
+def write_scores(comparison: Comparison, judgements: Mapping[str, str]) -> dict[str, float | None]:
     """Writes the tuned model's scores into its result.
 
     Args:
         judgements: the judge's answers by the requests' keys.
+
+    Returns:
+        The metrics beside the score, see ``summarize``.
     """
     verdicts = comparison.verdicts(judgements)
     scores = score_documents(verdicts)
@@ -276,7 +279,9 @@ def write_scores(comparison: Comparison, judgements: Mapping[str, str]) -> None:
         f"(W + T/2)/N against the base model, W wins and T ties in N judgements of {comparison.judge.model} with prompt {PROMPT_VERSION}: "
         "both orders of each pair, five verdicts folded to win, tie and loss; documents without a verdict in both orders are left out"
     )
-    _write(comparison.tuned, samples, definition, comparison.tuned.task.others | summarize(verdicts.values()))
+    metrics = summarize(verdicts.values())
+    _write(comparison.tuned, samples, definition, comparison.tuned.task.others | metrics)
+    return metrics
 
 
 def write_base_scores(comparison: Comparison, control: Mapping[str, float | None] | None = None) -> None:

@@ -140,7 +140,9 @@ def test_parse_verdict_is_strict(text, verdict):
 def test_known_judges_give_known_scores(judge, server, folders, answer, score, agreement, first):
     server.answer = answer
     base, run = folders
-    assert judge()[0] == 0
+    code, out, _ = judge()
+    assert code == 0
+    assert re.search(rf"language.json: win_tie_rate {100 * score:.1f} \([\d.]+ to [\d.]+\), n 6; strict_win_rate ", out)
     task = task_of(run / "evaluation")
     assert (task.score, task.n, task.metric, task.role) == (score, N, "win_tie_rate", "new")
     assert (task.others["order_agreement"], task.others["first_answer_score"]) == (agreement, first)
