@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lm_eval.api.model import LM
 
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.manager import task_manager
+from finch.evaluation.tasks.registry import TASKS
 from finch.evaluation.tasks.task import Task
 
 Document = dict[str, Any]
@@ -67,16 +69,26 @@ def run(
     task: Task, model: LM, data_root: Path, *, has_chat_template: bool = True, limit: int | None = None
 ) -> dict[str, list[dict[str, Any]]]:
     """What lm-eval logs of each of its documents."""
-    is_templated = task.uses_chat_template and has_chat_template
     results = lm_eval.simple_evaluate(
         model,
-        tasks=list(task.lm_eval_names),
-        task_manager=task_manager(data_root, has_chat_template),
-        apply_chat_template=is_templated,
+        tasks=load(task.name, data_root, has_chat_template),
+        task_manager=manager(data_root, has_chat_template),
+        apply_chat_template=task.uses_chat_template and has_chat_template,
         limit=limit,
         bootstrap_iters=0,
     )
     return results["samples"]
+
+
+@lru_cache(maxsize=4)
+def manager(data_root: Path | None, has_chat_template: bool) -> Any:
+    return task_manager(data_root, has_chat_template)
+
+
+@lru_cache(maxsize=4)
+def load(name: str, data_root: Path | None, has_chat_template: bool) -> list[Any]:
+    """lm-eval's tasks of a task of ours."""
+    return list(manager(data_root, has_chat_template).load(list(TASKS[name].lm_eval_names))["tasks"].values())
 
 
 def score(samples: Sequence[Sample]) -> float:

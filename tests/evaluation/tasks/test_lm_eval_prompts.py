@@ -1,0 +1,164 @@
+"""Local rows give the requests that lm-eval's registered tasks make of the hub's rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from helpers.known_answer_model import KnownAnswerModel
+from helpers.punkt import add_punkt_tab
+from helpers.rows import write_lines
+
+from finch.evaluation.tasks.lm_eval_tasks import SUBJECTS
+from finch.evaluation.tasks.manager import task_manager
+from finch.evaluation.tasks.registry import TASKS
+
+Rows = list[dict[str, Any]]
+
+HELLASWAG_HUB = [
+    {
+        "activity_label": "Baking cookies",
+        "ctx_a": "A woman stands in a kitchen. She mixes the dough.",
+        "ctx_b": "the woman",
+        "ctx": "A woman stands in a kitchen. She mixes the dough. the woman",
+        "endings": ["eats the bowl.", "puts it on a tray.", "sings.", "leaves."],
+        "label": "1",
+    },
+    {
+        "activity_label": "Home and Garden",
+        "ctx_a": "How to sharpen a knife [title] Find a stone. [step] A whetstone works best.",
+        "ctx_b": "",
+        "ctx": "How to sharpen a knife [title] Find a stone. [step] A whetstone works best.",
+        "endings": ["Wet it [title] Hold it.", "Break it. [substeps] Hide.", "Eat it.", "Paint it."],
+        "label": "0",
+    },
+]
+HELLASWAG_LOCAL = [
+    {
+        "activity_label": "Baking cookies",
+        "ctx": "A woman stands in a kitchen. She mixes the dough. the woman",
+        "endings": ["eats the bowl.", "puts it on a tray.", "sings.", "leaves."],
+        "label": 1,
+    },
+    {
+        "activity_label": "Home and Garden",
+        "ctx": "How to sharpen a knife. Find a stone. A whetstone works best.",
+        "endings": ["Wet it. Hold it.", "Break it. Hide.", "Eat it.", "Paint it."],
+        "label": 0,
+    },
+]
+
+
+def read(file: Path, count: int = 3) -> Rows:
+    return [json.loads(line) for line in file.read_text().splitlines()[:count]]
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, rows: dict[str, dict[str, Rows]]) -> list[tuple[Any, ...]]:
+    """Stands in for the hub; returns the names that are loaded."""
+    loaded = []
+
+    def load_dataset(path: str, name: str | None = None, split: str | None = None, **_: Any) -> Any:
+        loaded.append((path, name))
+        tables = {part: datasets.Dataset.from_list(of_part) for part, of_part in rows[path].items()}
+        return tables if split is None else tables[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return loaded
+
+
+def requests(name: str, data_root: Path | None, *, has_chat_template: bool = True) -> list[tuple[Any, ...]]:
+    """Contexts and continuations, or prompts and settings, of a task's first documents."""
+    task = task_manager(data_root, has_chat_template).load([name])["tasks"][name]
+    task.set_config("num_fewshot", 0)
+    is_templated = name in ("ifeval",) and has_chat_template
+    task.build_all_requests(
+        limit=3, apply_chat_template=is_templated, chat_template=KnownAnswerModel().apply_chat_template
+    )
+    return [instance.args for instance in task.instances]
+
+
+def test_hellaswag_requests_are_lm_evals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hellaswag").mkdir()
+    write_lines(tmp_path / "hellaswag" / "validation.jsonl", *HELLASWAG_LOCAL)
+    local = requests("hellaswag", tmp_path)
+    assert local[1] == (
+        "Baking cookies: A woman stands in a kitchen. She mixes the dough. The woman",
+        " puts it on a tray.",
+    )
+    write_lines(tmp_path / "hellaswag" / "validation.jsonl", *HELLASWAG_HUB)
+    assert requests("hellaswag", tmp_path) == local  # a file in the hub's form
+    serve(monkeypatch, {"Rowan/hellaswag": {"train": HELLASWAG_HUB, "validation": HELLASWAG_HUB}})
+    assert requests("hellaswag", None) == local
+
+
+def test_winogrande_requests_are_lm_evals(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = requests("winogrande", shared_data)
+    rows = read(shared_data / "winogrande" / "validation.jsonl")
+    loaded = serve(monkeypatch, {"allenai/winogrande": {"train": rows, "validation": rows}})
+    assert requests("winogrande", None) == local
+    assert loaded == [("allenai/winogrande", "winogrande_xl")]
+
+
+def test_mmlu_requests_are_lm_evals(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = requests("mmlu_virology", shared_data)
+    tables = {
+        split: [row for row in read(shared_data / "mmlu" / f"{split}.jsonl", 600) if row["subject"] == "virology"]
+        for split in ("dev", "test")
+    }
+    loaded = serve(monkeypatch, {"cais/mmlu": tables})
+    assert requests("mmlu_virology", None) == local
+    assert loaded == [("cais/mmlu", "virology")]
+
+
+@pytest.mark.parametrize("name", ["truthfulqa_mc1", "truthfulqa_mc2"])
+def test_truthfulqa_requests_are_lm_evals(name: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = requests(name, shared_data)
+    rows = read(shared_data / "truthfulqa" / "mc_task.jsonl")
+    for row in rows:
+        for field in ("mc1_targets", "mc2_targets"):
+            row[field] = {"choices": list(row[field]), "labels": list(row[field].values())}
+    loaded = serve(monkeypatch, {"truthfulqa/truthful_qa": {"validation": rows}})
+    assert requests(name, None) == local
+    assert loaded == [("truthfulqa/truthful_qa", "multiple_choice")]
+
+
+def test_ifeval_requests_are_lm_evals(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_punkt_tab(tmp_path, monkeypatch)
+    rows = read(shared_data / "ifeval" / "prompts.jsonl")
+    local = requests("ifeval", shared_data)
+    assert local[0][0] == f"<user>{rows[0]['prompt']}</user><assistant>"
+    assert local[0][1] == {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": 1280}
+    plain = requests("ifeval", shared_data, has_chat_template=False)
+    assert plain[0][0] == f"Question: {rows[0]['prompt']}\nAnswer:"
+    assert plain[0][1] == {**local[0][1], "until": ["\nQuestion:"]}
+    serve(monkeypatch, {"google/IFEval": {"train": rows}})
+    assert requests("ifeval", None) == local
+
+
+def test_hub_names_are_lm_evals() -> None:
+    import lm_eval.tasks
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: None)
+    tasks = Path(lm_eval.tasks.__file__).parent
+    files = {
+        "hellaswag": "hellaswag/hellaswag.yaml",
+        "winogrande": "winogrande/default.yaml",
+        "ifeval": "ifeval/ifeval.yaml",
+        "truthfulqa": "truthfulqa/truthfulqa_mc1.yaml",
+    }
+    for name, file in files.items():
+        config = yaml.load((tasks / file).read_text(), Loader)
+        source = TASKS[name].sources[0]
+        split = config.get("test_split") or config["validation_split"]
+        assert (source.hub, source.config, source.split) == (config["dataset_path"], config["dataset_name"], split)
+    group = {path.stem for path in (tasks / "mmlu" / "default").glob("mmlu_*.yaml")}
+    assert group == {f"mmlu_{subject}" for subject in SUBJECTS}
+    mmlu = yaml.load((tasks / "mmlu" / "default" / "_mmlu.yaml").read_text(), Loader)
+    assert mmlu["aggregate_metric_list"] == [{"metric": "acc", "weight_by_size": True}]

@@ -1,0 +1,214 @@
+"""Which rows a task has, in which form, and what is said where they are absent."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.known_answer_model import KnownAnswerModel, evaluate, load
+from helpers.rows import write_lines
+from omegaconf import OmegaConf
+
+from finch.data.sciknoweval import prompt_of, sciknoweval_dataset
+from finch.data.tofu import tofu_dataset
+from finch.errors import UserError
+from finch.evaluation.results import NEW, OLD, RELIABILITY
+from finch.evaluation.tasks import tofu
+from finch.evaluation.tasks.manager import task_manager
+from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
+from finch.evaluation.tasks.rows import shuffled
+from finch.evaluation.tasks.training_rows import training_questions
+
+
+class UserTurns:
+    """Takes the place of a tokenizer."""
+
+    max_seq_len = None
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, sample: Any, inference: bool = False) -> dict[str, Any]:
+        self.texts.append(sample["messages"][0].text_content)
+        return {"tokens": [0], "mask": [False]}
+
+    def read(self, rows: Any) -> set[str]:
+        self.texts = []
+        for index in range(len(rows)):
+            rows[index]
+        return set(self.texts)
+
+
+def documents(name: str, data_root: Path, has_chat_template: bool = True) -> list[dict[str, Any]]:
+    return list(load(name, data_root, has_chat_template)[0].eval_docs)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_suites_have_the_documented_tasks() -> None:
+    assert {name: SUITES[name] for name in ALL} == {
+        "forgetting": ("hellaswag", "winogrande", "mmlu", "ifeval"),
+        "reliability": ("truthfulqa", "halueval", "confidence"),
+        "knowledge": ("tofu",),
+        "science": ("sciknoweval",),
+        "language": ("galician_alpaca",),
+    }
+    roles = {suite: {TASKS[name].role for name in SUITES[suite]} for suite in ALL}
+    assert roles == {"forgetting": {OLD}, "reliability": {RELIABILITY}, **{name: {NEW} for name in ALL[2:]}}
+
+
+def test_definition_names_the_prompt() -> None:
+    assert TASKS["tofu"].definition(True).endswith("chat template")
+    assert "plain prompt" in TASKS["tofu"].definition(False)
+    for name in ("hellaswag", "winogrande", "mmlu", "truthfulqa"):
+        assert TASKS[name].definition(True) == TASKS[name].definition(False)
+        assert TASKS[name].definition(True).endswith("no chat template")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_absent_rows_are_an_error_with_the_command(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        TASKS[name].check_data(tmp_path)
+    source = TASKS[name].sources[0]
+    assert str(tmp_path / source.file) in str(error.value)
+    assert f"load_dataset('{source.hub}'" in str(error.value)
+    assert "\n" not in str(error.value)
+    TASKS[name].check_data(None)
+
+
+def test_mmlu_needs_all_subjects(tmp_path: Path) -> None:
+    (tmp_path / "mmlu").mkdir()
+    row = {"question": "Which?", "choices": ["a", "b", "c", "d"], "answer": 0, "subject": "anatomy"}
+    for split in ("dev", "test"):
+        write_lines(tmp_path / "mmlu" / f"{split}.jsonl", row)
+    manager = task_manager(tmp_path, True)
+    manager.load(["mmlu_anatomy"])
+    with pytest.raises(UserError, match="no rows of the subject virology"):
+        manager.load(["mmlu_virology"])
+
+
+def test_manager_adds_a_users_tasks(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("task: own\ndataset_path: json\n")
+    assert "own" in task_manager(None, True, include_paths=[tmp_path]).all_tasks
+    assert "own" not in task_manager(None, True).all_tasks
+    names = {name for task in TASKS.values() for name in task.lm_eval_names}
+    assert names <= set(task_manager(None, True).all_tasks)
+    assert names <= set(task_manager(tmp_path, False).all_tasks)
+
+
+def test_shuffled_is_a_uniform_permutation() -> None:
+    orders = [shuffled(6, f"row {index}") for index in range(6000)]
+    assert all(sorted(order) == list(range(6)) for order in orders)
+    for position in range(6):
+        share = sum(order.index(0) == position for order in orders) / len(orders)
+        assert share == pytest.approx(1 / 6, abs=0.02)  # four standard errors
+
+
+def test_tofu_has_paraphrased_questions_and_all_answers(shared_data: Path) -> None:
+    rows = lines(shared_data / "tofu" / "forget10_perturbed.jsonl")
+    for row, document in zip(rows, documents("tofu", shared_data), strict=True):
+        assert document["prompt"] == row["paraphrased_question"]
+        assert document["choices"][document["gold"]] == row["paraphrased_answer"]
+        assert sorted(document["choices"]) == sorted([row["paraphrased_answer"], *row["perturbed_answer"]])
+    plain = documents("tofu", shared_data, has_chat_template=False)
+    assert plain[0]["prompt"] == f"Question: {rows[0]['paraphrased_question']}\nAnswer:"
+
+
+def test_tofu_validation_rows_are_not_trained_on(shared_data: Path) -> None:
+    turns, file = UserTurns(), str(shared_data / "tofu" / "full.jsonl")
+    trained = turns.read(tofu_dataset(turns, data_files=file))
+    questions = {document["question"] for document in documents("tofu_validation", shared_data)}
+    held_out = {row["question"] for row in lines(shared_data / "tofu" / "forget10_perturbed.jsonl")} - trained
+    assert questions == held_out
+    assert len(questions) == 40
+
+
+def test_tofu_seen_rows_are_those_of_the_run(tmp_path: Path, shared_data: Path) -> None:
+    config = {"_component_": "finch.data.tofu.tofu_dataset", "data_files": str(shared_data / "tofu" / "full.jsonl")}
+    OmegaConf.save(OmegaConf.create({"dataset": config}), tmp_path / "config.yaml")
+    questions = training_questions(tmp_path)
+    assert questions is not None
+    records = {
+        name: [
+            {
+                "doc_id": index,
+                "doc_hash": str(index),
+                "doc": document,
+                "acc": index % 2,
+                "acc_norm": index % 2,
+                "filtered_resps": [(-1.0, False)] * 6,
+            }
+            for index, document in enumerate(documents("tofu", shared_data))
+        ]
+        for name in TASKS["tofu"].lm_eval_names
+    }
+    samples = TASKS["tofu"].samples(records, questions)
+    unseen = [sample for sample in samples if not sample["is_seen"]]
+    assert len(unseen) == 40
+    others = TASKS["tofu"].others(samples)
+    assert others["acc_norm_unseen"] == sum(sample["doc_id"] % 2 for sample in unseen) / 40
+    assert others["acc_norm_seen"] == (200 - sum(sample["doc_id"] % 2 for sample in unseen)) / 360
+    assert "is_seen" not in TASKS["tofu"].samples(records)[0]
+    assert training_questions(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("part", ["test", "validation"])
+def test_sciknoweval_rows_are_those_of_the_training_split(part: str, shared_data: Path) -> None:
+    turns, file = UserTurns(), shared_data / "sciknoweval" / "chemistry_l3.jsonl"
+    split = turns.read(sciknoweval_dataset(turns, data_files=str(file), part=part))
+    with_choices = {prompt_of(row) for row in lines(file) if row["choices"]["label"]}
+    name = "sciknoweval" if part == "test" else "sciknoweval_validation"
+    prompts = [document["prompt"] for document in documents(name, shared_data)]
+    assert set(prompts) == split & with_choices
+    assert len(prompts) == {"test": 527, "validation": 98}[part]
+
+
+def test_halueval_has_both_orders(shared_data: Path) -> None:
+    rows = lines(shared_data / "halueval" / "qa.jsonl")
+    first, second = documents("halueval", shared_data)[:2]
+    for answer in ("right_answer", "hallucinated_answer"):
+        assert rows[0][answer] in first["prompt"]
+        assert rows[0][answer] in second["prompt"]
+    assert f"A. {rows[0]['hallucinated_answer']}\nB. {rows[0]['right_answer']}\n" in first["prompt"]
+    assert (first["gold"], second["gold"], first["cluster"]) == (0, 1, second["cluster"])
+
+
+def test_confidence_has_the_right_and_three_wrong_options(shared_data: Path) -> None:
+    rows = {row["question"]: row["mc1_targets"] for row in lines(shared_data / "truthfulqa" / "mc_task.jsonl")}
+    chosen = documents("confidence", shared_data)
+    assert len(chosen) == sum(list(targets.values()).count(0) >= 3 for targets in rows.values()) == 690
+    for document in chosen:
+        options = dict(line.split(". ", 1) for line in document["prompt"].splitlines() if line[1:3] == ". ")
+        assert [letter for letter in "ABCD" if rows[document["question"]][options[letter]] == 1] == [document["gold"]]
+
+
+def test_galician_answers_are_those_of_the_test_part(tmp_path: Path) -> None:
+    folder = tmp_path / "galician_alpaca"
+    folder.mkdir()
+    rows = [
+        {"instruction": f"Escribe o número {number}", "input": "en letras" if number % 2 else "", "output": "un"}
+        for number in range(40)
+    ]
+    random.Random(0).shuffle(rows)
+    write_lines(folder / "rows.jsonl", *rows)
+    model = KnownAnswerModel(respond=lambda document: "Velaquí o número.")
+    samples = evaluate(TASKS["galician_alpaca"], model, tmp_path)
+    assert len(samples) == 10
+    assert {sample["response"] for sample in samples} == {"Velaquí o número."}
+    assert {sample["score"] for sample in samples} == {None}
+    prompts = {f"{row['instruction']}\n{row['input']}".strip() for row in rows}
+    assert {sample["prompt"] for sample in samples} <= prompts
+    assert TASKS["galician_alpaca"].others(samples) == {"response_words": 3}
+
+
+def test_tofu_options_do_not_depend_on_the_files_order(shared_data: Path, tmp_path: Path) -> None:
+    rows = lines(shared_data / "tofu" / "forget10_perturbed.jsonl")[:20]
+    (tmp_path / "tofu").mkdir()
+    write_lines(tmp_path / "tofu" / "forget10_perturbed.jsonl", *reversed(rows))
+    ordered = documents("tofu", shared_data)[:20]
+    assert list(tofu.dataset(str(tmp_path), True)["test"]) == ordered[::-1]
