@@ -46,9 +46,7 @@ def _change(base_folder: Path, before: TaskResult, folder: Path, after: TaskResu
     if before.score is None or after.score is None:
         return ["", "", str(after.n), ""]
     delta = paired_delta(read_samples(base_folder, before), read_samples(folder, after))
-    # An interval may be longer on one side; the longer one is shown.
-    margin = max(delta.high - delta.delta, delta.delta - delta.low)
-    return [f"{100 * delta.delta:+.1f}", f"±{100 * margin:.1f}", str(delta.n), ""]
+    return [f"{100 * delta.delta:+.1f}", f"±{50 * (delta.high - delta.low):.1f}", str(delta.n), ""]
 
 
 def _percent(task: TaskResult) -> str:
