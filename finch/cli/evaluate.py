@@ -108,6 +108,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str]]:
+    from finch.evaluation.adapter import check_adapter
     from finch.evaluation.checks import check_data, check_harness, check_tokenizers, select_tasks
     from finch.evaluation.model_folders import find_base, find_tuned
 
@@ -133,6 +134,9 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
     base = find_base(parsed.base)
     tuned = [find_tuned(path, base) for path in parsed.tuned]
     check_data(tasks, parsed.data_root)
+    for folder in tuned:
+        if folder.is_adapter:
+            check_adapter(folder.path, str(folder))
     check_tokenizers(base, tuned)
     return base, tuned, tasks, others
 
@@ -148,7 +152,7 @@ def _prepare(
 
     ranks = Ranks()
     tokenizer = load_tokenizer(base.path, "--base")
-    manager = make_manager(parsed.data_root, tokenizer, parsed.include_path, has_custom=bool(others))
+    manager = make_manager(parsed.data_root, tokenizer, parsed.include_path, others)
     tasks = [*tasks, *(custom_task(name, manager, is_new=name in parsed.new_task) for name in others)]
     harness = Harness(manager, tasks, tokenizer, parsed.limit)
     options = Options(
@@ -172,7 +176,7 @@ def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
         tuned = [(target.folder.label, target.output, evaluation.result(target, suite)) for target in rest]
         names = [task.name for task in tasks if task.suite == suite]
         parts.append(f"\n{suite}: {first.output / suite}.json\n{format_table(base, tuned, names)}")
-        if any(task.suite == suite and getattr(task, "is_judged", False) for task in tasks):
+        if any(task.suite == suite and task.is_judged for task in tasks):
             folders = " ".join(str(target.output) for target in rest)
             parts.append(f"not scored yet; compare the answers with a judge: finch judge {folders}".rstrip())
     return "\n".join(parts)

@@ -40,7 +40,7 @@ def custom_task(name: str, manager: Any, *, is_new: bool) -> CustomTask:
     Raises:
         UserError: there is no such task, its data cannot be loaded, or it has no score per document.
     """
-    known = {*manager.all_tasks, *manager.all_groups, *manager.all_tags}
+    known = set(manager.task_index)
     if name not in known:
         raise UserError(
             f"--tasks {name} is neither a task of finch nor one of lm-eval{did_you_mean(name, known)}; give --include-path for your own"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finch.errors import UserError
+from finch.evaluation.progress import count_requests
 from finch.evaluation.tasks.task import Record, Task
 
 if TYPE_CHECKING:
@@ -58,13 +59,13 @@ class Harness:
         return has_chat_template(self.tokenizer)
 
     def num_requests(self, task: Task) -> int:
-        """About how many requests a task has, from its first documents."""
+        """About how many requests a task has, from its first documents, as ``count_requests`` counts."""
         number, limit = 0, self._documents_limit(task)
         for part in self._parts[task.name].values():
             documents = min(len(part.eval_docs), limit or len(part.eval_docs))
             counted = min(documents, _ESTIMATED)
             part.build_all_requests(limit=counted)
-            number += len(part.instances) * documents // counted
+            number += count_requests(part.instances) * documents // counted
         return number
 
     def evaluate(self, model: LanguageModel, task: Task) -> dict[str, list[Record]] | None:
@@ -94,7 +95,7 @@ class Harness:
 
     def _documents_limit(self, task: Task) -> int | None:
         """Of each lm-eval task: MMLU's subjects share the task's limit, other parts of a task have the same documents."""
-        if self._limit is None or not getattr(task, "is_divided", False):
+        if self._limit is None or not task.is_divided:
             return self._limit
         return math.ceil(self._limit / len(self._parts[task.name]))
 
@@ -104,14 +105,16 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def make_manager(
-    data_root: Path | None, tokenizer: PreTrainedTokenizerBase, include_path: Path | None, *, has_custom: bool
+    data_root: Path | None, tokenizer: PreTrainedTokenizerBase, include_path: Path | None, others: Sequence[str]
 ) -> Any:
-    """lm-eval's ``TaskManager``; with ``has_custom`` for all of its tasks, which takes seconds to index."""
+    """lm-eval's ``TaskManager`` for the tasks of finch, and for ``others``.
+
+    To index all of lm-eval's tasks takes seconds, and is left out where those of ``include_path`` suffice.
+    """
     from finch.evaluation.tasks.manager import task_manager
 
-    return task_manager(
-        data_root,
-        has_chat_template(tokenizer),
-        include_paths=[] if include_path is None else [include_path],
-        include_defaults=has_custom,
-    )
+    include_paths = [] if include_path is None else [include_path]
+    manager = task_manager(data_root, has_chat_template(tokenizer), include_paths=include_paths)
+    if set(others) <= set(manager.task_index):
+        return manager
+    return task_manager(data_root, has_chat_template(tokenizer), include_paths=include_paths, include_defaults=True)

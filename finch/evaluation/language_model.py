@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from finch.errors import UserError
 from finch.evaluation.answer_cache import AnswerCache
 from finch.evaluation.batches import Limits, Row, form_batches, group_rows, logits_to_keep
-from finch.evaluation.progress import EvaluationProgress
+from finch.evaluation.progress import EvaluationProgress, count_requests
 from finch.evaluation.ranks import Ranks
 from finch.log import logger
 
@@ -93,7 +93,7 @@ class LanguageModel(HFLM):
             UserError: a log-likelihood is not finite, or an answer does not fit into the model's context.
         """
         self._requests = requests
-        self._progress.expect(len(requests))
+        self._progress.expect(count_requests(requests))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -170,7 +170,7 @@ class LanguageModel(HFLM):
         Raises:
             UserError: the logits after a prompt are not finite.
         """
-        self._progress.expect(len(requests))
+        self._progress.expect(count_requests(requests))
         answers: list[Any] = [None] * len(requests)
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
@@ -192,7 +192,8 @@ class LanguageModel(HFLM):
             for batch in form_batches(rows, self._limits(None, None), self._kept_bytes):
                 limited = [_with_settings(requests[row.indices[0]], settings) for row in batch]
                 content = [request.args for request in limited]
-                texts = self._cached(content, len(batch), lambda: self._generate(limited))  # noqa: B023 (called at once)
+                number = count_requests(requests[row.indices[0]] for row in batch)
+                texts = self._cached(content, number, lambda: self._generate(limited))  # noqa: B023 (called at once)
                 for row, text in zip(batch, texts, strict=True):
                     answers[row.indices[0]] = text
         return answers

@@ -1,10 +1,14 @@
-"""How far an evaluation is, over the requests of all its models and tasks."""
+"""How far an evaluation is, over the requests of all its models and tasks.
+
+A generated answer takes far longer than a log-likelihood, so that it counts as several requests.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -12,12 +16,25 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from finch.log import logger
 from finch.progress import LINE_INTERVAL_S, duration, make_bar
 
+_TOKENS_A_REQUEST = 5
+"""Generated tokens that take about as long as a log-likelihood; measured on a CPU, estimated for a GPU."""
+
+
+def count_requests(requests: Iterable[Any], default_max_tokens: int = 256) -> int:
+    """How many requests lm-eval's ``Instance`` objects count as."""
+    number = 0
+    for request in requests:
+        number += 1
+        if request.request_type == "generate_until":
+            number += request.args[1].get("max_gen_toks", default_max_tokens) // _TOKENS_A_REQUEST
+    return number
+
 
 class EvaluationProgress:
     """A bar in a terminal, else a log line every half minute. The time left follows from the requests that were run.
 
     Args:
-        estimates: requests of each task to come, as far as they are known; corrected when a task starts.
+        estimates: requests of each task to come, about; corrected when a task starts. As ``count_requests`` counts.
         is_shown: whether this process shows it.
     """
 
@@ -40,7 +57,7 @@ class EvaluationProgress:
             self._bar.set_description_str(title)
 
     def expect(self, number: int) -> None:
-        """The task turns out to have this number of requests."""
+        """The task has this number of requests."""
         self._total += number - (self._estimates.pop(0) if self._estimates else 0)
         if self._bar is not None:
             self._bar.total = self._total
@@ -58,7 +75,9 @@ class EvaluationProgress:
         if self._is_shown and now - self._last_line_time >= LINE_INTERVAL_S:
             self._last_line_time = now
             seconds = (now - self._start_time) / max(self._done - self._num_cached, 1) * (self._total - self._done)
-            logger.info(f"{self._title}: {self._done:,} of {self._total:,} requests, {duration(max(seconds, 0))} left")
+            logger.info(
+                f"{self._title}: {self._done / self._total:.0%} of all requests, {duration(max(seconds, 0))} left"
+            )
 
     def close(self) -> None:
         """Ends the bar, so that what is printed next starts on a line of its own."""

@@ -13,7 +13,11 @@ _NOISE = (
     "Left truncation applied",
     "Overwriting default num_fewshot",
 )
-_METADATA_HINT = "Custom kwargs can be passed to `--metadata`"  # finch passes them
+_NOISE_INSIDE = (
+    "Custom kwargs can be passed to `--metadata`",  # finch passes them
+    "/finch-tasks-",  # finch's variant of a task of lm-eval takes its place
+    "from None overrides existing task from None",  # a group of such tasks
+)
 
 
 @contextlib.contextmanager
@@ -45,4 +49,4 @@ def quiet_harness() -> Iterator[None]:
 
 def _is_worth_reading(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    return not message.startswith(_NOISE) and _METADATA_HINT not in message
+    return not message.startswith(_NOISE) and not any(part in message for part in _NOISE_INSIDE)

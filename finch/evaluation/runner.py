@@ -19,6 +19,7 @@ from finch.errors import UserError
 from finch.evaluation.answer_cache import AnswerCache
 from finch.evaluation.fingerprint import SHORT, hash_values, hash_weights
 from finch.evaluation.harness import Harness
+from finch.evaluation.judge import answers_definition
 from finch.evaluation.loading import hash_vocabulary, load_model
 from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.progress import EvaluationProgress
@@ -152,7 +153,7 @@ class Evaluation:
         done = result.tasks.get(task.name)
         return (
             done is not None
-            and done.definition == task.definition(self._harness.has_chat_template)
+            and answers_definition(done.definition) == task.definition(self._harness.has_chat_template)
             and (target.output / done.samples).is_file()
         )
 

@@ -1,0 +1,118 @@
+"""`finch evaluate` with mistakes: one line each, before any weights are loaded."""
+
+import importlib.metadata
+import json
+import shutil
+
+import pytest
+from helpers.evaluation import write_data_root
+from helpers.runs import finch
+
+from finch.evaluation import loading
+
+
+@pytest.fixture
+def refused(capsys, base_folder, tmp_path, monkeypatch):
+    """The one line that the command ends with."""
+    data_root = write_data_root(tmp_path / "data")
+
+    def no_weights(*_):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(loading, "load_model", no_weights)
+
+    def run(*arguments, base=base_folder, data=data_root, suite="forgetting"):
+        options = ["--base", base, "--out", tmp_path / "out", *(["--suite", suite] if suite else [])]
+        options += [] if data is None else ["--data-root", data]
+        code, out, err = finch(capsys, "evaluate", *map(str, [*options, *arguments]))
+        assert code == 1
+        assert not out
+        lines = err.strip().splitlines()
+        assert len(lines) == 1, err
+        return lines[0].removeprefix("finch: error: ")
+
+    return run
+
+
+def test_unknown_names_are_corrected(refused):
+    assert refused(suite="forgeting") == "--suite=forgeting is unknown, did you mean forgetting?"
+    assert "--tasks helaswag is not in --suite forgetting, did you mean hellaswag?" in refused("--tasks", "helaswag")
+    assert refused("--tasks", "tofu").startswith("--tasks tofu is not in --suite forgetting: it has hellaswag, ")
+    assert refused(suite=None).startswith("--suite is missing; give one of forgetting, reliability")
+    assert "--new-task tofu is not one of the lm-eval tasks of --tasks" in refused("--new-task", "tofu")
+
+
+def test_missing_folders_are_named(refused, tmp_path):
+    assert "--base=/nowhere is not a folder" in refused(base="/nowhere")
+    assert "--tuned=/nowhere is not a folder" in refused("--tuned", "/nowhere")
+    assert "has no config.json" in refused(base=tmp_path)
+    assert "--include-path=/nowhere is not a folder" in refused("--include-path", "/nowhere")
+    assert "--data-root=/nowhere is not a folder" in refused(data="/nowhere")
+
+
+def test_missing_data_are_named_with_their_source(refused, tmp_path):
+    line = refused("--tasks", "mmlu")
+    assert line.startswith(f"mmlu: {tmp_path}/data/mmlu/test.jsonl does not exist or is empty; fetch it: ")
+    assert "load_dataset('cais/mmlu', 'all', split='test')" in line
+
+
+def test_hub_that_is_forbidden_is_named(refused):
+    assert refused("--tasks", "hellaswag", data=None).startswith("--data-root is missing and HF_HUB_OFFLINE=1 forbids")
+
+
+def test_punkt_is_checked_for_ifeval(refused, tmp_path, monkeypatch):
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    (tmp_path / "data" / "ifeval").mkdir()
+    (tmp_path / "data" / "ifeval" / "prompts.jsonl").write_text("{}\n")
+    line = refused("--tasks", "ifeval")
+    assert line.startswith(
+        "ifeval: NLTK's punkt_tab is missing; fetch it: python -c \"import nltk; nltk.download('punkt_tab')\""
+    )
+
+
+def test_other_models_are_refused(refused, base_folder, tmp_path):
+    tuned = shutil.copytree(base_folder, tmp_path / "tuned")
+    config = json.loads((tuned / "config.json").read_text())
+    (tuned / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
+    assert "tuned has intermediate_size=50, --base=" in refused("--tuned", tuned, "--tasks", "hellaswag")
+
+
+def test_another_vocabulary_is_refused(refused, base_folder, tmp_path, monkeypatch):
+    tuned = shutil.copytree(base_folder, tmp_path / "tuned")
+    monkeypatch.setattr(loading, "hash_vocabulary", lambda tokenizer: tokenizer.name_or_path)
+    assert "tuned has another vocabulary than --base=" in refused("--tuned", tuned, "--tasks", "hellaswag")
+    monkeypatch.undo()
+    tokenizer = loading.load_tokenizer(base_folder, "--base")
+    before = loading.hash_vocabulary(tokenizer)
+    tokenizer.add_tokens(["<new>"])
+    assert loading.hash_vocabulary(tokenizer) != before
+
+
+def test_tokenizer_that_cannot_be_loaded_is_named(refused, base_folder, tmp_path):
+    tuned = shutil.copytree(base_folder, tmp_path / "tuned")
+    for path in tuned.glob("tokenizer*"):
+        path.unlink()
+    assert "tuned has no tokenizer that transformers can load" in refused("--tuned", tuned, "--tasks", "hellaswag")
+
+
+@pytest.mark.parametrize("version", ["0.4.12", "0.5.0"])
+def test_other_harnesses_are_refused(refused, monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    assert refused().startswith(
+        f"lm-eval {version} is installed; finch evaluate needs lm-eval<0.5,>=0.4.13: pip install"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--limit", "0"], "--limit=0 must be at least"),
+        (["--limit", "1", "--nproc_per_node", "2"], "--limit=1 must be at least"),
+        (["--batch-size", "many"], "--batch-size=many must be a number of rows or auto"),
+        (["--nproc_per_node", "0"], "--nproc_per_node=0 must be at least 1"),
+    ],
+)
+def test_numbers_are_checked(refused, arguments, message):
+    assert message in refused(*arguments)

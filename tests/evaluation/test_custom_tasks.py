@@ -1,0 +1,74 @@
+"""lm-eval's other tasks: which metric is the headline, and what cannot be compared."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from finch.errors import UserError
+from finch.evaluation.custom_tasks import custom_task
+from finch.evaluation.results import NEW, OLD
+
+
+class Manager:
+    """lm-eval's, with one task."""
+
+    def __init__(self, *metrics, kind="multiple_choice", parts=("arc_easy",)):
+        config = SimpleNamespace(
+            metric_list=[{"metric": metric, "higher_is_better": True} for metric in metrics], num_fewshot=5
+        )
+        self._parts = {name: SimpleNamespace(config=config, OUTPUT_TYPE=kind) for name in parts}
+        self.task_index = {"arc_easy": None}
+
+    def load(self, _):
+        return {"tasks": self._parts}
+
+
+def record(number, **metrics):
+    return {
+        "doc_id": number,
+        "doc_hash": f"hash {number}",
+        "filter": "none",
+        "filtered_resps": [(-1.5, True)],
+        **metrics,
+    }
+
+
+def test_headline_is_the_normalized_accuracy():
+    task = custom_task("arc_easy", Manager("acc", "acc_norm"), is_new=True)
+    assert (task.metric, task.role, task.suite) == ("acc_norm", NEW, "custom")
+    assert task.definition(True) == "arc_easy of lm-eval, acc_norm; 5-shot; no chat template"
+    samples = task.samples({"arc_easy": [record(1, acc=1, acc_norm=0.0), record(0, acc=0, acc_norm=1.0)]})
+    assert [(sample["doc_id"], sample["score"], sample["responses"]) for sample in samples] == [
+        (0, 1.0, [-1.5]),
+        (1, 0.0, [-1.5]),
+    ]
+
+
+def test_generated_answers_use_the_chat_template():
+    task = custom_task("arc_easy", Manager("f1", kind="generate_until"), is_new=False)
+    assert (task.metric, task.role, task.uses_chat_template) == ("f1", OLD, True)
+    assert task.definition(True).endswith("; 5-shot; chat template")
+
+
+def test_documents_of_a_group_are_told_apart():
+    task = custom_task("arc_easy", Manager("acc", parts=("one", "two")), is_new=False)
+    samples = task.samples({"one": [record(0, acc=1)], "two": [record(0, acc=0)]})
+    assert [sample["doc_id"] for sample in samples] == ["one/0", "two/0"]
+
+
+def test_unknown_task_is_corrected():
+    message = "--tasks arc_esay is neither a task of finch nor one of lm-eval, did you mean arc_easy?"
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        custom_task("arc_esay", Manager("acc"), is_new=False)
+
+
+@pytest.mark.parametrize("metrics", [(), ("word_perplexity",)])
+def test_task_without_a_score_per_document_is_refused(metrics):
+    with pytest.raises(UserError, match="has no score per document"):
+        custom_task("arc_easy", Manager(*metrics), is_new=False)
+
+
+def test_score_that_is_no_number_is_refused():
+    task = custom_task("arc_easy", Manager("acc"), is_new=False)
+    with pytest.raises(UserError, match="document 0: acc is no number"):
+        task.samples({"arc_easy": [record(0, acc=(1, 2))]})

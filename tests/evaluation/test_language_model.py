@@ -1,0 +1,197 @@
+"""The harness's model: log-likelihoods and texts against plain transformers, batches, memory, and numbers that are not finite."""
+
+import json
+import random
+
+import pytest
+import torch
+from helpers.evaluation import instances
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.tiny_text import WORDS
+from finch.errors import UserError
+from finch.evaluation.answer_cache import AnswerCache
+from finch.evaluation.language_model import LanguageModel
+from finch.evaluation.progress import EvaluationProgress
+from finch.evaluation.ranks import Ranks
+
+
+@pytest.fixture
+def model(base_folder):
+    return AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def make(base_folder, model):
+    def make_model(batch_size="auto"):
+        return LanguageModel(
+            model,
+            AutoTokenizer.from_pretrained(base_folder),
+            name="--base=here",
+            batch_size=batch_size,
+            ranks=Ranks(),
+            progress=EvaluationProgress([], is_shown=False),
+        )
+
+    return make_model
+
+
+def pairs(number, seed=0):
+    rng = random.Random(seed)
+    return [
+        (" ".join(rng.choices(WORDS, k=rng.randint(1, 6))), " " + " ".join(rng.choices(WORDS, k=rng.randint(1, 4))))
+        for _ in range(number)
+    ]
+
+
+def reference(model, tokenizer, context, continuation):
+    """One sequence at a time, as transformers computes it."""
+    length = len(tokenizer(context).input_ids)
+    tokens = torch.tensor(tokenizer(context + continuation).input_ids)
+    with torch.no_grad():
+        log_probabilities = model(tokens[None]).logits[0].float().log_softmax(-1)
+    scored = log_probabilities[length - 1 : -1].gather(1, tokens[length:, None])
+    return scored.sum().item()
+
+
+def count_rows(model, monkeypatch):
+    """The shapes of the batches that the model is given."""
+    shapes, forward = [], model.forward
+
+    def counted(input_ids, **options):
+        shapes.append(tuple(input_ids.shape))
+        return forward(input_ids, **options)
+
+    monkeypatch.setattr(model, "forward", counted)
+    return shapes
+
+
+def test_log_likelihoods_equal_transformers(make, model):
+    requests = pairs(40)
+    lm = make()
+    for (value, _), (context, continuation) in zip(
+        lm.loglikelihood(instances("loglikelihood", requests)), requests, strict=True
+    ):
+        assert value == pytest.approx(reference(model, lm.tokenizer, context, continuation), abs=1e-4)
+
+
+def test_requests_of_like_length_share_a_batch(make, model, monkeypatch):
+    lm = make(batch_size=8)
+    shapes = count_rows(model, monkeypatch)
+    lm.loglikelihood(instances("loglikelihood", pairs(60)))
+    widths = [width for _, width in shapes]
+    assert widths == sorted(widths, reverse=True)
+    assert all(rows <= 8 for rows, _ in shapes)
+
+
+def test_choices_of_one_token_need_one_row(make, model, monkeypatch):
+    contexts = sorted({context for context, _ in pairs(10)})
+    lm = make()
+    word = {text: lm.tok_encode(f"a {text}")[len(lm.tok_encode("a")) :] for text in ["a", "b", "c", "d"]}
+    letters = [text for text, tokens in word.items() if len(tokens) == 1]
+    assert letters, "the tokenizer has no one-token word"
+    shapes = count_rows(model, monkeypatch)
+    requests = [(context, f" {letter}") for context in contexts for letter in letters * 2]
+    lm.loglikelihood(instances("loglikelihood", requests))
+    assert sum(rows for rows, _ in shapes) == len(contexts)
+
+
+def test_output_layer_runs_on_scored_positions_alone(make, model):
+    sizes = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: sizes.append(output.shape[1]))
+    make().loglikelihood(instances("loglikelihood", [(" ".join(WORDS[:8]), " fox")]))
+    assert sizes[0] < 5
+
+
+def test_texts_equal_transformers_greedy(make, model):
+    lm = make()
+    requests = [(context, {"until": ["\n"], "max_gen_toks": 7, "do_sample": False}) for context, _ in pairs(9)]
+    texts = lm.generate_until(instances("generate_until", requests))
+    for text, (context, _) in zip(texts, requests, strict=True):
+        tokens = torch.tensor([lm.tok_encode(context)])
+        with torch.no_grad():
+            answer = model.generate(tokens, max_new_tokens=7, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :]
+        assert text == lm.tok_decode(answer.tolist()).split("\n")[0]
+
+
+def test_short_context_limits_the_answer(make, caplog):
+    lm = make()
+    [text] = lm.generate_until(instances("generate_until", [("the fox", {"until": [], "max_gen_toks": 1280})]))
+    assert len(lm.tokenizer(text, add_special_tokens=False).input_ids) <= 40
+    assert "end after 32 tokens in place of 1280: the model's context has 64" in caplog.text
+
+
+def test_long_requests_are_counted(make, caplog):
+    make().loglikelihood(instances("loglikelihood", [(" ".join(WORDS * 5), " fox"), ("the", " fox")]))
+    assert "1 of 2 requests are longer than the model's 64 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_log_likelihood_that_is_not_finite_is_refused(make, model, value):
+    with torch.no_grad():
+        model.lm_head.weight[3] = value
+    with pytest.raises(
+        UserError, match=r"^--base=here: task some_task, document 0: the log-likelihood .* is nan; check"
+    ):
+        make().loglikelihood(instances("loglikelihood", pairs(1)))
+
+
+def test_generation_from_nan_is_refused(make, model):
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match=r"task some_task, document 0: the logits after the prompt are not finite"):
+        make().generate_until(instances("generate_until", [("the fox", {"until": [], "max_gen_toks": 4})]))
+
+
+def test_perplexity_is_refused(make):
+    with pytest.raises(UserError, match="measures perplexity"):
+        make().loglikelihood_rolling(instances("loglikelihood_rolling", [("the fox",)]))
+
+
+def test_batch_is_halved_where_memory_is_short(make, model, monkeypatch):
+    requests = instances("loglikelihood", pairs(20))
+    expected = make().loglikelihood(requests)
+    forward = model.forward
+
+    def limited(input_ids, **options):
+        if len(input_ids) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(input_ids, **options)
+
+    monkeypatch.setattr(model, "forward", limited)
+    lm = make()
+    lm._can_keep_logits = True
+    answers = lm.loglikelihood(requests)
+    torch.testing.assert_close([value for value, _ in answers], [value for value, _ in expected], atol=1e-4, rtol=0)
+
+
+def test_continued_task_runs_only_the_rest(make, tmp_path):
+    requests = instances("loglikelihood", pairs(30))
+    straight = make(batch_size=4)
+    expected = straight.loglikelihood(requests)
+    path = tmp_path / "answers.jsonl"
+    full = AnswerCache(path, "key")
+    filled = make(batch_size=4)
+    filled.use_cache(full)
+    filled.loglikelihood(requests)
+    full.close(is_finished=False)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:4]) + lines[4][: len(lines[4]) // 2])  # three batches, and half a line
+    continued = make(batch_size=4)
+    continued.use_cache(AnswerCache(path, "key"))
+    assert continued.loglikelihood(requests) == expected  # bit for bit
+    assert continued.num_batches_run == straight.num_batches_run - 3
+    assert json.loads(path.read_text().splitlines()[0]) == {"key": "key"}
+
+
+def test_automatic_batch_is_bounded_by_memory(make, monkeypatch):
+    lm = make()
+    monkeypatch.setattr(lm._sizes, "vocab_size", 2**24)  # a position takes 128 MB
+    counts = []
+    monkeypatch.setattr(
+        lm,
+        "_score",
+        lambda rows, requests: counts.append(len(rows)) or [(-1.0, True)] * sum(len(row.indices) for row in rows),
+    )
+    lm.loglikelihood(instances("loglikelihood", pairs(20)))
+    assert max(counts) <= 8
