@@ -12,6 +12,7 @@ from finch import __version__
 from finch.cli.data import add_arguments as add_translate_arguments
 from finch.cli.evaluate import add_arguments as add_evaluate_arguments
 from finch.cli.judge import add_arguments as add_judge_arguments
+from finch.cli.report import add_arguments as add_report_arguments
 from finch.cli.select_lr import add_arguments as add_select_lr_arguments
 from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
@@ -84,6 +85,9 @@ def main(arguments: list[str] | None = None) -> None:
         commands.add_parser("select-lr", help="the largest learning rate of a sweep that forgets little")
     )
     add_judge_arguments(commands.add_parser("judge", help="score the language task with a judge behind a server"))
+    add_report_arguments(
+        commands.add_parser("report", help="what runs have learned and what they have forgotten, as a page and tables")
+    )
 
     slurm = commands.add_parser("slurm", help="run as Slurm jobs")
     jobs = slurm.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -137,6 +141,10 @@ def main(arguments: list[str] | None = None) -> None:
         from finch.cli.select_lr import select_lr
 
         select_lr(parsed)
+    elif parsed.command == "report":
+        from finch.cli.report import report
+
+        report(parsed)
     elif parsed.command == "data":
         from finch.cli.data import translate
 

@@ -1,0 +1,38 @@
+"""`finch report`: what runs have learned and what they have forgotten."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from finch.extras import require_extras
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a sweep's: all of its cells"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for report.html, report.md, summary.csv and figures",
+    )
+    parser.add_argument(
+        "--new-task", metavar="NAME", help="the evaluated task that was learned, where there are several new ones"
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="folder of the pretrained model's results, where they are no longer where finch evaluate wrote them",
+    )
+
+
+def report(parsed: argparse.Namespace) -> None:
+    """Writes the report and prints where it is."""
+    require_extras("finch report", "torchtune", "report")
+    from finch.report.report import write_report
+
+    print(write_report(parsed.runs, parsed.out, new_task=parsed.new_task, base=parsed.base))

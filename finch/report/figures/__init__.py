@@ -1,0 +1,1 @@
+"""Figures of a report: each a file, in one style."""

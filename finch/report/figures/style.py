@@ -1,0 +1,188 @@
+"""The look of all figures: a colour and a marker for each method, the same everywhere, and SVG that follows the page's colours."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finch import files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 4.7  # inches; a phone shows the text of a figure this narrow at 9 pixels
+
+# Name of a CSS variable to the colour on white; the page's style sheet has those for a dark screen. Hues that differ in lightness as well
+# stay apart for colour-blind readers, and markers differ anyway.
+COLOURS = {
+    "ink": "#1f2328",
+    "muted": "#69707a",
+    "grid": "#d8dce1",
+    "page": "#fefefe",
+    "blue": "#0063a6",
+    "vermilion": "#d04a02",
+    "green": "#00845a",
+    "pink": "#b5508f",
+    "amber": "#b87a00",
+    "sky": "#3c9fd6",
+    "violet": "#6a4fc3",
+}
+
+
+@dataclass(frozen=True)
+class Style:
+    """A method's label, colour (a key of ``COLOURS``) and matplotlib marker."""
+
+    label: str
+    colour: str
+    marker: str
+
+    @property
+    def hex(self) -> str:
+        return COLOURS[self.colour]
+
+
+STYLES = {
+    "sft": Style("SFT", "vermilion", "o"),
+    "small_lr": Style("SFT, small lr", "amber", "v"),
+    "finch": Style("FINCH", "blue", "D"),
+    "flow": Style("FLOW", "green", "s"),
+    "dft": Style("DFT", "pink", "^"),
+    "talr": Style("TALR", "sky", "P"),
+    "stm": Style("STM", "violet", "X"),
+    "eaft": Style("EAFT", "green", "<"),
+    "l2": Style("L2", "amber", "p"),
+    "kl": Style("KL", "sky", "h"),
+    "asft": Style("ASFT", "pink", ">"),
+    "lora": Style("LoRA", "muted", "d"),
+    "wise_ft": Style("WiSE-FT", "violet", "*"),
+    "lr_replay": Style("LR replay", "blue", "$\\circ$"),
+}
+_SPARE_MARKERS = ("8", "H", "$+$", "$\\times$", "1", "2", "3", "4")
+
+
+def method_styles(methods: Iterable[str]) -> dict[str, Style]:
+    """A style for each method, in their order; a combination such as ``finch+talr`` has the colour of one and the marker of the other."""
+    styles = {}
+    spare = itertools.cycle(_SPARE_MARKERS)
+    for method in dict.fromkeys(methods):
+        if method in STYLES:
+            styles[method] = STYLES[method]
+            continue
+        names = method.split("+")
+        label = " + ".join(STYLES[name].label if name in STYLES else name for name in names)
+        first, last = STYLES.get(names[0]), STYLES.get(names[-1])
+        colour = first.colour if first is not None else "muted"
+        marker = last.marker if last is not None and len(names) > 1 else next(spare)
+        styles[method] = Style(label, colour, marker)
+    return styles
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of the report.
+
+    Attributes:
+        name: of its files.
+        title: a few words, above it.
+        caption: what it shows and how to read it.
+        svg: for the HTML page: no size of its own, and colours that are CSS variables.
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+
+
+def new_figure(height: float = 3.5) -> tuple[Figure, Axes]:
+    """Nothing of pyplot's is used: a notebook keeps its backend and figures."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height))
+    figure.set_layout_engine("constrained", w_pad=0.06, h_pad=0.06)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    for spine in axes.spines.values():
+        spine.set_color(COLOURS["muted"])
+    axes.tick_params(colors=COLOURS["ink"], labelsize=9)
+    axes.grid(color=COLOURS["grid"], linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def label_axes(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x, color=COLOURS["ink"], fontsize=9.5)
+    axes.set_ylabel(y, color=COLOURS["ink"], fontsize=9.5)
+
+
+def add_legend(figure: Figure, handles: Any = None, columns: int = 3) -> None:
+    """Below the axes, so that it hides nothing."""
+    if handles is None:
+        found: dict[str, Any] = {}
+        for axes in figure.axes:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                found.setdefault(label, handle)
+        labels, handles = list(found), list(found.values())
+    else:
+        labels = [handle.get_label() for handle in handles]
+    if handles:
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=min(columns, len(handles)),
+            frameon=False,
+            fontsize=9,
+            labelcolor=COLOURS["ink"],
+            handlelength=1.8,
+            columnspacing=1.4,
+        )
+
+
+def step_axis(axes: Axes) -> None:
+    """Whole steps, from 0."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlim(left=0)
+
+
+def save(figure: Figure, folder: Path, name: str, title: str, caption: str) -> Drawing:
+    """Writes NAME.svg and NAME.png, on white."""
+    import matplotlib
+
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # once is enough
+    vectors = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(vectors, format="svg", facecolor="white", metadata={"Date": None})  # equal runs give equal files
+    with files.atomic_file(folder / f"{name}.svg") as partial:
+        files.write_text(partial, vectors.getvalue())
+    with files.atomic_file(folder / f"{name}.png") as partial:
+        figure.savefig(partial, format="png", dpi=180, facecolor="white")
+    return Drawing(name, title, caption, _inline(vectors.getvalue(), name, f"{title}. {caption}"))
+
+
+def _inline(text: str, name: str, description: str) -> str:
+    """An SVG document as an element of an HTML page: it refers to nothing outside, and its identifiers are its own."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' (?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
+    text = text.replace("xlink:href=", "href=")
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'href="#', f'href="#{name}-', text)
+    text = text.replace("url(#", f"url(#{name}-")
+    text = text.replace("#ffffff", "none")  # the page's background
+    for variable, colour in COLOURS.items():
+        text = re.sub(f"{colour}\\b", f"var(--{variable})", text, flags=re.IGNORECASE)
+    label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return re.sub(r'<svg width="[^"]*" height="[^"]*"', f'<svg role="img" aria-label="{label}"', text, count=1)

@@ -1,0 +1,423 @@
+"""What a report compares: the new task, the old tasks and the reliability tasks of its runs, each with its score, its base and its change.
+
+Tasks come from evaluations. Where no run has an evaluated task of a role, the probes in metrics.jsonl take its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from finch.errors import UserError
+from finch.evaluation.results import NEW, OLD, RELIABILITY, Sample, SuiteResult, base_path, read_result, read_samples
+from finch.evaluation.statistics import Delta, Mean, holm, mean_interval, paired_delta
+from finch.report.runs import Run, base_builder
+
+PROBE = "probe"
+POINTS, NATS = "points", "nats"
+CUSTOM = "custom"
+BaseSamples = dict[tuple[Path, str], tuple[list[Sample], Mean]]
+"""What was read of the pretrained model so far, by folder and task: all runs share it."""
+_KEPT = ("doc_id", "doc_hash", "score", "cluster", "confidence", "is_parsed", "letter", "answer")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A task, or a probe that takes a task's place.
+
+    Attributes:
+        name: the task's, or the probe's.
+        source: the suite, or ``probe``.
+        unit: ``points`` (scores are fractions, shown in percent) or ``nats`` (losses in nats a token).
+        is_higher_better: False for losses and Brier's error.
+    """
+
+    name: str
+    role: str
+    source: str
+    metric: str
+    definition: str
+    unit: str = POINTS
+    is_higher_better: bool = True
+    chance: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """From a value to what is shown."""
+        return 100.0 if self.unit == POINTS else 1.0
+
+    @property
+    def is_probe(self) -> bool:
+        return self.source == PROBE
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and, where it has one, its standard error and 95% interval."""
+
+    value: float
+    standard_error: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run's result on a measure.
+
+    Attributes:
+        base: the pretrained model's score; None where it was not measured.
+        delta: score minus base.
+        paired: the delta with its test; None for a probe.
+        p_holm: its p value adjusted over the run's tasks.
+        n: documents of the score; None for a probe.
+        n_clusters: independent units of the score.
+        step: where a probe was evaluated.
+        others: further metrics by name.
+    """
+
+    measure: Measure
+    score: Estimate
+    base: Estimate | None = None
+    delta: Estimate | None = None
+    paired: Delta | None = None
+    p_holm: float | None = None
+    n: int | None = None
+    n_clusters: int | None = None
+    step: int | None = None
+    samples: Sequence[Sample] = ()
+    base_samples: Sequence[Sample] = ()
+    others: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs, what is compared, and their outcomes.
+
+    Attributes:
+        new: what was learned; None where neither an evaluation nor a probe measures it.
+        outcomes: for each run, its outcomes by measure's name.
+        bases: the pretrained model's result of each suite.
+    """
+
+    runs: Sequence[Run]
+    new: Measure | None
+    old: Sequence[Measure]
+    reliability: Sequence[Measure]
+    outcomes: Sequence[Mapping[str, Outcome]]
+    bases: Mapping[str, SuiteResult]
+
+    @property
+    def measures(self) -> list[Measure]:
+        return [*([self.new] if self.new else []), *self.old, *self.reliability]
+
+    def is_complete(self, run: int) -> bool:
+        """Whether a run has the new task and every old one: a place in the trade-off."""
+        outcomes = self.outcomes[run]
+        has_deltas = all(measure.name in outcomes and outcomes[measure.name].delta is not None for measure in self.old)
+        return self.new is not None and self.new.name in outcomes and bool(self.old) and has_deltas
+
+
+def compare(runs: Sequence[Run], *, new_task: str | None = None, base: Path | None = None) -> Comparison:
+    """
+    Args:
+        new_task: the name of the new task, where the evaluations have several.
+        base: folder of the pretrained model's results, where they are no longer where the runs' results say; or the folder that it is in.
+
+    Raises:
+        UserError: the runs cannot be compared: other new tasks, other pretrained weights or models, or evaluations with other settings.
+    """
+    _check_models(runs)
+    bases = _read_bases(runs, base)
+    new_name = _new_task(runs, new_task)
+    measures = {
+        measure.name: measure
+        for measure in _evaluated(runs, new_name)
+        if measure.role != NEW or measure.name == new_name
+    }
+    roles = {measure.role for measure in measures.values()}
+    if new_name is None or not any(name == new_name for name in measures):
+        measures.update({measure.name: measure for measure in _probes(runs) if measure.role == NEW})
+    if OLD not in roles:
+        measures.update({measure.name: measure for measure in _probes(runs) if measure.role == OLD})
+    samples: BaseSamples = {}
+    outcomes = [_outcomes(run, list(measures.values()), bases, base, samples) for run in runs]
+    by_role = {role: [one for one in measures.values() if one.role == role] for role in (NEW, OLD, RELIABILITY)}
+    return Comparison(runs, next(iter(by_role[NEW]), None), by_role[OLD], by_role[RELIABILITY], outcomes, bases)
+
+
+def _check_models(runs: Sequence[Run]) -> None:
+    builders = {base_builder(run.config): run for run in runs if run.config}
+    if len(builders) > 1:
+        (one, run), (other, other_run) = list(builders.items())[:2]
+        raise UserError(
+            f"model: {run.folder} has {one}, {other_run.folder} has {other}; their changes have no common base: report on one model at a time"
+        )
+
+
+def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResult]:
+    """The pretrained model's results by suite, after checking that runs share its weights and the settings."""
+    bases: dict[str, SuiteResult] = {}
+    first: dict[str, tuple[Run, SuiteResult]] = {}
+    weights: tuple[Run, str] | None = None
+    for run in runs:
+        for suite, result in run.results.items():
+            other_run, other = first.setdefault(suite, (run, result))
+            _check_settings(suite, (str(run.folder), result), (str(other_run.folder), other))
+            if result.base is None:
+                continue
+            path = _base_file(run, suite, folder)
+            found = read_result(path)
+            _check_settings(suite, (str(run.folder), result), (str(path.parent), found))
+            weights = weights or (run, found.weights)
+            if found.weights != weights[1]:
+                raise UserError(
+                    f"base: {weights[0].folder} and {run.folder} were compared with different pretrained weights ({weights[1][:12]} and "
+                    f"{found.weights[:12]}); report on runs of one pretrained model at a time"
+                )
+            bases[suite] = found
+    return bases
+
+
+def _base_file(run: Run, suite: str, folder: Path | None) -> Path:
+    path = base_path(run.result_path(suite), run.results[suite])
+    assert path is not None
+    if folder is not None:
+        candidates = [folder / path.name, folder / path.parent.name / path.name]
+        path = next((one for one in candidates if one.exists()), path)
+    if not path.exists():
+        raise UserError(
+            f"{path} does not exist: the pretrained model's results that {run.folder} was compared with; give their folder by --base"
+        )
+    return path
+
+
+def _check_settings(suite: str, one: tuple[str, SuiteResult], other: tuple[str, SuiteResult]) -> None:
+    (name, result), (other_name, other_result) = one, other
+    for key in sorted(result.settings.keys() | other_result.settings.keys()):
+        value, other_value = result.settings.get(key), other_result.settings.get(key)
+        if value != other_value:
+            raise UserError(
+                f"{suite}: {name} was evaluated with {key}={value}, {other_name} with {key}={other_value}; evaluate both alike"
+            )
+    for task in result.tasks.keys() & other_result.tasks.keys():
+        if result.tasks[task].definition != other_result.tasks[task].definition:
+            raise UserError(
+                f"{suite}: {task} has another definition in {name} than in {other_name} (such as a chat template in one of them); "
+                "evaluate both alike"
+            )
+
+
+def _new_task(runs: Sequence[Run], new_task: str | None) -> str | None:
+    """The name of the evaluated task that the runs learned; None: no run has one."""
+    of_run = {
+        str(run.folder): {
+            name for result in run.results.values() for name, task in result.tasks.items() if task.role == NEW
+        }
+        for run in runs
+    }
+    known = set().union(*of_run.values())
+    if new_task is not None:
+        every = {name for run in runs for result in run.results.values() for name in result.tasks}
+        if new_task not in every:
+            raise UserError(
+                f"--new-task={new_task} was not evaluated; evaluated are {', '.join(sorted(every)) or 'no tasks'}"
+            )
+        return new_task
+    grids = {run.task: run for run in runs if run.task is not None}
+    if len(grids) > 1:
+        (one, run), (other, other_run) = list(grids.items())[:2]
+        raise UserError(
+            f"{run.folder} learned {one}, {other_run.folder} learned {other}; report on runs of one task at a time, or name what they share by --new-task"
+        )
+    suites = {
+        name
+        for run in runs
+        for suite, result in run.results.items()
+        for name, task in result.tasks.items()
+        if task.role == NEW and suite in grids
+    }
+    if len(suites) == 1:
+        return suites.pop()
+    if len(known) <= 1:
+        if not known:
+            _check_training_data(runs)
+        return next(iter(known), None)
+    evaluated = {folder: names for folder, names in of_run.items() if names}
+    shared = set.intersection(*evaluated.values())
+    if len(shared) == 1:
+        return shared.pop()
+    if shared:
+        raise UserError(
+            f"the runs were evaluated on several new tasks: {', '.join(sorted(shared))}; choose one by --new-task"
+        )
+    folders = list(evaluated)
+    other_folder = next(
+        folder for folder in folders if not evaluated[folder] & evaluated[folders[0]] or folder != folders[0]
+    )
+    raise UserError(
+        f"{folders[0]} was evaluated on {', '.join(sorted(evaluated[folders[0]]))}, {other_folder} on {', '.join(sorted(evaluated[other_folder]))}: "
+        "different new tasks; report on runs of one task at a time"
+    )
+
+
+def _check_training_data(runs: Sequence[Run]) -> None:
+    """Where nothing names the new task: probes marked ``task: True``, else the training data, have to be the same."""
+    marks = {tuple(_task_probes(run)): run for run in runs if _task_probes(run)}
+    if len(marks) > 1:
+        (one, run), (other, other_run) = list(marks.items())[:2]
+        raise UserError(
+            f"probes: the new task of {run.folder} is {', '.join(one)}, of {other_run.folder} {', '.join(other)}; report on runs of one task at a time"
+        )
+    if marks:
+        return
+    files: dict[str, Run] = {}
+    for run in runs:
+        dataset = run.config.get("dataset")
+        if isinstance(dataset, Mapping):
+            source = dataset.get("data_files") or dataset.get("source") or dataset.get("_component_")
+            files.setdefault(str(source), run)
+    if len(files) > 1:
+        (one_file, run), (other_file, other_run) = list(files.items())[:2]
+        raise UserError(
+            f"dataset: {run.folder} learned {one_file}, {other_run.folder} learned {other_file}; report on runs of one task at a time"
+        )
+
+
+def _evaluated(runs: Sequence[Run], new_name: str | None) -> list[Measure]:
+    """The evaluated tasks of all runs; a task of several suites is a named suite's first."""
+    found: dict[str, Measure] = {}
+    for run in runs:
+        for suite, result in sorted(run.results.items(), key=lambda item: item[0] == CUSTOM):
+            for name, task in result.tasks.items():
+                if task.score is None:
+                    continue
+                role = NEW if name == new_name else task.role
+                found.setdefault(
+                    name,
+                    Measure(
+                        name, role, suite, task.metric, task.definition, POINTS, task.is_higher_better, task.chance
+                    ),
+                )
+    return list(found.values())
+
+
+def _task_probes(run: Run) -> list[str]:
+    probes = run.config.get("probes")
+    return [name for name, block in probes.items() if (block or {}).get("task")] if isinstance(probes, Mapping) else []
+
+
+def _probes(runs: Sequence[Run]) -> list[Measure]:
+    """The probes of all runs: one marked ``task: True`` by its accuracy where it has one, the others by their losses, which see a change
+    long before accuracies do."""
+    found: dict[str, Measure] = {}
+    marked = {name for run in runs for name in _task_probes(run)}
+    keys = {key for run in runs for line in run.metrics for key, value in line.items() if value is not None}
+    for name in sorted({key.split("/")[1] for key in keys if key.startswith("probe/")}):
+        role = NEW if name in marked else OLD
+        if role == NEW and f"probe/{name}/accuracy" in keys:
+            found[name] = Measure(name, role, PROBE, "accuracy", f"accuracy on the rows of the probe {name}")
+        elif f"probe/{name}/loss" in keys:
+            text = f"mean loss on the rows of the probe {name}, nats a token"
+            found[name] = Measure(name, role, PROBE, "loss", text, NATS, is_higher_better=False)
+    return list(found.values())
+
+
+def probe_values(run: Run, measure: Measure) -> list[tuple[int, float]]:
+    """(step, value) of each evaluation of a probe."""
+    key = f"probe/{measure.name}/{measure.metric}"
+    return [(line["step"], line[key]) for line in run.metrics if line.get(key) is not None]
+
+
+def _outcomes(
+    run: Run,
+    measures: Sequence[Measure],
+    bases: Mapping[str, SuiteResult],
+    folder: Path | None,
+    base_samples: BaseSamples,
+) -> dict[str, Outcome]:
+    found: dict[str, Outcome] = {}
+    for measure in measures:
+        if measure.is_probe:
+            outcome = _probe_outcome(run, measure)
+        else:
+            outcome = _task_outcome(run, measure, bases, folder, base_samples)
+        if outcome is not None:
+            found[measure.name] = outcome
+    tested = {name: outcome.paired.p_value for name, outcome in found.items() if outcome.paired is not None}
+    for name, p_value in zip(tested, holm(list(tested.values())), strict=True):
+        found[name] = replace(found[name], p_holm=p_value)
+    return found
+
+
+def _probe_outcome(run: Run, measure: Measure) -> Outcome | None:
+    """At the best epoch's end; without one, at the last evaluation."""
+    key = f"probe/{measure.name}/{measure.metric}"
+    lines = [line for line in run.metrics if line.get(key) is not None]
+    later = [line for line in lines if line["step"] > 0]
+    chosen = [line for line in later if run.best_epoch is not None and line.get("epoch") == run.best_epoch] or later
+    if not chosen:
+        return None
+    value = chosen[-1][key]
+    before = next((line[key] for line in lines if line["step"] == 0), None)
+    return Outcome(
+        measure,
+        Estimate(value),
+        None if before is None else Estimate(before),
+        None if before is None else Estimate(value - before),
+        step=chosen[-1]["step"],
+    )
+
+
+def _task_outcome(
+    run: Run, measure: Measure, bases: Mapping[str, SuiteResult], folder: Path | None, cache: BaseSamples
+) -> Outcome | None:
+    suite = next((name for name in (measure.source, *run.results) if measure.name in _tasks(run.results, name)), None)
+    if suite is None or run.results[suite].tasks[measure.name].score is None:
+        return None
+    task = run.results[suite].tasks[measure.name]
+    samples = _reduce(read_samples(run.result_path(suite).parent, task))
+    mean = mean_interval(samples)
+    outcome = Outcome(
+        measure,
+        Estimate(mean.mean, finite(mean.standard_error), finite(mean.low), finite(mean.high)),
+        n=mean.n,
+        n_clusters=mean.n_clusters,
+        samples=samples,
+        others=task.others,
+    )
+    if run.results[suite].base is None or measure.name not in _tasks(bases, suite):
+        return outcome
+    key = (_base_file(run, suite, folder).parent, measure.name)
+    if key not in cache:
+        read = _reduce(read_samples(key[0], bases[suite].tasks[measure.name]))
+        cache[key] = read, mean_interval(read)
+    base_samples, before = cache[key]
+    try:
+        delta = paired_delta(base_samples, samples)
+    except UserError as error:
+        raise UserError(f"{run.folder}, {measure.name}: {error}") from error
+    return replace(
+        outcome,
+        base=Estimate(before.mean, finite(before.standard_error), finite(before.low), finite(before.high)),
+        delta=Estimate(delta.delta, finite(delta.standard_error), finite(delta.low), finite(delta.high)),
+        paired=delta,
+        base_samples=base_samples,
+    )
+
+
+def _tasks(results: Mapping[str, SuiteResult], suite: str) -> Mapping[str, Any]:
+    return results[suite].tasks if suite in results else {}
+
+
+def _reduce(samples: Sequence[Sample]) -> list[Sample]:
+    """What the report needs of them: responses and log-likelihoods of all runs at once would fill the memory."""
+    return [{key: sample[key] for key in _KEPT if key in sample} for sample in samples]
+
+
+def finite(value: float) -> float | None:
+    """None for NaN and infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,91 @@
+"""`finch report`: reads runs, compares them, and writes report.md, report.html, summary.csv and the figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from finch import __version__, files
+from finch.errors import UserError
+from finch.report.figures.style import method_styles
+from finch.report.formatting import digits
+from finch.report.front import compare_fronts
+from finch.report.measures import compare
+from finch.report.page import FIGURES, Page, render_html, render_markdown
+from finch.report.runs import read_runs, sort_runs
+from finch.report.sections import (
+    Report,
+    changes_section,
+    curves_section,
+    origin_section,
+    paper_section,
+    reliability_section,
+    trade_off_sections,
+)
+from finch.report.settings import group_settings, trade_off
+from finch.report.summary import join, notes, summarize
+from finch.report.summary_csv import summary_csv
+from finch.report.tables import make_names
+
+RESOLUTIONS = {1: 0.1, 3: 0.001}
+"""Decimal places of a score to the step of the common scores."""
+
+
+def write_report(folders: Sequence[Path], out: Path, *, new_task: str | None = None, base: Path | None = None) -> Path:
+    """Writes a report, over an earlier one.
+
+    Args:
+        folders: runs or sweeps.
+        out: folder for report.md, report.html, summary.csv and figures/.
+        new_task: the evaluated task that the runs learned, where it does not follow from the evaluations.
+        base: folder of the pretrained model's results, where they have been moved.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        UserError: the runs cannot be read or compared, or ``out`` cannot be written.
+    """
+    runs = sort_runs(read_runs(folders))
+    comparison = compare(runs, new_task=new_task, base=base)
+    figures = out / FIGURES
+    try:
+        figures.mkdir(parents=True, exist_ok=True)
+        if not os.access(figures, os.W_OK):
+            raise PermissionError(None, "permission denied")
+        settings = group_settings(comparison)
+        names = make_names(settings, method_styles(run.method for run in runs))
+        points = trade_off(comparison, settings)
+        resolution = RESOLUTIONS[digits(comparison.new.unit)] if comparison.new is not None else 0.1
+        front = compare_fronts(points, resolution=resolution, order=list(names.styles))
+        report = Report(comparison, settings, points, front, names, figures)
+        sections = [
+            *trade_off_sections(report),
+            *changes_section(report),
+            *reliability_section(report),
+            *curves_section(report),
+            *paper_section(report),
+            *origin_section(report, folders, out, new_task),
+        ]
+        new = comparison.new
+        methods = [style.label for method, style in names.styles.items()]
+        page = Page(
+            f"Learned and forgotten: {join(methods) if len(methods) <= 4 else f'{len(methods)} methods'}"
+            + (f" on {new.name}" if new is not None else ""),
+            summarize(comparison, points, front, names),
+            notes(comparison),
+            sections,
+            f"Written by finch report {__version__}. Figures: {FIGURES}/*.svg and *.png; numbers: summary.csv.",
+            list(names.styles.values()),
+        )
+        for name, text in {
+            "summary.csv": summary_csv(comparison),
+            "report.md": render_markdown(page),
+            "report.html": render_html(page),
+        }.items():
+            with files.atomic_file(out / name) as partial:
+                files.write_text(partial, text)
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written ({error.strerror or error}); give another folder") from error
+    return out / "report.html"

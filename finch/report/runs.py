@@ -1,0 +1,203 @@
+"""The runs of a report: their folders' configs, metrics and results of evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finch import run_files
+from finch.config.instantiate import component_of
+from finch.config.methods import METHODS, OLD_NAMES
+from finch.errors import UserError
+from finch.evaluation.results import SuiteResult, read_results
+
+LEARNING_RATE, BATCH_SIZE, SEED, METHOD = "optimizer.lr", "batch_size", "seed", "method"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder.
+
+    Attributes:
+        folder: the run's.
+        values: what distinguishes the run: a sweep's cell, else method, optimizer.lr, batch_size and seed of its config.
+        config: the resolved config.yaml; empty without one, as for WiSE-FT's average of weights.
+        metrics: lines of metrics.jsonl; empty before the first step.
+        results: of evaluations, by suite.
+        task: a sweep's name of what is learned, such as ``knowledge``.
+        status: a sweep's; None for a run of its own.
+        best_epoch: from 0, the epoch that RUN/best links; None without validation, or before the first epoch has ended.
+    """
+
+    folder: Path
+    values: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Sequence[Mapping[str, Any]] = ()
+    results: Mapping[str, SuiteResult] = field(default_factory=dict)
+    task: str | None = None
+    status: str | None = None
+    best_epoch: int | None = None
+
+    @property
+    def method(self) -> str:
+        return str(self.values[METHOD])
+
+    @property
+    def learning_rate(self) -> float | None:
+        return self.values.get(LEARNING_RATE)
+
+    @property
+    def seed(self) -> int | None:
+        return self.values.get(SEED)
+
+    @property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """The lines of metrics.jsonl that are steps."""
+        return [line for line in self.metrics if not run_files.is_event(line)]
+
+    def result_path(self, suite: str) -> Path:
+        return self.folder / run_files.EVALUATION / f"{suite}.json"
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """
+    Args:
+        folders: of runs, or of sweeps, whose cells are all read; a run that is named twice is read once.
+
+    Raises:
+        UserError: a folder is neither, has no readable files, or there is nothing in any of them yet.
+    """
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no folder; give the folders of runs, or of a sweep")
+        cells = [folder] if _is_run(folder) else sorted(path.parent for path in folder.glob(f"*/{run_files.CELL}"))
+        if not cells:
+            raise UserError(
+                f"{folder} is no run (it has no {run_files.CONFIG}, {run_files.METRICS} or {run_files.CELL}) and no sweep's folder; "
+                "give the folders of runs, or of a sweep"
+            )
+        found.update({cell.resolve(): cell for cell in cells})
+    runs = [read_run(folder) for folder in found.values()]
+    if not any(run.metrics or run.results for run in runs):
+        raise UserError(f"{runs[0].folder} has no steps and no evaluations yet; wait for the first step of a run")
+    return runs
+
+
+def sort_runs(runs: Iterable[Run]) -> list[Run]:
+    """By method, as `finch methods` lists them, then by learning rate, the other values and seed."""
+    order = list(METHODS)
+
+    def key(run: Run) -> tuple[object, ...]:
+        names = run.method.split("+")
+        known = [order.index(name) if name in order else len(order) for name in names]
+        rate = run.learning_rate if isinstance(run.learning_rate, (int, float)) else math.inf
+        others = sorted((key, str(value)) for key, value in run.values.items() if key not in (LEARNING_RATE, SEED))
+        seed = run.seed if isinstance(run.seed, int) else -1
+        return len(names), known, run.method, rate, others, seed, str(run.folder)
+
+    return sorted(runs, key=key)
+
+
+def read_run(folder: Path) -> Run:
+    """
+    Raises:
+        UserError: one of its files is broken.
+    """
+    config = _read_config(folder / run_files.CONFIG)
+    cell = _read_cell(folder / run_files.CELL)
+    values = dict(_values_of_config(config))
+    values.update(cell.get("values") or {})
+    values[METHOD] = "+".join(OLD_NAMES.get(one, one) for one in str(values.get(METHOD, folder.name)).split("+"))
+    metrics = folder / run_files.METRICS
+    return Run(
+        folder=folder,
+        values=values,
+        config=config,
+        metrics=run_files.read_metrics(metrics) if metrics.exists() else [],
+        results=read_results(folder / run_files.EVALUATION),
+        task=cell.get("task"),
+        status=cell.get("status"),
+        best_epoch=_best_epoch(folder),
+    )
+
+
+def method_of_config(config: Mapping[str, Any]) -> str:
+    """The name of the method whose blocks a config has, such as ``finch+talr``; ``sft`` without any of another method."""
+    names = []
+    for name, method in METHODS.items():
+        blocks = {key: component_of(block) for key, block in method.blocks.items() if key != "model"}
+        if name == "sft" or not any(blocks.values()):
+            continue
+        if all(component_of(config.get(key)) == path for key, path in blocks.items()):
+            names.append(name)
+    if "asft" in names:  # has the blocks of both
+        names = [name for name in names if name not in ("dft", "kl")]
+    if _builder(config).startswith(("lora_", "qlora_")):
+        names.append("lora")
+    return "+".join(names) or "sft"
+
+
+def base_builder(config: Mapping[str, Any]) -> str:
+    """The model's builder without LoRA's prefix, such as ``qwen3_4b``; empty without a config."""
+    return _builder(config).removeprefix("qlora_").removeprefix("lora_")
+
+
+def _builder(config: Mapping[str, Any]) -> str:
+    return (component_of(config.get("model")) or "").rpartition(".")[2]
+
+
+def _values_of_config(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    if not config:
+        return
+    yield METHOD, method_of_config(config)
+    optimizer = config.get("optimizer")
+    if isinstance(optimizer, Mapping) and optimizer.get("lr") is not None:
+        yield LEARNING_RATE, optimizer["lr"]
+    if config.get("batch_size") is not None:
+        yield BATCH_SIZE, config["batch_size"] * (config.get("gradient_accumulation_steps") or 1)
+    if config.get("seed") is not None:
+        yield SEED, config["seed"]
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (run_files.CONFIG, run_files.METRICS, run_files.CELL))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    from omegaconf import OmegaConf
+
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        if not isinstance(content, dict):
+            raise ValueError("it has no keys")
+    except Exception as error:  # YAML's and OmegaConf's errors have no common class
+        raise UserError(
+            f"{path} cannot be read ({str(error).splitlines()[0]}); restore it, or leave the run out"
+        ) from error
+    return content
+
+
+def _read_cell(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        dict(content.get("values") or {})
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); restore it, or leave the run out") from error
+    return content
+
+
+def _best_epoch(folder: Path) -> int | None:
+    best = folder / run_files.BEST
+    if not best.is_symlink():
+        return None
+    number = best.readlink().name.removeprefix("epoch_").partition("_")[0]
+    return int(number) if number.isdigit() else None

@@ -1,0 +1,232 @@
+"""Settings: runs that differ in nothing but their seed, and their place in the trade-off between the new task and the old ones.
+
+Intervals come from one bootstrap of everything at once. A draw takes documents of each task, and seeds, with replacement, the same ones for
+all runs and the pretrained model: differences between runs are paired.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finch.errors import UserError
+from finch.evaluation.results import Sample
+from finch.report.measures import Comparison, Estimate, Measure, Outcome
+from finch.report.runs import METHOD, SEED
+
+RESAMPLES = 2_000
+_CHUNK = 200  # draws at a time
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs that differ in their seed alone.
+
+    Attributes:
+        method: of all of them.
+        values: what they share, such as optimizer.lr.
+        runs: their positions in the comparison.
+    """
+
+    method: str
+    values: Mapping[str, Any]
+    runs: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setting in the trade-off, mean over its seeds, in units where more is better: percent and points, or minus nats a token.
+
+    Attributes:
+        setting: None for the pretrained model.
+        new: score on the new task.
+        old: mean change of the old tasks.
+        new_draws, old_draws: the same of each draw of the bootstrap, [draws].
+    """
+
+    setting: Setting | None
+    new: Estimate
+    old: Estimate
+    new_draws: Array
+    old_draws: Array
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """All settings that have the new task and the old ones.
+
+    Attributes:
+        points: one a setting.
+        base: the pretrained model; None where its score on the new task was not measured.
+        runs: (setting's position, new, old) of each run.
+        has_intervals: False where neither documents nor seeds can be drawn.
+    """
+
+    points: Sequence[Point]
+    base: Point | None
+    runs: Sequence[tuple[int, float, float]]
+    has_intervals: bool
+
+
+def group_settings(comparison: Comparison) -> list[Setting]:
+    """In the order of the runs. Runs with the same values and the same seed differ in something else: each is a setting of its own."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, run in enumerate(comparison.runs):
+        values = _without_seed(run.values)
+        groups.setdefault(tuple(sorted((key, str(value)) for key, value in values.items())), []).append(number)
+    settings = []
+    for numbers in groups.values():
+        runs = [comparison.runs[number] for number in numbers]
+        values = {key: value for key, value in _without_seed(runs[0].values).items() if key != METHOD}
+        if len({run.seed for run in runs}) == len(runs):
+            settings.append(Setting(runs[0].method, values, numbers))
+        else:
+            settings += [
+                Setting(run.method, {**values, "folder": run.folder.name}, [number])
+                for number, run in zip(numbers, runs, strict=True)
+            ]
+    return settings
+
+
+def _without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Also without the seed of the run that a cell of a sweep replays."""
+    return {
+        key: _without_seed(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key != SEED
+    }
+
+
+def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
+    """
+    Raises:
+        UserError: two runs were evaluated on different documents of a task.
+    """
+    numbers = [number for setting in settings for number in setting.runs if comparison.is_complete(number)]
+    if comparison.new is None or not numbers:
+        return TradeOff([], None, [], False)
+    column = {number: index for index, number in enumerate(numbers)}
+    names = [str(comparison.runs[number].folder) for number in numbers]
+    first = comparison.outcomes[numbers[0]][comparison.new.name]
+    outcomes = [comparison.outcomes[number][comparison.new.name] for number in numbers]
+    # [runs + base] and [draws, runs + base]
+    new, new_draws = _scores(comparison.new, outcomes, names)
+    per_task = [
+        _deltas(measure, [comparison.outcomes[number][measure.name] for number in numbers], names)
+        for measure in comparison.old
+    ]
+    old = np.mean([values for values, _ in per_task], axis=0)
+    old_draws = np.mean([draws for _, draws in per_task], axis=0)
+    seeds = sorted({str(comparison.runs[number].seed) for number in numbers})
+    counts = np.random.default_rng(0).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size=RESAMPLES)
+    kept = [(one, [number for number in one.runs if number in column]) for one in settings]
+    kept = [(setting, members) for setting, members in kept if members]
+    has_documents = any(not measure.is_probe for measure in (comparison.new, *comparison.old))
+    has_intervals = has_documents or any(len(members) > 1 for _, members in kept)
+    points = []
+    for setting, members in kept:
+        columns = [column[number] for number in members]
+        weights = counts[:, [seeds.index(str(comparison.runs[number].seed)) for number in members]].astype(float)
+        weights[weights.sum(axis=1) == 0] = 1  # a draw without any of this setting's seeds
+        weights /= weights.sum(axis=1, keepdims=True)
+        drawn = [(weights * draws[:, columns]).sum(axis=1) for draws in (new_draws, old_draws)]
+        is_fixed = not has_documents and len(members) == 1
+        place = [
+            Estimate(float(values[columns].mean()), *((None, None, None) if is_fixed else interval(draws)))
+            for values, draws in zip((new, old), drawn, strict=True)
+        ]
+        points.append(Point(setting, place[0], place[1], drawn[0], drawn[1]))
+    base = None
+    if first.base is not None:
+        zeros = np.zeros(RESAMPLES)
+        spread = (None, None, None) if comparison.new.is_probe else interval(new_draws[:, -1])
+        base = Point(None, Estimate(float(new[-1]), *spread), Estimate(0.0), new_draws[:, -1], zeros)
+    runs = [
+        (position, float(new[column[number]]), float(old[column[number]]))
+        for position, (_, members) in enumerate(kept)
+        for number in members
+    ]
+    return TradeOff(points, base, runs, has_intervals)
+
+
+def interval(draws: Array) -> tuple[float, float, float]:
+    """Standard deviation of the draws, and their 2.5% and 97.5% percentiles."""
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return float(draws.std(ddof=1)), float(low), float(high)
+
+
+def _scores(measure: Measure, outcomes: Sequence[Outcome], names: Sequence[str]) -> tuple[Array, Array]:
+    """The runs' scores and, last, the base's, and their draws; more is better. NaN: no base."""
+    sign = measure.scale * (1 if measure.is_higher_better else -1)
+    if measure.is_probe:
+        base = outcomes[0].base
+        values = np.array([*(one.score.value for one in outcomes), math.nan if base is None else base.value])
+        return sign * values, np.tile(sign * values, (RESAMPLES, 1))
+    every = [*(one.samples for one in outcomes), outcomes[0].base_samples or outcomes[0].samples]
+    values, draws = _resample(measure, _table(measure, every, [*names, "the base"]))
+    return sign * values, sign * draws
+
+
+def _deltas(measure: Measure, outcomes: Sequence[Outcome], names: Sequence[str]) -> tuple[Array, Array]:
+    """The runs' changes and their draws; more is better."""
+    sign = measure.scale * (1 if measure.is_higher_better else -1)
+    if measure.is_probe:
+        values = np.array([one.delta.value if one.delta is not None else math.nan for one in outcomes])
+        return sign * values, np.tile(sign * values, (RESAMPLES, 1))
+    samples = [*(one.samples for one in outcomes), outcomes[0].base_samples]
+    scores = _table(measure, samples, [*names, "the base"])
+    values, draws = _resample(measure, {key: (cluster, row[:-1] - row[-1]) for key, (cluster, row) in scores.items()})
+    return sign * values, sign * draws
+
+
+_Documents = dict[tuple[Any, Any], tuple[Hashable, Array]]
+"""Document to its cluster and its scores in all columns, NaN where it has none."""
+
+
+def _table(measure: Measure, columns: Sequence[Sequence[Sample]], names: Sequence[str]) -> _Documents:
+    scores = [{(sample["doc_id"], sample["doc_hash"]): sample for sample in samples} for samples in columns]
+    for documents, name in zip(scores, names, strict=True):
+        if documents.keys() != scores[0].keys():
+            raise UserError(
+                f"{measure.name}: {names[0]} and {name} were evaluated on different documents; evaluate both with the same data and --limit"
+            )
+    found: _Documents = {}
+    for key, sample in sorted(scores[0].items()):
+        values = [documents[key].get("score") for documents in scores]
+        row = np.array([math.nan if value is None else value for value in values], dtype=float)
+        cluster = sample.get("cluster")
+        found[key] = (("document", key) if cluster is None else ("cluster", cluster), row)
+    return found
+
+
+def _resample(measure: Measure, documents: _Documents) -> tuple[Array, Array]:
+    """Means over clusters, [columns], and of each draw of clusters, [draws, columns]."""
+    groups: dict[Hashable, list[Array]] = {}
+    for cluster, row in documents.values():
+        groups.setdefault(cluster, []).append(row)
+    table = np.array([_mean_of_known(np.array(rows)) for rows in groups.values()])
+    is_known = ~np.isnan(table)
+    table = np.where(is_known, table, 0.0)
+    values = table.sum(axis=0) / is_known.sum(axis=0)
+    rng = np.random.default_rng(zlib.crc32(measure.name.encode()))
+    n, draws = len(table), []
+    for _ in range(RESAMPLES // _CHUNK):
+        chosen = rng.integers(n, size=(_CHUNK, n)) + n * np.arange(_CHUNK)[:, None]
+        counts = np.bincount(chosen.ravel(), minlength=_CHUNK * n).reshape(_CHUNK, n).astype(float)
+        draws.append(counts @ table / np.maximum(counts @ is_known, 1))
+    return values, np.concatenate(draws)
+
+
+def _mean_of_known(rows: Array) -> Array:
+    """[documents, columns] to [columns]; NaN where a column has no score in any of them."""
+    is_known = ~np.isnan(rows)
+    count = is_known.sum(axis=0)
+    return np.where(count > 0, np.where(is_known, rows, 0.0).sum(axis=0) / np.maximum(count, 1), math.nan)
