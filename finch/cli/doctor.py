@@ -19,8 +19,9 @@ DISTRIBUTION = "finch-finetune"
 CONTRIBUTOR_EXTRA = "dev"
 PURPOSES = {
     "torchtune": "the recipes, and the commands that read configs or weights",
-    "report": "figures, such as a run's loss.png",
-    "openai": "finch data translate, through any server with OpenAI's protocol",
+    "evaluate": "finch evaluate, on lm-eval",
+    "report": "finch report, and figures such as a run's loss.png",
+    "openai": "finch data translate and finch judge, through any server with OpenAI's protocol",
     "wandb": "metric_logger=torchtune.training.metric_logging.WandBLogger",
     "tensorboard": "metric_logger=torchtune.training.metric_logging.TensorBoardLogger",
     "bitsandbytes": "the 8-bit optimizers of bitsandbytes, which torchtune's configs name",
