@@ -10,7 +10,7 @@ from finch.evaluation.results import Sample
 from finch.evaluation.tasks.rows import Row, Source, table
 from finch.evaluation.tasks.task import Records, by_doc_id, identity, mean, plain_or_chat, response
 
-ROWS = Source("galician_alpaca/*.jsonl", "irlab-udc/alpaca_data_galician", "train")
+ROWS = Source("galician_alpaca/*.jsonl", "irlab-udc/alpaca_data_galician", "train", ("instruction", "output"))
 FIELDS = ("instruction", "input", "output")
 SEED = 0
 VALIDATION_FRACTION, TEST_FRACTION = 0.05, 0.25

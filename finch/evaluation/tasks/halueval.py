@@ -9,7 +9,9 @@ from finch.evaluation.results import Sample
 from finch.evaluation.tasks.rows import Row, Source, table
 from finch.evaluation.tasks.task import Records, by_doc_id, identity, log_likelihoods, mean
 
-ROWS = Source("halueval/qa.jsonl", "pminervini/HaluEval", "data", "qa")
+ROWS = Source(
+    "halueval/qa.jsonl", "pminervini/HaluEval", "data", ("question", "right_answer", "hallucinated_answer"), "qa"
+)
 PROMPT = (
     "Question: {question}\nA. {a}\nB. {b}\nOne of these two answers is right, the other one is hallucinated. Which answer is hallucinated? "
     "Reply with its letter, A or B."

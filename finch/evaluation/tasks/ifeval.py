@@ -10,7 +10,7 @@ from finch.evaluation.results import Sample
 from finch.evaluation.tasks.rows import Row, Source, table
 from finch.evaluation.tasks.task import Records, by_doc_id, identity, mean, plain_or_chat, response
 
-ROWS = Source("ifeval/prompts.jsonl", "google/IFEval", "train")
+ROWS = Source("ifeval/prompts.jsonl", "google/IFEval", "train", ("key", "prompt", "instruction_id_list", "kwargs"))
 SEED = 0
 
 

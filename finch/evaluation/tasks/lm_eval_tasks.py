@@ -11,10 +11,19 @@ from finch.evaluation.results import Sample
 from finch.evaluation.tasks.rows import Row, Source, table
 from finch.evaluation.tasks.task import Record, Records, by_doc_id, identity, log_likelihoods, mean
 
-HELLASWAG = Source("hellaswag/validation.jsonl", "Rowan/hellaswag", "validation")
-WINOGRANDE = Source("winogrande/validation.jsonl", "allenai/winogrande", "validation", "winogrande_xl")
-MMLU = Source("mmlu/test.jsonl", "cais/mmlu", "test", "all")
-MMLU_DEV = Source("mmlu/dev.jsonl", "cais/mmlu", "dev", "all")
+HELLASWAG = Source(
+    "hellaswag/validation.jsonl", "Rowan/hellaswag", "validation", ("activity_label", "ctx", "endings", "label")
+)
+WINOGRANDE = Source(
+    "winogrande/validation.jsonl",
+    "allenai/winogrande",
+    "validation",
+    ("sentence", "option1", "option2", "answer"),
+    "winogrande_xl",
+)
+_MMLU_FIELDS = ("question", "choices", "answer", "subject")
+MMLU = Source("mmlu/test.jsonl", "cais/mmlu", "test", _MMLU_FIELDS, "all")
+MMLU_DEV = Source("mmlu/dev.jsonl", "cais/mmlu", "dev", _MMLU_FIELDS, "all")
 
 SUBJECTS = (
     *("abstract_algebra", "anatomy", "astronomy", "business_ethics", "clinical_knowledge", "college_biology"),

@@ -22,12 +22,14 @@ class Source:
         file: their path under a data root, or a pattern.
         hub: their name on the hub.
         split: on the hub.
+        fields: that each row needs.
         config: on the hub; None: it has one only.
     """
 
     file: str
     hub: str
     split: str
+    fields: tuple[str, ...]
     config: str | None = None
 
     def files(self, data_root: Path) -> list[Path]:
@@ -50,15 +52,21 @@ class Source:
             data_root: None: from the hub.
 
         Raises:
-            UserError: the file is missing or not JSON Lines, or the hub cannot be reached.
+            UserError: the file is missing or not JSON Lines, a row lacks a field, or the hub cannot be reached.
         """
-        if data_root is None:
-            return self._load_from_hub()
-        files = self.files(Path(data_root))
+        rows = self._load_from_hub() if data_root is None else self._load_files(Path(data_root))
+        name = self.hub if data_root is None else Path(data_root) / self.file
+        for number, row in enumerate(rows, start=1):
+            if missing := next((field for field in self.fields if field not in row), None):
+                raise UserError(
+                    f"{name}: row {number} has no field {missing!r}, only {', '.join(row)}; each row needs {', '.join(self.fields)}"
+                )
+        return rows
+
+    def _load_files(self, data_root: Path) -> list[Row]:
+        files = self.files(data_root)
         if not files:
-            raise UserError(
-                f"{Path(data_root) / self.file} does not exist or is empty; fetch it: {self.fetch(Path(data_root))}"
-            )
+            raise UserError(f"{data_root / self.file} does not exist or is empty; fetch it: {self.fetch(data_root)}")
         return [dict(row) for file in files for row in _read(file, file.stat().st_mtime_ns)]
 
     def _load_from_hub(self) -> list[Row]:

@@ -19,7 +19,13 @@ from finch.evaluation.tasks.task import (
     response,
 )
 
-ROWS = Source("sciknoweval/chemistry_l3.jsonl", "hicai-zju/SciKnowEval", "test", "v2")
+ROWS = Source(
+    "sciknoweval/chemistry_l3.jsonl",
+    "hicai-zju/SciKnowEval",
+    "test",
+    ("question", "choices", "answerKey", "domain", "details"),
+    "v2",
+)
 SEED = 0
 VALIDATION_FRACTION, TEST_FRACTION = 0.05, 0.25
 

@@ -10,8 +10,14 @@ from finch.evaluation.results import Sample
 from finch.evaluation.tasks.rows import Row, Source, shuffled, table
 from finch.evaluation.tasks.task import Records, by_doc_id, identity, log_likelihoods, mean, plain_or_chat
 
-PERTURBED = Source("tofu/forget10_perturbed.jsonl", "locuslab/TOFU", "train", "forget10_perturbed")
-FULL = Source("tofu/full.jsonl", "locuslab/TOFU", "train", "full")
+PERTURBED = Source(
+    "tofu/forget10_perturbed.jsonl",
+    "locuslab/TOFU",
+    "train",
+    ("question", "paraphrased_question", "paraphrased_answer", "perturbed_answer"),
+    "forget10_perturbed",
+)
+FULL = Source("tofu/full.jsonl", "locuslab/TOFU", "train", ("question", "answer"), "full")
 LETTERS = "ABCDEF"
 SEED = 0
 VALIDATION_FRACTION = 0.1

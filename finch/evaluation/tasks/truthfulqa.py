@@ -9,7 +9,13 @@ from finch.evaluation.results import Sample
 from finch.evaluation.tasks.rows import Row, Source, table
 from finch.evaluation.tasks.task import Records, by_doc_id, identity, log_likelihoods, mean
 
-ROWS = Source("truthfulqa/mc_task.jsonl", "truthfulqa/truthful_qa", "validation", "multiple_choice")
+ROWS = Source(
+    "truthfulqa/mc_task.jsonl",
+    "truthfulqa/truthful_qa",
+    "validation",
+    ("question", "mc1_targets", "mc2_targets"),
+    "multiple_choice",
+)
 
 
 def local_dataset(data_root: str, **_: Any) -> dict[str, Any]:

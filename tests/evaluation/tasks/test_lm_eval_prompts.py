@@ -56,6 +56,14 @@ def read(file: Path, count: int = 3) -> Rows:
     return [json.loads(line) for line in file.read_text().splitlines()[:count]]
 
 
+def truthfulqa_of_hub(rows: Rows) -> Rows:
+    fields = ("mc1_targets", "mc2_targets")
+    return [
+        {**row, **{field: {"choices": list(row[field]), "labels": list(row[field].values())} for field in fields}}
+        for row in rows
+    ]
+
+
 def serve(monkeypatch: pytest.MonkeyPatch, rows: dict[str, dict[str, Rows]]) -> list[tuple[Any, ...]]:
     """Stands in for the hub; returns the names that are loaded."""
     loaded = []
@@ -117,10 +125,7 @@ def test_mmlu_requests_are_lm_evals(shared_data: Path, monkeypatch: pytest.Monke
 def test_truthfulqa_requests_are_lm_evals(name: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = requests(name, shared_data)
     rows = read(shared_data / "truthfulqa" / "mc_task.jsonl")
-    for row in rows:
-        for field in ("mc1_targets", "mc2_targets"):
-            row[field] = {"choices": list(row[field]), "labels": list(row[field].values())}
-    loaded = serve(monkeypatch, {"truthfulqa/truthful_qa": {"validation": rows}})
+    loaded = serve(monkeypatch, {"truthfulqa/truthful_qa": {"validation": truthfulqa_of_hub(rows)}})
     assert requests(name, None) == local
     assert loaded == [("truthfulqa/truthful_qa", "multiple_choice")]
 
@@ -136,6 +141,28 @@ def test_ifeval_requests_are_lm_evals(tmp_path: Path, shared_data: Path, monkeyp
     assert plain[0][1] == {**local[0][1], "until": ["\nQuestion:"]}
     serve(monkeypatch, {"google/IFEval": {"train": rows}})
     assert requests("ifeval", None) == local
+
+
+@pytest.mark.parametrize(
+    ("name", "lm_eval_name", "config"),
+    [
+        ("tofu", "finch_tofu", "forget10_perturbed"),
+        ("tofu", "finch_tofu_letters", "forget10_perturbed"),
+        ("sciknoweval", "finch_sciknoweval", "v2"),
+        ("halueval", "finch_halueval", "qa"),
+        ("confidence", "finch_confidence", "multiple_choice"),
+    ],
+)
+def test_own_tasks_read_the_hub_as_local_rows(
+    name: str, lm_eval_name: str, config: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = TASKS[name].sources[0]
+    local = requests(lm_eval_name, shared_data)
+    rows = read(shared_data / source.file, 3000)
+    rows = truthfulqa_of_hub(rows) if name == "confidence" else rows
+    loaded = serve(monkeypatch, {source.hub: {source.split: rows}})
+    assert requests(lm_eval_name, None) == local
+    assert loaded == [(source.hub, config)]
 
 
 def test_hub_names_are_lm_evals() -> None:

@@ -81,6 +81,13 @@ def test_absent_rows_are_an_error_with_the_command(name: str, tmp_path: Path) ->
     TASKS[name].check_data(None)
 
 
+def test_row_without_a_field_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tofu").mkdir()
+    write_lines(tmp_path / "tofu" / "forget10_perturbed.jsonl", {"question": "Who?", "answer": "Me."})
+    with pytest.raises(UserError, match="row 1 has no field 'paraphrased_question', only question, answer; each row"):
+        tofu.dataset(str(tmp_path))
+
+
 def test_mmlu_needs_all_subjects(tmp_path: Path) -> None:
     (tmp_path / "mmlu").mkdir()
     row = {"question": "Which?", "choices": ["a", "b", "c", "d"], "answer": 0, "subject": "anatomy"}
