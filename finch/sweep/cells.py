@@ -106,7 +106,7 @@ def _name(values: Mapping[str, Any], *, is_full: bool) -> str:
             word = _word(value)
             key = key.removesuffix("._component_") if not is_full else key
             key = key if is_full else key.rpartition(".")[2]
-            parts.append(f"{_word(key)}{'' if word[:1].isdigit() else '-'}{word}")
+            parts.append(f"{_word(key)}{'' if re.match('-?[0-9]', word) else '-'}{word}")
     return "_".join(parts) or "run"
 
 
@@ -115,10 +115,10 @@ def _word(value: Any) -> str:
     if isinstance(value, Mapping):
         inner = value.get("cell", value)
         return "-".join(_word(each) if key == METHOD else f"{_word(key)}{_word(each)}" for key, each in inner.items())
-    if isinstance(value, float):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         return re.sub(r"e([+-])0+", r"e\1", f"{value:g}").replace("e+", "e")
-    text = str(value).rpartition("/")[2]
-    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", text):  # a component: its last name
+    _, slash, text = str(value).rpartition("/")
+    if not slash and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", text):  # a component: its last name
         text = text.rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-") or "empty"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LINE_INTERVAL_S = 60.0
-_PROGRESS = re.compile(r"step (\d+) of (\d+): .*?(\d+:\d\d:\d\d) left")
+_PROGRESS = re.compile(r"(\w+ [\d,]+ of [\d,]+)\b.*?(\d+:\d\d:\d\d) left")
 _TAIL_BYTES = 20_000
 
 
@@ -63,10 +63,14 @@ class Display:
         self._num_lines = len(lines)
 
 
-def progress_of(log: Path) -> str:
-    """``step 25 of 300, 0:01:10 left`` of a run's log; empty before the first line about a step."""
-    matches = _PROGRESS.findall(tail(log))
-    return f"step {matches[-1][0]} of {matches[-1][1]}, {matches[-1][2]} left" if matches else ""
+def progress_of(log: Path, start: int = 0) -> str:
+    """``step 25 of 300, 0:01:10 left`` of a process's log; empty before its first line of progress.
+
+    Args:
+        start: bytes of the log that earlier processes have written.
+    """
+    matches = _PROGRESS.findall(tail(log, start))
+    return f"{matches[-1][0]}, {matches[-1][1]} left" if matches else ""
 
 
 def last_error(log: Path, start: int) -> str:

@@ -189,7 +189,7 @@ def cells_of(grid: Grid) -> list[Cell]:
         UserError: an unknown method; no cell, or several, that a cell of lr_replay could replay.
     """
     all_values = _unique(_products(grid))
-    all_values = _unique([*_sources_of_wise_ft(all_values), *all_values])
+    all_values = _unique([*all_values, *_sources_of_wise_ft(all_values)])
     folders = [grid.out / name for name in cell_names(all_values)]
     cells = []
     for values, folder in zip(all_values, folders, strict=True):

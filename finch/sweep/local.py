@@ -98,7 +98,9 @@ class LocalSweep:
     def _look(self, folder: Path, job: Job) -> None:
         """The state that an earlier call has left."""
         state = self._states[folder]
-        if job.overwrites and self._trains:
+        if (
+            job.overwrites and self._trains
+        ) or job.cell.kind == SMALL_LR:  # chosen anew, as the grid may have more rates
             return
         if job.is_trained():
             self._set_trained(folder)
@@ -229,8 +231,11 @@ class LocalSweep:
         if now - self._shown_at < _PROGRESS_S and self._running():
             return
         self._shown_at = now
-        running = {folder for folder, state in self._states.items() if state.running is not None}
-        progress = {folder.name: progress_of(self._jobs[folder].cell.log) for folder in running}
+        progress = {
+            folder.name: progress_of(self._jobs[folder].cell.log, state.running.start)
+            for folder, state in self._states.items()
+            if state.running is not None
+        }
         self._display.update({folder.name: state.text() for folder, state in self._states.items()}, progress)
 
     def _stop(self, number: int) -> None:

@@ -94,7 +94,7 @@ def select_rate(rates: Sequence[Rate], max_forgetting: float) -> Rate | None:
 
 
 def sweep_runs(out: Path) -> list[Path]:
-    """The cells' folders in a sweep's folder that have results.
+    """The cells' folders in a sweep's folder that are evaluated.
 
     Raises:
         UserError: there are none.
@@ -102,4 +102,7 @@ def sweep_runs(out: Path) -> list[Path]:
     runs = sorted(path.parent for path in out.glob(f"*/{run_files.CELL}"))
     if not runs:
         raise UserError(f"{out} holds no runs of a sweep; give the folder `out` of a grid that finch sweep has run")
-    return [run for run in runs if (run / run_files.EVALUATION).is_dir()]
+    evaluated = [run for run in runs if any((run / run_files.EVALUATION).glob("*.json"))]
+    if not evaluated:
+        raise UserError(f"{out}: no run is evaluated; give the grid the block evaluate with suites: [forgetting]")
+    return evaluated

@@ -78,7 +78,7 @@ def test_wise_ft_waits_for_its_sft_run_which_is_added(read):
             ]
         )
     )
-    assert list(found)[:3] == ["sft_seed0", "sft_seed1", "finch_seed0"]
+    assert list(found)[:3] == ["sft_seed0", "sft_seed1", "finch_seed0"]  # what others wait for comes first
     cell = found["wise_ft_seed1_alpha0.3"]
     assert (cell.kind, cell.source) == ("wise_ft", found["sft_seed1"].folder)
     assert found["finch+wise_ft_seed0"].source == found["finch_seed0"].folder

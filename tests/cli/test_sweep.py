@@ -1,0 +1,127 @@
+"""`finch sweep` on a small model: its checks, its commands, and a sweep whose runs are real."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import yaml
+from helpers.runs import finch, make_config, weights
+
+
+@pytest.fixture
+def grid(tmp_path, base_folder, rows_file):
+    """Writes a grid of a small config; returns its path."""
+    config = make_config(base_folder, rows_file, tmp_path / "run", max_steps_per_epoch=2, check_dataset=False)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def write(mappings, **content):
+        content = {"config": str(tmp_path / "config.yaml"), "out": str(tmp_path / "out"), "grid": mappings, **content}
+        (tmp_path / "grid.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return str(tmp_path / "grid.yaml")
+
+    return write
+
+
+def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path, base_folder, capsys):
+    mappings = [{"method": ["sft"], "seed": [0]}, {"method": ["wise_ft"], "seed": [0], "alpha": [0.25]}]
+    file = grid(mappings)
+    code, printed, _ = finch(capsys, "sweep", file)
+    out = tmp_path / "out"
+    assert (code, printed.splitlines()[-1]) == (0, "all 2 cells are done"), printed
+    tuned, base = weights(out / "sft_seed0" / "epoch_0"), weights(base_folder)
+    blended = weights(out / "wise_ft_seed0_alpha0.25" / "best")
+    assert all(torch.equal(blended[key], (1 - 0.25) * base[key] + 0.25 * tuned[key]) for key in tuned)
+    assert json.loads((out / "wise_ft_seed0_alpha0.25" / "cell.json").read_text()) == {
+        "values": {"method": "wise_ft", "seed": 0, "alpha": 0.25},
+        "task": None,
+        "source": "../sft_seed0",
+        "status": "finished",
+    }
+
+    run = out / "sft_seed0"
+    written = (run / "metrics.jsonl").stat().st_mtime_ns
+    assert finch(capsys, "sweep", file)[0] == 0
+    assert (run / "metrics.jsonl").stat().st_mtime_ns == written
+
+    def is_trained(*overrides):
+        return "# sft_seed0: trained" in finch(capsys, "sweep", file, "--dry-run", *overrides)[1]
+
+    assert is_trained()
+    assert not is_trained("epochs=2")
+    (run / "REQUEUE").touch()
+    assert not is_trained()
+    (run / "REQUEUE").unlink()
+    (run / "epoch_0").rename(run / "elsewhere")
+    assert not is_trained()
+    (run / "elsewhere").rename(run / "epoch_0")
+    shutil.rmtree(run / "checkpoints")  # to save room
+    assert is_trained()
+    error = finch(capsys, "sweep", file, "--dry-run", "batch_size=2")[2]
+    assert "cell sft_seed0: " in error
+    assert "holds a run with batch_size=4, the grid says 2" in error
+
+
+@pytest.mark.parametrize(
+    ("mappings", "arguments", "message"),
+    [
+        ({"optimizer.lr": [1e-3, -1]}, (), "cell lr-1: optimizer.lr=-1 must be a number above 0"),
+        ({"optimzer.lr": [1e-3]}, (), "cell lr0.001: unknown key optimzer={...}, did you mean optimizer?"),
+        ({"method": ["lora"], "seed": [0]}, ("model=torchtune.models.mistral.mistral_7b",), "cell lora_seed0: "),
+        ({"seed": [0]}, ("--jobs", "0"), "--jobs 0 must be at least 1"),
+        ({"seed": [0]}, ("--nodes", "2"), "--nodes is not an option of finch sweep; options of sbatch need --slurm"),
+        (
+            {"seed": [0]},
+            ("--slurm", "overwrite=True"),
+            "overwrite=True: a job that is requeued would start from scratch",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(grid, tmp_path, capsys, mappings, arguments, message):
+    code, _, error = finch(capsys, "sweep", grid(mappings), *arguments)
+    assert code == 1
+    lines = [line for line in error.splitlines() if line.startswith("finch: error: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_grid_names_the_nearest(capsys):
+    assert "did you mean sweeps/qwen3_4B_clip_grad_norm?" in finch(capsys, "sweep", "qwen3_4B_clip_norm")[2]
+    assert "GRID is missing" in finch(capsys, "sweep")[2]
+
+
+def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys):
+    evaluate = {"suites": ["knowledge", "forgetting"], "tasks": ["mine"], "new_task": "mine", "include_path": "yaml"}
+    file = grid({"method": ["sft"], "seed": [0]}, evaluate={**evaluate, "data_root": "data", "limit": 5})
+    code, printed, error = finch(capsys, "sweep", file, "--dry-run", "--nproc_per_node", "2", "dtype=bf16_mixed")
+    assert code == 0, error
+    run, suites, tasks = (line.partition(" -m finch.cli ")[2] for line in printed.splitlines())
+    out = tmp_path / "out"
+    words = f"dtype=bf16_mixed method=sft seed=0 output_dir={out}/sft_seed0 resume_from_checkpoint=auto"
+    assert run == f"run --nproc_per_node 2 --config {tmp_path}/config.yaml {words}"
+    common = f"evaluate --base {base_folder} --tuned {out}/sft_seed0 --out {out} --data-root data --limit 5"
+    assert suites == f"{common} --suite knowledge,forgetting"
+    assert tasks == f"{common} --tasks mine --include-path yaml --new-task mine"
+
+
+def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, capsys):
+    mappings = [
+        {"method": ["finch", "lora"], "seed": [0]},
+        {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch"}}], "seed": [0]},
+    ]
+    file = grid(mappings, evaluate={"suites": ["forgetting"]})
+    code, printed, error = finch(
+        capsys, "sweep", file, "--slurm", "--dry-run", "--gpus-per-node=2", "--jobs", "4", "epochs=2"
+    )
+    assert code == 0, error
+    lines = printed.splitlines()
+    out = tmp_path / "out"
+    assert f"# task 1 of {out}/slurm/cells_0: finch_lora_finetune " in lines[1]
+    assert f"--array=0-1%4 --output={out}/slurm/%A_%a.out {out}/slurm/sweep.sbatch {out}/slurm/cells_0 " in lines[2]
+    assert f"lr_scheduler.log={out}/finch_seed0" in lines[3]
+    assert "--array=0-0%4 --dependency=afterany:JOB " in lines[4]
+    assert "--nodes=1 --dependency=afterany:JOB:JOB " in lines[5]
+    assert lines[5].endswith(f"sweep.sbatch {file} epochs=2 --out {out} --jobs 2")
+    assert not os.path.exists(out)

@@ -1,0 +1,84 @@
+"""`finch sweep --slurm` on a real Slurm of two nodes."""
+
+import json
+import time
+
+import pytest
+import yaml
+from helpers.runs import make_config
+from helpers.slurm_lab import Lab, NoSlurm
+
+from finch.cli import main as cli
+
+pytestmark = pytest.mark.slow
+
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+
+@pytest.fixture(scope="module")
+def lab():
+    try:
+        started = Lab("linuxproc")
+    except NoSlurm as reason:
+        pytest.skip(str(reason))
+    yield started
+    started.close()
+
+
+def states(lab, job):
+    """Of the job, or of each task of an array, by its number."""
+    lines = [line.split() for line in lab.run("scontrol", "--oneliner", "show", "job", job).splitlines() if line]
+    fields = [dict(word.split("=", 1) for word in line if "=" in word) for line in lines]
+    return {each.get("ArrayTaskId", ""): each["JobState"] for each in fields}
+
+
+def wait_for_end(lab, job, timeout=120):
+    end = time.monotonic() + timeout
+    while not set(states(lab, job).values()) <= ENDED:
+        assert time.monotonic() < end, states(lab, job)
+        time.sleep(0.5)
+
+
+def test_array_trains_cells_and_the_dependent_job_follows(lab, tmp_path, base_folder, rows_file, monkeypatch, capsys):
+    """Three cells, of which one fails; then the job that depends on them makes WiSE-FT's model of one of the others."""
+    config = make_config(base_folder, rows_file, tmp_path / "run", max_steps_per_epoch=2, check_dataset=False)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    grid = {
+        "config": str(tmp_path / "config.yaml"),
+        "out": str(tmp_path / "out"),
+        "grid": [
+            {"method": ["sft"], "seed": [0, 1]},
+            {"method": ["sft"], "dataset.data_files": [str(tmp_path / "absent.jsonl")]},
+            {"method": ["wise_ft"], "seed": [1]},
+        ],
+    }
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    for key, value in lab.environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.chdir(tmp_path)
+    cli.main(["sweep", "grid.yaml", "--slurm", "--gpus-per-node=0", "--time", "60", "--jobs", "3"])
+    printed = capsys.readouterr().out
+    assert "3 of 4 cells to train" in printed
+    array, follower = printed.split("squeue --jobs ")[1].split()[0].split(",")
+    assert states(lab, follower) == {"": "PENDING"}
+    wait_for_end(lab, array)
+    wait_for_end(lab, follower)
+    output = "\n".join(path.read_text() for path in sorted((tmp_path / "out" / "slurm").glob("*.out")))
+    assert states(lab, array) == {"0": "COMPLETED", "1": "COMPLETED", "2": "FAILED"}, output
+    assert states(lab, follower) == {"": "FAILED"}  # as a cell has failed
+    failed = "sft_data_files-absent.jsonl"
+    assert f"{failed}: it is not trained to the end" in output
+    assert "not retried: dataset" in output
+    assert (tmp_path / "out" / "wise_ft_seed1" / "best" / "model.safetensors").exists()
+    found = {
+        path.parent.name: json.loads(path.read_text())["status"] for path in (tmp_path / "out").glob("*/cell.json")
+    }
+    assert found == {"sft_seed0": "finished", "sft_seed1": "finished", "wise_ft_seed1": "finished", failed: "failed"}
+
+    capsys.readouterr()
+    cli.main(
+        ["sweep", "grid.yaml", "--slurm", "--dry-run", "--gpus-per-node=0"]
+    )  # what is trained is not submitted again
+    printed = capsys.readouterr().out
+    assert "--array=0-0 " in printed
+    assert f"method=sft dataset.data_files={tmp_path}/absent.jsonl" in printed

@@ -1,0 +1,135 @@
+"""Sweeps on this machine with small programs in the place of `finch run` and `finch evaluate`."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from finch.sweep.cells import Cell
+from finch.sweep.job import Job
+from finch.sweep.local import LocalSweep
+
+# Appends what happens to a common file; saves at SIGINT, as a run does.
+PROGRAM = """\
+import pathlib, signal, sys, time
+folder, seconds, code = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+events = folder.parent / "events"
+def note(text):
+    with events.open("a") as file:
+        file.write(f"{text} {folder.name}\\n")
+def save(*_):
+    (folder / "saved").touch()
+    sys.exit(130)
+signal.signal(signal.SIGINT, save)
+note("start")
+time.sleep(seconds)
+if code:
+    print("finch: error: key=1 is wrong")
+    sys.exit(code)
+(folder / "epoch_0").mkdir()
+note("end")
+"""
+EVALUATE = "import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'evaluated').touch(); print(sys.argv[1])"
+CFG = SimpleNamespace(epochs=1, forgetting_budget=None, checkpointer=SimpleNamespace(checkpoint_dir="base"))
+
+
+class SmallJob(Job):
+    seconds = 0.1
+    failing: tuple[str, ...] = ()
+    is_evaluated_too = False
+
+    def run_command(self):
+        code = "1" if self.cell.name in self.failing else "0"
+        return [sys.executable, "-c", PROGRAM, str(self.cell.folder), str(self.seconds), code]
+
+    def missing_results(self):
+        return ["x"] if self.is_evaluated_too and not (self.cell.folder / "evaluated").exists() else []
+
+    def evaluate_commands(self):
+        return [[sys.executable, "-c", EVALUATE, str(self.cell.folder)] for _ in self.missing_results()]
+
+    def end_evaluation(self):
+        pass
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Starts a sweep of cells by name, each with the name of the one it waits for; returns (failed, events)."""
+
+    def start(cells, *, num_parallel=1, **changes):
+        for name, value in changes.items():
+            monkeypatch.setattr(SmallJob, name, value)
+        grid = SimpleNamespace(task=None, evaluation="yes" if SmallJob.is_evaluated_too else None, overrides=())
+        jobs = [
+            SmallJob(grid, Cell({"name": name}, tmp_path / name, source=source and tmp_path / source), "", CFG)
+            for name, source in cells.items()
+        ]
+        (tmp_path / "events").write_text("")
+        local = LocalSweep(jobs, num_parallel=num_parallel)
+        local.run()
+        return local.failures(), (tmp_path / "events").read_text().splitlines()
+
+    return start
+
+
+def status(folder):
+    return json.loads((folder / "cell.json").read_text())["status"]
+
+
+def test_cells_run_one_after_the_other_and_only_once(sweep, tmp_path):
+    cells = {"a": None, "b": None}
+    assert sweep(cells) == ({}, ["start a", "end a", "start b", "end b"])
+    assert status(tmp_path / "a") == "finished"
+    assert sweep(cells) == ({}, [])
+
+
+def test_two_cells_run_at_a_time(sweep):
+    failed, events = sweep({"a": None, "b": None, "c": None}, num_parallel=2, seconds=0.5)
+    assert not failed
+    assert sorted(events[:2]) == ["start a", "start b"]
+    assert events.index("start c") > 2
+
+
+def test_failed_cell_stops_only_those_that_need_it(sweep, tmp_path):
+    cells = {"a": None, "b": None, "c": "a", "d": "b"}
+    failed, events = sweep(cells, failing=("a",), num_parallel=2)
+    assert failed == {"a": f"key=1 is wrong; {tmp_path / 'a.log'}", "c": "a, which it needs, has failed"}
+    assert events.index("start d") > events.index("end b")
+    assert (status(tmp_path / "a"), status(tmp_path / "d")) == ("failed", "finished")
+    assert sweep(cells, failing=()) == ({}, ["start a", "end a", "start c", "end c"])  # tried again
+
+
+def test_trained_cells_are_evaluated_once(sweep, tmp_path):
+    assert sweep({"a": None, "b": None}, is_evaluated_too=True, num_parallel=2)[0] == {}
+    assert status(tmp_path / "a") == "evaluated"
+    (tmp_path / "b" / "evaluated").unlink()
+    sweep({"a": None, "b": None})
+    assert (tmp_path / "a.log").read_text() == f"{tmp_path / 'a'}\n"
+    assert (tmp_path / "b.log").read_text() == f"{tmp_path / 'b'}\n" * 2
+
+
+def test_evaluation_that_writes_nothing_is_a_failure(sweep, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules[__name__], "EVALUATE", "pass")
+    failed, _ = sweep({"a": None}, is_evaluated_too=True)
+    assert failed["a"].startswith("evaluation: it has written no result")
+
+
+def test_interrupt_lets_the_runs_save_and_the_next_call_continues(sweep, tmp_path):
+    def interrupt():
+        while "start b" not in (tmp_path / "events").read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.3, interrupt).start()
+    with pytest.raises(SystemExit) as left:
+        sweep({"a": None, "b": None, "c": None}, num_parallel=2, seconds=30)
+    assert left.value.code == 130
+    assert [(tmp_path / name / "saved").exists() for name in ("a", "b")] == [True, True]
+    assert status(tmp_path / "a") == "waiting"
+    assert not (tmp_path / "c").exists()
+    assert sweep({"a": None, "b": None, "c": None}, seconds=0)[0] == {}

@@ -1,0 +1,82 @@
+"""The paper's small learning rate: the largest one with less than 2 points of average forgetting."""
+
+import json
+
+import pytest
+from helpers.runs import finch
+
+from finch.evaluation.results import SuiteResult, TaskResult, write_result
+from finch.sweep.select_lr import forgetting_of, rates_of, select_rate
+
+
+def result(suite, base, scores, role="old"):
+    tasks = {
+        name: TaskResult(role, "acc", "test", score, 10, f"{suite}.{name}.jsonl") for name, score in scores.items()
+    }
+    return SuiteResult(suite, "model", "hash", base is None, base, {"limit": None}, {}, tasks)
+
+
+@pytest.fixture
+def out(tmp_path):
+    """Forgetting of rate 1e-5: 1 point in the mean of two seeds; of 2e-5: 1.9; of 5e-5: 2.0; the pretrained model's scores are 0.5 and 0.7."""
+    write_result(tmp_path / "base-x", result("forgetting", None, {"a": 0.5, "b": 0.7}), {})
+    write_result(tmp_path / "base-x", result("knowledge", None, {"new": 0.1}, "new"), {})
+    scores = {(1e-5, 0): (0.5, 0.7), (1e-5, 1): (0.48, 0.68), (2e-5, 0): (0.462, 0.7), (5e-5, 0): (0.46, 0.7)}
+    for (rate, seed), (a, b) in scores.items():
+        run = tmp_path / f"sft_{rate}_{seed}"
+        base = "../../base-x"
+        write_result(run / "evaluation", result("forgetting", f"{base}/forgetting.json", {"a": a, "b": b}), {})
+        write_result(run / "evaluation", result("knowledge", f"{base}/knowledge.json", {"new": 0.9}, "new"), {})
+        values = {"method": "sft", "optimizer.lr": rate, "seed": seed}
+        (run / "cell.json").write_text(json.dumps({"values": values}))
+    (tmp_path / "dft").mkdir()
+    (tmp_path / "dft" / "cell.json").write_text(json.dumps({"values": {"method": "dft", "optimizer.lr": 1.0}}))
+    return tmp_path
+
+
+def test_forgetting_is_the_mean_loss_on_old_tasks(out):
+    assert forgetting_of(out / "sft_2e-05_0") == pytest.approx((3.8 + 0) / 2)
+
+
+def test_largest_rate_below_two_points_is_chosen(out):
+    rates = rates_of(sorted(out.glob("sft_*")), "sft")
+    assert [rate.lr for rate in rates] == [1e-5, 2e-5, 5e-5]
+    assert [rate.forgetting for rate in rates] == pytest.approx([1.0, 1.9, 2.0])
+    assert [len(rate.runs) for rate in rates] == [2, 1, 1]
+    assert select_rate(rates, 1.95).lr == 2e-5
+    assert select_rate(rates, 1.5).lr == 1e-5
+    assert select_rate(rates, 0.5) is None
+
+
+def test_command_prints_all_rates_and_the_runs(out, capsys):
+    code, printed, _ = finch(capsys, "select-lr", str(out), "--max-forgetting", "1.95")
+    assert code == 0
+    assert printed.splitlines()[1:4] == [
+        "1e-05                 1.00     2",
+        "2e-05                 1.90     1    <-",
+        "5e-05                 2.00     1",
+    ]
+    assert printed.endswith(f"optimizer.lr=2e-05, 1.90 points of average forgetting\n{out}/sft_2e-05_0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--max-forgetting", "0.5"),
+            "no rate of sft forgets less on average, the least is 1.00 points at optimizer.lr=1e-05",
+        ),
+        (("--method", "talr"), "--method talr: no run has this method"),
+    ],
+)
+def test_no_rate_is_one_line(out, capsys, arguments, message):
+    code, _, error = finch(capsys, "select-lr", str(out), *arguments)
+    assert code == 1
+    assert message in error
+
+
+def test_folder_without_evaluated_runs_is_one_line(out, tmp_path, capsys):
+    assert "holds no runs of a sweep" in finch(capsys, "select-lr", str(tmp_path / "dft"))[2]
+    for folder in out.glob("sft_*/evaluation"):
+        folder.rename(folder.with_name("elsewhere"))
+    assert "no run is evaluated" in finch(capsys, "select-lr", str(out))[2]
