@@ -61,7 +61,7 @@ class KnownAnswerModel(LM):
 def evaluate(
     task: Task, model: LM, data_root: Path, *, has_chat_template: bool = True, limit: int | None = None
 ) -> list[Sample]:
-    """The samples of a task, as lm-eval's simple_evaluate and the task make them."""
+    """The samples of a task, as lm-eval and the task make them."""
     return task.samples(run(task, model, data_root, has_chat_template=has_chat_template, limit=limit))
 
 
@@ -69,10 +69,9 @@ def run(
     task: Task, model: LM, data_root: Path, *, has_chat_template: bool = True, limit: int | None = None
 ) -> dict[str, list[dict[str, Any]]]:
     """What lm-eval logs of each of its documents."""
-    results = lm_eval.simple_evaluate(
-        model,
-        tasks=load(task.name, data_root, has_chat_template),
-        task_manager=manager(data_root, has_chat_template),
+    results = lm_eval.evaluate(  # simple_evaluate also starts processes to describe the machine
+        lm=model,
+        task_dict={"tasks": load(task.name, data_root, has_chat_template), "groups": {}, "group_map": {}},
         apply_chat_template=task.uses_chat_template and has_chat_template,
         limit=limit,
         bootstrap_iters=0,
@@ -85,10 +84,13 @@ def manager(data_root: Path | None, has_chat_template: bool) -> Any:
     return task_manager(data_root, has_chat_template)
 
 
-@lru_cache(maxsize=4)
-def load(name: str, data_root: Path | None, has_chat_template: bool) -> list[Any]:
-    """lm-eval's tasks of a task of ours."""
-    return list(manager(data_root, has_chat_template).load(list(TASKS[name].lm_eval_names))["tasks"].values())
+@lru_cache(maxsize=32)
+def load(name: str, data_root: Path | None, has_chat_template: bool) -> dict[str, Any]:
+    """lm-eval's tasks of a task of ours, by name."""
+    tasks = manager(data_root, has_chat_template).load(list(TASKS[name].lm_eval_names))["tasks"]
+    for task in tasks.values():
+        task.set_config("num_fewshot", 0)
+    return tasks
 
 
 def score(samples: Sequence[Sample]) -> float:

@@ -107,7 +107,7 @@ def test_lm_eval_tasks_right_and_wrong_answers(name: str, shared_data: Path) -> 
 
 
 def test_truthfulqa_right_and_wrong_answers(shared_data: Path) -> None:
-    """mc2 is a share of probabilities: near 1 and 0; mc1 is exact. Its prompts differ, so the last choice of mc1 is preferred in both."""
+    """mc1 is exact; mc2, a share of the probability, comes near 1 where the best answer has nearly all of it."""
     right = evaluate(TASKS["truthfulqa"], KnownAnswerModel(right_choice), shared_data, limit=20)
     assert score(right) == pytest.approx(1, abs=1e-3)
     assert TASKS["truthfulqa"].others(right)["mc1"] == 1

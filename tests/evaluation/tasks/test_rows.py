@@ -43,7 +43,7 @@ class UserTurns:
 
 
 def documents(name: str, data_root: Path, has_chat_template: bool = True) -> list[dict[str, Any]]:
-    return list(load(name, data_root, has_chat_template)[0].eval_docs)
+    return list(next(iter(load(name, data_root, has_chat_template).values())).eval_docs)
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
