@@ -41,7 +41,7 @@ class EvaluationProgress:
     def __init__(self, estimates: list[int], *, is_shown: bool) -> None:
         self._estimates, self._is_shown = list(estimates), is_shown
         self._total = sum(estimates)
-        self._done = self._num_cached = 0
+        self._done = self._num_cached = self._estimate = 0
         self._title = ""
         self._start_time = self._last_line_time = time.perf_counter()
         self._stack = contextlib.ExitStack()
@@ -50,15 +50,21 @@ class EvaluationProgress:
             self._bar = make_bar(desc="", total=self._total, smoothing=0)
             self._stack.enter_context(logging_redirect_tqdm([logger]))
 
-    def start_task(self, title: str) -> None:
-        """The next task; ``title`` names it and its model."""
+    def set_title(self, title: str) -> None:
+        """What is going on."""
         self._title = title
         if self._bar is not None:
             self._bar.set_description_str(title)
 
+    def start_task(self, title: str) -> None:
+        """The next task; ``title`` names it and its model."""
+        self.set_title(title)
+        self._estimate = self._estimates.pop(0) if self._estimates else 0
+
     def expect(self, number: int) -> None:
-        """The task has this number of requests."""
-        self._total += number - (self._estimates.pop(0) if self._estimates else 0)
+        """The task has this number of requests; in several calls where it has several kinds of them."""
+        self._total += number - self._estimate
+        self._estimate = 0
         if self._bar is not None:
             self._bar.total = self._total
             self._bar.refresh()

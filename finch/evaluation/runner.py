@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from finch.evaluation.progress import EvaluationProgress
 from finch.evaluation.ranks import Ranks
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
 from finch.evaluation.tasks.task import Task
+from finch.evaluation.tasks.training_rows import training_questions
 from finch.log import logger
 
 
@@ -131,9 +132,12 @@ class Evaluation:
         for suite in self.suites:
             tasks = [task for task in self._tasks if task.suite == suite]
             done = self._usable(target, suite)
+            path = target.output / f"{suite}.json"
+            if done is None and path.exists():
+                logger.info(f"{path} is {self._difference(target, read_result(path))} and will be replaced")
             reused = [task.name for task in tasks if done is not None and self._is_done(task, target, done)]
             if reused:
-                logger.info(f"{target.output / suite}.json is reused: {', '.join(reused)}")
+                logger.info(f"{path} is reused: {', '.join(reused)}")
             missing += [task for task in tasks if task.name not in reused]
         return missing
 
@@ -143,11 +147,15 @@ class Evaluation:
         if not path.exists():
             return None
         result = read_result(path)
-        if result.weights == target.weights and result.settings == self.settings:
-            return result
-        reason = "of other weights" if result.weights != target.weights else _difference(result.settings, self.settings)
-        logger.info(f"{path} is {reason} and will be replaced")
-        return None
+        return result if result.weights == target.weights and result.settings == self.settings else None
+
+    def _difference(self, target: Target, result: SuiteResult) -> str:
+        """Why a result cannot be used."""
+        if result.weights != target.weights:
+            return "of other weights"
+        one, other = result.settings, self.settings
+        key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
+        return f"with {key}={one.get(key)} in place of {other.get(key)}"
 
     def _is_done(self, task: Task, target: Target, result: SuiteResult) -> bool:
         done = result.tasks.get(task.name)
@@ -161,7 +169,7 @@ class Evaluation:
         from finch.evaluation.language_model import LanguageModel
 
         device = self._ranks.device(self._options.device)
-        progress.start_task(f"{target.folder.label}: loading")
+        progress.set_title(f"{target.folder.label}: loading")
         model = LanguageModel(
             load_model(target.folder, self._options.dtype, device),
             self._harness.tokenizer,
@@ -170,6 +178,8 @@ class Evaluation:
             ranks=self._ranks,
             progress=progress,
         )
+        run = target.folder.run
+        questions = training_questions(run) if run is not None and self._ranks.is_first else None
         for task in tasks:
             progress.start_task(f"{target.folder.label}: {task.name}")
             definition = task.definition(self._harness.has_chat_template)
@@ -185,11 +195,14 @@ class Evaluation:
             try:
                 records = self._harness.evaluate(model, task)
                 if records is not None:
-                    self._write(target, task, definition, task.samples(records))
+                    self._write(target, task, definition, task.samples(records, questions))
                 is_finished = True
             finally:
                 cache.close(is_finished=is_finished)
             self._ranks.barrier()
+            if self._ranks.is_first:  # of an earlier start with another number of processes
+                for path in target.output.glob(f"{task.suite}.{task.name}.answers*.jsonl"):
+                    path.unlink(missing_ok=True)
 
     def _write(self, target: Target, task: Task, definition: str, samples: list[dict[str, Any]]) -> None:
         scores = [sample["score"] for sample in samples if sample["score"] is not None]
@@ -205,7 +218,7 @@ class Evaluation:
             others=task.others(samples),
         )
         path = target.output / f"{task.suite}.json"
-        earlier = self._usable(target, task.suite) if path.exists() else None
+        earlier = self._usable(target, task.suite)
         base = None if target.is_base else os.path.relpath(self.targets[0].output / path.name, target.output)
         suite = SuiteResult(
             suite=task.suite,
@@ -231,11 +244,6 @@ class Evaluation:
             return folder.run / run_files.EVALUATION
         name = "base" if folder.option == "--base" else folder.label
         return self._options.out / f"{name}-{hash_values(weights, self.settings)[:SHORT]}"
-
-
-def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
-    return f"with {key}={one.get(key)} in place of {other.get(key)}"
 
 
 def _versions() -> dict[str, str]:

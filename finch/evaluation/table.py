@@ -27,7 +27,7 @@ def format_table(
     for name in tasks:
         before = base[1].tasks[name]
         rows.append(
-            [name, before.metric, "base", _percent(before), "", _own_interval(before), str(before.n), _chance(before)]
+            [name, _metric(before), "base", _percent(before), "", _own_interval(before), str(before.n), _chance(before)]
         )
         for label, folder, result in tuned:
             after = result.tasks[name]
@@ -47,6 +47,10 @@ def _change(base_folder: Path, before: TaskResult, folder: Path, after: TaskResu
         return ["", "", str(after.n), ""]
     delta = paired_delta(read_samples(base_folder, before), read_samples(folder, after))
     return [f"{100 * delta.delta:+.1f}", f"±{50 * (delta.high - delta.low):.1f}", str(delta.n), ""]
+
+
+def _metric(task: TaskResult) -> str:
+    return task.metric if task.is_higher_better else f"{task.metric}, lower is better"
 
 
 def _percent(task: TaskResult) -> str:
