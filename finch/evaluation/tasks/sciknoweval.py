@@ -61,7 +61,6 @@ def _document(row: Row, has_chat_template: bool) -> Row:
 
     letters = list(choices_of(row))
     return {
-        "question": row["question"],
         "subtask": row["details"].get("subtask"),
         "prompt": plain_or_chat(prompt_of(row), has_chat_template),
         "choices": letters,
@@ -95,7 +94,7 @@ def _sample(record: Record, letters: Record) -> Sample:
         "score": float(letter == answer),
         "is_parsed": letter is not None,
         "acc_letters": float(letters["acc"]),
-        "question": document["question"],
+        "prompt": document["prompt"],
         "subtask": document["subtask"],
         "answer": answer,
         "letter": letter,

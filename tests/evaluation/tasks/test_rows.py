@@ -175,6 +175,14 @@ def test_sciknoweval_rows_are_those_of_the_training_split(part: str, shared_data
     assert len(prompts) == {"test": 527, "validation": 98}[part]
 
 
+@pytest.mark.parametrize("name", [name for name in SUITES["reliability"] + SUITES["knowledge"] if name != "truthfulqa"])
+def test_plain_prompt_is_question_and_answer(name: str, shared_data: Path) -> None:
+    chat, plain = (documents(name, shared_data, is_chat)[0]["prompt"] for is_chat in (True, False))
+    assert "Question: " in plain
+    assert plain.endswith(f"{chat}\nAnswer:")
+    assert not chat.endswith("Answer:")
+
+
 def test_halueval_has_both_orders(shared_data: Path) -> None:
     rows = lines(shared_data / "halueval" / "qa.jsonl")
     first, second = documents("halueval", shared_data)[:2]

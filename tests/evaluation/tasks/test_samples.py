@@ -16,6 +16,7 @@ from helpers.known_answer_model import KnownAnswerModel, evaluate, score
 from helpers.punkt import add_punkt_tab
 from lm_eval.api.instance import Instance
 
+from finch.data.sciknoweval import prompt_of
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.registry import TASKS
 
@@ -165,9 +166,9 @@ def test_tofu_score_is_per_character(shared_data: Path) -> None:
 
 def test_sciknoweval_score_is_the_stated_letter(shared_data: Path) -> None:
     samples = samples_of("sciknoweval", shared_data)
-    keys = {row["question"]: row["answerKey"] for row in rows_of("sciknoweval", shared_data)}
+    keys = {prompt_of(row): row["answerKey"] for row in rows_of("sciknoweval", shared_data)}
     stated = dict(zip(RESPONSES, ("A", "B", "C", "D", None, "B"), strict=True))
-    assert score(samples) == average(stated[sample["response"]] == keys[sample["question"]] for sample in samples)
+    assert score(samples) == average(stated[sample["response"]] == keys[sample["prompt"]] for sample in samples)
     letters = ["ABCD"[likeliest(sample["letter_loglikelihoods"])] for sample in samples]
     assert TASKS["sciknoweval"].others(samples) == {
         "parse_rate": average(sample["response"] != "no idea" for sample in samples),
