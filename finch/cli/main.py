@@ -169,10 +169,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def list_configs(_: argparse.Namespace) -> None:
-    """Prints each config's name and the first line of its header."""
+    """Prints each config's name and the first line of its header, then those of the grids for `finch sweep`."""
     from finch.config.registry import config_names
+    from finch.sweep.grid import grid_names
 
-    names = config_names()
+    names = {**config_names(), **grid_names()}
     for name, path in names.items():
         header = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
         print(f"{name:<{max(map(len, names))}}  {header}")

@@ -115,8 +115,10 @@ def _word(value: Any) -> str:
     if isinstance(value, Mapping):
         inner = value.get("cell", value)
         return "-".join(_word(each) if key == METHOD else f"{_word(key)}{_word(each)}" for key, each in inner.items())
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, float):
         return re.sub(r"e([+-])0+", r"e\1", f"{value:g}").replace("e+", "e")
+    if isinstance(value, int):
+        return str(value)
     _, slash, text = str(value).rpartition("/")
     if not slash and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", text):  # a component: its last name
         text = text.rpartition(".")[2]

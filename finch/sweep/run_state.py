@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finch import run_files
 from finch.errors import UserError
+from finch.sweep.cells import EVALUATED, FINISHED, read_cell
 from finch.sweep.grid import Evaluation
 
 if TYPE_CHECKING:
@@ -38,17 +39,19 @@ def is_trained(run: Path, cfg: DictConfig) -> bool:
     """Whether the run has taken all of its steps, and the model of its last epoch is written.
 
     The recipe writes the last epoch's folder, which appears complete or not at all, then the state after it. Both are looked at;
-    where there is no state, as checkpoints have been removed to save room, the folder counts. A run that ``forgetting_budget``
-    has stopped is finished too. One that should be started again (RUN/REQUEUE) is not.
+    where there is no state, as checkpoints have been removed to save room, the folder counts. Where only ``best`` is left of the epochs,
+    state or cell.json count. A run that ``forgetting_budget`` has stopped is finished too. One that should be started again (RUN/REQUEUE)
+    is not.
     """
     if (run / run_files.REQUEUE).exists():
         return False
     last = run / f"epoch_{cfg.epochs - 1}"
     is_exported = last.is_dir() or last.with_name(f"{last.name}_adapter").is_dir()
+    has_best = (run / run_files.BEST).exists()
     state = _newest_state(run)
     if state is None:
-        return is_exported
-    return (state["epoch"] >= cfg.epochs and is_exported) or _is_stopped_by_budget(state, cfg)
+        return is_exported or (has_best and _was_finished(run, cfg))
+    return (state["epoch"] >= cfg.epochs and (is_exported or has_best)) or _is_stopped_by_budget(state, cfg)
 
 
 def model_folder(run: Path) -> Path | None:
@@ -115,6 +118,17 @@ def _newest_state(run: Path) -> dict[str, Any] | None:
         except (OSError, ValueError):  # the recipe reports a damaged one
             continue
     return None
+
+
+def _was_finished(run: Path, cfg: DictConfig) -> bool:
+    """Whether an earlier call has seen the end of a run of as many epochs."""
+    from omegaconf import OmegaConf
+
+    try:
+        epochs = OmegaConf.select(OmegaConf.load(run / run_files.CONFIG), "epochs")
+        return epochs == cfg.epochs and read_cell(run)["status"] in (FINISHED, EVALUATED)
+    except (OSError, UserError):
+        return False
 
 
 def _is_stopped_by_budget(state: dict[str, Any], cfg: DictConfig) -> bool:

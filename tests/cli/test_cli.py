@@ -13,6 +13,7 @@ from helpers.runs import ROOT, finch
 from finch.cli import doctor
 from finch.config.registry import config_names, find_config
 from finch.models.family_table import FAMILIES
+from finch.sweep.grid import grid_names
 
 
 @pytest.mark.parametrize("argument", ["--help", "configs", "keys", "methods", "models"])
@@ -26,7 +27,7 @@ def test_configs_lists_names_with_headers(capsys, arguments):
     code, out, _ = finch(capsys, *arguments)
     assert code == 0
     listed = dict(line.split(None, 1) for line in out.splitlines())
-    assert list(listed) == list(config_names())
+    assert list(listed) == [*config_names(), *grid_names()]
     assert listed["qwen3/4B_finch"] == "FINCH on Qwen3-4B: the paper's knowledge task, TOFU."
 
 
