@@ -12,10 +12,11 @@ def digits(unit: str) -> int:
 
 
 def number(value: float | None, places: int, *, sign: bool = False) -> str:
-    """A rounded number without a negative zero; a dash for None."""
+    """A rounded number, zero without a sign; a dash for None."""
     if value is None:
         return NONE
-    text = f"{round(value, places) + 0.0:{'+' if sign else ''}.{places}f}"
+    rounded = round(value, places) + 0.0
+    text = f"{rounded:{'+' if sign and rounded else ''}.{places}f}"
     return text.replace("-", MINUS)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finch.errors import UserError
+from finch.evaluation.judge import answers_definition
 from finch.evaluation.results import NEW, OLD, RELIABILITY, Sample, SuiteResult, base_path, read_result, read_samples
 from finch.evaluation.statistics import Delta, Mean, holm, mean_interval, paired_delta
 from finch.report.runs import Run, base_builder
@@ -197,14 +198,18 @@ def _base_file(run: Run, suite: str, folder: Path | None) -> Path:
 
 def _check_settings(suite: str, one: tuple[str, SuiteResult], other: tuple[str, SuiteResult]) -> None:
     (name, result), (other_name, other_result) = one, other
-    for key in sorted(result.settings.keys() | other_result.settings.keys()):
+    # Where the data lie may differ: the documents' hashes have to be the same.
+    for key in sorted((result.settings.keys() | other_result.settings.keys()) - {"data"}):
         value, other_value = result.settings.get(key), other_result.settings.get(key)
         if value != other_value:
             raise UserError(
                 f"{suite}: {name} was evaluated with {key}={value}, {other_name} with {key}={other_value}; evaluate both alike"
             )
     for task in result.tasks.keys() & other_result.tasks.keys():
-        if result.tasks[task].definition != other_result.tasks[task].definition:
+        definition, other_definition = result.tasks[task].definition, other_result.tasks[task].definition
+        if result.is_base != other_result.is_base:  # the base model's answers are not judged
+            definition, other_definition = answers_definition(definition), answers_definition(other_definition)
+        if definition != other_definition:
             raise UserError(
                 f"{suite}: {task} has another definition in {name} than in {other_name} (such as a chat template in one of them); "
                 "evaluate both alike"

@@ -125,6 +125,7 @@ def changes_section(report: Report) -> list[Section]:
     if not any(comparison.outcomes):
         return []
     shown = [
+        tables.old_tasks_table(report.trade_off, report.names, comparison.old),
         tables.changes_table(comparison, report.names),
         tables.tasks_table(comparison),
         tables.tests_table(comparison, report.names),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class Point:
         new: score on the new task.
         old: mean change of the old tasks.
         new_draws, old_draws: the same of each draw of the bootstrap, [draws].
+        tasks: the change of each old task, by name.
     """
 
     setting: Setting | None
@@ -57,6 +58,7 @@ class Point:
     old: Estimate
     new_draws: Array
     old_draws: Array
+    tasks: Mapping[str, Estimate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,21 +131,22 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
     counts = np.random.default_rng(0).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size=RESAMPLES)
     kept = [(one, [number for number in one.runs if number in column]) for one in settings]
     kept = [(setting, members) for setting, members in kept if members]
-    has_documents = any(not measure.is_probe for measure in (comparison.new, *comparison.old))
-    has_intervals = has_documents or any(len(members) > 1 for _, members in kept)
+    are_probes = all(measure.is_probe for measure in comparison.old)
+    has_intervals = not are_probes or any(len(members) > 1 for _, members in kept)
     points = []
     for setting, members in kept:
         columns = [column[number] for number in members]
         weights = counts[:, [seeds.index(str(comparison.runs[number].seed)) for number in members]].astype(float)
         weights[weights.sum(axis=1) == 0] = 1  # a draw without any of this setting's seeds
         weights /= weights.sum(axis=1, keepdims=True)
-        drawn = [(weights * draws[:, columns]).sum(axis=1) for draws in (new_draws, old_draws)]
-        is_fixed = not has_documents and len(members) == 1
-        place = [
-            Estimate(float(values[columns].mean()), *((None, None, None) if is_fixed else interval(draws)))
-            for values, draws in zip((new, old), drawn, strict=True)
-        ]
-        points.append(Point(setting, place[0], place[1], drawn[0], drawn[1]))
+        is_single = len(members) == 1
+        new_place = _mean_over_seeds(new, new_draws, columns, weights, comparison.new.is_probe and is_single)
+        old_place = _mean_over_seeds(old, old_draws, columns, weights, are_probes and is_single)
+        tasks = {
+            measure.name: _mean_over_seeds(values, draws, columns, weights, measure.is_probe and is_single)[0]
+            for measure, (values, draws) in zip(comparison.old, per_task, strict=True)
+        }
+        points.append(Point(setting, new_place[0], old_place[0], new_place[1], old_place[1], tasks))
     base = None
     if first.base is not None:
         zeros = np.zeros(RESAMPLES)
@@ -155,6 +158,21 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
         for number in members
     ]
     return TradeOff(points, base, runs, has_intervals)
+
+
+def _mean_over_seeds(
+    values: Array, draws: Array, columns: Sequence[int], weights: Array, is_fixed: bool
+) -> tuple[Estimate, Array]:
+    """A setting's mean and its draws.
+
+    Args:
+        values, draws: [runs] and [draws, runs].
+        columns: the setting's runs.
+        weights: of each of them in each draw, [draws, columns].
+        is_fixed: nothing is drawn: one run, measured by a probe.
+    """
+    drawn = (weights * draws[:, columns]).sum(axis=1)
+    return Estimate(float(values[list(columns)].mean()), *((None, None, None) if is_fixed else interval(drawn))), drawn
 
 
 def interval(draws: Array) -> tuple[float, float, float]:

@@ -17,6 +17,8 @@ from finch.report.runs import BATCH_SIZE, LEARNING_RATE, Run
 from finch.report.settings import Setting, TradeOff
 
 SIGNIFICANT = 0.05
+LONG = 24
+"""Rows of a table by run from which on it is folded."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,27 @@ def difference_table(front: Front, names: Names, new: Measure, old: Sequence[Mea
     )
 
 
+def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure]) -> Table:
+    """Each setting's change on each old task, mean over seeds."""
+    rows = []
+    for point in trade_off.points:
+        if point.setting is None:
+            continue
+        cells = [
+            estimate(flip(point.tasks[measure.name], shown_sign(measure)), digits(measure.unit), sign=True)
+            for measure in old
+        ]
+        mean = estimate(flip(point.old, shown_sign(old[0])), digits(old[0].unit), sign=True)
+        rows.append([names.setting(point.setting), *cells, mean])
+    return Table(
+        "Old tasks by setting",
+        ["setting", *(f"{one.name}, {units([one], is_change=True)}" for one in old), "mean"],
+        rows,
+        "Tuned minus pretrained, means over seeds"
+        + (", [95% intervals over documents and seeds]." if trade_off.has_intervals else "."),
+    )
+
+
 def changes_table(comparison: Comparison, names: Names) -> Table:
     """Each run's change on each task, and the mean over the old tasks."""
     measures = [measure for measure in comparison.measures if measure.role == NEW or measure in comparison.old]
@@ -182,7 +205,7 @@ def changes_table(comparison: Comparison, names: Names) -> Table:
         ["run", "seed", *(f"{one.name}, {units([one], is_change=True)}" for one in measures), "mean of old tasks"],
         rows,
         "Tuned minus pretrained, paired by document, [95% intervals]. * differs from 0 after Holm's correction over the run's tasks (p < 0.05).",
-        labels=1,
+        is_long=len(rows) > LONG,
     )
 
 
@@ -214,8 +237,7 @@ def tests_table(comparison: Comparison, names: Names) -> Table:
         ["run", "seed", "task", "pretrained", "tuned", "change", "SE", "p", "p, Holm", "test"],
         rows,
         "Scores in percent, changes in points; losses of probes in nats a token. Brier's error is lower when better.",
-        labels=1,
-        is_long=len(rows) > 40,
+        is_long=len(rows) > LONG,
     )
 
 
@@ -282,7 +304,7 @@ def reliability_table(comparison: Comparison, names: Names) -> Table:
         rows,
         "Score in percent, then its change in points; Brier's error and the expected calibration error (ECE, ten bins) x 100, over answers with a stated "
         "confidence. * as above.",
-        labels=1,
+        is_long=len(rows) > LONG,
     )
 
 
@@ -376,8 +398,7 @@ def runs_table(comparison: Comparison, names: Names) -> Table:
         "Runs",
         ["run", "seed", "batch", "steps", "epochs", "best epoch", "probes at step", "evaluated", "status", "folder"],
         rows,
-        labels=1,
-        is_long=len(rows) > 12,
+        is_long=len(rows) > LONG,
     )
 
 

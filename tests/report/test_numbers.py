@@ -222,6 +222,18 @@ def test_front_table(tables, sweep):
                 assert numbers(text)[0] == pytest.approx(found[row["method"], name] - found["SFT", name], abs=0.051)
 
 
+def test_old_tasks_table(tables, sweep):
+    assert len(tables["Old tasks by setting"]) == 6
+    for row in map(dict, tables["Old tasks by setting"]):
+        for task in OLD:
+            delta = statistics.fmean(expected(sweep, run, task)[0] for run in runs_of(row["setting"]))
+            value, low, high = numbers(row[f"{task}, points"])
+            assert value == pytest.approx(100 * delta, abs=0.051)
+            assert low < value < high
+        mean = statistics.fmean(average(sweep, run) for run in runs_of(row["setting"]))
+        assert numbers(row["mean"])[0] == pytest.approx(100 * mean, abs=0.051)
+
+
 def test_changes_tables(tables, sweep):
     assert len(tables["Changes by run"]) == 12
     for row in map(dict, tables["Changes by run"]):

@@ -11,6 +11,7 @@ from finch.report.figures.style import COLOURS, Drawing, Style, add_legend, labe
 
 MAX_POINTS = 300
 SMOOTHING_STEPS = 20
+NUM_MARKERS = 8  # a curve
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def draw_curves(
 ) -> Drawing:
     """
     Args:
-        curves: markers are drawn where they have few points.
+        curves: with a few markers each, since methods share colours.
         level: a horizontal line and its label.
     """
     figure, axes = new_figure(3.4)
@@ -64,7 +65,11 @@ def draw_curves(
         style = styles[curve.method]
         steps, values = thin(curve.steps, curve.values)
         text = f"{style.label}, paper" if curve.is_paper else style.label
-        few = {"marker": style.marker, "markersize": 4} if len(steps) <= 30 and not curve.is_paper else {}
+        every = max(1, len(steps) // NUM_MARKERS)
+        first = (
+            list(styles).index(curve.method) * every // len(styles) if every > 1 else 0
+        )  # side by side where curves meet
+        marks = {} if curve.is_paper else {"marker": style.marker, "markersize": 4, "markevery": (first, every)}
         axes.plot(
             steps,
             values,
@@ -73,7 +78,7 @@ def draw_curves(
             linestyle=":" if curve.is_paper else "-",
             alpha=0.8,
             label=None if (curve.method, curve.is_paper) in labelled else text,
-            **few,  # type: ignore[arg-type]
+            **marks,  # type: ignore[arg-type]
         )
         labelled.add((curve.method, curve.is_paper))
     if level is not None:

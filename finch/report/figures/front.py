@@ -42,7 +42,7 @@ def draw_front(
     axes.set_xticks(range(len(front.scores)), [f"{sign[0] * score:.{places}f}" for score in front.scores])
     axes.set_xlim(-0.5, len(front.scores) - 0.5)
     axes.yaxis.set_inverted(sign[1] < 0)
-    label_axes(axes, f"at this {new_label}", old_label)
+    label_axes(axes, f"at equal {new_label}", old_label)
     add_legend(figure)
     caption = (
         "Higher is better. Each group compares methods where they have learned equally much; a method that does not reach a score is absent there. "

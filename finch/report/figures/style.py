@@ -50,7 +50,7 @@ class Style:
 
 STYLES = {
     "sft": Style("SFT", "vermilion", "o"),
-    "small_lr": Style("SFT, small lr", "amber", "v"),
+    "small_lr": Style("SFT small lr", "amber", "v"),
     "finch": Style("FINCH", "blue", "D"),
     "flow": Style("FLOW", "green", "s"),
     "dft": Style("DFT", "pink", "^"),
