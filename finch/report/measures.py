@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from finch.errors import UserError
-from finch.evaluation.judge import answers_definition
-from finch.evaluation.results import NEW, OLD, RELIABILITY, Sample, SuiteResult, base_path, read_result, read_samples
+from finch.evaluation.results import NEW, OLD, RELIABILITY, Sample, SuiteResult, read_samples
 from finch.evaluation.statistics import Delta, Mean, holm, mean_interval, paired_delta
-from finch.report.runs import Run, base_builder
+from finch.report.comparability import base_file, check_models, find_new_task, read_bases, task_probes
+from finch.report.runs import Run
 
 PROBE = "probe"
 POINTS, NATS = "points", "nats"
@@ -131,9 +131,9 @@ def compare(runs: Sequence[Run], *, new_task: str | None = None, base: Path | No
     Raises:
         UserError: the runs cannot be compared: other new tasks, other pretrained weights or models, or evaluations with other settings.
     """
-    _check_models(runs)
-    bases = _read_bases(runs, base)
-    new_name = _new_task(runs, new_task)
+    check_models(runs)
+    bases = read_bases(runs, base)
+    new_name = find_new_task(runs, new_task)
     measures = {
         measure.name: measure
         for measure in _evaluated(runs, new_name)
@@ -148,148 +148,6 @@ def compare(runs: Sequence[Run], *, new_task: str | None = None, base: Path | No
     outcomes = [_outcomes(run, list(measures.values()), bases, base, samples) for run in runs]
     by_role = {role: [one for one in measures.values() if one.role == role] for role in (NEW, OLD, RELIABILITY)}
     return Comparison(runs, next(iter(by_role[NEW]), None), by_role[OLD], by_role[RELIABILITY], outcomes, bases)
-
-
-def _check_models(runs: Sequence[Run]) -> None:
-    builders = {base_builder(run.config): run for run in runs if run.config}
-    if len(builders) > 1:
-        (one, run), (other, other_run) = list(builders.items())[:2]
-        raise UserError(
-            f"model: {run.folder} has {one}, {other_run.folder} has {other}; their changes have no common base: report on one model at a time"
-        )
-
-
-def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResult]:
-    """The pretrained model's results by suite, after checking that runs share its weights and the settings."""
-    bases: dict[str, SuiteResult] = {}
-    first: dict[str, tuple[Run, SuiteResult]] = {}
-    weights: tuple[Run, str] | None = None
-    for run in runs:
-        for suite, result in run.results.items():
-            other_run, other = first.setdefault(suite, (run, result))
-            _check_settings(suite, (str(run.folder), result), (str(other_run.folder), other))
-            if result.base is None:
-                continue
-            path = _base_file(run, suite, folder)
-            found = read_result(path)
-            _check_settings(suite, (str(run.folder), result), (str(path.parent), found))
-            weights = weights or (run, found.weights)
-            if found.weights != weights[1]:
-                raise UserError(
-                    f"base: {weights[0].folder} and {run.folder} were compared with different pretrained weights ({weights[1][:12]} and "
-                    f"{found.weights[:12]}); report on runs of one pretrained model at a time"
-                )
-            bases[suite] = found
-    return bases
-
-
-def _base_file(run: Run, suite: str, folder: Path | None) -> Path:
-    path = base_path(run.result_path(suite), run.results[suite])
-    assert path is not None
-    if folder is not None:
-        candidates = [folder / path.name, folder / path.parent.name / path.name]
-        path = next((one for one in candidates if one.exists()), path)
-    if not path.exists():
-        raise UserError(
-            f"{path} does not exist: the pretrained model's results that {run.folder} was compared with; give their folder by --base"
-        )
-    return path
-
-
-def _check_settings(suite: str, one: tuple[str, SuiteResult], other: tuple[str, SuiteResult]) -> None:
-    (name, result), (other_name, other_result) = one, other
-    # Where the data lie may differ: the documents' hashes have to be the same.
-    for key in sorted((result.settings.keys() | other_result.settings.keys()) - {"data"}):
-        value, other_value = result.settings.get(key), other_result.settings.get(key)
-        if value != other_value:
-            raise UserError(
-                f"{suite}: {name} was evaluated with {key}={value}, {other_name} with {key}={other_value}; evaluate both alike"
-            )
-    for task in result.tasks.keys() & other_result.tasks.keys():
-        definition, other_definition = result.tasks[task].definition, other_result.tasks[task].definition
-        if result.is_base != other_result.is_base:  # the base model's answers are not judged
-            definition, other_definition = answers_definition(definition), answers_definition(other_definition)
-        if definition != other_definition:
-            raise UserError(
-                f"{suite}: {task} has another definition in {name} than in {other_name} (such as a chat template in one of them); "
-                "evaluate both alike"
-            )
-
-
-def _new_task(runs: Sequence[Run], new_task: str | None) -> str | None:
-    """The name of the evaluated task that the runs learned; None: no run has one."""
-    of_run = {
-        str(run.folder): {
-            name for result in run.results.values() for name, task in result.tasks.items() if task.role == NEW
-        }
-        for run in runs
-    }
-    known = set().union(*of_run.values())
-    if new_task is not None:
-        every = {name for run in runs for result in run.results.values() for name in result.tasks}
-        if new_task not in every:
-            raise UserError(
-                f"--new-task={new_task} was not evaluated; evaluated are {', '.join(sorted(every)) or 'no tasks'}"
-            )
-        return new_task
-    grids = {run.task: run for run in runs if run.task is not None}
-    if len(grids) > 1:
-        (one, run), (other, other_run) = list(grids.items())[:2]
-        raise UserError(
-            f"{run.folder} learned {one}, {other_run.folder} learned {other}; report on runs of one task at a time, or name what they share by --new-task"
-        )
-    suites = {
-        name
-        for run in runs
-        for suite, result in run.results.items()
-        for name, task in result.tasks.items()
-        if task.role == NEW and suite in grids
-    }
-    if len(suites) == 1:
-        return suites.pop()
-    if len(known) <= 1:
-        if not known:
-            _check_training_data(runs)
-        return next(iter(known), None)
-    evaluated = {folder: names for folder, names in of_run.items() if names}
-    shared = set.intersection(*evaluated.values())
-    if len(shared) == 1:
-        return shared.pop()
-    if shared:
-        raise UserError(
-            f"the runs were evaluated on several new tasks: {', '.join(sorted(shared))}; choose one by --new-task"
-        )
-    folders = list(evaluated)
-    other_folder = next(
-        folder for folder in folders if not evaluated[folder] & evaluated[folders[0]] or folder != folders[0]
-    )
-    raise UserError(
-        f"{folders[0]} was evaluated on {', '.join(sorted(evaluated[folders[0]]))}, {other_folder} on {', '.join(sorted(evaluated[other_folder]))}: "
-        "different new tasks; report on runs of one task at a time"
-    )
-
-
-def _check_training_data(runs: Sequence[Run]) -> None:
-    """Where nothing names the new task: probes marked ``task: True``, else the training data, have to be the same."""
-    marks = {tuple(_task_probes(run)): run for run in runs if _task_probes(run)}
-    if len(marks) > 1:
-        (one, run), (other, other_run) = list(marks.items())[:2]
-        raise UserError(
-            f"probes: the new task of {run.folder} is {', '.join(one)}, of {other_run.folder} {', '.join(other)}; report on runs of one task at a time"
-        )
-    if marks:
-        return
-    files: dict[str, Run] = {}
-    for run in runs:
-        dataset = run.config.get("dataset")
-        if isinstance(dataset, Mapping):
-            source = dataset.get("data_files") or dataset.get("source") or dataset.get("_component_")
-            files.setdefault(str(source), run)
-    if len(files) > 1:
-        (one_file, run), (other_file, other_run) = list(files.items())[:2]
-        raise UserError(
-            f"dataset: {run.folder} learned {one_file}, {other_run.folder} learned {other_file}; report on runs of one task at a time"
-        )
 
 
 def _evaluated(runs: Sequence[Run], new_name: str | None) -> list[Measure]:
@@ -310,16 +168,11 @@ def _evaluated(runs: Sequence[Run], new_name: str | None) -> list[Measure]:
     return list(found.values())
 
 
-def _task_probes(run: Run) -> list[str]:
-    probes = run.config.get("probes")
-    return [name for name, block in probes.items() if (block or {}).get("task")] if isinstance(probes, Mapping) else []
-
-
 def _probes(runs: Sequence[Run]) -> list[Measure]:
     """The probes of all runs: one marked ``task: True`` by its accuracy where it has one, the others by their losses, which see a change
     long before accuracies do."""
     found: dict[str, Measure] = {}
-    marked = {name for run in runs for name in _task_probes(run)}
+    marked = {name for run in runs for name in task_probes(run)}
     keys = {key for run in runs for line in run.metrics for key, value in line.items() if value is not None}
     for name in sorted({key.split("/")[1] for key in keys if key.startswith("probe/")}):
         role = NEW if name in marked else OLD
@@ -396,7 +249,7 @@ def _task_outcome(
     )
     if run.results[suite].base is None or measure.name not in _tasks(bases, suite):
         return outcome
-    key = (_base_file(run, suite, folder).parent, measure.name)
+    key = (base_file(run, suite, folder).parent, measure.name)
     if key not in cache:
         read = _reduce(read_samples(key[0], bases[suite].tasks[measure.name]))
         cache[key] = read, mean_interval(read)

@@ -59,6 +59,13 @@ class Run:
         """The lines of metrics.jsonl that are steps."""
         return [line for line in self.metrics if not run_files.is_event(line)]
 
+    @property
+    def finished_epochs(self) -> int:
+        """Epochs whose model is there."""
+        return sum(
+            1 for epoch in range(int(self.config.get("epochs") or 0)) if any(self.folder.glob(f"epoch_{epoch}*"))
+        )
+
     def result_path(self, suite: str) -> Path:
         return self.folder / run_files.EVALUATION / f"{suite}.json"
 

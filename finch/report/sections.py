@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finch.report import tables
+from finch.report.change_tables import changes_table, tasks_table, tests_table
 from finch.report.figures.curves import Curve, draw_curves, running_mean
 from finch.report.figures.front import draw_front
 from finch.report.figures.reliability import Answers, Mark, draw_calibration, draw_scores
@@ -26,10 +26,14 @@ from finch.report.paper.numbers import (
     paper_model,
     paper_results,
 )
+from finch.report.paper_table import paper_table
 from finch.report.provenance import DEFINITIONS, commands, data_lines, definition_lines, probe_line, settings_lines
+from finch.report.reliability_table import confidences, reliability_table
 from finch.report.runs import Run
+from finch.report.runs_table import runs_table
 from finch.report.settings import Setting, TradeOff
-from finch.report.tables import Names
+from finch.report.tables import Names, shown_sign, units
+from finch.report.trade_off_tables import difference_table, front_table, old_tasks_table, settings_table
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ def _labels(report: Report) -> tuple[str, str]:
     else:
         kind = f"change of {old[0].name}"
     return (
-        f"{new.name}: {new.metric}, {tables.units([new], is_change=False)}",
-        f"{kind}, {tables.units(old, is_change=True)}",
+        f"{new.name}: {new.metric}, {units([new], is_change=False)}",
+        f"{kind}, {units(old, is_change=True)}",
     )
 
 
@@ -93,7 +97,7 @@ def trade_off_sections(report: Report) -> list[Section]:
     if new is None or not old or not points.points:
         return []
     new_label, old_label = _labels(report)
-    sign = (tables.shown_sign(new), tables.shown_sign(old[0]))
+    sign = (shown_sign(new), shown_sign(old[0]))
     styles = report.names.styles
     drawing = draw_trade_off(points, styles, report.figures, new_label=new_label, old_label=old_label, sign=sign)
     sections = [
@@ -101,7 +105,7 @@ def trade_off_sections(report: Report) -> list[Section]:
             "trade-off",
             "The trade-off",
             drawings=[drawing],
-            tables=[tables.settings_table(points, report.names, new, old)],
+            tables=[settings_table(points, report.names, new, old)],
         )
     ]
     if not front.scores:
@@ -110,8 +114,8 @@ def trade_off_sections(report: Report) -> list[Section]:
         front, styles, report.figures, new_label=new_label, old_label=old_label, sign=sign, places=digits(new.unit)
     )
     shown = [
-        tables.front_table(front, report.names, points, new, old),
-        tables.difference_table(front, report.names, new, old),
+        front_table(front, report.names, points, new, old),
+        difference_table(front, report.names, new, old),
     ]
     text = (
         "A method that learned less has usually forgotten less: numbers of single settings do not say which method is better. Here each "
@@ -125,10 +129,10 @@ def changes_section(report: Report) -> list[Section]:
     if not any(comparison.outcomes):
         return []
     shown = [
-        tables.old_tasks_table(report.trade_off, report.names, comparison.old),
-        tables.changes_table(comparison, report.names),
-        tables.tasks_table(comparison),
-        tables.tests_table(comparison, report.names),
+        old_tasks_table(report.trade_off, report.names, comparison.old),
+        changes_table(comparison, report.names),
+        tasks_table(comparison),
+        tests_table(comparison, report.names),
     ]
     return [Section("changes", "Changes from the pretrained model", tables=[one for one in shown if one.rows])]
 
@@ -146,10 +150,10 @@ def reliability_section(report: Report) -> list[Section]:
             if run.method != method or (run not in chosen and any(one.method == method for one in chosen)):
                 continue
             for outcome in comparison.outcomes[number].values():
-                for values, more in zip(pooled, tables.confidences(outcome.samples), strict=True):
+                for values, more in zip(pooled, confidences(outcome.samples), strict=True):
                     values += more
-                if base_answers is None and tables.confidences(outcome.base_samples)[0]:
-                    base_answers = Answers(None, *tables.confidences(outcome.base_samples))
+                if base_answers is None and confidences(outcome.base_samples)[0]:
+                    base_answers = Answers(None, *confidences(outcome.base_samples))
         if pooled[0]:
             answers.append(Answers(method, *pooled))
     if answers:
@@ -162,7 +166,7 @@ def reliability_section(report: Report) -> list[Section]:
             "HaluEval: the hallucinated answer is nearly always the longer one, so a rule that needs no model, picking the longer answer, scores high. "
             "A score below that line shows less than knowing lengths."
         )
-    return [Section("reliability", "Reliability", text, drawings, [tables.reliability_table(comparison, report.names)])]
+    return [Section("reliability", "Reliability", text, drawings, [reliability_table(comparison, report.names)])]
 
 
 def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
@@ -342,12 +346,13 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
 
 def paper_section(report: Report) -> list[Section]:
     paper = paper_results(report.task, report.model)
-    if not paper or report.comparison.new is None or report.comparison.new.is_probe:
+    comparison = report.comparison
+    if not paper or any(measure.is_probe for measure in (comparison.new, *comparison.old) if measure is not None):
         return []
-    table = tables.paper_table(report.comparison, report.trade_off, report.names, paper)
+    table = paper_table(comparison, report.trade_off, report.names, paper)
     text = (
         f"Fine-Tuning Without Forgetting via Loss-Adaptive Learning Rates (2026), task {report.task}, {MODELS[str(report.model)]}. "
-        "Its rows are marked paper; differences in data, prompts and harness remain."
+        "Its rows are marked paper; data splits, prompts and harness may differ."
     )
     return [Section("paper", "The paper's numbers", [text], tables=[table])]
 
@@ -364,7 +369,7 @@ def origin_section(report: Report, folders: Sequence[Path], out: Path, new_task:
         Section(
             "origin",
             "Where the numbers come from",
-            tables=[tables.runs_table(comparison, report.names)],
+            tables=[runs_table(comparison, report.names)],
             lists=[(title, items) for title, items in lists.items() if items],
             commands=commands(comparison, folders, out, new_task),
         )

@@ -9,7 +9,7 @@ from finch.report.formatting import digits, estimate, number
 from finch.report.front import Front
 from finch.report.measures import POINTS, Comparison, Estimate, Measure
 from finch.report.settings import Point, TradeOff
-from finch.report.tables import Names, finished_epochs, flip, shown_sign, units
+from finch.report.tables import Names, flip, shown_sign, units
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def notes(comparison: Comparison) -> list[str]:
     unfinished = [
         run
         for run in runs
-        if run.config.get("epochs") and run.metrics and finished_epochs(run) < int(run.config["epochs"])
+        if run.config.get("epochs") and run.metrics and run.finished_epochs < int(run.config["epochs"])
     ]
     if unfinished:
         found.append(

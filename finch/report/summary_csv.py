@@ -6,9 +6,9 @@ import csv
 import io
 
 from finch.evaluation.results import OLD
-from finch.report import tables
 from finch.report.measures import Comparison
 from finch.report.runs import BATCH_SIZE
+from finch.report.tables import average
 
 COLUMNS = (
     *("run", "method", "learning_rate", "batch_size", "seed", "task", "role", "source", "metric", "n"),
@@ -43,7 +43,7 @@ def summary_csv(comparison: Comparison) -> str:
                 one.step,
             ]
             writer.writerow([*start, *row])
-        mean = tables.average(comparison, number)
+        mean = average(comparison, number)
         if mean is not None:
             source = comparison.old[0].source if len({one.source for one in comparison.old}) == 1 else ""
             numbers = [mean.value, mean.standard_error, mean.low, mean.high]

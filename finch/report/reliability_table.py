@@ -1,0 +1,64 @@
+"""The table of the reliability tasks, and the calibration of stated confidences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from finch.evaluation.results import Sample
+from finch.evaluation.statistics import expected_calibration_error
+from finch.report.formatting import NONE, estimate, number
+from finch.report.measures import Comparison, Measure, Outcome
+from finch.report.tables import LONG, Names, Table, change_cell, seed_cell
+
+
+def reliability_table(comparison: Comparison, names: Names) -> Table:
+    """Each run's scores on the reliability tasks, with the calibration error of stated confidences."""
+    measures = list(comparison.reliability)
+    has_confidences = any(confidences(one.samples)[0] for outcomes in comparison.outcomes for one in outcomes.values())
+    rows = []
+    base_cells: dict[str, tuple[str, str]] = {}
+    for position, run in enumerate(comparison.runs):
+        outcomes = comparison.outcomes[position]
+        present = {measure.name: outcomes[measure.name] for measure in measures if measure.name in outcomes}
+        if not present:
+            continue
+        for name, one in present.items():
+            base_cells.setdefault(name, (estimate(one.base, 1, scale=100), calibration_cell(one.base_samples)))
+        cells = [change_score_cell(present.get(measure.name), measure) for measure in measures]
+        error = next((calibration_cell(one.samples) for one in present.values() if confidences(one.samples)[0]), NONE)
+        rows.append([names.run(run), seed_cell(run), *cells, *([error] if has_confidences else [])])
+    base_error = next((error for _, error in base_cells.values() if error != NONE), NONE)
+    base_row = ["pretrained", "", *(base_cells.get(one.name, (NONE, NONE))[0] for one in measures)]
+    rows.insert(0, [*base_row, *([base_error] if has_confidences else [])])
+    return Table(
+        "Reliability",
+        [
+            "run",
+            "seed",
+            *(f"{one.name}, {one.metric}{'' if one.is_higher_better else ' (lower is better)'}" for one in measures),
+            *(["ECE"] if has_confidences else []),
+        ],
+        rows,
+        "Score in percent, then its change in points; Brier's error and the expected calibration error (ECE, ten bins) x 100, over answers with a stated "
+        "confidence. * as above.",
+        is_long=len(rows) > LONG,
+    )
+
+
+def change_score_cell(one: Outcome | None, measure: Measure) -> str:
+    if one is None:
+        return NONE
+    score = number(measure.scale * one.score.value, 1)
+    return score if one.delta is None else f"{score}, {change_cell(one, measure)}"
+
+
+def confidences(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """Stated confidences in [0, 1] and whether the answers were right, of the responses that state both."""
+    stated = [one for one in samples if one.get("confidence") is not None and one.get("is_parsed")]
+    return [one["confidence"] / 100 for one in stated], [float(one["letter"] == one["answer"]) for one in stated]
+
+
+def calibration_cell(samples: Sequence[Sample]) -> str:
+    stated, correct = confidences(samples)
+    error = expected_calibration_error(stated, correct)
+    return NONE if error is None else number(100 * error, 1)
