@@ -30,10 +30,12 @@ _LINE_START = re.compile(
 _ALONE = re.compile(r"(?<![\w\u2019'+=-])([A-Z])(?![\w\u2019'+=-])")
 
 _NUMBER = r"(?<![\d.,])(-?(?:\d+(?:[.,]\d+)?|\.\d+))(?!\d)\s*(%|percent|per cent|(?:/|out of)\s*\d+)?"
-_CONFIDENCE = re.compile(rf"confiden(?:ce|t)\b(?:\s*\([^)]*\))?[^\d\n.-]{{0,40}}{_NUMBER}", re.IGNORECASE)
+_CONFIDENCE = re.compile(
+    rf"(?:confiden(?:ce|t)|certainty|probability)\b(?:\s*\([^)]*\))?[^\d\n.-]{{0,40}}{_NUMBER}", re.IGNORECASE
+)
 _CONFIDENT = re.compile(rf"{_NUMBER}\s*(?:confiden(?:ce|t)|certain|sure)", re.IGNORECASE)
-_PERCENT = re.compile(_NUMBER.removesuffix("?"), re.IGNORECASE)
-_ANY_NUMBER = re.compile(_NUMBER)
+_ALONE_IN_LINE = re.compile(rf"^{_MARK}(?:[A-Z]\b[\s*_.,:;)\]-]*)?{_NUMBER}[\s*_.)\]]*$", re.MULTILINE | re.IGNORECASE)
+"""Such as a line "85", "B, 85" or "(C) 70%"; a number within a sentence belongs to the answer."""
 
 
 def letter_of(text: str, letters: str = "ABCD") -> str | None:
@@ -56,11 +58,11 @@ def letter_of(text: str, letters: str = "ABCD") -> str | None:
 def confidence_of(text: str) -> float | None:
     """The last confidence that a text states, between 0 and 100; None where there is none or it is out of range.
 
-    A number beside the word confidence goes first, then a percentage, then the text's last number. A decimal of at most 1 without a
+    A number beside the word confidence goes first, then one that has a line for itself or with a letter. A decimal of at most 1 without a
     percent sign is a probability: 0.85 is 85, and 1.0 is 100; 1 is 1.
     """
     text = _without_reasoning(text)
-    for pattern in (_CONFIDENCE, _CONFIDENT, _PERCENT, _ANY_NUMBER):
+    for pattern in (_CONFIDENCE, _CONFIDENT, _ALONE_IN_LINE):
         if matches := list(pattern.finditer(text)):
             return _percent(*matches[-1].groups())
     return None

@@ -133,6 +133,8 @@ def test_confidence_is_the_last_stated_one(text: str, confidence: float) -> None
         "Confidence: -5",
         "Confidence: 12/10",
         "1990",
+        "C. In 5 years the drug was sold.",
+        "B. About 70% of the body is water",
     ],
 )
 def test_confidence_is_none_out_of_range(text: str) -> None:
