@@ -66,6 +66,7 @@ def merge_adapter(model: nn.Module, folder: Path, label: str) -> None:
         if part not in _PARTS:
             raise UserError(f"{label} holds {name}, which is no part of LoRA; merge the adapter with PEFT first")
         modules.setdefault(module, {})[part] = tensor
+    embedding = next((module.weight for module in model.modules() if isinstance(module, nn.Embedding)), None)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for name, parts in modules.items():
         if name not in linear or not {"lora_A", "lora_B"} <= parts.keys():
@@ -73,6 +74,10 @@ def merge_adapter(model: nn.Module, folder: Path, label: str) -> None:
                 f"{label} is for {name}, which is no linear layer of the base; give the model that it was trained on"
             )
         weight = linear[name].weight
+        if weight is embedding:
+            raise UserError(
+                f"{label} is for {name}, which shares its weight with the embedding; merge it with PEFT first"
+            )
         a, b = (parts[part].to(weight.device, torch.float32) for part in ("lora_A", "lora_B"))
         if (b.shape[0], a.shape[1]) != weight.shape:
             raise UserError(

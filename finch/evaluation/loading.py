@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,15 +43,20 @@ def load_model(folder: ModelFolder, dtype: str, device: torch.device) -> PreTrai
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder.base or folder.path, dtype=DTYPES[dtype])
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder.base or folder.path, dtype=DTYPES[dtype], output_loading_info=True
+        )
+    except Exception as error:  # transformers and safetensors have an exception for each kind of damage
         raise UserError(
             f"{folder} cannot be loaded by transformers ({_first_line(error)}); check the folder"
         ) from error
+    model, info = loaded
+    if missing := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
+        raise UserError(f"{folder} lacks weights of its model, such as {missing[0]}; give the complete folder")
     if folder.is_adapter:
         merge_adapter(model, folder.path, str(folder))
     model.eval()
-    model.to(device)  # type: ignore[arg-type]  # torch's decorator confuses mypy
+    model.to(device)
     return model
 
 

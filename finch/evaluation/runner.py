@@ -6,12 +6,15 @@ the answers are kept (``finch.evaluation.answer_cache``), so that an interruptio
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 import finch
 from finch import run_files
@@ -110,25 +113,48 @@ class Evaluation:
 
     def run(self) -> None:
         """Evaluates what no result file has yet."""
-        self._ranks.barrier()  # every rank reads the results before any of them changes
         todo = [(target, self._missing(target)) for target in self.targets]
-        self._ranks.barrier()
         estimates = [self._harness.num_requests(task) for _, tasks in todo for task in tasks]
         progress = EvaluationProgress(estimates, is_shown=self._ranks.is_first)
         try:
             for target, tasks in todo:
                 if tasks:
-                    self._evaluate(target, tasks, progress)
+                    with self._locked(target) as has_waited:
+                        self._evaluate(target, self._missing(target) if has_waited else tasks, progress)
         finally:
             progress.close()
+
+    @contextlib.contextmanager
+    def _locked(self, target: Target) -> Iterator[bool]:
+        """One evaluation at a time writes into a folder; yields whether this one has waited for another.
+
+        The lock is the operating system's and ends with the process. Rank 0 holds it for all ranks.
+        """
+        has_waited = False
+        with contextlib.ExitStack() as stack:
+            if self._ranks.is_first:
+                target.output.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(target.output / ".lock", fallback_to_soft=False)
+                with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
+                    try:
+                        lock.acquire(timeout=0)
+                    except Timeout:
+                        logger.info(f"another finch evaluate writes into {target.output}; this one waits for it")
+                        has_waited = True
+                        lock.acquire()
+                    stack.callback(lock.release)
+            yield self._ranks.broadcast(has_waited)
 
     def result(self, target: Target, suite: str) -> SuiteResult:
         """A suite's results, which must have been written."""
         return read_result(target.output / f"{suite}.json")
 
     def _missing(self, target: Target) -> list[Task]:
-        """The tasks without a result of this model with these settings. A log line says what is reused."""
-        missing = []
+        """The tasks without a result of this model with these settings, as rank 0 finds them. A log line says what is reused."""
+        missing: list[str] = []
+        if not self._ranks.is_first:
+            names = self._ranks.broadcast(missing)
+            return [task for task in self._tasks if task.name in names]
         for suite in self.suites:
             tasks = [task for task in self._tasks if task.suite == suite]
             done = self._usable(target, suite)
@@ -138,8 +164,9 @@ class Evaluation:
             reused = [task.name for task in tasks if done is not None and self._is_done(task, target, done)]
             if reused:
                 logger.info(f"{path} is reused: {', '.join(reused)}")
-            missing += [task for task in tasks if task.name not in reused]
-        return missing
+            missing += [task.name for task in tasks if task.name not in reused]
+        names = self._ranks.broadcast(missing)
+        return [task for task in self._tasks if task.name in names]
 
     def _usable(self, target: Target, suite: str) -> SuiteResult | None:
         """The suite's earlier result, if it is of these weights and settings."""

@@ -7,6 +7,7 @@ import json
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finch.errors import UserError
@@ -69,4 +70,16 @@ def test_adapter_of_another_model_is_refused(base_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     model.model.layers[1].mlp.down_proj = torch.nn.Linear(96, 32, bias=False)
     with pytest.raises(UserError, match=r"mlp.down_proj of shape \[32, 48\], in the base it has \[32, 96\]"):
+        merge_adapter(model, tmp_path, "--tuned=here")
+
+
+def test_adapter_of_a_tied_head_is_refused(base_folder, tmp_path):
+    save_adapter(base_folder, tmp_path, target_modules=["lm_head"])
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(
+        {name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}, file
+    )  # as finch writes it
+    model = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(UserError, match="lm_head, which shares its weight with the embedding"):
         merge_adapter(model, tmp_path, "--tuned=here")

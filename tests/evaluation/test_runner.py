@@ -1,10 +1,12 @@
 """`finch evaluate` from folders to result files: what is reused, continued, shared among processes, and written."""
 
+import fcntl
 import json
 import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -117,6 +119,18 @@ def test_run_has_its_results(evaluate, tuned_folder, tmp_path):
     weights = load_file(run / "epoch_0" / "model.safetensors")
     save_file({name: 2 * tensor for name, tensor in weights.items()}, run / "epoch_0" / "model.safetensors", {"format": "pt"})  # fmt: skip
     assert "is of other weights and will be replaced" in evaluate("--tuned", run, "--limit", 6)
+
+
+def test_second_evaluation_waits_for_the_first(evaluate, tmp_path):
+    evaluate(tasks="winogrande")
+    [folder] = (tmp_path / "out").iterdir()
+    with (folder / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        released = []
+        threading.Timer(1.0, lambda: released.append(True) or fcntl.flock(held, fcntl.LOCK_UN)).start()
+        printed = evaluate(tasks="hellaswag")
+    assert f"another finch evaluate writes into {folder}; this one waits for it" in printed
+    assert released
 
 
 def test_broken_weights_leave_no_score(capsys, base_folder, data_root, tuned_folder, tmp_path):
