@@ -15,6 +15,7 @@ from finch.errors import UserError
 from finch.sweep.cells import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, write_cell
 from finch.sweep.display import Display, last_error, progress_of
 from finch.sweep.job import Job
+from finch.sweep.run_state import slurm_error
 from finch.sweep.select_lr import MAX_FORGETTING, rates_of, select_rate
 
 _POLL_S = 0.2
@@ -97,7 +98,6 @@ class LocalSweep:
 
     def _look(self, folder: Path, job: Job) -> None:
         """The state that an earlier call has left."""
-        state = self._states[folder]
         if (
             job.overwrites and self._trains
         ) or job.cell.kind == SMALL_LR:  # chosen anew, as the grid may have more rates
@@ -105,7 +105,8 @@ class LocalSweep:
         if job.is_trained():
             self._set_trained(folder)
         elif not self._trains and job.cell.kind == RUN:
-            state.status, state.reason = FAILED, "it is not trained to the end"
+            message = slurm_error(folder)
+            self._fail(folder, "it is not trained to the end" + (f": {message}" if message else ""))
 
     def _step(self) -> bool:
         """Takes note of processes that have ended and starts others. Returns whether anything is left to wait for."""

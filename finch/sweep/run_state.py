@@ -84,6 +84,13 @@ def mark_results_new(run: Path, evaluation: Evaluation) -> None:
             path.touch()
 
 
+def slurm_error(run: Path) -> str:
+    """The user's mistake that the last start of the run's Slurm jobs has ended with; empty where it has ended otherwise."""
+    starts = sorted((run / "slurm").glob("*/start_*"), key=lambda path: path.stat().st_mtime)
+    error = starts[-1] / "error" if starts else run / "absent"
+    return error.read_text(encoding="utf-8", errors="replace").strip() if error.is_file() else ""
+
+
 def different_key(run: Path, cfg: DictConfig) -> tuple[str, Any, Any] | None:
     """A key in which the folder's run differs from a config, the run's value and the config's; None where there is no run, or none."""
     from omegaconf import OmegaConf

@@ -67,7 +67,7 @@ def test_array_trains_cells_and_the_dependent_job_follows(lab, tmp_path, base_fo
     assert states(lab, array) == {"0": "COMPLETED", "1": "COMPLETED", "2": "FAILED"}, output
     assert states(lab, follower) == {"": "FAILED"}  # as a cell has failed
     failed = "sft_data_files-absent.jsonl"
-    assert f"{failed}: it is not trained to the end" in output
+    assert f"{failed}: it is not trained to the end: dataset" in output
     assert "not retried: dataset" in output
     assert (tmp_path / "out" / "wise_ft_seed1" / "best" / "model.safetensors").exists()
     found = {
@@ -75,10 +75,8 @@ def test_array_trains_cells_and_the_dependent_job_follows(lab, tmp_path, base_fo
     }
     assert found == {"sft_seed0": "finished", "sft_seed1": "finished", "wise_ft_seed1": "finished", failed: "failed"}
 
-    capsys.readouterr()
-    cli.main(
-        ["sweep", "grid.yaml", "--slurm", "--dry-run", "--gpus-per-node=0"]
-    )  # what is trained is not submitted again
+    capsys.readouterr()  # what is trained is not submitted again
+    cli.main(["sweep", "grid.yaml", "--slurm", "--dry-run", "--gpus-per-node=0"])
     printed = capsys.readouterr().out
     assert "--array=0-0 " in printed
-    assert f"method=sft dataset.data_files={tmp_path}/absent.jsonl" in printed
+    assert f"dataset.data_files={tmp_path}/absent.jsonl" in printed
