@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from helpers.evaluation import read_lines, write_data_root
 from helpers.runs import ROOT, environment, finch
 from safetensors.torch import load_file, save_file
 
+from finch.evaluation import runner
 from finch.evaluation.results import base_path, read_result, read_results, read_samples
 from finch.evaluation.statistics import paired_delta
 
@@ -121,16 +121,22 @@ def test_run_has_its_results(evaluate, tuned_folder, tmp_path):
     assert "is of other weights and will be replaced" in evaluate("--tuned", run, "--limit", 6)
 
 
-def test_second_evaluation_waits_for_the_first(evaluate, tmp_path):
+def test_second_evaluation_waits_for_the_first(evaluate, tmp_path, monkeypatch):
     evaluate(tasks="winogrande")
     [folder] = (tmp_path / "out").iterdir()
+    info = runner.logger.info
     with (folder / ".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        released = []
-        threading.Timer(1.0, lambda: released.append(True) or fcntl.flock(held, fcntl.LOCK_UN)).start()
+
+        def release(message):
+            info(message)
+            if "waits for it" in message:
+                fcntl.flock(held, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(runner.logger, "info", release)
         printed = evaluate(tasks="hellaswag")
     assert f"another finch evaluate writes into {folder}; this one waits for it" in printed
-    assert released
+    assert read_result(folder / "forgetting.json").tasks.keys() == {"winogrande", "hellaswag"}
 
 
 def test_broken_weights_leave_no_score(capsys, base_folder, data_root, tuned_folder, tmp_path):
