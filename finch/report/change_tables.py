@@ -56,6 +56,7 @@ def tests_table(comparison: Comparison, names: Names) -> Table:
         ["run", "seed", "task", "pretrained", "tuned", "change", "SE", "p", "p, Holm", "test"],
         rows,
         "Scores in percent, changes in points; losses of probes in nats a token. Brier's error is lower when better.",
+        text_columns=(0, 2, 9),
         is_long=len(rows) > LONG,
     )
 
@@ -87,7 +88,7 @@ def tasks_table(comparison: Comparison) -> Table:
         ["task", "role", "metric", "from", "documents", "half-width", "chance", "pretrained"],
         rows,
         "Half-width of a 95% interval of one score at 50%, in points: unpaired differences smaller than this mean nothing.",
-        labels=4,
+        text_columns=(0, 1, 2, 3),
     )
 
 

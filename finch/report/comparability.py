@@ -122,15 +122,15 @@ def find_new_task(runs: Sequence[Run], new_task: str | None) -> str | None:
         raise UserError(
             f"{run.folder} learned {one}, {other_run.folder} learned {other}; report on runs of one task at a time, or name what they share by --new-task"
         )
-    suites = {
+    learned = {
         name
         for run in runs
         for suite, result in run.results.items()
         for name, task in result.tasks.items()
-        if task.role == NEW and suite in grids
+        if task.role == NEW and not grids.keys().isdisjoint((suite, name))
     }
-    if len(suites) == 1:
-        return suites.pop()
+    if len(learned) == 1:
+        return learned.pop()
     if len(known) <= 1:
         if not known:
             _check_training_data(runs)

@@ -106,7 +106,9 @@ def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[st
     methods = {}
     for method, points in groups.items():
         every = [*points, trade_off.base] if trade_off.base is not None else points
-        mildest = min(point.new.value for point in _on_front(points))
+        kept = _on_front(every)
+        # Where the pretrained model itself is beaten, a score below the method's first setting is reached by that setting.
+        mildest = kept[1].new.value if kept[0].setting is None and len(kept) > 1 else -math.inf
         values = []
         for number, score in enumerate(scores):
             if score > highest[method]:

@@ -73,5 +73,5 @@ def paper_table(
         ],
         rows,
         "New-task score in percent, changes in points. The paper's are of its tables, each method at its own learning rate.",
-        labels=2,
+        text_columns=(0, 1),
     )

@@ -33,6 +33,7 @@ def runs_table(comparison: Comparison, names: Names) -> Table:
         "Runs",
         ["run", "seed", "batch", "steps", "epochs", "best epoch", "probes at step", "evaluated", "status", "folder"],
         rows,
+        text_columns=(0, 7, 8, 9),
         is_long=len(rows) > LONG,
     )
 

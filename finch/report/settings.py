@@ -21,6 +21,8 @@ from finch.report.measures import Comparison, Estimate, Measure, Outcome
 from finch.report.runs import METHOD, SEED
 
 RESAMPLES = 2_000
+FOLDER = "folder"
+"""A value of settings that nothing else tells apart."""
 _CHUNK = 200  # draws at a time
 
 Array = NDArray[np.float64]
@@ -92,7 +94,7 @@ def group_settings(comparison: Comparison) -> list[Setting]:
             settings.append(Setting(runs[0].method, values, numbers))
         else:
             settings += [
-                Setting(run.method, {**values, "folder": run.folder.name}, [number])
+                Setting(run.method, {**values, FOLDER: run.folder.name}, [number])
                 for number, run in zip(numbers, runs, strict=True)
             ]
     return settings

@@ -10,6 +10,7 @@ from finch.report.front import Front
 from finch.report.measures import POINTS, Comparison, Estimate, Measure
 from finch.report.settings import Point, TradeOff
 from finch.report.tables import Names, flip, shown_sign, units
+from finch.sweep.cells import EVALUATED, FINISHED
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _learned(comparison: Comparison, trade_off: TradeOff, names: Names) -> list[
             unit = f" {units(old, is_change=True)}"
             text = f"{estimate(change, digits(old[0].unit), sign=True, unit=unit)}"
             is_unclear = change.low is not None and change.high is not None and change.low <= 0 <= change.high
-            clause = ", which the interval does not tell from 0" if is_unclear else ""
+            clause = ", not distinguishable from 0" if is_unclear else ""
             items.append(f"{names.setting(setting)}: {learned} on {new.name}; old tasks {text}{clause}")
     return items
 
@@ -146,7 +147,10 @@ def notes(comparison: Comparison) -> list[str]:
     unfinished = [
         run
         for run in runs
-        if run.config.get("epochs") and run.metrics and run.finished_epochs < int(run.config["epochs"])
+        if run.config.get("epochs")
+        and run.metrics
+        and run.finished_epochs < int(run.config["epochs"])
+        and run.status not in (FINISHED, EVALUATED)
     ]
     if unfinished:
         found.append(

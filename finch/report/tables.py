@@ -11,7 +11,7 @@ from finch.report.figures.style import Style
 from finch.report.formatting import NONE, digits, estimate, rate
 from finch.report.measures import POINTS, Comparison, Estimate, Measure, Outcome, finite
 from finch.report.runs import LEARNING_RATE, Run
-from finch.report.settings import Setting
+from finch.report.settings import FOLDER, Setting
 
 SIGNIFICANT = 0.05
 LONG = 24
@@ -23,7 +23,7 @@ class Table:
     """Rows of text.
 
     Attributes:
-        labels: how many columns at the left name the row; the others are numbers, aligned to the right.
+        text_columns: positions of columns that are words; the others are numbers, aligned to the right.
         is_long: folded on the page.
     """
 
@@ -31,7 +31,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    labels: int = 1
+    text_columns: Sequence[int] = (0,)
     is_long: bool = False
 
 
@@ -57,13 +57,14 @@ class Names:
             if key == LEARNING_RATE and isinstance(value, (int, float)):
                 texts.append(f"lr {rate(float(value))}")
             else:
-                texts.append(str(value) if key == "folder" else f"{key.rpartition('.')[2].replace('_', ' ')} {value}")
+                texts.append(str(value) if key == FOLDER else f"{key.rpartition('.')[2].replace('_', ' ')} {value}")
         return texts
 
 
 def make_names(settings: Sequence[Setting], styles: Mapping[str, Style]) -> Names:
     keys = {key: None for setting in settings for key in setting.values if key != LEARNING_RATE}
-    varying = [key for key in keys if len({str(setting.values.get(key)) for setting in settings}) > 1]
+    values = {key: {str(one.values[key]) for one in settings if key in one.values} for key in keys}
+    varying = [key for key in keys if len(values[key]) > 1 or key == FOLDER]
     return Names(styles, varying)
 
 

@@ -49,7 +49,7 @@ def settings_table(trade_off: TradeOff, names: Names, new: Measure, old: Sequenc
         rows,
         "Means over seeds"
         + (", [95% intervals over documents and seeds]" if trade_off.has_intervals else "")
-        + ". Old tasks: unweighted mean of the changes of "
+        + (". Old tasks: unweighted mean of the changes of " if len(old) > 1 else ". Old tasks: the change of ")
         + ", ".join(one.name for one in old)
         + ".",
     )

@@ -76,6 +76,14 @@ def test_front_below_the_mildest_setting_is_marked():
     assert value.change.value == pytest.approx(-1.5)  # half of the way from the pretrained model
 
 
+def test_setting_that_beats_the_pretrained_model_reaches_lower_scores():
+    points = [point("sft", 30.0, -1.0), point("finch", 60.0, 2.0)]
+    front = compare_fronts(TradeOff(points, point(None, 20.0, 0.0), [], False), resolution=0.1, order=["sft", "finch"])
+    [value] = front.methods["finch"]
+    assert value.change.value == 2.0
+    assert not value.is_extrapolated
+
+
 def test_method_that_does_not_reach_a_score_has_no_value():
     points = [point("a", 40.0, -1), point("a", 90.0, -9), point("b", 90.0, -2), point("c", 80.0, -1)]
     front = compare_fronts(TradeOff(points, None, [], False), resolution=0.1, order=["a", "b", "c"])
