@@ -64,7 +64,14 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
     if args.slurm:
         from finch.cli.sweep_slurm import submit_sweep
 
-        submit_sweep(grid, options, [name, *overrides], max_parallel=args.jobs, is_dry_run=args.dry_run)
+        submit_sweep(
+            grid,
+            options,
+            [name, *overrides],
+            max_parallel=args.jobs,
+            is_dry_run=args.dry_run,
+            trains=not args.skip_training,
+        )
         return
     launcher, num_ranks = _ranks(args)
     jobs = compose(grid, cells_of(grid), launcher=launcher, num_ranks=num_ranks)

@@ -20,7 +20,13 @@ SWEEP_SCRIPT = "sweep.sbatch"
 
 
 def submit_sweep(
-    grid: Grid, options: Sequence[str], words: Sequence[str], *, max_parallel: int | None, is_dry_run: bool
+    grid: Grid,
+    options: Sequence[str],
+    words: Sequence[str],
+    *,
+    max_parallel: int | None,
+    is_dry_run: bool,
+    trains: bool = True,
 ) -> None:
     """Submits the cells that are not trained: an array, a second one of the cells that need runs of the first, and a job that makes
     WiSE-FT's models and evaluates. Prints the jobs' ids, or with ``is_dry_run`` the commands.
@@ -29,6 +35,7 @@ def submit_sweep(
         options: sbatch's.
         words: GRID and its overrides, as given.
         max_parallel: tasks of an array at a time; None: no limit.
+        trains: whether the arrays are submitted.
 
     Raises:
         UserError: a mistake in a cell's config or in the options; no Slurm on this machine; sbatch fails.
@@ -42,7 +49,7 @@ def submit_sweep(
     job_options = complete_options(options, f"{run_text}\n{sweep_text}")
     jobs = compose(grid, cells_of(grid), is_here=False, num_ranks=job_options.num_ranks)
     warn_of_missing_validation(jobs)
-    left = [job for job in jobs if job.cell.kind == RUN and not job.is_trained()]
+    left = [job for job in jobs if trains and job.cell.kind == RUN and not job.is_trained()]
     left_folders = {job.cell.folder for job in left}
     first = [job for job in left if job.cell.source not in left_folders]
     second = [job for job in left if job.cell.source in left_folders]

@@ -125,3 +125,7 @@ def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, ca
     assert "--nodes=1 --dependency=afterany:JOB:JOB " in lines[5]
     assert lines[5].endswith(f"sweep.sbatch {file} epochs=2 --out {out} --jobs 2")
     assert not os.path.exists(out)
+    code, printed, _ = finch(capsys, "sweep", file, "--slurm", "--dry-run", "--skip-training")
+    assert code == 0
+    assert "--dependency" not in printed
+    assert printed.count("sbatch --parsable") == 1
