@@ -13,6 +13,7 @@ from helpers.evaluation import read_lines, write_data_root
 from helpers.runs import ROOT, environment, finch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.tiny_text import WORDS
 from finch.evaluation import runner
 from finch.evaluation.results import base_path, read_result, read_results, read_samples
 from finch.evaluation.statistics import paired_delta
@@ -137,6 +138,43 @@ def test_second_evaluation_waits_for_the_first(evaluate, tmp_path, monkeypatch):
         printed = evaluate(tasks="hellaswag")
     assert f"another finch evaluate writes into {folder}; this one waits for it" in printed
     assert read_result(folder / "forgetting.json").tasks.keys() == {"winogrande", "hellaswag"}
+
+
+def test_adapter_equals_the_merged_model(evaluate, base_folder, tmp_path):
+    torch.manual_seed(0)
+    name = "model.layers.1.self_attn.q_proj"
+    a, b = 0.3 * torch.randn(2, 32), 0.3 * torch.randn(32, 2)
+    adapter, merged = tmp_path / "adapter", shutil.copytree(base_folder, tmp_path / "merged")
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 6}))
+    parts = {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+    save_file(parts, adapter / "adapter_model.safetensors")
+    weights = load_file(merged / "model.safetensors")
+    weights[f"{name}.weight"] += 3 * (b @ a)
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    evaluate("--tuned", adapter, merged, tasks="winogrande")
+    values = {}
+    for folder in ("base", "adapter", "merged"):
+        samples = read_lines(only(tmp_path, f"out/{folder}-*/forgetting.winogrande.jsonl"))
+        values[folder] = [value for sample in samples for value in sample["loglikelihoods"]]
+    assert values["adapter"] == pytest.approx(values["merged"], abs=1e-4)
+    assert values["adapter"] != pytest.approx(values["base"], abs=1e-2)
+
+
+def test_language_waits_for_a_judge(evaluate, tuned_folder, data_root, tmp_path):
+    rows = [{"instruction": f"the {word}", "input": "", "output": "a bird"} for word in WORDS]
+    (data_root / "galician_alpaca").mkdir()
+    (data_root / "galician_alpaca" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = evaluate("--tuned", tuned_folder, "--limit", 3, suite="language", tasks="galician_alpaca")
+    folder = only(tmp_path, "out/tuned-*")
+    task = read_result(folder / "language.json").tasks["galician_alpaca"]
+    assert (task.score, task.n) == (None, 0)
+    assert len(read_samples(folder, task)) == 3
+    assert f"finch judge {folder}" in printed
+    judged = (folder / "language.json").read_text().replace(task.definition, f"{task.definition}; judged: by a model")
+    (folder / "language.json").write_text(judged)
+    printed = evaluate("--tuned", tuned_folder, "--limit", 3, suite="language", tasks="galician_alpaca")
+    assert f"{folder / 'language.json'} is reused: galician_alpaca" in printed  # the judge's work is kept
 
 
 def test_broken_weights_leave_no_score(capsys, base_folder, data_root, tuned_folder, tmp_path):
