@@ -17,7 +17,8 @@ DEFINITIONS = (
     "as one.",
     "Mean of the old tasks: unweighted, in points; for a run SE = sqrt(sum of SE^2) / number of tasks.",
     f"Intervals of settings and of the front: {RESAMPLES:,} draws of documents of each task and of seeds, the same ones for all runs, so that differences are "
-    "paired; percentiles. With two or three seeds such an interval is too narrow for what another seed would do.",
+    "paired; percentiles. Seeds' weights are stretched by sqrt(k / (k - 1)), since a bootstrap of k seeds has too little variance; of two or three seeds such an "
+    "interval is still a rough one.",
     "The front of a method: its settings that no other of its settings beats on both axes, and the pretrained model, joined by straight lines. A draw whose "
     "front ends below a score has its last value there.",
     "Holm's correction is over the tasks of one run, not over runs.",

@@ -23,6 +23,8 @@ from finch.report.runs import METHOD, SEED
 RESAMPLES = 2_000
 FOLDER = "folder"
 """A value of settings that nothing else tells apart."""
+MIN_SEEDS = 5
+"""For an interval over seeds alone: of two or three, the bootstrap's interval is their range."""
 _CHUNK = 200  # draws at a time
 
 Array = NDArray[np.float64]
@@ -71,13 +73,15 @@ class TradeOff:
         points: one a setting.
         base: the pretrained model; None where its score on the new task was not measured.
         runs: (setting's position, new, old) of each run.
-        has_intervals: False where neither documents nor seeds can be drawn.
+        has_intervals: False where there are neither documents to draw nor ``MIN_SEEDS`` seeds.
+        drawn: what intervals are over.
     """
 
     points: Sequence[Point]
     base: Point | None
     runs: Sequence[tuple[int, float, float]]
     has_intervals: bool
+    drawn: str = "documents and seeds"
 
 
 def group_settings(comparison: Comparison) -> list[Setting]:
@@ -134,18 +138,22 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
     kept = [(one, [number for number in one.runs if number in column]) for one in settings]
     kept = [(setting, members) for setting, members in kept if members]
     are_probes = all(measure.is_probe for measure in comparison.old)
-    has_intervals = not are_probes or any(len(members) > 1 for _, members in kept)
+    has_intervals = not are_probes or min(len(members) for _, members in kept) >= MIN_SEEDS
     points = []
     for setting, members in kept:
         columns = [column[number] for number in members]
         weights = counts[:, [seeds.index(str(comparison.runs[number].seed)) for number in members]].astype(float)
         weights[weights.sum(axis=1) == 0] = 1  # a draw without any of this setting's seeds
         weights /= weights.sum(axis=1, keepdims=True)
-        is_single = len(members) == 1
-        new_place = _mean_over_seeds(new, new_draws, columns, weights, comparison.new.is_probe and is_single)
-        old_place = _mean_over_seeds(old, old_draws, columns, weights, are_probes and is_single)
+        weights = _stretch(weights)
+        new_place = _mean_over_seeds(
+            new, new_draws, columns, weights, comparison.new.is_probe and len(members) < MIN_SEEDS
+        )
+        old_place = _mean_over_seeds(old, old_draws, columns, weights, are_probes and len(members) < MIN_SEEDS)
         tasks = {
-            measure.name: _mean_over_seeds(values, draws, columns, weights, measure.is_probe and is_single)[0]
+            measure.name: _mean_over_seeds(
+                values, draws, columns, weights, measure.is_probe and len(members) < MIN_SEEDS
+            )[0]
             for measure, (values, draws) in zip(comparison.old, per_task, strict=True)
         }
         points.append(Point(setting, new_place[0], old_place[0], new_place[1], old_place[1], tasks))
@@ -159,7 +167,17 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
         for position, (_, members) in enumerate(kept)
         for number in members
     ]
-    return TradeOff(points, base, runs, has_intervals)
+    return TradeOff(points, base, runs, has_intervals, "seeds" if are_probes else "documents and seeds")
+
+
+def _stretch(weights: Array) -> Array:
+    """A bootstrap of the mean of k values has (k - 1) / k of its variance: moves the weights away from 1 / k by sqrt(k / (k - 1)).
+
+    Args:
+        weights: [draws, seeds], with the sum 1 in each draw.
+    """
+    k = weights.shape[1]
+    return weights if k == 1 else 1 / k + math.sqrt(k / (k - 1)) * (weights - 1 / k)
 
 
 def _mean_over_seeds(
@@ -171,7 +189,7 @@ def _mean_over_seeds(
         values, draws: [runs] and [draws, runs].
         columns: the setting's runs.
         weights: of each of them in each draw, [draws, columns].
-        is_fixed: nothing is drawn: one run, measured by a probe.
+        is_fixed: there is too little to draw: few runs, measured by a probe.
     """
     drawn = (weights * draws[:, columns]).sum(axis=1)
     return Estimate(float(values[list(columns)].mean()), *((None, None, None) if is_fixed else interval(drawn))), drawn

@@ -130,9 +130,7 @@ def _at_equal_score(comparison: Comparison, front: Front, names: Names) -> str:
     if unclear:
         sentences.append(f"no difference can be shown for {join(unclear)};")
     if bare:
-        sentences.append(
-            f"the change of the old tasks differs by {join(bare)} {unit}, of single runs, with no interval;"
-        )
+        sentences.append(f"the change of the old tasks differs by {join(bare)} {unit}, with no interval;")
     missing = [names.styles[one].label for one, values in front.methods.items() if values[position].change is None]
     if missing:
         sentences.append(f"{join(missing)} {'does' if len(missing) == 1 else 'do'} not reach this score;")

@@ -48,7 +48,7 @@ def settings_table(trade_off: TradeOff, names: Names, new: Measure, old: Sequenc
         ],
         rows,
         "Means over seeds"
-        + (", [95% intervals over documents and seeds]" if trade_off.has_intervals else "")
+        + (f", [95% intervals over {trade_off.drawn}]" if trade_off.has_intervals else "")
         + (". Old tasks: unweighted mean of the changes of " if len(old) > 1 else ". Old tasks: the change of ")
         + ", ".join(one.name for one in old)
         + ".",
@@ -73,7 +73,9 @@ def front_table(front: Front, names: Names, trade_off: TradeOff, new: Measure, o
         f"Change of the old tasks, {units(old, is_change=True)}, at equal {new.name}",
         ["method", "settings", "runs", *(f"at {_score(score, new)}" for score in front.scores)],
         rows,
-        "[95% intervals of a bootstrap over documents and seeds.] † between the pretrained model and the method's mildest setting, where a straight line "
+        f"[95% intervals of a bootstrap over {trade_off.drawn}.] "
+        * trade_off.has_intervals
+        + "† between the pretrained model and the method's mildest setting, where a straight line "
         "is a guess.",
     )
 
@@ -118,7 +120,7 @@ def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure]) -
         ["setting", *(f"{one.name}, {units([one], is_change=True)}" for one in old), "mean"],
         rows,
         "Tuned minus pretrained, means over seeds"
-        + (", [95% intervals over documents and seeds]." if trade_off.has_intervals else "."),
+        + (f", [95% intervals over {trade_off.drawn}]." if trade_off.has_intervals else "."),
     )
 
 

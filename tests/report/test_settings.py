@@ -1,7 +1,5 @@
 """Settings and their bootstrap, against plain loops."""
 
-import random
-
 import numpy as np
 import pytest
 from helpers.evaluated_runs import make_base, make_run
@@ -9,7 +7,7 @@ from helpers.evaluated_runs import make_base, make_run
 from finch.evaluation.statistics import mean_interval
 from finch.report.measures import compare
 from finch.report.runs import read_runs
-from finch.report.settings import group_settings, trade_off
+from finch.report.settings import _stretch, group_settings, trade_off
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +56,21 @@ def test_bootstrap_equals_a_plain_one(comparison):
     points = trade_off(comparison, settings)
     point = points.points[0]
     runs = [comparison.outcomes[number] for number in point.setting.runs]
-    rng = random.Random(1)
+    rng = np.random.default_rng(1)
+    tasks = ("hellaswag", "winogrande", "mmlu", "ifeval")
+    scores = {
+        task: [np.array([one["score"] for one in run[task].samples]) for run in runs] for task in ("tofu", *tasks)
+    }
+    base = {task: np.array([one["score"] for one in runs[0][task].base_samples]) for task in tasks}
     new, old = [], []
-    for _ in range(1500):
-        seeds = [rng.randrange(len(runs)) for _ in runs]
-        drawn = {}
-        for task in ("tofu", "hellaswag", "winogrande", "mmlu", "ifeval"):
-            n = len(runs[0][task].samples)
-            drawn[task] = [rng.randrange(n) for _ in range(n)]
-        new.append(np.mean([runs[seed]["tofu"].samples[one]["score"] for seed in seeds for one in drawn["tofu"]]))
-        old.append(
-            np.mean(
-                [
-                    runs[seed][task].samples[one]["score"] - runs[seed][task].base_samples[one]["score"]
-                    for seed in seeds
-                    for task in ("hellaswag", "winogrande", "mmlu", "ifeval")
-                    for one in drawn[task]
-                ]
-            )
-        )
+    for _ in range(6000):
+        drawn = {task: rng.integers(90, size=90) for task in scores}
+        score = [values[drawn["tofu"]].mean() for values in scores["tofu"]]
+        change = [np.mean([(scores[task][run] - base[task])[drawn[task]].mean() for task in tasks]) for run in range(2)]
+        seeds = rng.integers(2, size=2)
+        for values, draws in ((score, new), (change, old)):
+            mean = np.mean(values)
+            draws.append(mean + 2**0.5 * (np.mean([values[seed] for seed in seeds]) - mean))
     for estimate, draws in ((point.new, new), (point.old, old)):
         expected = 100 * np.array(draws)
         assert estimate.standard_error == pytest.approx(expected.std(), rel=0.08)
@@ -113,3 +107,18 @@ def test_runs_that_lack_a_task_are_left_out(tmp_path):
     comparison = compare(read_runs(runs))
     points = trade_off(comparison, group_settings(comparison)).points
     assert [point.setting.method for point in points] == ["sft"]
+
+
+def test_variance_of_few_seeds_is_not_too_small():
+    """Draws of a mean of k values have on average the variance s^2 / k, with s the sample's standard deviation."""
+    for k in (2, 3, 5):
+        values = np.random.default_rng(k).normal(size=k)
+        counts = np.random.default_rng(0).multinomial(k, np.full(k, 1 / k), size=20_000) / k
+        assert (_stretch(counts) @ values).var() == pytest.approx(values.var(ddof=1) / k, rel=0.03)
+
+
+def test_probes_have_intervals_from_five_seeds_on(tmp_path):
+    for seed in range(5):
+        make_run(tmp_path / f"{seed}", "sft", 1e-4, seed, base=None)
+        comparison = compare(read_runs([tmp_path / str(one) for one in range(seed + 1)]))
+        assert trade_off(comparison, group_settings(comparison)).has_intervals == (seed == 4)

@@ -67,7 +67,7 @@ def draw_trade_off(
         axis.set_inverted(invert < 0)
     label_axes(axes, new_label, old_label)
     add_legend(figure)
-    intervals = "Bars are 95% intervals over documents and seeds. " if trade_off.has_intervals else ""
+    intervals = f"Bars are 95% intervals over {trade_off.drawn}. " if trade_off.has_intervals else ""
     caption = (
         f"Up and to the right is better. A marker is the mean of a setting's seeds, small dots are single runs. {intervals}"
         "Thin lines join a method's settings by learning rate. The dashed steps join the settings that no other one beats on both axes."
