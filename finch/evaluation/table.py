@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from finch.evaluation.results import SuiteResult, TaskResult, read_samples
-from finch.evaluation.statistics import half_width, paired_delta
+from finch.evaluation.statistics import mean_interval, paired_delta
 
 
 def format_table(
@@ -27,7 +28,16 @@ def format_table(
     for name in tasks:
         before = base[1].tasks[name]
         rows.append(
-            [name, _metric(before), "base", _percent(before), "", _own_interval(before), str(before.n), _chance(before)]
+            [
+                name,
+                _metric(before),
+                "base",
+                _percent(before),
+                "",
+                _own_interval(base[0], before),
+                str(before.n),
+                _chance(before),
+            ]
         )
         for label, folder, result in tuned:
             after = result.tasks[name]
@@ -46,7 +56,8 @@ def _change(base_folder: Path, before: TaskResult, folder: Path, after: TaskResu
     if before.score is None or after.score is None:
         return ["", "", str(after.n), ""]
     delta = paired_delta(read_samples(base_folder, before), read_samples(folder, after))
-    return [f"{100 * delta.delta:+.1f}", f"±{50 * (delta.high - delta.low):.1f}", str(delta.n), ""]
+    margin = "" if math.isnan(delta.low) else f"±{50 * (delta.high - delta.low):.1f}"
+    return [f"{100 * delta.delta:+.1f}", margin, str(delta.n), ""]
 
 
 def _metric(task: TaskResult) -> str:
@@ -57,9 +68,12 @@ def _percent(task: TaskResult) -> str:
     return "-" if task.score is None else f"{100 * task.score:.1f}"
 
 
-def _own_interval(task: TaskResult) -> str:
-    """Of the score itself, by the normal approximation at 1/2: the widest that a score can have."""
-    return "" if task.score is None else f"±{100 * half_width(0.5, task.n):.1f}"
+def _own_interval(folder: Path, task: TaskResult) -> str:
+    """Of the score itself."""
+    if task.score is None:
+        return ""
+    mean = mean_interval(read_samples(folder, task))
+    return "" if math.isnan(mean.low) else f"±{50 * (mean.high - mean.low):.1f}"
 
 
 def _chance(task: TaskResult) -> str:
