@@ -176,9 +176,12 @@ def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
         tuned = [(target.folder.label, target.output, evaluation.result(target, suite)) for target in rest]
         names = [task.name for task in tasks if task.suite == suite]
         parts.append(f"\n{suite}: {first.output / suite}.json\n{format_table(base, tuned, names)}")
-        if any(task.suite == suite and task.is_judged for task in tasks):
-            folders = " ".join(str(target.output) for target in rest)
-            parts.append(f"not scored yet; compare the answers with a judge: finch judge {folders}".rstrip())
+        judged = [task.name for task in tasks if task.suite == suite and task.is_judged]
+        unscored = [folder for _, folder, result in tuned if any(result.tasks[name].score is None for name in judged)]
+        if unscored:
+            parts.append(
+                f"not scored yet; compare the answers with a judge: finch judge {' '.join(map(str, unscored))}"
+            )
     return "\n".join(parts)
 
 

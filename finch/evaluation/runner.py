@@ -190,6 +190,14 @@ class Evaluation:
             done is not None
             and answers_definition(done.definition) == task.definition(self._harness.has_chat_template)
             and (target.output / done.samples).is_file()
+            and not self._has_newer_data(task, target.output / done.samples)
+        )
+
+    def _has_newer_data(self, task: Task, samples: Path) -> bool:
+        """Whether a file of the task's local rows has changed since the samples were written."""
+        root, written = self._options.data_root, samples.stat().st_mtime
+        return root is not None and any(
+            path.stat().st_mtime > written for source in task.sources for path in source.files(root)
         )
 
     def _evaluate(self, target: Target, tasks: Sequence[Task], progress: EvaluationProgress) -> None:

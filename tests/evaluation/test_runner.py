@@ -92,6 +92,15 @@ def test_base_is_evaluated_once(evaluate, tuned_folder, tmp_path, monkeypatch):
     assert path.stat().st_mtime_ns == before
 
 
+def test_edited_rows_are_evaluated_again(evaluate, data_root, tmp_path):
+    copied = shutil.copytree(data_root, tmp_path / "data")
+    evaluate("--data-root", copied)
+    rows = copied / "hellaswag" / "validation.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
+    assert "is reused: winogrande\n" in evaluate("--data-root", copied)
+    assert read_result(only(tmp_path, "out/base-*/forgetting.json")).tasks["hellaswag"].n == 11
+
+
 def test_another_limit_is_another_result(evaluate, tmp_path):
     evaluate("--limit", 4)
     printed = evaluate("--limit", 6)

@@ -67,7 +67,7 @@ class Task:
         elif has_chat_template:
             prompt = "chat template"
         else:
-            prompt = "plain prompt 'Question: ... Answer:', since the tokenizer has no chat template"
+            prompt = "plain prompt, since the tokenizer has no chat template"
         return f"{self.measure}; 0-shot; {prompt}"
 
     def samples(self, records: Records, training_questions: Collection[str] | None = None) -> list[Sample]:
