@@ -260,6 +260,11 @@ HARDWARE: dict[str, Option] = {
         ),
     ),
     "compile": Option(bool, False, "torch.compile layers and loss"),
+    "padding_free": Option(
+        bool,
+        True,
+        "run the layers on samples without padding, tokens that all of a micro-batch begin with once; False: pad",
+    ),
     "enable_activation_checkpointing": Option(
         bool, False, "recompute each layer in the backward: less memory, more time"
     ),

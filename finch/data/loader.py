@@ -13,6 +13,7 @@ from torchtune.data import padded_collate_packed
 
 from finch.data.dataset import REFERENCE_LOSSES, Samples
 from finch.data.order import GlobalOrder
+from finch.data.padding_free import is_right_padded, remove_padding
 from finch.distributed.parallel import Parallel
 from finch.distributed.processes import init_loader_worker
 from finch.objectives import IGNORE_INDEX
@@ -114,6 +115,10 @@ def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]
     batch = collate(rows)
     batch["labels"] = shift_labels(batch["labels"])
     batch["targets"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    if batch.keys() == {"tokens", "labels", "targets"} and is_right_padded(
+        batch["tokens"], [row["tokens"] for row in rows]
+    ):
+        batch["layout"] = remove_padding(batch["tokens"], batch["targets"])
     if reference_losses:
         values = torch.cat(reference_losses)
         losses = values.new_zeros(batch["labels"].numel()).index_copy(0, batch["targets"], values)

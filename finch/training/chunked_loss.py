@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter
 
+from finch.data.padding_free import PaddingFree
 from finch.objectives import IGNORE_INDEX
 from finch.objectives.kl import coarse_token_kl, token_kl, top_log_probs
 
@@ -30,6 +31,9 @@ class TokenLoss(nn.Module):
         num_chunks: in how many chunks logits are computed. 1 keeps them for the backward; more keep none and recompute each
             chunk there, for one more product with the output layer.
         reference: the pretrained model, frozen, which runs only for the KL divergence; None: ``decoder`` without its adapters.
+
+    Attributes:
+        is_padding_free: whether the attention layers accept a :class:`finch.data.padding_free.PaddingFree`.
     """
 
     decoder: TransformerDecoder
@@ -40,7 +44,7 @@ class TokenLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.decoder, self.reference = decoder, reference
-        self.num_chunks = num_chunks
+        self.num_chunks, self.is_padding_free = num_chunks, False
         self.offloading: AbstractContextManager[Any] = nullcontext()
         # A decoder's forward ends in `unembed` (final norm and output layer). It moves here, next to the loss.
         for each in (decoder, reference):
@@ -53,6 +57,7 @@ class TokenLoss(nn.Module):
         tokens: torch.Tensor,
         labels: torch.Tensor,
         targets: torch.Tensor | None = None,
+        layout: PaddingFree | None = None,
         *,
         num_top_logits: int = 0,
         num_top_log_probs: int = 0,
@@ -69,6 +74,7 @@ class TokenLoss(nn.Module):
             targets: [number of targets] int64, positions in the flattened labels that are not -100. With it logits are computed
                 there alone: prompts and padding cost neither time nor memory in the output layer. The collator counts them on
                 the host, since doing it on a GPU would need a synchronisation.
+            layout: the same tokens without padding, on which the decoder's layers then run where ``is_padding_free``.
             num_top_logits: how many of each token's largest logits to return as well.
             num_top_log_probs: of how many of each token's most likely tokens to return the log-probabilities, see
                 :func:`finch.objectives.kl.top_log_probs`.
@@ -86,10 +92,10 @@ class TokenLoss(nn.Module):
         if has_kl and reference_log_probs is not None and reference_tokens is not None:
             reference = [reference_log_probs, reference_tokens]
         elif has_kl:  # before the decoder: FSDP2 prefetches in the backward what came last in the forward
-            reference = [self._reference_hidden(tokens, targets, inputs)]
+            reference = [self._reference_hidden(tokens, targets, layout, inputs)]
         with self.offloading:  # the layers' activations alone: logits would be too large to move
-            hidden = self.decoder(tokens, **inputs)
-        hidden, flat_labels = _at_targets(hidden.flatten(0, 1), targets), _at_targets(labels.flatten(), targets)
+            hidden = self._hidden(self.decoder, tokens, targets, layout, inputs)
+        flat_labels = _at_targets(labels.flatten(), targets)
         hidden = self.decoder.norm(hidden)
         chunked = (each.chunk(self.num_chunks) for each in (hidden, flat_labels, *reference))
         chunk_outputs = functools.partial(
@@ -132,18 +138,35 @@ class TokenLoss(nn.Module):
             outputs["kl"] = coarse_token_kl(logits, *reference)
         return outputs
 
+    def _hidden(
+        self,
+        decoder: TransformerDecoder,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None,
+        layout: PaddingFree | None,
+        inputs: dict[str, Any],
+    ) -> torch.Tensor:
+        """[targets, embed] what the last layer returns at the targets, without them [batch * seq, embed]."""
+        if layout is None or not self.is_padding_free:
+            return _at_targets(decoder(tokens, **inputs).flatten(0, 1), targets)
+        # Not the decoder's forward, which refuses a row longer than its context.
+        hidden = decoder.tok_embeddings(tokens.flatten().index_select(0, layout.indices)[None])
+        for layer in decoder.layers:
+            hidden = layer(hidden, mask=layout, input_pos=layout.positions)
+        return hidden[0].index_select(0, layout.targets)
+
     @torch.no_grad()
     def _reference_hidden(
-        self, tokens: torch.Tensor, targets: torch.Tensor | None, inputs: dict[str, Any]
+        self, tokens: torch.Tensor, targets: torch.Tensor | None, layout: PaddingFree | None, inputs: dict[str, Any]
     ) -> torch.Tensor:
         """[targets, embed] the pretrained model's hidden states after the final norm, in evaluation mode."""
         reference = self.decoder if self.reference is None else self.reference
         was_training = reference.training
         reference.eval()
         with disable_adapter(reference):
-            hidden = reference(tokens, **inputs)
+            hidden = self._hidden(reference, tokens, targets, layout, inputs)
         reference.train(was_training)
-        normed: torch.Tensor = reference.norm(_at_targets(hidden.flatten(0, 1), targets))
+        normed: torch.Tensor = reference.norm(hidden)
         return normed
 
     @torch.no_grad()

@@ -26,6 +26,7 @@ from finch.log import logger
 from finch.models.overrides import replace_known_bad_builder
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import check_text_decoder
+from finch.training.padding_free_attention import accept_padding_free
 from finch.weights.base import PretrainedFolder
 from finch.weights.formats import open_checkpoint
 
@@ -90,6 +91,9 @@ def parallelize(
     reference = copy.deepcopy(decoder).requires_grad_(False) if has_reference else None
     model = TokenLoss(decoder, num_chunks, reference)
     decoders = [decoder] if reference is None else [decoder, reference]
+    # compile would make a graph of each layout; a plan's sequence parallelism divides rows; dropout would be shared with a prefix.
+    if cfg.padding_free and not cfg.compile and plan is None:
+        model.is_padding_free = all(map(accept_padding_free, decoders))
     for each in decoders:
         if parallel.tensor_mesh is not None and plan is not None:
             apply_plan(each, plan, parallel.tensor_mesh)  # before layers are wrapped: a plan matches module names

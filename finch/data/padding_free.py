@@ -1,0 +1,85 @@
+"""A micro-batch without padding: its samples one after another as one row, and the tokens that all of them begin with once.
+
+The padded batch stays what collators, objectives and metrics see; only the decoder's layers run on the row. Tokens after a sample's
+last target are left out as well: nothing depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class PaddingFree:
+    """How a padded micro-batch, ``tokens`` [batch, seq], becomes one row of T tokens.
+
+    Attributes:
+        indices: [T] int64, the row's tokens as positions in the flattened ``tokens``.
+        positions: [1, T] int64, of each token in its sample.
+        targets: [targets] int64, the position in the row of each of the batch's ``targets``.
+        prefix: number of tokens that all samples begin with; they come first. 0: none are shared.
+        lengths: tokens of each sample in the row, without the prefix; their sum is T - prefix.
+    """
+
+    indices: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    prefix: int
+    lengths: tuple[int, ...]
+
+    def to(self, *args: Any, **kwargs: Any) -> PaddingFree:
+        """As ``torch.Tensor.to``."""
+        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+
+    def pin_memory(self) -> PaddingFree:
+        """As ``torch.Tensor.pin_memory``; torch's DataLoader calls it."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, function: Any) -> PaddingFree:
+        return replace(self, **{name: function(getattr(self, name)) for name in ("indices", "positions", "targets")})
+
+
+def remove_padding(tokens: torch.Tensor, targets: torch.Tensor) -> PaddingFree:
+    """
+    Args:
+        tokens: [batch, seq], each sample followed by its padding.
+        targets: [targets] int64, ascending positions in the flattened batch of the tokens that predict a target.
+    """
+    batch, seq = tokens.shape
+    rows, columns = targets // seq, targets % seq
+    ends = torch.zeros(batch, dtype=torch.int64).scatter_reduce_(0, rows, columns + 1, "amax")
+    used = [row for row, end in enumerate(ends.tolist()) if end] or [0]  # ranks without samples run forwards as well
+    prefix = _common_prefix(tokens[used], int(ends[used].min()))
+    lengths = [max(int(ends[row]), 1) - prefix for row in used]
+    starts = torch.zeros(batch, dtype=torch.int64)  # of each sample in the row, less the prefix that is not repeated
+    starts[used] = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    column = torch.cat([torch.arange(prefix), *(prefix + torch.arange(length) for length in lengths)])
+    row = torch.tensor(used).repeat_interleave(torch.tensor(lengths))
+    row = torch.cat([torch.full((prefix,), used[0]), row])
+    return PaddingFree(
+        indices=row * seq + column,
+        positions=column[None],
+        targets=torch.where(columns < prefix, columns, starts[rows] + columns),
+        prefix=prefix,
+        lengths=tuple(length for length in lengths if length),
+    )
+
+
+def _common_prefix(tokens: torch.Tensor, longest: int) -> int:
+    """How many of the first ``longest`` columns of ``tokens`` [rows, seq] are equal in all rows; 0 for one row."""
+    if len(tokens) == 1:
+        return 0
+    is_equal = (tokens[:, :longest] == tokens[0, :longest]).all(0)
+    return int(is_equal.long().cumprod(0).sum())
+
+
+def is_right_padded(tokens: torch.Tensor, samples: Sequence[Sequence[int]]) -> bool:
+    """Whether each row of ``tokens`` [batch, seq] begins with its sample: not where a collator packs, truncates or pads on the left."""
+    return len(tokens) == len(samples) and all(
+        len(sample) <= tokens.shape[1] and torch.equal(row[: len(sample)], torch.as_tensor(sample))
+        for row, sample in zip(tokens, samples, strict=True)
+    )
