@@ -43,7 +43,6 @@ torchtune.datasets: ConcatDataset PackedDataset TextCompletionDataset
 torchtune.datasets._sft: SFTTransform
 torchtune.models.convert_weights: get_mapped_key hf_to_tune meta_to_tune tune_to_hf tune_to_meta
 torchtune.models.gemma2: gemma2
-torchtune.models.gemma2._attention: Gemma2Attention
 torchtune.models.gemma2._component_builders: Gemma2FinalNorm
 torchtune.models.gemma2._convert_weights: gemma2_hf_to_tune gemma2_tune_to_hf
 torchtune.models.llama2: llama2 llama2_tokenizer

@@ -91,8 +91,7 @@ def parallelize(
     reference = copy.deepcopy(decoder).requires_grad_(False) if has_reference else None
     model = TokenLoss(decoder, num_chunks, reference)
     decoders = [decoder] if reference is None else [decoder, reference]
-    # compile would make a graph of each layout; a plan's sequence parallelism divides rows; dropout would be shared with a prefix.
-    if cfg.padding_free and not cfg.compile and plan is None:
+    if cfg.padding_free and not cfg.compile:  # compile would make a graph for each batch's lengths
         model.is_padding_free = all(map(accept_padding_free, decoders))
     for each in decoders:
         if parallel.tensor_mesh is not None and plan is not None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from finch.data.padding_free import PaddingFree
 from finch.models.qwen3.attention import Qwen3Attention
+from finch.torchtune_names import Gemma2Attention
 
 AttentionCall = Callable[..., torch.Tensor]
 _attend: AttentionCall = F.scaled_dot_product_attention
@@ -49,8 +49,8 @@ def padding_free_attention(
         [1, heads, T, head_dim]
     """
     if not layout.prefix:
-        samples = zip(*(each.split(layout.lengths, dim=2) for each in (q, k, v)), strict=True)
-        return torch.cat([_attend(*sample, dropout_p=dropout_p, is_causal=True) for sample in samples], dim=2)
+        rows = zip(*(each.split(layout.lengths, dim=2) for each in (q, k, v)), strict=True)
+        return torch.cat([_attend(*row, dropout_p=dropout_p, is_causal=True) for row in rows], dim=2)
     lengths = [layout.prefix, *layout.lengths]
     prefix, *samples = zip(*(each.split(lengths, dim=2) for each in (q, k, v)), strict=True)
     outputs = [_attend(*prefix, dropout_p=dropout_p, is_causal=True)]
