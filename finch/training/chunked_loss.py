@@ -18,6 +18,21 @@ from finch.data.padding_free import PaddingFree
 from finch.objectives import IGNORE_INDEX
 from finch.objectives.kl import coarse_token_kl, token_kl, top_log_probs
 
+LOGITS_BYTES = 2**28
+"""Of the fp32 logits that are computed at a time. Where all fit they are kept for the backward: that saves a product with the head."""
+
+
+def chunks_for(num_tokens: int, vocab_size: int, num_chunks: int) -> int:
+    """In how many chunks the logits of ``num_tokens`` tokens are computed.
+
+    Args:
+        num_chunks: 1: never more; otherwise 1 where the logits are at most ``LOGITS_BYTES``, else at least that many.
+    """
+    num_bytes = 4 * num_tokens * vocab_size
+    if num_chunks == 1 or num_bytes <= LOGITS_BYTES:
+        return 1
+    return max(num_chunks, -(-num_bytes // LOGITS_BYTES))
+
 
 class TokenLoss(nn.Module):
     """A torchtune decoder that returns token losses instead of logits; the root module that FSDP2 wraps.
@@ -28,8 +43,8 @@ class TokenLoss(nn.Module):
 
     Args:
         decoder: a :class:`torchtune.modules.TransformerDecoder`.
-        num_chunks: in how many chunks logits are computed. 1 keeps them for the backward; more keep none and recompute each
-            chunk there, for one more product with the output layer.
+        num_chunks: in how many chunks logits are computed, see ``chunks_for``. One is kept for the backward; of several none is, and
+            each is recomputed there, for one more product with the output layer.
         reference: the pretrained model, frozen, which runs only for the KL divergence; None: ``decoder`` without its adapters.
 
     Attributes:
@@ -97,12 +112,13 @@ class TokenLoss(nn.Module):
             hidden = self._hidden(self.decoder, tokens, targets, layout, inputs)
         flat_labels = _at_targets(labels.flatten(), targets)
         hidden = self.decoder.norm(hidden)
-        chunked = (each.chunk(self.num_chunks) for each in (hidden, flat_labels, *reference))
+        num_chunks = chunks_for(len(hidden), self.decoder.tok_embeddings.weight.shape[0], self.num_chunks)
+        chunked = (each.chunk(num_chunks) for each in (hidden, flat_labels, *reference))
         chunk_outputs = functools.partial(
             self._chunk_outputs, num_top_logits=num_top_logits, num_top_log_probs=num_top_log_probs
         )
         # With several chunks the backward recomputes the logits: nothing of [tokens, vocab] outlives the forward.
-        recompute = self.num_chunks > 1 and torch.is_grad_enabled()
+        recompute = num_chunks > 1 and torch.is_grad_enabled()
         outputs = [
             checkpoint(chunk_outputs, *chunk, use_reentrant=False) if recompute else chunk_outputs(*chunk)
             for chunk in zip(*chunked, strict=True)

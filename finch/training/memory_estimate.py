@@ -17,6 +17,7 @@ from torchtune.modules import TransformerDecoder
 from finch.config.instantiate import build
 from finch.distributed.precision import Precision, precision_of
 from finch.optim.stochastic_rounding import stochastic_optimizer
+from finch.training.chunked_loss import chunks_for
 from finch.training.kl_penalty import build_kl, needs_reference
 
 _SAMPLE_SIZE = 4096  # elements of the parameter that an optimizer's states are counted on
@@ -30,7 +31,7 @@ class MicroBatch:
     Attributes:
         batch, seq: its shape; all samples are padded to ``seq`` tokens.
         targets: target tokens, at which alone logits are computed.
-        num_chunks: in how many chunks logits are computed.
+        num_chunks: in how many chunks logits are computed where they are many, see ``finch.training.chunked_loss.chunks_for``.
     """
 
     batch: int
@@ -122,6 +123,8 @@ def estimate_memory(
         held = 2 * max(layers) if cfg.fsdp_reshard_after_forward else sum(layers) * num_models
         gathered = (held + root * num_models + max(trained_layers) + trained_root) * compute_bytes
     in_backward = max(*trained_layers, *(p.numel() for p in parameters if p.requires_grad))
+    vocab_size = _vocabulary(decoder)
+    num_chunks = chunks_for(micro_batch.targets, vocab_size, micro_batch.num_chunks)
     activations, recomputed = _activations(decoder, cfg, micro_batch, precision.compute)
     return MemoryEstimate(
         weights=(count * num_models + (trained if cfg.regularizer is not None else 0)) * weight_bytes // shards,
@@ -129,7 +132,7 @@ def estimate_memory(
         gradients=(in_backward if cfg.optimizer_in_bwd else trained) * weight_bytes // shards,
         optimizer=int(trained * optimizer_bytes(cfg, precision)) // shards,
         recomputed=recomputed,
-        logits=(12 if kl is None else 24) * _vocabulary(decoder) * -(-micro_batch.targets // micro_batch.num_chunks),
+        logits=(12 if kl is None else 24) * vocab_size * -(-micro_batch.targets // num_chunks),
         activations=activations,
         is_accumulated=cfg.gradient_accumulation_steps > 1,
         is_offloaded=cfg.fsdp_cpu_offload,

@@ -10,7 +10,22 @@ from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.models.llama3_2 import llama3_2
 
 from finch.objectives import DFT, CrossEntropy
+from finch.training import chunked_loss
 from finch.training.chunked_loss import TokenLoss
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """The few logits of these models are more than what is kept."""
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * 61 * 15)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(441, 1), (442, 8), (3_000, 8), (16_384, 38)])
+def test_chunks_of_logits_of_qwen3(num_tokens, expected, monkeypatch):
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 2**28)
+    assert chunked_loss.chunks_for(num_tokens, 151_936, 8) == expected
+    assert chunked_loss.chunks_for(num_tokens, 151_936, 1) == 1
+    assert -(-num_tokens // expected) * 151_936 * 4 <= 1.01 * 2**28
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 8])

@@ -10,6 +10,7 @@ from finch.config.schema import FULL_FINETUNE
 from finch.config.validation import check
 from finch.distributed.precision import precision_of
 from finch.models.lora import train_adapters_only
+from finch.training import chunked_loss
 from finch.training.chunked_loss import TokenLoss
 from finch.training.memory_estimate import MicroBatch, estimate_memory, optimizer_bytes
 
@@ -117,7 +118,7 @@ def test_kl_penalty_counts_a_second_model_except_with_lora():
     assert estimate(model, kl_penalty={"_component_": "finch.regularization.KL"}).weights == estimate(model).weights
 
 
-def test_checkpointing_and_chunks_save_activations_and_logits():
+def test_checkpointing_and_chunks_save_activations_and_logits(monkeypatch):
     plain = estimate()
     recomputed = estimate(enable_activation_checkpointing=True)
     layer = recomputed.recomputed
@@ -125,6 +126,8 @@ def test_checkpointing_and_chunks_save_activations_and_logits():
     assert recomputed.activations == (4 + 2) * 3 * 40 * 32 * 4  # each layer's input
     half = estimate(enable_activation_checkpointing=True, ac_mode="selective", ac_option=2)
     assert recomputed.activations < half.activations < plain.activations
+    assert estimate(micro_batch=MicroBatch(3, 40, 70, num_chunks=7)).logits == plain.logits  # few enough to be kept
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", plain.logits // 12)
     chunked = estimate(micro_batch=MicroBatch(3, 40, 70, num_chunks=7))
     assert 7 * chunked.logits == plain.logits
 
