@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+MIN_PREFIX = 8
+"""Tokens. A shorter prefix, such as a BOS token, saves less than its attention costs."""
+
 
 @dataclass(frozen=True)
 class PaddingFree:
@@ -70,11 +73,10 @@ def remove_padding(tokens: torch.Tensor, targets: torch.Tensor) -> PaddingFree:
 
 
 def _common_prefix(tokens: torch.Tensor, longest: int) -> int:
-    """How many of the first ``longest`` columns of ``tokens`` [rows, seq] are equal in all rows; 0 for one row."""
-    if len(tokens) == 1:
-        return 0
+    """How many of the first ``longest`` columns of ``tokens`` [rows, seq] are equal in all rows; 0 for one row, and below ``MIN_PREFIX``."""
     is_equal = (tokens[:, :longest] == tokens[0, :longest]).all(0)
-    return int(is_equal.long().cumprod(0).sum())
+    prefix = int(is_equal.long().cumprod(0).sum())
+    return prefix if len(tokens) > 1 and prefix >= MIN_PREFIX else 0
 
 
 def is_right_padded(tokens: torch.Tensor, samples: Sequence[Sequence[int]]) -> bool:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from finch.data import padding_free
 from finch.data.padding_free import is_right_padded, remove_padding
 
 SAMPLES = [[5, 6, 7, 8, 9], [5, 6, 7, 1], [5, 6, 2, 3, 4, 1]]
 TARGETS = [[2, 3], [2], [0, 1, 4]]  # columns of the tokens that predict one
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding_free, "MIN_PREFIX", 1)
 
 
 def padded(samples: list[list[int]], columns: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,3 +75,8 @@ def test_equal_samples_are_all_prefix() -> None:
 )
 def test_is_right_padded(tokens: list[list[int]], expected: bool) -> None:
     assert is_right_padded(torch.tensor(tokens), [[1, 2], [3]]) == expected
+
+
+def test_short_prefix_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding_free, "MIN_PREFIX", 3)
+    assert remove_padding(*padded(SAMPLES, TARGETS)).lengths == (4, 3, 5)
