@@ -127,6 +127,8 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
     outcomes = [comparison.outcomes[number][comparison.new.name] for number in numbers]
     # [runs + base] and [draws, runs + base]
     new, new_draws = _scores(comparison.new, outcomes, names)
+    # A share, as accuracies are, stays one when the weights of the seeds are stretched.
+    limits = _share_limits(comparison.new, new)
     per_task = [
         _deltas(measure, [comparison.outcomes[number][measure.name] for number in numbers], names)
         for measure in comparison.old
@@ -147,7 +149,7 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
         weights /= weights.sum(axis=1, keepdims=True)
         weights = _stretch(weights)
         new_place = _mean_over_seeds(
-            new, new_draws, columns, weights, comparison.new.is_probe and len(members) < MIN_SEEDS
+            new, new_draws, columns, weights, comparison.new.is_probe and len(members) < MIN_SEEDS, limits
         )
         old_place = _mean_over_seeds(old, old_draws, columns, weights, are_probes and len(members) < MIN_SEEDS)
         tasks = {
@@ -180,8 +182,20 @@ def _stretch(weights: Array) -> Array:
     return weights if k == 1 else 1 / k + math.sqrt(k / (k - 1)) * (weights - 1 / k)
 
 
+def _share_limits(measure: Measure, values: Array) -> tuple[float, float]:
+    """0 and 1 in the measure's unit and sign, where all its values are between them."""
+    ends = sorted((0.0, measure.scale * (1 if measure.is_higher_better else -1)))
+    is_share = bool(np.all((values >= ends[0]) & (values <= ends[1]) | np.isnan(values)))
+    return (ends[0], ends[1]) if is_share else (-math.inf, math.inf)
+
+
 def _mean_over_seeds(
-    values: Array, draws: Array, columns: Sequence[int], weights: Array, is_fixed: bool
+    values: Array,
+    draws: Array,
+    columns: Sequence[int],
+    weights: Array,
+    is_fixed: bool,
+    limits: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[Estimate, Array]:
     """A setting's mean and its draws.
 
@@ -190,8 +204,9 @@ def _mean_over_seeds(
         columns: the setting's runs.
         weights: of each of them in each draw, [draws, columns].
         is_fixed: there is too little to draw: few runs, measured by a probe.
+        limits: of the mean.
     """
-    drawn = (weights * draws[:, columns]).sum(axis=1)
+    drawn = (weights * draws[:, columns]).sum(axis=1).clip(*limits)
     return Estimate(float(values[list(columns)].mean()), *((None, None, None) if is_fixed else interval(drawn))), drawn
 
 

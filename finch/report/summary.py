@@ -82,7 +82,7 @@ def _unit(measure: Measure) -> str:
 
 
 def _at_equal_score(comparison: Comparison, front: Front, names: Names) -> str:
-    """At the score where most methods can be compared with the reference, the highest of these."""
+    """At the highest score where half of the methods that can be compared with the reference at all can be."""
     if len(front.methods) < 2:
         return ""
     comparable = [
@@ -91,7 +91,7 @@ def _at_equal_score(comparison: Comparison, front: Front, names: Names) -> str:
     ]
     if not any(comparable):
         return "No two methods reach a common new-task score, so their forgetting cannot be compared."
-    position = max(range(len(comparable)), key=lambda index: (comparable[index], index))
+    position = max(index for index, count in enumerate(comparable) if 2 * count >= max(comparable))
     differences = {
         method: values[position].difference
         for method, values in front.methods.items()

@@ -303,9 +303,14 @@ def test_summary_sentence_names_no_difference_with_0_inside(report, tables):
     text = (report / "report.md").read_text()
     [closing] = [line for line in text.splitlines() if line.startswith("At an equal ")]
     at = f"at {re.search(r'equal ([0-9.]+%)', closing).group(1)}"
-    for row in map(dict, tables["Difference from SFT, points"]):
-        value, low, high = numbers(row[at])
+    rows = list(map(dict, tables["Difference from SFT, points"]))
+    assert 2 * sum(bool(numbers(row[at])) for row in rows) >= len(rows)
+    for row in rows:
         clause = re.search(rf"{row['method']} by ({NUMBER}) \[({NUMBER}), ({NUMBER})\]", closing)
+        if not numbers(row[at]):
+            assert clause is None
+            continue
+        value, low, high = numbers(row[at])
         if low <= 0 <= high:
             assert clause is None
         else:
