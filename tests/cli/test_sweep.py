@@ -67,7 +67,7 @@ def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path
     ("mappings", "arguments", "message"),
     [
         ({"optimizer.lr": [1e-3, -1]}, (), "cell lr-1: optimizer.lr=-1 must be a number above 0"),
-        ({"optimzer.lr": [1e-3]}, (), "cell lr0.001: unknown key optimzer={...}, did you mean optimizer?"),
+        ({"optimizr.lr": [1e-3]}, (), "cell lr0.001: unknown key optimizr={...}, did you mean optimizer?"),
         ({"method": ["lora"], "seed": [0]}, ("model=torchtune.models.mistral.mistral_7b",), "cell lora_seed0: "),
         ({"seed": [0]}, ("--jobs", "0"), "--jobs 0 must be at least 1"),
         ({"seed": [0]}, ("--nodes", "2"), "--nodes is not an option of finch sweep; options of sbatch need --slurm"),

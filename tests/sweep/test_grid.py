@@ -142,7 +142,11 @@ def test_command_line_overrides_runs_and_evaluation(read):
             (),
             "evaluate.suite is not a key of a grid, did you mean",
         ),
-        ({"grid": {"seed": [0]}, "evaluate": {"suites": ["sience"]}}, (), "sience is not known, did you mean science?"),
+        (
+            {"grid": {"seed": [0]}, "evaluate": {"suites": ["sciense"]}},
+            (),
+            "sciense is not known, did you mean science?",
+        ),
         ({"grid": {"seed": [0]}, "evaluate": {}}, (), "evaluate needs suites or tasks"),
         ({"grid": {"seed": [0]}}, ("evaluate.limit=0", "evaluate.tasks=x"), "evaluate.limit=0 must be a number"),
         ({"grid": {"method": ["sft"], "alpha": [0.5]}}, (), "grid.alpha is WiSE-FT's"),
