@@ -13,7 +13,7 @@ from torchtune.data import padded_collate_packed
 
 from finch.data.dataset import REFERENCE_LOSSES, Samples
 from finch.data.order import GlobalOrder
-from finch.data.padding_free import is_right_padded, remove_padding
+from finch.data.padding_free import PaddingFree, is_right_padded, remove_padding
 from finch.distributed.parallel import Parallel
 from finch.distributed.processes import init_loader_worker
 from finch.objectives import IGNORE_INDEX
@@ -100,8 +100,10 @@ class EvalLoader:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """A copy on ``device``, queued behind what runs there."""
     return {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value.to(device)
-        for name, value in batch.items()
+        name: value.to(device, non_blocking=True)
+        if isinstance(value, (torch.Tensor, PaddingFree))
+        else value.to(device)
+        for name, value in batch.items()  # a packed batch's BlockMask takes no option
     }
 
 

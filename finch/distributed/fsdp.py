@@ -43,9 +43,9 @@ def shard_model(
         fully_shard(layer, **options)
     # The root's inputs are tokens, masks and, for a KL divergence, log-probabilities, which must not be rounded to bf16.
     policy = replace(options["mp_policy"], cast_forward_inputs=False)
-    fully_shard(model, **{**options, "mp_policy": policy})
-    if not reshard_after_forward:
-        model.register_forward_hook(_reshard_without_backward)
+    # The root's backward follows its forward at once: to free its weights in between would only gather them twice.
+    fully_shard(model, **{**options, "mp_policy": policy, "reshard_after_forward": False})
+    model.register_forward_hook(_reshard_without_backward)
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:

@@ -72,8 +72,8 @@ def _pad_inside(layer: nn.Module) -> None:
         if not isinstance(layout, PaddingFree):
             return inputs, options
         rows, place = _padded_rows(layout)
-        places.append(place.to(inputs[0].device))
-        padded = inputs[0][0][rows.to(inputs[0].device)]  # [samples, seq, embed]
+        places.append(place)
+        padded = inputs[0][0][rows]  # [samples, seq, embed]
         return (padded, padded), {**options, "mask": None, "input_pos": None}
 
     def unpad(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -84,15 +84,19 @@ def _pad_inside(layer: nn.Module) -> None:
 
 
 def _padded_rows(layout: PaddingFree) -> tuple[torch.Tensor, torch.Tensor]:
-    """[samples, seq] positions in the row of each sample's tokens, then padding; [T] where each of them is in the flattened result."""
+    """[samples, seq] positions in the row of each sample's tokens, then padding; [T] where each of them is in the flattened result.
+
+    Both are made on the layout's device: a copy from the host would wait for it.
+    """
+    device = layout.indices.device
     lengths = layout.lengths or (0,)
     seq = layout.prefix + max(lengths)
-    rows = torch.zeros(len(lengths), seq, dtype=torch.int64)
-    rows[:, : layout.prefix] = torch.arange(layout.prefix)
-    places, start = [torch.arange(layout.prefix)], layout.prefix
+    rows = torch.zeros(len(lengths), seq, dtype=torch.int64, device=device)
+    rows[:, : layout.prefix] = torch.arange(layout.prefix, device=device)
+    places, start = [torch.arange(layout.prefix, device=device)], layout.prefix
     for index, length in enumerate(lengths):
-        rows[index, layout.prefix : layout.prefix + length] = torch.arange(start, start + length)
-        places.append(index * seq + layout.prefix + torch.arange(length))
+        rows[index, layout.prefix : layout.prefix + length] = torch.arange(start, start + length, device=device)
+        places.append(index * seq + layout.prefix + torch.arange(length, device=device))
         start += length
     return rows, torch.cat(places)
 

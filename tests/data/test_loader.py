@@ -6,11 +6,12 @@ import pytest
 import torch
 from helpers.runs import make_config
 from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.config import instantiate
 from torchtune.data import padded_collate_packed, padded_collate_sft
 
 from finch.data.dataset import load_dataset
-from finch.data.loader import collator, loader
+from finch.data.loader import collator, loader, to_device
 from finch.data.order import GlobalOrder
 from finch.data.stats import DatasetStats, collect_stats
 from finch.errors import UserError
@@ -116,3 +117,20 @@ def test_bad_row_is_named_by_its_number(config, tokenizer, tmp_path):
     samples.data = Broken()
     with pytest.raises(UserError, match=r"dataset: row 2 of .*rows\.jsonl cannot be used \(KeyError: 'messages'\)"):
         samples[1]
+
+
+def test_batches_move_to_a_device_without_waiting(config, tokenizer):
+    """The layout of a padding-free batch as well: else the host would wait for the step before."""
+    copies = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function._opname == "_to_copy":
+                copies.append(kwargs.get("non_blocking", False))
+            return function(*args, **(kwargs or {}))
+
+    (batch, *_) = batches(load_dataset(config, "dataset", tokenizer), tokenizer, GlobalOrder(41, micro_batch=4))
+    with Copies():
+        moved = to_device(batch, torch.device("meta"))
+    assert moved["layout"].indices.device.type == "meta"
+    assert copies == [True] * 6  # tokens, labels, targets; indices, positions and targets of the layout

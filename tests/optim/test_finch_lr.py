@@ -304,3 +304,21 @@ def tiny_llama(transformers):
             vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
         )
     )
+
+
+def test_compiled_optimizer_step_takes_a_tensor_rate_without_recompiling():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
+    schedule = FinchLR(optimizer, eta_max=1.0, init=4.0)
+    compiled_step = torch.compile(optimizer.step, backend="eager")
+    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    rates = set()
+    with torch._dynamo.config.patch(error_on_recompile=True):  # a number in its place is a guard of the graph
+        for _ in range(50):
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            schedule.step(loss.detach())
+            compiled_step()
+            rates.add(float(optimizer.param_groups[0]["lr"]))
+    assert len(rates) == 50
