@@ -31,7 +31,7 @@ from finch.config.resolved import redacted, resolved_config
 from finch.config.schema import FULL_FINETUNE
 from finch.data.loader import Batch, to_device
 from finch.data.training_data import TrainingData
-from finch.distributed import grad_clipping, parallel, watchdog
+from finch.distributed import fsdp, grad_clipping, parallel, watchdog
 from finch.distributed.precision import check_hardware, precision_of
 from finch.distributed.signals import SignalDecision, Signals
 from finch.errors import UserError, exit_without_teardown
@@ -325,6 +325,7 @@ class FinchFullFinetune(FTRecipeInterface):
             ):  # the only micro-batch; its backward updates, so the learning rate comes first
                 loss = self._mean_loss(loss_sum, targets)
                 if not self._schedule.step(loss, denominator):
+                    fsdp.reshard(self._model)
                     break
             ((weight * token_loss).sum() * scale + penalty).backward()
         if loss is None:

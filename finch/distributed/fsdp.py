@@ -48,9 +48,13 @@ def shard_model(
     model.register_forward_hook(_reshard_without_backward)
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees gathered weights after a forward that no backward follows: the optimizer and a checkpoint would see them instead of the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
-    """After an evaluation no backward frees the gathered weights; the optimizer and a checkpoint would see them instead of the shards."""
     if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
