@@ -23,6 +23,7 @@ LAYERS = (
     ("weights",),
     ("auto", "training"),
     ("probes",),
+    ("estimate",),
     ("evaluation",),
     ("sweep",),
     ("report",),

@@ -33,6 +33,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     commands.add_parser("run", help="train: a config's recipe on one process or several ranks", add_help=False)
     commands.add_parser("check", help="check a run and estimate its memory, without training", add_help=False)
+    commands.add_parser(
+        "estimate", help="memory, collectives and time of a step, from a step on fake tensors", add_help=False
+    )
 
     configs = commands.add_parser("configs", help="list, show and copy the configs that --config finds by name")
     actions = configs.add_subparsers(dest="action", metavar="ACTION")
@@ -100,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_submit_arguments(submit)
 
     parsed, rest = parser.parse_known_args(arguments)
-    if rest and parsed.command not in ("run", "check", "slurm", "sweep"):
+    if rest and parsed.command not in ("run", "check", "estimate", "slurm", "sweep"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if parsed.command == "run":
         require_extras("finch run", "torchtune")
@@ -112,6 +115,11 @@ def main(arguments: list[str] | None = None) -> None:
         from finch.cli.check import check as check_run
 
         check_run(rest)
+    elif parsed.command == "estimate":
+        require_extras("finch estimate", "torchtune")
+        from finch.cli.estimate import estimate
+
+        estimate(rest)
     elif parsed.command == "configs":
         action = {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)
         action(parsed)

@@ -153,9 +153,18 @@ def start(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         return Parallel(device)
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    if world_size == 1 and not shard:
+    if dist.get_world_size() == 1 and not shard:
         return Parallel(device)
+    return join(device, sizes)
+
+
+def join(device: torch.device, sizes: MeshSizes) -> Parallel:
+    """This rank's place in the process group that exists, with the mesh over its ranks.
+
+    Args:
+        sizes: of the mesh's dimensions, resolved.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh(
         device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
     )

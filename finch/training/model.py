@@ -41,19 +41,30 @@ def build_decoder(
     Raises:
         UserError: not a text decoder, not the folder's model, or layers that do not exist.
     """
+    decoder, plan, component = decoder_on_meta(cfg, precision)
+    base = open_checkpoint(cfg.checkpointer)
+    base.check_model(decoder, component)
+    return decoder, base, plan
+
+
+def decoder_on_meta(cfg: DictConfig, precision: Precision) -> tuple[modules.TransformerDecoder, Plan | None, str]:
+    """The decoder on the meta device, the tensor-parallel plan if there is one, and the builder's name. Reads no file.
+
+    Raises:
+        UserError: not a text decoder, or layers that do not exist.
+    """
     node, message = replace_known_bad_builder(cfg.model)
     if message is not None:
         logger.warning(message)
     with training.set_default_dtype(precision.weights), torch.device("meta"):
         decoder = build(node, "model")
-    check_text_decoder(decoder, component_of(node) or "")
-    base = open_checkpoint(cfg.checkpointer)
-    base.check_model(decoder, component_of(node) or "")
+    component = component_of(node) or ""
+    check_text_decoder(decoder, component)
     plan = None
     if cfg.tensor_parallel_dim > 1:
         plan = build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim)
     _check_custom_layers(decoder, cfg.custom_sharded_layers or [])
-    return decoder, base, plan
+    return decoder, plan, component
 
 
 def _check_custom_layers(decoder: nn.Module, names: Iterable[str]) -> None:

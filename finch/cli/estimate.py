@@ -1,0 +1,228 @@
+"""`finch estimate`: what a step of a config takes on given ranks, from that step on fake tensors. Needs no weights, rows or GPU."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from finch.cli.early_checks import config_checks, read_job
+from finch.config.registry import find_config
+from finch.errors import UserError
+from finch.log import logger
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from finch.estimate.fake_step import StepEstimate
+    from finch.estimate.rows import Rows
+
+USAGE = "finch estimate CONFIG [--gpus N] [--gpu-memory GB] [option ...] [key=value ...] [~key] [method=NAME]"
+_MATMUL, _BANDWIDTH = "--matmul-tflops", "--bandwidth-gb-s"
+
+
+def estimate(arguments: Sequence[str]) -> None:
+    """Prints the estimate; ends the process with 1 if the step does not fit.
+
+    Raises:
+        UserError: a mistake in the arguments or the config.
+    """
+    options, overrides = _parse(arguments)
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # reading a config logs what a run would
+    try:
+        has_fit = _report(options, overrides)
+    finally:
+        logger.setLevel(level)
+    sys.exit(0 if has_fit else 1)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="finch estimate",
+        usage=USAGE,
+        description="Runs one step of the recipe at the config's real shapes on fake tensors, and prints what it takes: memory of a rank by "
+        "part, collectives, operations, time at given rates, and what to change if it does not fit.",
+        epilog="Exit code: 0 if the step fits, 1 if not.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a config that comes with finch")
+    parser.add_argument("--gpus", type=_positive(int), default=1, metavar="N", help="ranks on all nodes (default: 1)")
+    parser.add_argument(
+        "--gpu-memory",
+        type=_positive(float),
+        metavar="GB",
+        help="of one GPU, in 1e9 bytes; without it nothing is compared",
+    )
+    parser.add_argument(
+        _MATMUL,
+        type=_positive(float),
+        metavar="T",
+        help="the GPU's rate of matrix products in TFLOP/s, best measured; gives the time",
+    )
+    parser.add_argument(
+        _BANDWIDTH, type=_positive(float), metavar="B", help="of one rank to the others in one direction, in GB/s"
+    )
+    parser.add_argument("--seq", type=_positive(int), metavar="S", help="tokens of a row (default: 85, TOFU's mean)")
+    parser.add_argument(
+        "--targets", type=_positive(int), metavar="T", help="target tokens of a row (default: 37 of 85, TOFU's mean)"
+    )
+    if not arguments:
+        parser.print_help()
+        sys.exit(2)
+    options, overrides = parser.parse_known_args(arguments)
+    for word in overrides:
+        if word.startswith("-"):
+            parser.error(f"unrecognized argument {word}; keys are given as key=value")
+    find_config(options.config)  # before torch is imported
+    return options, overrides
+
+
+def _report(options: argparse.Namespace, overrides: Sequence[str]) -> bool:
+    """Prints all sections; whether the step fits, True where there is no limit."""
+    from finch.estimate.fake_step import estimate_step
+
+    rows = _rows(options)
+
+    def run(more: Sequence[str], ranks: int) -> tuple[DictConfig, StepEstimate]:
+        recipe, cfg = read_job(options.config, [*overrides, *more])
+        for check in config_checks(cfg, ranks):
+            check()
+        return cfg, estimate_step(recipe, cfg, ranks=ranks, rows=rows)
+
+    cfg, step = run((), options.gpus)
+    _print_model(options, cfg, step, rows)
+    _print_memory(step)
+    _print_collectives(step)
+    _print_time(options, step)
+    for note in step.notes:
+        _print("note", note)
+    if options.gpu_memory is None:
+        return True
+    limit = int(options.gpu_memory * 1e9)
+    if step.device_peak <= limit:
+        free = _gigabytes(limit - step.device_peak)
+        _print("fits", f"into {options.gpu_memory:g} GB, {free} are left for what is not counted")
+        return True
+    _print(
+        "too large",
+        f"for {options.gpu_memory:g} GB by {_gigabytes(step.device_peak - limit)}; each change was run on fake tensors:",
+    )
+    _print_trials(options, cfg, limit, run)
+    return False
+
+
+def _print_trials(options: argparse.Namespace, cfg: DictConfig, limit: int, run: Callable[..., Any]) -> None:
+    from finch.estimate.advice import trials
+
+    for trial in trials(cfg, options.gpus, limit, lambda more, ranks: run(more, ranks)[1]):
+        verdict = "fits" if trial.step.device_peak <= limit else "too large"
+        _print("", f"{_gigabytes(trial.step.device_peak):>10}  {verdict:<9}  {trial.change} ({trial.change.effect})")
+
+
+def _print_model(options: argparse.Namespace, cfg: DictConfig, step: StepEstimate, rows: Rows) -> None:
+    ranks = options.gpus
+    shards = f", weights divided over {step.shards}" if step.shards > 1 else ""
+    share = "all" if step.trained == step.parameters else f"{step.trained:,}"
+    _print(
+        "config",
+        f"{options.config}, {ranks} rank{'s' if ranks > 1 else ''}{shards}; {cfg.dtype}; computed on fake tensors",
+    )
+    _print("parameters", f"{step.parameters:,}, {share} trained")
+    _print(
+        "a step",
+        f"{cfg.gradient_accumulation_steps} x {cfg.batch_size} rows of {rows.seq} tokens with {rows.targets} targets on a rank: "
+        f"{step.tokens:,} tokens in the layers, {step.targets:,} in the output layer",
+    )
+
+
+def _print_memory(step: StepEstimate) -> None:
+    from finch.estimate.fake_step import HOST_PARTS
+
+    _print("memory", f"of a rank at the peak, which is in the {step.peak_phase}")
+    for part, size in sorted(step.memory.items(), key=lambda item: -item[1]):
+        if size >= step.peak / 10_000:
+            where = " (host)" if step.is_offloaded and part in HOST_PARTS else ""
+            _print("", f"  {part + where:<32}{_gigabytes(size):>12}")
+    _print("", f"  {'peak':<32}{_gigabytes(step.device_peak):>12}")
+    _print("", f"  {'before the step':<32}{_gigabytes(sum(step.between_steps.values())):>12}")
+    _print("", "not counted: the CUDA context (about 0.5 GB), memory inside an operation, fragmentation")
+
+
+def _print_collectives(step: StepEstimate) -> None:
+    from finch.estimate.step_time import sent_bytes, summed_collectives
+
+    rows = summed_collectives(step)
+    if not rows:
+        _print("collectives", "none: one rank")
+        return
+    _print("collectives", "of a step; bytes of the complete tensors, and what a rank sends in a ring")
+    for kind, count, nbytes, sent in rows:
+        _print("", f"  {kind:<20}{count:>6} x{_gigabytes(nbytes):>12}{_gigabytes(sent):>12}")
+    _print("", f"  {'sent by a rank':<28}{'':>12}{_gigabytes(sent_bytes(step)):>12}")
+
+
+def _print_time(options: argparse.Namespace, step: StepEstimate) -> None:
+    from finch.estimate.step_time import needed_flops, sent_bytes, step_time
+
+    total = sum(step.flops.values())
+    _print(
+        "operations",
+        f"{total / 1e12:,.2f} TFLOP a rank in matrix products and attention, {needed_flops(step) / 1e12:,.2f} without recomputation",
+    )
+    if options.matmul_tflops is None:
+        _print("time", f"give {_MATMUL} and, for several ranks, {_BANDWIDTH}")
+        return
+    time = step_time(step, matmul_tflops=options.matmul_tflops, bandwidth_gb_s=options.bandwidth_gb_s)
+    _print("time", f"{time.compute:.3f} s of matrix products at {options.matmul_tflops:g} TFLOP/s")
+    if time.communication is None:
+        _print("", f"communication of {_gigabytes(sent_bytes(step))} is not counted: give {_BANDWIDTH}")
+    elif time.communication:
+        _print("", f"{time.communication:.3f} s of communication at {options.bandwidth_gb_s:g} GB/s")
+        _print(
+            "",
+            f"a step: {time.overlapped:.3f} s if communication overlaps completely, {time.sequential:.3f} s if nothing does",
+        )
+    targets = step.targets * options.gpus
+    _print(
+        "",
+        f"at most {targets / time.overlapped:,.0f} target tokens/s on all ranks; all that is no matrix product comes on top",
+    )
+
+
+def _rows(options: argparse.Namespace) -> Rows:
+    """
+    Raises:
+        UserError: more targets than tokens.
+    """
+    from finch.estimate.rows import TOFU_TARGETS, TOFU_TOKENS, Rows
+
+    seq = options.seq or TOFU_TOKENS
+    targets = options.targets or max(1, seq * TOFU_TARGETS // TOFU_TOKENS)
+    if targets >= seq:
+        raise UserError(f"--targets {targets} must be below --seq {seq}: the first token is no target; give fewer")
+    return Rows(seq, targets)
+
+
+def _positive(kind: type[float]) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        value = kind(text)
+        if not value > 0:
+            raise ValueError
+        return value
+
+    convert.__name__ = "number above 0"
+    return convert
+
+
+def _print(title: str, text: str) -> None:
+    print(f"{title:<14}{text}", flush=True)
+
+
+def _gigabytes(number: int) -> str:
+    for size, unit in ((10**9, "GB"), (10**6, "MB")):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number / 1000:,.1f} kB"

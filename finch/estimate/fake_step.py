@@ -1,0 +1,322 @@
+"""One step of the recipe at the config's real shapes, on fake tensors and a fake process group.
+
+Model, sharding, objective, optimizer and the step itself are the recipe's own. Fake tensors have a shape, a dtype and a size, but no
+memory and no values: what would read a value is replaced here, and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from finch_full_finetune import FinchFullFinetune
+from omegaconf import DictConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtune.modules import TransformerDecoder
+
+from finch.config.instantiate import build, component_of, locate
+from finch.data.loader import Batch
+from finch.distributed import parallel
+from finch.distributed.parallel import MeshSizes, Parallel
+from finch.distributed.precision import Precision, precision_of
+from finch.dtensor import to_local
+from finch.estimate.collectives import Collective
+from finch.estimate.rows import Rows, micro_batch, num_tokens
+from finch.estimate.step_trace import GRADIENTS, OPTIMIZER, PENALTY, REFERENCE, UPDATE, WEIGHTS, StepTrace
+from finch.models.lora import train_adapters_only
+from finch.objectives import Objective
+from finch.optim.optimizer_in_backward import optimizers_in_backward
+from finch.training.kl_penalty import KLPenalty
+from finch.training.lr_scheduler import build_schedule, is_finch
+from finch.training.memory_estimate import optimizer_bytes
+from finch.training.model import decoder_on_meta, parallelize
+from finch.training.objective import build_objective
+from finch.training.optimizer import build_optimizers
+
+LORA_RECIPE = "finch_lora_finetune"
+HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
+"""What ``fsdp_cpu_offload`` keeps in host memory."""
+
+_CPU = torch.device("cpu")
+_NATS = 1.0  # for what a run would read from its losses
+_MICRO_BATCHES = 2  # the first without gradients, the second with those of the first; all others are like the second
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """What one optimizer step takes on one rank.
+
+    Attributes:
+        parameters, trained: of the complete model.
+        shards: ranks that share one copy of it.
+        memory: bytes of each part at the peak.
+        peak: their sum.
+        peak_phase: when it is reached: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"update"``.
+        between_steps: bytes of each part before a step.
+        collectives: of the step.
+        flops: operations of matrix products and attention by phase, see :class:`finch.estimate.step_trace.StepTrace`.
+        tokens, targets: of the step on this rank, without padding.
+        is_offloaded: whether weights, gradients and optimizer states are in host memory.
+        notes: what was not run as the config says.
+    """
+
+    parameters: int
+    trained: int
+    shards: int
+    memory: Mapping[str, int]
+    peak: int
+    peak_phase: str
+    between_steps: Mapping[str, int]
+    collectives: tuple[Collective, ...]
+    flops: Mapping[str, int]
+    tokens: int
+    targets: int
+    is_offloaded: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def device_peak(self) -> int:
+        """The peak without what is in host memory."""
+        return self.peak - (sum(self.memory.get(part, 0) for part in HOST_PARTS) if self.is_offloaded else 0)
+
+
+def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> StepEstimate:
+    """Runs a step on fake tensors. Reads no file of the run; the process must be in no process group.
+
+    Args:
+        recipe: ``"finch_full_finetune"`` or ``"finch_lora_finetune"``.
+        cfg: its config, checked.
+        ranks: on all nodes.
+        rows: of each micro-batch.
+
+    Raises:
+        UserError: the model cannot be built, or the mesh does not fit the ranks.
+    """
+    cfg, notes = _runnable(cfg)
+    precision = precision_of(cfg.dtype)
+    number = cfg.gradient_accumulation_steps
+    with _fake_group(cfg, ranks, precision) as group, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = FakeStep(cfg, group, precision, is_lora=recipe == LORA_RECIPE)
+        trace = step.run(rows, min(number, _MICRO_BATCHES))
+        weights = list(step.decoder.parameters())
+    last, repeats = trace.micro_batch, number - trace.micro_batch
+    flops: Counter[str] = Counter()
+    for (number_of_batch, phase), count in trace.flops.items():
+        flops[phase] += count * (1 + repeats * (number_of_batch == last and phase != UPDATE))
+    collectives = [
+        each.collective
+        for each in trace.collectives
+        for _ in range(1 + repeats * (each.micro_batch == last and each.phase != UPDATE))
+    ]
+    return StepEstimate(
+        parameters=sum(weight.numel() for weight in weights),
+        trained=sum(weight.numel() for weight in weights if weight.requires_grad),
+        shards=1 if group.mesh is None else ranks // cfg.data_parallel_replicate_dim,
+        memory=trace.memory.at_peak(),
+        peak=trace.memory.peak,
+        peak_phase=trace.memory.peak_phase,
+        between_steps=step.between_steps,
+        collectives=tuple(collectives),
+        flops=flops,
+        tokens=step.tokens * number,
+        targets=step.targets * number,
+        is_offloaded=cfg.fsdp_cpu_offload,
+        notes=tuple(notes),
+    )
+
+
+class FakeStep(FinchFullFinetune):
+    """The recipe as far as its step needs it; on fake tensors.
+
+    Attributes:
+        decoder: parallelized.
+        between_steps: bytes of each part before the step.
+        tokens, targets: of a micro-batch.
+    """
+
+    def __init__(self, cfg: DictConfig, group: Parallel, precision: Precision, *, is_lora: bool) -> None:
+        # Not the recipe's own: it checks the run's folder and the device.
+        self._cfg, self._parallel, self._device, self._precision = cfg, group, _CPU, precision
+        self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
+        self.decoder, plan, _ = decoder_on_meta(cfg, precision)
+        if is_lora:
+            train_adapters_only(self.decoder)
+        self._objective, num_chunks = build_objective(cfg)
+        self._objective.count = _count_targets  # type: ignore[method-assign,assignment]
+        self._median: Any = _FixedStatistic(self._objective)
+        self._kl_penalty = KLPenalty(cfg, self.decoder, group)
+        self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
+        _fill_rotary_tables(self.decoder)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        with self._mode:
+            self._model = parallelize(
+                self.decoder,
+                cfg,
+                group,
+                precision,
+                num_chunks=num_chunks,
+                plan=plan,
+                has_reference=self._kl_penalty.has_reference,
+            )
+            self._trace = StepTrace(self._model)
+            with self._trace:
+                self._build_optimizers()
+        self.between_steps = self._trace.memory.live()
+        self.state: Any = SimpleNamespace(step=0)
+        self.tokens = self.targets = 0
+
+    def run(self, rows: Rows, num_micro_batches: int) -> StepTrace:
+        """One step of the recipe."""
+        vocab_size = self.decoder.tok_embeddings.weight.shape[0]
+        batches = [micro_batch(self._cfg, rows, self._objective, vocab_size) for _ in range(num_micro_batches)]
+        self.tokens, self.targets = num_tokens(batches[0]), batches[0]["targets"].numel()
+        self._trace.reset()
+        with self._mode, self._trace:
+            self._train_step(batches)
+        return self._trace
+
+    def _build_optimizers(self) -> None:
+        """Optimizers with the states that they have after the first step, and the weights that a regularizer keeps."""
+        weights = self._model.trained_parameters()
+        if self._regularizer is not None:
+            with self._trace.allocating(PENALTY):
+                self._regularizer.start(weights.items())
+        parameters = list(weights.values())
+        if _compiles_a_kernel(self._cfg, self._precision):
+            make = functools.partial(_CountedStates, bytes_per_parameter=optimizer_bytes(self._cfg, self._precision))
+            in_backward = self._cfg.optimizer_in_bwd
+            self._optimizers = optimizers_in_backward(parameters, make) if in_backward else [make(parameters)]
+        else:
+            self._optimizers = build_optimizers(self._cfg, parameters, self._precision, _CPU, tensor_lr=False)
+        for weight in parameters:
+            weight.grad = torch.zeros_like(weight)
+        with self._trace.allocating(OPTIMIZER):
+            for optimizer in self._optimizers:
+                optimizer.step()
+        self._model.zero_grad(set_to_none=True)
+        self._schedule = self._build_schedule()
+
+    def _build_schedule(self) -> Any:
+        """FinchLR where it reads no loss on the host, as on CUDA with a fused optimizer; otherwise a stand-in, which allocates nothing."""
+        cfg = self._cfg
+        if not is_finch(cfg) or not all(
+            getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers
+        ):
+            return _ConstantRate()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(float(group["lr"]))
+        return build_schedule(cfg, self._optimizers, init=_NATS, num_steps=1)
+
+    def _log_step(self, *_: Any) -> None:
+        pass
+
+
+class _ConstantRate:
+    """Stands for a schedule that reads the loss on the host."""
+
+    def step(self, *_: Any) -> bool:
+        return True
+
+
+class _FixedStatistic:
+    """Stands for :class:`finch.training.step_median.StepMedian`, which reads the losses on the host."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._has_statistic = objective.statistic is not None
+
+    def before_step(self, *_: Any) -> None:
+        pass
+
+    def observe(self, _: torch.Tensor, batch: Batch) -> None:
+        if self._has_statistic:
+            batch["statistic"] = torch.tensor(_NATS, dtype=torch.float64)
+
+    def after_step(self) -> None:
+        pass
+
+
+class _CountedStates(torch.optim.Optimizer):
+    """Stands for an optimizer that compiles its kernel: holds as many bytes of states, and no temporary tensor."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], bytes_per_parameter: float) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self._bytes_per_parameter = bytes_per_parameter
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    size = int(to_local(parameter).numel() * self._bytes_per_parameter)
+                    self.state[parameter]["states"] = torch.empty(size, dtype=torch.uint8)
+
+
+def _compiles_a_kernel(cfg: DictConfig, precision: Precision) -> bool:
+    return precision.stochastic or str(component_of(cfg.optimizer)).startswith(("torchao.", "bitsandbytes."))
+
+
+def _count_targets(batch: Batch) -> int:
+    """Of an objective that leaves out tokens by their loss all are counted: how many it leaves out is not known."""
+    return batch["targets"].numel()
+
+
+def _fill_rotary_tables(decoder: TransformerDecoder) -> None:
+    """Some tables read values, which fake tensors have not: they are computed here, and replaced by fake ones with the rest of the model."""
+    for module in decoder.modules():
+        if hasattr(module, "rope_init"):
+            with _CPU:
+                module.rope_init()
+            module.rope_init = _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _runnable(cfg: DictConfig) -> tuple[DictConfig, list[str]]:
+    """The config with what fake tensors cannot do replaced, and a sentence about each replacement."""
+    cfg, notes = copy.deepcopy(cfg), []
+    if cfg.compile:
+        cfg.compile = cfg.padding_free = False  # a compiled model sees padded batches
+        notes.append("compile=True: the step was counted without it; compiled kernels keep fewer activations")
+    if cfg.enable_activation_offloading:
+        cfg.enable_activation_offloading = False
+        notes.append("enable_activation_offloading=True: activations are counted on the device")
+    component = component_of(cfg.optimizer) or ""
+    if _compiles_a_kernel(cfg, precision_of(cfg.dtype)):
+        notes.append("the optimizer's states are counted by a formula, and its temporary tensors are not")
+    elif cfg.device != "cpu" and not cfg.optimizer.get("fused") and _accepts_foreach(component):
+        cfg.optimizer.setdefault("foreach", True)  # torch's default on CUDA, with more temporary tensors than on a CPU
+    return cfg, notes
+
+
+def _accepts_foreach(optimizer: str) -> bool:
+    return "foreach" in inspect.signature(locate(optimizer, "optimizer")).parameters
+
+
+@contextmanager
+def _fake_group(cfg: DictConfig, ranks: int, precision: Precision) -> Iterator[Parallel]:
+    """Rank 0 of a process group whose collectives return at once."""
+    sizes = MeshSizes(cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim)
+    sizes = sizes.resolve(ranks)
+    if ranks == 1 and not precision.is_mixed and not cfg.fsdp_cpu_offload:
+        yield Parallel(_CPU)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield parallel.join(_CPU, sizes)
+    finally:
+        parallel.stop()

@@ -1,0 +1,183 @@
+"""What a training step does, seen from the operators that torch dispatches: memory, collectives, operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from finch.estimate.collectives import ALL_GATHER, REDUCE_SCATTER, Collective, collective_of
+from finch.estimate.live_memory import LiveMemory
+from finch.training.chunked_loss import TokenLoss
+
+WEIGHTS, REFERENCE, BUFFERS = "weights", "reference model", "rotary tables"
+GRADIENTS, OPTIMIZER, PENALTY = "gradients", "optimizer states", "weights that the regularizer keeps"
+GATHERED, REDUCED = "gathered layers", "gradients to be reduced"
+ACTIVATIONS, LOGITS, RECOMPUTED = "activations", "logits and loss", "recomputed activations"
+BACKWARD, OTHER = "gradients inside the backward", "temporary tensors"
+FORWARD_PASS, RECOMPUTATION, BACKWARD_PASS, UPDATE = "forward", "recomputation", "backward", "update"
+
+_PARTS = {FORWARD_PASS: ACTIVATIONS, RECOMPUTATION: RECOMPUTED, BACKWARD_PASS: BACKWARD, UPDATE: OTHER}
+# torch's counter has no formula for the CPU's attention.
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class TracedCollective(NamedTuple):
+    """A collective with the micro-batch, from 1, and the phase that it belongs to."""
+
+    micro_batch: int
+    phase: str
+    collective: Collective
+
+
+class StepTrace(TorchDispatchMode):
+    """Counts while it is active. For fake tensors: what fused optimizers update is left as it is.
+
+    Args:
+        model: parallelized and in memory.
+
+    Attributes:
+        memory: what is live, by the parts above.
+        is_paused: whether nothing is counted for now.
+        micro_batch: the one at hand, from 1.
+        collectives: in their order.
+        flops: floating-point operations of matrix products and attention by micro-batch and phase. Attention counts all pairs of its
+            queries and keys, causal or not.
+    """
+
+    def __init__(self, model: TokenLoss) -> None:
+        super().__init__()
+        self.memory = LiveMemory()
+        self.micro_batch = 0
+        self.collectives: list[TracedCollective] = []
+        self.flops: Counter[tuple[int, str]] = Counter()
+        self._vocab_size = model.decoder.tok_embeddings.weight.shape[0]
+        self._is_in_forward = False
+        self._part: str | None = None
+        self.is_paused = False
+        for weight in model.decoder.parameters():
+            self.memory.assign(weight, WEIGHTS)
+        for weight in () if model.reference is None else model.reference.parameters():
+            self.memory.assign(weight, REFERENCE)
+        for buffer in model.buffers():
+            self.memory.assign(buffer, BUFFERS)
+        for weight in model.trained_parameters().values():
+            weight.register_post_accumulate_grad_hook(lambda weight: self.memory.assign(weight.grad, GRADIENTS))
+        model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        model.register_forward_hook(self._end_forward)
+
+    @contextmanager
+    def allocating(self, part: str) -> Iterator[None]:
+        """All storages that are allocated inside belong to ``part``."""
+        self._part = part
+        yield
+        self._part = None
+
+    def reset(self) -> None:
+        """Starts to count from here; what is live stays known."""
+        self.memory.reset_peak()
+        self.micro_batch = 0
+        self.collectives.clear()
+        self.flops.clear()
+
+    @property
+    def phase(self) -> str:
+        """Of the step: forward, recomputation, backward or update."""
+        if torch._C._current_graph_task_id() == -1:
+            return FORWARD_PASS if self._is_in_forward else UPDATE
+        return RECOMPUTATION if torch.is_grad_enabled() else BACKWARD_PASS  # a backward runs without gradients
+
+    def __enter__(self) -> StepTrace:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(
+            storage: torch.UntypedStorage, size: int
+        ) -> None:  # FSDP2 frees gathered weights so; no operator is dispatched
+            self.memory.assign_storage(storage, GATHERED)
+            self._resize(storage, size)
+            self.memory.resize(storage, self.phase)
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        # Around what DTensor computes of an operator's complete result, on fake tensors of its own.
+        self._lock = ShardingPropagator._fake_mode_lock
+        ShardingPropagator._fake_mode_lock = _Pause(self)  # type: ignore[assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        ShardingPropagator._fake_mode_lock = self._lock
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = function._overloadpacket.__name__
+        if name.startswith("_fused_") and isinstance(args[0], list):
+            return None  # fused optimizers: in place, without temporary tensors. torch would run their kernels on zeros
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # a sharded tensor: the operators on its shard come here
+        output = function(*args, **kwargs)
+        if self.is_paused:
+            return output
+        phase = self.phase
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                self.memory.add(tensor, self._part or self._part_of(tensor, phase), phase)
+        self._count_operations(function, name, args, kwargs, output, phase)
+        collective = collective_of(function, args, output)
+        if collective is not None:
+            self.collectives.append(TracedCollective(self.micro_batch, phase, collective))
+            if collective.kind == ALL_GATHER and phase != UPDATE:
+                self._assign(args[:2], GATHERED)
+            elif collective.kind == REDUCE_SCATTER:
+                self._assign(args[1:2], REDUCED)
+        return output
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._is_in_forward = True
+        self.micro_batch += 1
+
+    def _end_forward(self, *_: Any) -> None:
+        self._is_in_forward = False
+
+    def _assign(self, values: Any, part: str) -> None:
+        for value in tree_leaves(values):
+            self.memory.assign(value, part)
+
+    def _part_of(self, tensor: torch.Tensor, phase: str) -> str:
+        is_of_vocabulary = tensor.dim() > 0 and tensor.shape[-1] == self._vocab_size
+        return LOGITS if is_of_vocabulary and phase != UPDATE else _PARTS[phase]
+
+    def _count_operations(
+        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, phase: str
+    ) -> None:
+        if function._overloadpacket in flop_registry:
+            self.flops[self.micro_batch, phase] += flop_registry[function._overloadpacket](
+                *args, **kwargs, out_val=output
+            )
+        elif name == _CPU_ATTENTION:
+            self.flops[self.micro_batch, phase] += sdpa_flop_count(*(each.shape for each in args[:3]))
+        elif name == f"{_CPU_ATTENTION}_backward":
+            self.flops[self.micro_batch, phase] += sdpa_backward_flop_count(*(each.shape for each in args[:4]))
+
+
+class _Pause:
+    """A context in which a trace counts nothing."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self._trace = trace
+
+    def __enter__(self) -> None:
+        self._trace.is_paused = True
+
+    def __exit__(self, *_: Any) -> None:
+        self._trace.is_paused = False
