@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finch.cli.early_checks import config_checks, read_job
+from finch.cli.early_checks import read_job
 from finch.config.registry import find_config
 from finch.errors import UserError
 from finch.log import logger
@@ -82,14 +82,17 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _report(options: argparse.Namespace, overrides: Sequence[str]) -> bool:
     """Prints all sections; whether the step fits, True where there is no limit."""
+    import torch
+
     from finch.estimate.fake_step import estimate_step
+    from finch.training.config_checks import check_combinations, check_schedule
 
     rows = _rows(options)
 
     def run(more: Sequence[str], ranks: int) -> tuple[DictConfig, StepEstimate]:
         recipe, cfg = read_job(options.config, [*overrides, *more])
-        for check in config_checks(cfg, ranks):
-            check()
+        check_schedule(cfg)
+        check_combinations(cfg, torch.device("cuda"), ranks)
         return cfg, estimate_step(recipe, cfg, ranks=ranks, rows=rows)
 
     cfg, step = run((), options.gpus)

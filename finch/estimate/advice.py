@@ -49,10 +49,10 @@ def changes(cfg: DictConfig, ranks: int) -> Iterator[Change]:
     overrides: tuple[str, ...]
     if not cfg.enable_activation_checkpointing and cfg.ac_mode is None:
         yield Change(("enable_activation_checkpointing=True",), "the same result, about a third slower", ranks)
-    if cfg.batch_size > 1:
+    if cfg.batch_size > 1 and not cfg.optimizer_in_bwd:  # which excludes accumulation
         overrides = ("batch_size=1", f"gradient_accumulation_steps={accumulation * cfg.batch_size}")
         yield Change(overrides, "the same result, slower", ranks)
-    for more in (2, 4, 8):
+    for more in (2, 4, 8) if cfg.data_parallel_shard_dim == -1 else ():
         if accumulation % more == 0:
             overrides = (f"gradient_accumulation_steps={accumulation // more}",)
         elif cfg.batch_size * accumulation % more == 0:

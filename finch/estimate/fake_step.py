@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 from finch_full_finetune import FinchFullFinetune
 from omegaconf import DictConfig
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.modules import TransformerDecoder
 
@@ -31,6 +36,7 @@ from finch.distributed import parallel
 from finch.distributed.parallel import MeshSizes, Parallel
 from finch.distributed.precision import Precision, precision_of
 from finch.dtensor import to_local
+from finch.errors import UserError
 from finch.estimate.collectives import Collective
 from finch.estimate.rows import Rows, micro_batch, num_tokens
 from finch.estimate.step_trace import GRADIENTS, OPTIMIZER, PENALTY, REFERENCE, UPDATE, WEIGHTS, StepTrace
@@ -40,7 +46,7 @@ from finch.optim.optimizer_in_backward import optimizers_in_backward
 from finch.training.kl_penalty import KLPenalty
 from finch.training.lr_scheduler import build_schedule, is_finch
 from finch.training.memory_estimate import optimizer_bytes
-from finch.training.model import decoder_on_meta, parallelize
+from finch.training.model import allocate, decoder_on_meta, distribute
 from finch.training.objective import build_objective
 from finch.training.optimizer import build_optimizers
 
@@ -49,7 +55,9 @@ HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
 """What ``fsdp_cpu_offload`` keeps in host memory."""
 
 _CPU = torch.device("cpu")
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _NATS = 1.0  # for what a run would read from its losses
+_PRETRAINED = torch.linspace(0.1, 10, 8)  # losses of the pretrained model in nats
 _MICRO_BATCHES = 2  # the first without gradients, the second with those of the first; all others are like the second
 
 
@@ -101,15 +109,20 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
         rows: of each micro-batch.
 
     Raises:
-        UserError: the model cannot be built, or the mesh does not fit the ranks.
+        UserError: the model cannot be built, the mesh does not fit the ranks, or a component of the user's own needs values.
     """
     cfg, notes = _runnable(cfg)
     precision = precision_of(cfg.dtype)
     number = cfg.gradient_accumulation_steps
     with _fake_group(cfg, ranks, precision) as group, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = FakeStep(cfg, group, precision, is_lora=recipe == LORA_RECIPE)
-        trace = step.run(rows, min(number, _MICRO_BATCHES))
+        try:
+            step = FakeStep(cfg, group, precision, is_lora=recipe == LORA_RECIPE)
+            trace = step.run(rows, min(number, _MICRO_BATCHES))
+        except _NEEDS_VALUES as error:
+            raise UserError(
+                f"the step calls {error.func}, which needs the values of tensors; `finch check` estimates the memory without running it"
+            ) from error
         weights = list(step.decoder.parameters())
     last, repeats = trace.micro_batch, number - trace.micro_batch
     flops: Counter[str] = Counter()
@@ -155,21 +168,24 @@ class FakeStep(FinchFullFinetune):
             train_adapters_only(self.decoder)
         self._objective, num_chunks = build_objective(cfg)
         self._objective.count = _count_targets  # type: ignore[method-assign,assignment]
+        if "pretrained_token_loss" in self._objective.needs:
+            self._objective.prepare(_PRETRAINED, _PRETRAINED)
         self._median: Any = _FixedStatistic(self._objective)
         self._kl_penalty = KLPenalty(cfg, self.decoder, group)
         self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         _fill_rotary_tables(self.decoder)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self._model = distribute(
+            self.decoder,
+            cfg,
+            group,
+            precision,
+            num_chunks=num_chunks,
+            plan=plan,
+            has_reference=self._kl_penalty.has_reference,
+        )
         with self._mode:
-            self._model = parallelize(
-                self.decoder,
-                cfg,
-                group,
-                precision,
-                num_chunks=num_chunks,
-                plan=plan,
-                has_reference=self._kl_penalty.has_reference,
-            )
+            allocate(self._model, cfg, group, precision)
             self._trace = StepTrace(self._model)
             with self._trace:
                 self._build_optimizers()

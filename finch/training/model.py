@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -90,9 +90,23 @@ def parallelize(
     plan: Plan | None,
     has_reference: bool = False,
 ) -> TokenLoss:
-    """Applies tensor parallelism, compile, activation checkpointing and FSDP2, in this order, and allocates memory.
+    """The model in memory on this rank: :func:`distribute`, whose arguments these are, then :func:`allocate`."""
+    model = distribute(decoder, cfg, parallel, precision, num_chunks=num_chunks, plan=plan, has_reference=has_reference)
+    allocate(model, cfg, parallel, precision)
+    return model
 
-    Buffers are filled, parameters are not: see :func:`load_pretrained`.
+
+def distribute(
+    decoder: modules.TransformerDecoder,
+    cfg: DictConfig,
+    parallel: Parallel,
+    precision: Precision,
+    *,
+    num_chunks: int,
+    plan: Plan | None,
+    has_reference: bool = False,
+) -> TokenLoss:
+    """Applies tensor parallelism, compile, activation checkpointing and FSDP2, in this order; all stays on the meta device.
 
     Args:
         num_chunks: in how many chunks logits are computed.
@@ -128,13 +142,17 @@ def parallelize(
         reshard_after_forward=cfg.fsdp_reshard_after_forward,
         pin_memory=not cfg.optimizer_in_bwd,
     )
-    model.to_empty(device="cpu" if cfg.fsdp_cpu_offload else parallel.device)
-    with training.set_default_dtype(precision.weights), parallel.device:
-        for module in itertools.chain(*(each.modules() for each in decoders)):
-            if hasattr(module, "rope_init"):
-                module.rope_init()  # not in state dicts
     model.offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
     return model
+
+
+def allocate(model: TokenLoss, cfg: DictConfig, parallel: Parallel, precision: Precision) -> None:
+    """Allocates memory. Buffers are filled, parameters are not: see :func:`load_pretrained`."""
+    model.to_empty(device="cpu" if cfg.fsdp_cpu_offload else parallel.device)
+    with training.set_default_dtype(precision.weights), parallel.device:
+        rotary: list[Any] = [module for module in model.modules() if hasattr(module, "rope_init")]
+        for module in rotary:
+            module.rope_init()  # not in state dicts
 
 
 def load_pretrained(model: TokenLoss, base: PretrainedFolder) -> None:

@@ -1,0 +1,62 @@
+"""`finch estimate` on a small model whose files do not exist."""
+
+import re
+
+import pytest
+import torch
+from helpers.runs import finch, make_config, write_config
+
+
+@pytest.fixture
+def estimate(tmp_path, capsys):
+    """(exit code, report, errors) for changes of a good config; fails if a file is written."""
+
+    def run(*arguments, **changes):
+        absent = tmp_path / "absent"
+        config = write_config(tmp_path / "config", make_config(absent, absent / "rows", tmp_path / "run", **changes))
+        before = sorted(tmp_path.rglob("*"))
+        result = finch(capsys, "estimate", config, *arguments)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert not torch.distributed.is_initialized()
+        return result
+
+    return run
+
+
+def test_estimate_reports_memory_collectives_and_time(estimate):
+    rates = ("--matmul-tflops", "1e-3", "--bandwidth-gb-s", "1e-2")
+    code, out, _ = estimate("--gpus", "2", "--gpu-memory", "1", "--seq", "20", "--targets", "8", *rates)
+    assert code == 0, out
+    assert "2 ranks, weights divided over 2; fp32; computed on fake tensors" in out
+    assert "19,616, all trained" in out
+    assert "1 x 4 rows of 20 tokens with 8 targets on a rank: 76 tokens in the layers, 32 in the output layer" in out
+    sizes = dict(re.findall(r"^ +([a-z ]+?) +([\d.]+) kB$", out, re.MULTILINE))
+    assert float(sizes["optimizer states"]) == pytest.approx(78.5, abs=0.2)
+    assert {"weights", "activations", "peak", "before the step"} <= set(sizes)
+    assert re.search(r"all-gather +6 x", out)
+    assert re.search(r"reduce-scatter +3 x", out)
+    assert re.search(r"a step: [\d.]+ s if communication overlaps completely, [\d.]+ s if nothing does", out)
+    assert "fits          into 1 GB" in out
+
+
+def test_estimate_says_what_to_change(estimate):
+    code, out, _ = estimate("--gpu-memory", "0.001", "--seq", "60", batch_size=8)
+    assert code == 1
+    assert "too large     for 0.001 GB by" in out
+    assert re.search(r"(fits|too large) +enable_activation_checkpointing=True --gpus 1 \(the same result", out)
+    assert re.search(r"fits +batch_size=1 gradient_accumulation_steps=8 --gpus 1 ", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seq", "8", "--targets", "8"), "--targets 8 must be below --seq 8"),
+        (("--gpus", "3", "data_parallel_replicate_dim=2"), "does not divide the 3 ranks"),
+        (("epoch=3",), "epoch"),
+    ],
+)
+def test_estimate_reports_a_mistake_in_one_line(arguments, message, estimate):
+    code, _, err = estimate(*arguments)
+    assert code == 1
+    assert len([line for line in err.splitlines() if line.startswith("finch: error: ")]) == 1
+    assert message in err
