@@ -1,0 +1,215 @@
+"""The contenders: ways to take the same optimizer steps, 16 rows each, AdamW, gradients clipped to 1.
+
+Each is a function that trains until its process is ended, called as ``python -m benchmarks.speed.contenders NAME SETTINGS``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.speed.blocks import run_in_blocks
+
+BATCH, LR, EPOCHS = 16, 1e-5, 1000
+IGNORED = -100
+
+
+def config(settings: dict[str, Any]) -> dict[str, Any]:
+    """A config that finch's recipe and torchtune's take."""
+    folder = settings["folder"]
+    return {
+        "output_dir": settings["out"],
+        "model": settings["model"],
+        "tokenizer": settings["tokenizer"],
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": folder,
+            "checkpoint_files": ["model.safetensors"],
+            "recipe_checkpoint": None,
+            "output_dir": settings["out"],
+            "model_type": settings["model_type"],
+        },
+        "resume_from_checkpoint": False,
+        "dataset": {
+            "_component_": "torchtune.datasets.instruct_dataset"
+            if settings["is_plain"]
+            else "torchtune.datasets.chat_dataset",
+            "source": "json",
+            "data_files": settings["rows"],
+            "split": "train",
+            **(
+                {"column_map": {"input": "question", "output": "answer"}}
+                if settings["is_plain"]
+                else {"conversation_column": "messages", "conversation_style": "openai"}
+            ),
+        },
+        "seed": 0,
+        "shuffle": True,
+        "batch_size": BATCH,
+        "gradient_accumulation_steps": 1,
+        "epochs": EPOCHS,
+        "max_steps_per_epoch": None,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.0, "fused": True},
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "clip_grad_norm": 1.0,
+        "device": "cpu",
+        "dtype": "fp32",
+        "compile": False,
+        "enable_activation_checkpointing": False,
+        "enable_activation_offloading": False,
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": settings["out"],
+            "filename": "log.txt",
+        },
+        "log_every_n_steps": 1,
+        "log_peak_memory_stats": False,
+    }
+
+
+def _run_recipe(name: str, settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    from omegaconf import OmegaConf
+
+    file = Path(settings["out"]) / "config.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create({**config(settings), **changes}), file)
+    sys.argv = [name, "--config", str(file)]
+    runpy.run_module(name, run_name="__main__") if name.startswith("finch") else runpy.run_path(
+        _stock(name), run_name="__main__"
+    )
+
+
+def _stock(name: str) -> str:
+    import torchtune
+
+    return str(Path(torchtune.__file__).parent.parent / "recipes" / f"{name}.py")
+
+
+def finch(settings: dict[str, Any]) -> None:
+    schedule = {"_component_": "finch.FinchLR", "eta_max": 5e-5, "ema": 0.9, "init": 3.0}
+    _run_recipe("finch_full_finetune", settings, {"lr_scheduler": schedule})
+
+
+def finch_constant(settings: dict[str, Any]) -> None:
+    """finch's recipe with a constant learning rate."""
+    _run_recipe("finch_full_finetune", settings, {})
+
+
+def finch_padded(settings: dict[str, Any]) -> None:
+    """finch's recipe on padded batches."""
+    _run_recipe("finch_full_finetune", settings, {"padding_free": False})
+
+
+def torchtune_single_device(settings: dict[str, Any]) -> None:
+    """torchtune's stock recipe."""
+    _run_recipe("full_finetune_single_device", settings, {"optimizer_in_bwd": False})
+
+
+def samples_of(settings: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """The rows as finch's recipe tokenizes them."""
+    from omegaconf import OmegaConf
+    from torchtune.config import instantiate
+
+    cfg = OmegaConf.create(config(settings))
+    rows = instantiate(cfg.dataset, instantiate(cfg.tokenizer))
+    return [{"tokens": list(map(int, row["tokens"])), "labels": list(map(int, row["labels"]))} for row in rows]
+
+
+def _pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["tokens"]) for row in rows)
+    return {
+        "input_ids": torch.tensor([row["tokens"] + [0] * (longest - len(row["tokens"])) for row in rows]),
+        "attention_mask": torch.tensor(
+            [[1] * len(row["tokens"]) + [0] * (longest - len(row["tokens"])) for row in rows]
+        ),
+        "labels": torch.tensor([row["labels"] + [IGNORED] * (longest - len(row["labels"])) for row in rows]),
+    }
+
+
+def transformers_trainer(settings: dict[str, Any]) -> None:
+    """transformers' Trainer, rows of like length together (``group_by_length``) where its version has that."""
+    import transformers
+
+    rows = samples_of(settings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
+    arguments = transformers.TrainingArguments(
+        output_dir=settings["out"], per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, learning_rate=LR,
+        lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, optim="adamw_torch_fused", use_cpu=True,
+        report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, remove_unused_columns=False, seed=0,
+    )  # fmt: skip
+    transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=_pad).train()
+
+
+def trl_sft(settings: dict[str, Any]) -> None:
+    """TRL's SFTTrainer on padded batches: its padding-free batches need flash attention, which no CPU has."""
+    import transformers
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [
+        {"input_ids": row["tokens"], "completion_mask": [int(label != IGNORED) for label in row["labels"]]}
+        for row in samples_of(settings)
+    ]
+    model = transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
+    arguments = SFTConfig(
+        output_dir=settings["out"], per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, learning_rate=LR,
+        lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, optim="adamw_torch_fused", use_cpu=True, bf16=False,
+        gradient_checkpointing=False, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, max_length=None, seed=0,
+        completion_only_loss=True,
+    )  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings["folder"])
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    SFTTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer).train()
+
+
+def authors_loop(settings: dict[str, Any]) -> None:
+    """The paper's program in a few lines: transformers, a padded batch, FINCH from ``loss.item()``."""
+    import transformers
+
+    rows = samples_of(settings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    average, generator = 3.0, torch.Generator().manual_seed(0)
+    for _ in range(EPOCHS):
+        for chosen in torch.randperm(len(rows), generator=generator).split(BATCH):
+            batch = _pad([rows[index] for index in chosen])
+            labels = batch.pop("labels")
+            logits = model(**batch).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            average = 0.9 * average + 0.1 * loss.item()
+            optimizer.param_groups[0]["lr"] = min(LR / math.sqrt(average + 1e-8), 5e-5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+CONTENDERS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "finch": finch,
+    "finch_constant": finch_constant,
+    "finch_padded": finch_padded,
+    "torchtune_single_device": torchtune_single_device,
+    "transformers_trainer": transformers_trainer,
+    "trl_sft": trl_sft,
+    "authors_loop": authors_loop,
+}
+
+
+def main() -> None:
+    name, settings = sys.argv[1], json.loads(sys.argv[2])
+    logging.disable(logging.WARNING)
+    run_in_blocks(lambda: CONTENDERS[name](settings))
+
+
+if __name__ == "__main__":
+    main()
