@@ -5,6 +5,7 @@ Each is a function that trains until its process is ended, called as ``python -m
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
@@ -89,9 +90,10 @@ def _run_recipe(name: str, settings: dict[str, Any], changes: dict[str, Any]) ->
 
 
 def _stock(name: str) -> str:
-    import torchtune
-
-    return str(Path(torchtune.__file__).parent.parent / "recipes" / f"{name}.py")
+    spec = importlib.util.find_spec("torchtune")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent.parent / "recipes" / f"{name}.py")
 
 
 def finch(settings: dict[str, Any]) -> None:
