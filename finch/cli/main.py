@@ -178,8 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def list_configs(_: argparse.Namespace) -> None:
     """Prints each config's name and the first line of its header, then those of the grids for `finch sweep`."""
-    from finch.config.registry import config_names
-    from finch.sweep.grid import grid_names
+    from finch.config.registry import config_names, grid_names
 
     names = {**config_names(), **grid_names()}
     for name, path in names.items():

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from finch.config.methods import OLD_NAMES, split_name
-from finch.config.registry import CONFIG_FOLDERS, GRIDS
+from finch.config.registry import find_grid
 from finch.config.schema import RECIPES
 from finch.config.suggestions import did_you_mean
 from finch.errors import UserError
@@ -105,29 +105,6 @@ class Grid:
     @property
     def task(self) -> str | None:
         return None if self.evaluation is None else self.evaluation.task
-
-
-def grid_names() -> dict[str, Path]:
-    """The file of each grid that comes with finch, by its name, such as ``sweeps/qwen3_4B_knowledge``."""
-    folder = next((folder for folder in CONFIG_FOLDERS if folder.is_dir()), None)
-    paths = [] if folder is None else sorted((folder / GRIDS).glob("*.yaml"))
-    return {f"{GRIDS}{path.stem}": path for path in paths}
-
-
-def find_grid(name: str) -> Path:
-    """The file of a grid: a path, or a grid of finch.
-
-    Raises:
-        UserError: it is neither; names the nearest one.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    known = grid_names()
-    for candidate in (name, f"{GRIDS}{name}"):
-        if candidate.removesuffix(".yaml") in known:
-            return known[candidate.removesuffix(".yaml")]
-    suggestion = did_you_mean(name, known, cutoff=0.5)
-    raise UserError(f"{name} is neither a file nor a grid of finch{suggestion or '; finch has ' + ', '.join(known)}")
 
 
 def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) -> Grid:

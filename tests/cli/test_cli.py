@@ -11,9 +11,8 @@ import yaml
 from helpers.runs import ROOT, finch
 
 from finch.cli import doctor
-from finch.config.registry import config_names, find_config
+from finch.config.registry import config_names, find_config, grid_names
 from finch.models.family_table import FAMILIES
-from finch.sweep.grid import grid_names
 
 
 @pytest.mark.parametrize("argument", ["--help", "configs", "keys", "methods", "models"])

@@ -3,9 +3,10 @@
 import pytest
 
 from finch.cli.sweep_jobs import compose
+from finch.config.registry import grid_names
 from finch.sweep.cells import METHOD, RUN
 from finch.sweep.gpu_hours import PARAMETERS, SHARE_OF_PEAK, TASKS, disk_terabytes, gpu_hours, header
-from finch.sweep.grid import cells_of, grid_names, read_grid
+from finch.sweep.grid import cells_of, read_grid
 
 METHODS = {"sft", "finch", "flow", "dft", "talr", "stm", "l2", "wise_ft", "lora", "small_lr"}
 GRIDS = {

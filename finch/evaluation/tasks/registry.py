@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from finch.evaluation.results import NEW, OLD, RELIABILITY
 from finch.evaluation.tasks import (
     confidence,
@@ -15,13 +17,38 @@ from finch.evaluation.tasks import (
 )
 from finch.evaluation.tasks.task import Task
 
-_TOFU = (
-    "TOFU, which of six answers to the paraphrased question is right: the paraphrased answer and five perturbed ones, shuffled with a seed a "
-    "row, compared by log-likelihood per character"
+_TOFU = Task(
+    name="tofu",
+    suite="knowledge",
+    role=NEW,
+    metric="acc_norm",
+    measure=(
+        "TOFU, which of six answers to the paraphrased question is right: the paraphrased answer and five perturbed ones, shuffled with a seed a "
+        "row, compared by log-likelihood per character"
+    ),
+    lm_eval_names=("finch_tofu", "finch_tofu_letters"),
+    sources=(tofu.PERTURBED,),
+    read_samples=tofu.samples,
+    compute_others=tofu.others,
+    uses_chat_template=True,
+    chance=1 / 6,
 )
 
-_SCIKNOWEVAL = (
+_SCIKNOWEVAL_ROWS = (
     "SciKnowEval Chemistry L3, last letter stated in a greedy response, without one it is wrong; multiple-choice rows"
+)
+_SCIKNOWEVAL = Task(
+    name="sciknoweval",
+    suite="science",
+    role=NEW,
+    metric="acc",
+    measure=f"{_SCIKNOWEVAL_ROWS} of the 25% test part",
+    lm_eval_names=("finch_sciknoweval", "finch_sciknoweval_letters"),
+    sources=(sciknoweval.ROWS,),
+    read_samples=sciknoweval.samples,
+    compute_others=sciknoweval.others,
+    uses_chat_template=True,
+    chance=1 / 4,
 )
 
 TASKS: dict[str, Task] = {
@@ -126,57 +153,22 @@ TASKS: dict[str, Task] = {
             chance=3 / 16,  # any letter with the confidence 25
             is_higher_better=False,
         ),
-        Task(
-            name="tofu",
-            suite="knowledge",
-            role=NEW,
-            metric="acc_norm",
-            measure=_TOFU,
-            lm_eval_names=("finch_tofu", "finch_tofu_letters"),
-            sources=(tofu.PERTURBED,),
-            read_samples=tofu.samples,
-            compute_others=tofu.others,
-            uses_chat_template=True,
-            chance=1 / 6,
-        ),
-        Task(
+        _TOFU,
+        replace(
+            _TOFU,
             name="tofu_validation",
             suite="knowledge_validation",
-            role=NEW,
-            metric="acc_norm",
-            measure=f"{_TOFU}; the rows whose question is in the 10% validation part of TOFU",
+            measure=f"{_TOFU.measure}; the rows whose question is in the 10% validation part of TOFU",
             lm_eval_names=("finch_tofu_validation", "finch_tofu_validation_letters"),
             sources=(tofu.PERTURBED, tofu.FULL),
-            read_samples=tofu.samples,
-            compute_others=tofu.others,
-            uses_chat_template=True,
-            chance=1 / 6,
         ),
-        Task(
-            name="sciknoweval",
-            suite="science",
-            role=NEW,
-            metric="acc",
-            measure=f"{_SCIKNOWEVAL} of the 25% test part",
-            lm_eval_names=("finch_sciknoweval", "finch_sciknoweval_letters"),
-            sources=(sciknoweval.ROWS,),
-            read_samples=sciknoweval.samples,
-            compute_others=sciknoweval.others,
-            uses_chat_template=True,
-            chance=1 / 4,
-        ),
-        Task(
+        _SCIKNOWEVAL,
+        replace(
+            _SCIKNOWEVAL,
             name="sciknoweval_validation",
             suite="science_validation",
-            role=NEW,
-            metric="acc",
-            measure=f"{_SCIKNOWEVAL} of the 5% validation part",
+            measure=f"{_SCIKNOWEVAL_ROWS} of the 5% validation part",
             lm_eval_names=("finch_sciknoweval_validation", "finch_sciknoweval_validation_letters"),
-            sources=(sciknoweval.ROWS,),
-            read_samples=sciknoweval.samples,
-            compute_others=sciknoweval.others,
-            uses_chat_template=True,
-            chance=1 / 4,
         ),
         Task(
             name="galician_alpaca",
