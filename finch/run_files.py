@@ -20,6 +20,7 @@ RUN/.lock                         held while a run writes here
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,20 @@ EVALUATION = "evaluation"
 CELL = "cell.json"
 REQUEUE = "REQUEUE"
 LOCK = ".lock"
+
+_EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
+
+
+def chosen_model(run: Path) -> Path | None:
+    """The model that a run stands for: ``best``, else that of the last epoch, a complete model before an adapter; None: there is none."""
+    if (run / BEST).is_dir():
+        return run / BEST
+    epochs = {
+        (int(match[1]), match[2] is None): path
+        for path in run.glob("epoch_*")
+        if (match := _EPOCH.fullmatch(path.name)) and path.is_dir()
+    }
+    return epochs[max(epochs)] if epochs else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ from finch.training.identity import identity_of
 from finch.training.kl_penalty import KLPenalty
 from finch.training.loss_figure import update_loss_figure
 from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, uses_dataset_init
-from finch.training.model import build_decoder, load_pretrained, parallelize
+from finch.training.model import allocate, build_decoder, load_pretrained, parallelize
 from finch.training.monitoring import build_metrics_log, build_profiler
 from finch.training.nonfinite_guard import NonfiniteGuard
 from finch.training.objective import build_objective, prepare_objective, token_losses
@@ -189,6 +189,7 @@ class FinchFullFinetune(FTRecipeInterface):
             plan=self._tensor_plan,
             has_reference=self._kl_penalty.has_reference,
         )
+        allocate(self._model, cfg, self._parallel, self._precision)
         is_new = self._resume is None
         cache = reference = None
         if "pretrained_token_loss" in self._objective.needs or (is_new and uses_dataset_init(cfg)):

@@ -6,6 +6,7 @@ last target are left out as well: nothing depends on them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +42,30 @@ class PaddingFree:
     def pin_memory(self) -> PaddingFree:
         """As ``torch.Tensor.pin_memory``; torch's DataLoader calls it."""
         return self._map(torch.Tensor.pin_memory)
+
+    # What attention derives from it: the same in every layer, on the layout's device, since a copy from the host would wait for it.
+
+    @functools.cached_property
+    def visible(self) -> torch.Tensor:
+        """[longest, prefix + longest] bool: which tokens of the prefix and of its own each token of the longest sample attends to."""
+        longest = max(self.lengths, default=0)
+        device = self.indices.device
+        return torch.ones(longest, self.prefix + longest, dtype=torch.bool, device=device).tril(self.prefix)
+
+    @functools.cached_property
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[samples, seq] positions in the row of each sample's tokens, then padding; [T] where each of them is in that, flattened."""
+        device = self.indices.device
+        lengths = self.lengths or (0,)
+        seq = self.prefix + max(lengths)
+        rows = torch.zeros(len(lengths), seq, dtype=torch.int64, device=device)
+        rows[:, : self.prefix] = torch.arange(self.prefix, device=device)
+        places, start = [torch.arange(self.prefix, device=device)], self.prefix
+        for index, length in enumerate(lengths):
+            rows[index, self.prefix : self.prefix + length] = torch.arange(start, start + length, device=device)
+            places.append(index * seq + self.prefix + torch.arange(length, device=device))
+            start += length
+        return rows, torch.cat(places)
 
     def _map(self, function: Any) -> PaddingFree:
         return replace(self, **{name: function(getattr(self, name)) for name in ("indices", "positions", "targets")})

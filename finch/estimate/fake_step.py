@@ -46,7 +46,7 @@ from finch.optim.optimizer_in_backward import optimizers_in_backward
 from finch.training.kl_penalty import KLPenalty
 from finch.training.lr_scheduler import build_schedule, is_finch
 from finch.training.memory_estimate import optimizer_bytes
-from finch.training.model import allocate, decoder_on_meta, distribute
+from finch.training.model import allocate, decoder_on_meta, parallelize
 from finch.training.objective import build_objective
 from finch.training.optimizer import build_optimizers
 
@@ -175,7 +175,7 @@ class FakeStep(FinchFullFinetune):
         self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         _fill_rotary_tables(self.decoder)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self._model = distribute(
+        self._model = parallelize(
             self.decoder,
             cfg,
             group,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from finch.weights.files import SAFETENSORS, SAFETENSORS_INDEX, indexed_shards
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
 # Settings of config.json that tuning never changes.
 _FIXED = (
     "model_type",
@@ -117,23 +115,13 @@ def weight_files(folder: ModelFolder) -> list[Path]:
 
 def _epoch_of(run: Path) -> Path:
     """The model of a run: ``best``, else the last epoch. A log line says which where the run has not ended."""
-    epochs = {
-        (int(match[1]), match[2] is None): path
-        for path in run.iterdir()
-        if (match := _EPOCH.fullmatch(path.name)) and path.is_dir()
-    }
-    best = run / run_files.BEST
-    if best.is_dir():
-        model = best
-        name = f"{best.resolve().name}, the best so far"
-    elif epochs:
-        model = epochs[max(epochs)]
-        name = f"{model.name}, the last so far"
-    else:
+    model = run_files.chosen_model(run)
+    if model is None:
         state = "is still in its first epoch" if _is_training(run) else "has no epoch"
         raise UserError(f"--tuned={run} {state}: there is neither {run_files.BEST} nor epoch_N; train it first")
     if _is_training(run):
-        logger.warning(f"--tuned={run} is still training; {name}, is evaluated")
+        rank = "best" if model.name == run_files.BEST else "last"
+        logger.warning(f"--tuned={run} is still training; {model.resolve().name}, the {rank} so far, is evaluated")
     return model
 
 

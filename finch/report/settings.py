@@ -22,7 +22,7 @@ from finch.report.runs import METHOD, SEED
 
 RESAMPLES = 2_000
 FOLDER = "folder"
-"""A value of settings that nothing else tells apart."""
+"""Key of the value that is added to settings which are otherwise equal: the name of the run's folder."""
 MIN_SEEDS = 5
 """For an interval over seeds alone: of two or three, the bootstrap's interval is their range."""
 _CHUNK = 200  # draws at a time

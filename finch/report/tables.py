@@ -37,7 +37,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Names:
-    """What settings and runs are called: no more than what tells them apart."""
+    """The names of settings and runs: the method, the learning rate, and the values that differ between them."""
 
     styles: Mapping[str, Style]
     varying: Sequence[str]

@@ -14,7 +14,7 @@ from finch import run_files
 from finch.files import atomic_file
 from finch.sweep.cells import ALPHA, DEFAULT_ALPHA, SMALL_LR, WISE_FT, Cell
 from finch.sweep.grid import Grid
-from finch.sweep.run_state import is_trained, mark_results_new, missing_results, model_folder
+from finch.sweep.run_state import is_trained, mark_results_new, missing_results
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -69,7 +69,7 @@ class Job:
         """Trains the cell, or makes WiSE-FT's model."""
         if self.cell.kind == WISE_FT:
             assert self.cell.source is not None
-            tuned = model_folder(self.cell.source) or self.cell.source / run_files.BEST
+            tuned = run_files.chosen_model(self.cell.source) or self.cell.source / run_files.BEST
             options = ["--base", self.pretrained, "--tuned", str(tuned), "--alpha", f"{self.alpha:g}"]
             return [*FINCH, "wise-ft", *options, "--out", str(self.cell.folder)]
         return [*FINCH, "run", *self.launcher, *run_words(self.grid, self.cell)]
@@ -115,13 +115,13 @@ class Job:
     def link_to(self, source: Path) -> None:
         """Makes small_lr's folder stand for the run that was chosen: its files are links to that run's."""
         for name in _LINKED:
-            target = model_folder(source) if name == run_files.BEST else source / name
+            target = run_files.chosen_model(source) if name == run_files.BEST else source / name
             assert target is not None
             _link(self.cell.folder / name, Path("..") / source.name / target.name)
 
     def _is_older_than_source(self) -> bool:
         assert self.cell.source is not None
-        model = model_folder(self.cell.source)
+        model = run_files.chosen_model(self.cell.source)
         own = self.cell.folder / f"alpha_{self.alpha:g}"
         return model is not None and own.exists() and model.stat().st_mtime > own.stat().st_mtime
 

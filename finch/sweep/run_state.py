@@ -54,21 +54,9 @@ def is_trained(run: Path, cfg: DictConfig) -> bool:
     return (state["epoch"] >= cfg.epochs and (is_exported or has_best)) or _is_stopped_by_budget(state, cfg)
 
 
-def model_folder(run: Path) -> Path | None:
-    """The run's model: ``best``, else the last epoch's folder, else its adapter; None where there is none."""
-    if (run / run_files.BEST).exists():
-        return run / run_files.BEST
-    for suffix in ("", "_adapter"):
-        epochs = {path: path.name.removeprefix("epoch_").removesuffix(suffix) for path in run.glob(f"epoch_*{suffix}")}
-        numbered = [(int(number), path) for path, number in epochs.items() if number.isdigit()]
-        if numbered:
-            return max(numbered)[1]
-    return None
-
-
 def missing_results(run: Path, evaluation: Evaluation) -> list[str]:
     """The suites whose results are not there, lack a task, are older than the run's model, or are of another limit."""
-    model = model_folder(run)
+    model = run_files.chosen_model(run)
     written = 0.0 if model is None else max((path.stat().st_mtime for path in model.iterdir()), default=0.0)
     return [
         suite

@@ -90,22 +90,6 @@ def parallelize(
     plan: Plan | None,
     has_reference: bool = False,
 ) -> TokenLoss:
-    """The model in memory on this rank: :func:`distribute`, whose arguments these are, then :func:`allocate`."""
-    model = distribute(decoder, cfg, parallel, precision, num_chunks=num_chunks, plan=plan, has_reference=has_reference)
-    allocate(model, cfg, parallel, precision)
-    return model
-
-
-def distribute(
-    decoder: modules.TransformerDecoder,
-    cfg: DictConfig,
-    parallel: Parallel,
-    precision: Precision,
-    *,
-    num_chunks: int,
-    plan: Plan | None,
-    has_reference: bool = False,
-) -> TokenLoss:
     """Applies tensor parallelism, compile, activation checkpointing and FSDP2, in this order; all stays on the meta device.
 
     Args:

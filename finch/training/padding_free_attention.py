@@ -54,11 +54,9 @@ def padding_free_attention(
     lengths = [layout.prefix, *layout.lengths]
     prefix, *samples = zip(*(each.split(lengths, dim=2) for each in (q, k, v)), strict=True)
     outputs = [_attend(*prefix, dropout_p=dropout_p, is_causal=True)]
-    longest = max(layout.lengths, default=0)
-    is_visible = torch.ones(longest, layout.prefix + longest, dtype=torch.bool, device=q.device).tril(layout.prefix)
     for own_q, own_k, own_v in samples:
         keys, values = torch.cat([prefix[1], own_k], 2), torch.cat([prefix[2], own_v], 2)
-        mask = is_visible[: own_q.shape[2], : keys.shape[2]]
+        mask = layout.visible[: own_q.shape[2], : keys.shape[2]]
         outputs.append(_attend(own_q, keys, values, mask, dropout_p=dropout_p))
     return torch.cat(outputs, dim=2)
 
@@ -71,7 +69,7 @@ def _pad_inside(layer: nn.Module) -> None:
         layout = options.get("mask")
         if not isinstance(layout, PaddingFree):
             return inputs, options
-        rows, place = _padded_rows(layout)
+        rows, place = layout.padded
         places.append(place)
         padded = inputs[0][0][rows]  # [samples, seq, embed]
         return (padded, padded), {**options, "mask": None, "input_pos": None}
@@ -81,24 +79,6 @@ def _pad_inside(layer: nn.Module) -> None:
 
     layer.register_forward_pre_hook(pad, with_kwargs=True)
     layer.register_forward_hook(unpad)
-
-
-def _padded_rows(layout: PaddingFree) -> tuple[torch.Tensor, torch.Tensor]:
-    """[samples, seq] positions in the row of each sample's tokens, then padding; [T] where each of them is in the flattened result.
-
-    Both are made on the layout's device: a copy from the host would wait for it.
-    """
-    device = layout.indices.device
-    lengths = layout.lengths or (0,)
-    seq = layout.prefix + max(lengths)
-    rows = torch.zeros(len(lengths), seq, dtype=torch.int64, device=device)
-    rows[:, : layout.prefix] = torch.arange(layout.prefix, device=device)
-    places, start = [torch.arange(layout.prefix, device=device)], layout.prefix
-    for index, length in enumerate(lengths):
-        rows[index, layout.prefix : layout.prefix + length] = torch.arange(start, start + length, device=device)
-        places.append(index * seq + layout.prefix + torch.arange(length, device=device))
-        start += length
-    return rows, torch.cat(places)
 
 
 def _dispatch(padded: AttentionCall) -> AttentionCall:

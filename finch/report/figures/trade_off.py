@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finch.report.figures.style import COLOURS, Drawing, Style, add_legend, label_axes, new_figure, save
 from finch.report.front import non_dominated
 from finch.report.runs import LEARNING_RATE
 from finch.report.settings import Point, TradeOff
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw_trade_off(
@@ -75,7 +79,7 @@ def draw_trade_off(
     return save(figure, folder, "trade_off", "Learned against forgotten", caption)
 
 
-def _draw_point(axes, point: Point, sign: tuple[int, int], style: Style, size: float = 6) -> None:  # type: ignore[no-untyped-def]
+def _draw_point(axes: Axes, point: Point, sign: tuple[int, int], style: Style, size: float = 6) -> None:
     x, y = sign[0] * point.new.value, sign[1] * point.old.value
     for one, other, is_vertical in ((point.new, y, False), (point.old, x, True)):
         if one.low is None or one.high is None:
