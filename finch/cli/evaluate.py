@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finch.cli import launcher
 from finch.errors import UserError, exit_without_teardown
 from finch.extras import require_extras
 
@@ -187,21 +188,16 @@ def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
 
 def _launch(number: int) -> None:
     """Starts the same command on several ranks, and ends this process with the exit code of the first one that fails."""
-    import logging
-
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as run_launcher
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
-    for name in ("multiprocessing.api", "agent.server.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    launcher.prepare(number)
     arguments = ["--standalone", f"--nproc_per_node={number}", "--module", "finch.cli", *sys.argv[1:]]
     try:
         run_launcher(get_args_parser().parse_args(arguments))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+        sys.exit(launcher.first_failure(error)[1])
 
 
 def _names(text: str) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finch import run_files
+from finch.cli import launcher
 from finch.cli.early_checks import build_model, config_checks, machine_checks, read_job
 from finch.config.registry import find_config
 from finch.config.unknown_keys import key_hint
@@ -164,16 +165,13 @@ def _launch(
         options.standalone = True
     if "SIGUSR1" not in getattr(options, "signals_to_handle", "SIGUSR1"):
         options.signals_to_handle += ",SIGUSR1"  # else it would end the launcher, and the ranks with it
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local_ranks)))
-    for name in ("multiprocessing.api", "agent.server.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    launcher.prepare(local_ranks)
     with tempfile.TemporaryDirectory(prefix="finch_run_") as folder:
         error_file = Path(os.environ.setdefault(ERROR_FILE, f"{folder}/error"))
         try:
             run_launcher(options)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+            rank, code = launcher.first_failure(error)
             if not error_file.exists() and code != 128 + signal.SIGINT:
                 print(f"finch: error: rank {rank} failed with exit code {code}{_reason(code)}", file=sys.stderr)
             return code
