@@ -22,6 +22,7 @@ from finch.errors import UserError
 RESAMPLES = 10_000
 """Of the bootstrap and of the sign-flip test."""
 CONFIDENCE = 0.95
+CALIBRATION_BINS = 10
 MCNEMAR, SIGN_FLIP = "exact McNemar", "sign-flip permutation"
 
 Array = NDArray[np.float64]
@@ -184,20 +185,29 @@ def brier(confidences: Sequence[float], correct: Sequence[float]) -> float | Non
     return float(np.mean((np.asarray(confidences, dtype=float) - np.asarray(correct, dtype=float)) ** 2))
 
 
-def expected_calibration_error(confidences: Sequence[float], correct: Sequence[float], bins: int = 10) -> float | None:
+def confidence_bins(confidences: Sequence[float], bins: int = CALIBRATION_BINS) -> NDArray[np.int64]:
+    """[answers] the bin of each confidence in [0, 1], from 0: bin m of M, from 1, has those in ((m - 1)/M, m/M], the first one 0 as well."""
+    # 0.7 * 10 is 7.000000000000001, and stated confidences are mostly such round numbers.
+    numbers = np.ceil(np.round(np.asarray(confidences, dtype=float) * bins, 9)).astype(np.int64) - 1
+    return np.clip(numbers, 0, bins - 1)
+
+
+def expected_calibration_error(
+    confidences: Sequence[float], correct: Sequence[float], bins: int = CALIBRATION_BINS
+) -> float | None:
     """Mean distance between confidence and accuracy over bins of equal width, weighted by their answers (Guo et al., 2017,
     arXiv:1706.04599); None without answers.
 
     Args:
-        confidences: in [0, 1]; bin m of M has those in ((m - 1)/M, m/M], the first one 0 as well.
+        confidences: in [0, 1]; their bins: ``confidence_bins``.
         correct: 1 for a correct answer, else 0.
     """
     if not len(confidences):
         return None
     values = np.asarray(confidences, dtype=float)
-    # 0.7 * 10 is 7.000000000000001, and stated confidences are mostly such round numbers.
-    indices = np.clip(np.ceil(np.round(values * bins, 9)).astype(int) - 1, 0, bins - 1)
-    gaps = np.bincount(indices, weights=np.asarray(correct, dtype=float) - values, minlength=bins)
+    gaps = np.bincount(
+        confidence_bins(confidences, bins), weights=np.asarray(correct, dtype=float) - values, minlength=bins
+    )
     return float(np.abs(gaps).sum() / len(values))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from finch.evaluation.results import Sample
 from finch.evaluation.statistics import expected_calibration_error
+from finch.evaluation.tasks.confidence import stated_confidences
 from finch.report.formatting import NONE, estimate, number
 from finch.report.measures import Comparison, Measure, Outcome
 from finch.report.tables import LONG, Names, Table, change_cell, seed_cell
@@ -14,7 +15,9 @@ from finch.report.tables import LONG, Names, Table, change_cell, seed_cell
 def reliability_table(comparison: Comparison, names: Names) -> Table:
     """Each run's scores on the reliability tasks, with the calibration error of stated confidences."""
     measures = list(comparison.reliability)
-    has_confidences = any(confidences(one.samples)[0] for outcomes in comparison.outcomes for one in outcomes.values())
+    has_confidences = any(
+        stated_confidences(one.samples)[0] for outcomes in comparison.outcomes for one in outcomes.values()
+    )
     rows = []
     base_cells: dict[str, tuple[str, str]] = {}
     for position, run in enumerate(comparison.runs):
@@ -25,7 +28,9 @@ def reliability_table(comparison: Comparison, names: Names) -> Table:
         for name, one in present.items():
             base_cells.setdefault(name, (estimate(one.base, 1, scale=100), calibration_cell(one.base_samples)))
         cells = [change_score_cell(present.get(measure.name), measure) for measure in measures]
-        error = next((calibration_cell(one.samples) for one in present.values() if confidences(one.samples)[0]), NONE)
+        error = next(
+            (calibration_cell(one.samples) for one in present.values() if stated_confidences(one.samples)[0]), NONE
+        )
         rows.append([names.run(run), seed_cell(run), *cells, *([error] if has_confidences else [])])
     base_error = next((error for _, error in base_cells.values() if error != NONE), NONE)
     base_row = ["pretrained", "", *(base_cells.get(one.name, (NONE, NONE))[0] for one in measures)]
@@ -52,13 +57,6 @@ def change_score_cell(one: Outcome | None, measure: Measure) -> str:
     return score if one.delta is None else f"{score}, {change_cell(one, measure)}"
 
 
-def confidences(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """Stated confidences in [0, 1] and whether the answers were right, of the responses that state both."""
-    stated = [one for one in samples if one.get("confidence") is not None and one.get("is_parsed")]
-    return [one["confidence"] / 100 for one in stated], [float(one["letter"] == one["answer"]) for one in stated]
-
-
 def calibration_cell(samples: Sequence[Sample]) -> str:
-    stated, correct = confidences(samples)
-    error = expected_calibration_error(stated, correct)
+    error = expected_calibration_error(*stated_confidences(samples))
     return NONE if error is None else number(100 * error, 1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from finch.evaluation.tasks.confidence import stated_confidences
 from finch.report.change_tables import changes_table, tasks_table, tests_table
 from finch.report.figures.curves import Curve, draw_curves, running_mean
 from finch.report.figures.front import draw_front
@@ -28,7 +29,7 @@ from finch.report.paper.numbers import (
 )
 from finch.report.paper_table import paper_table
 from finch.report.provenance import DEFINITIONS, commands, data_lines, definition_lines, probe_line, settings_lines
-from finch.report.reliability_table import confidences, reliability_table
+from finch.report.reliability_table import reliability_table
 from finch.report.runs import Run
 from finch.report.runs_table import runs_table
 from finch.report.settings import Setting, TradeOff
@@ -150,10 +151,10 @@ def reliability_section(report: Report) -> list[Section]:
             if run.method != method or (run not in chosen and any(one.method == method for one in chosen)):
                 continue
             for outcome in comparison.outcomes[number].values():
-                for values, more in zip(pooled, confidences(outcome.samples), strict=True):
+                for values, more in zip(pooled, stated_confidences(outcome.samples), strict=True):
                     values += more
-                if base_answers is None and confidences(outcome.base_samples)[0]:
-                    base_answers = Answers(None, *confidences(outcome.base_samples))
+                if base_answers is None and stated_confidences(outcome.base_samples)[0]:
+                    base_answers = Answers(None, *stated_confidences(outcome.base_samples))
         if pooled[0]:
             answers.append(Answers(method, *pooled))
     if answers:

@@ -79,13 +79,18 @@ def samples(records: Records) -> list[Sample]:
     ]
 
 
+def stated_confidences(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """Of the responses that state a letter and a confidence: confidences in [0, 1], and 1 for a right letter, else 0. Samples of other
+    tasks have none."""
+    stated = [sample for sample in samples if sample.get("confidence") is not None and sample["is_parsed"]]
+    return [one["confidence"] / 100 for one in stated], [float(one["letter"] == one["answer"]) for one in stated]
+
+
 def others(samples: Sequence[Sample]) -> dict[str, float | None]:
     """Accuracy and ECE over parsed responses; in the worst case, an unparsed response has the error 1."""
     from finch.evaluation.statistics import expected_calibration_error
 
-    parsed = [sample for sample in samples if sample["is_parsed"]]
-    correct = [float(sample["letter"] == sample["answer"]) for sample in parsed]
-    confidences = [sample["confidence"] / 100 for sample in parsed]
+    confidences, correct = stated_confidences(samples)
     worst = [{"score": sample["score"] if sample["is_parsed"] else 1.0} for sample in samples]
     return {
         "parse_rate": mean(samples, "is_parsed"),

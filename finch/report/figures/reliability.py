@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from finch.evaluation.statistics import confidence_bins
 from finch.report.figures.style import COLOURS, Drawing, Style, add_legend, label_axes, new_figure, save
 from finch.report.measures import Estimate
-
-NUM_BINS = 10
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,12 @@ def draw_scores(
 
 
 def bin_answers(answers: Answers) -> list[tuple[float, float, int]]:
-    """(mean confidence, accuracy, answers) of each bin of equal width that has any; bin m of M has ((m - 1)/M, m/M]."""
+    """(mean confidence, accuracy, answers) of each bin that has any."""
     confidences, correct = np.asarray(answers.confidences, dtype=float), np.asarray(answers.correct, dtype=float)
-    # 0.7 * 10 is 7.000000000000001
-    bins = np.clip(np.ceil(np.round(confidences * NUM_BINS, 9)).astype(int) - 1, 0, NUM_BINS - 1)
+    bins = confidence_bins(answers.confidences)
     return [
         (float(confidences[bins == one].mean()), float(correct[bins == one].mean()), int((bins == one).sum()))
-        for one in range(NUM_BINS)
-        if (bins == one).any()
+        for one in np.unique(bins)
     ]
 
 
