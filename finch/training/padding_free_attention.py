@@ -66,6 +66,7 @@ def _pad_inside(layer: nn.Module) -> None:
     places: list[torch.Tensor] = []  # of the forward pass that is running
 
     def pad(_: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> Any:
+        places.clear()  # a forward pass that failed has left its own
         layout = options.get("mask")
         if not isinstance(layout, PaddingFree):
             return inputs, options
