@@ -2,9 +2,13 @@
 
     python -m benchmarks.speed --data DATA [--model stories260k|smollm2] [--quick] [--json FILE]
 
-Each contender trains in a process of its own. They alternate in blocks of a few steps, so that whatever else the machine does meets all of
-them; a ratio is the sum of a contender's times over the sum of finch's, with a bootstrap interval over blocks. The rows and their targets
-are the same; a contender shuffles them in its own order.
+Each contender trains in a process of its own, those on 2 ranks in two. They alternate in blocks of a few steps, so that whatever else the
+machine does meets all of them; a step has the same rows with all but TRL, whose steps have rows of like length. A ratio is a contender's
+time for a target token over that of finch on the same number of ranks, with a 95% bootstrap interval over blocks.
+
+matmul_share is the rate of the needed FLOPs over the rate of matrix products at the model's shapes, measured in the same run. Needed are
+those without padding, with logits at targets alone and nothing recomputed, a prefix that the rows share counted once: what finch's own
+step computes, counted by torch's FlopCounterMode.
 """
 
 from __future__ import annotations
@@ -15,25 +19,51 @@ import json
 import platform
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.speed.blocks import FLOPS
 from benchmarks.speed.contenders import BATCH, CONTENDERS, samples_of
 from benchmarks.speed.matmul import matmul_rate
-from benchmarks.speed.paired import Contender, ratio_interval
+from benchmarks.speed.paired import Contender, num_cores, ratio_interval, start_all
+from benchmarks.speed.settings import Lengths, like_lengths_together, settings_of
 
-OURS = "finch"
-# Steps of a block, and blocks of each contender: quick, and otherwise.
-BLOCKS = {"stories260k": ((5, 8), (10, 20)), "smollm2": ((1, 3), (1, 8))}
-COPIES = {"stories260k": 20, "smollm2": 4}
+# The first of each is what the others are compared with. Each list alternates alone, so that all of it fits into memory.
+GROUPS = (
+    ("finch", "finch_constant", "finch_padded", "torchtune_single_device"),
+    ("finch", "transformers_trainer", "trl_sft", "authors_loop"),
+    ("finch_2_ranks", "torchtune_distributed"),
+)
+RANKS = {"finch_2_ranks": 2, "torchtune_distributed": 2}
+
+
+class Plan(NamedTuple):
+    """How much is measured.
+
+    Attributes:
+        steps: of a block.
+        blocks: of each contender.
+        counted_steps: the first steps after the warm-up, whose FLOPs are counted.
+        seconds: after which no further round of blocks begins, in each group of contenders; at least two are run.
+    """
+
+    steps: int
+    blocks: int
+    counted_steps: int
+    seconds: tuple[float, float, float]
+
+
+QUICK = {"stories260k": Plan(5, 24, 5, (160, 160, 80)), "smollm2": Plan(1, 4, 1, (180, 180, 90))}
+FULL = {"stories260k": Plan(10, 40, 5, (900, 900, 600)), "smollm2": Plan(1, 12, 2, (1200, 1200, 600))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with tofu/ and stories260k/")
-    parser.add_argument("--model", choices=sorted(BLOCKS), default="stories260k")
+    parser.add_argument("--model", choices=sorted(QUICK), default="stories260k")
     parser.add_argument(
         "--model-dir", type=Path, help="SmolLM2-135M-Instruct's Hugging Face folder, for --model smollm2"
     )
@@ -43,118 +73,138 @@ def main() -> None:
     args = parser.parse_args()
     if args.model == "smollm2" and args.model_dir is None:
         parser.error("--model smollm2 needs --model-dir")
-    names = [OURS, *(name for name in args.contenders if name != OURS)]
+    names = list(args.contenders)
     if "trl_sft" in names and importlib.util.find_spec("trl") is None:
         print("trl_sft is left out: trl is not installed", file=sys.stderr)
         names.remove("trl_sft")
-    steps, blocks = BLOCKS[args.model][0 if args.quick else 1]
+    plan = (QUICK if args.quick else FULL)[args.model]
+    torch.set_num_threads(num_cores())
     with tempfile.TemporaryDirectory() as folder:
-        settings = _settings(args.model, args.data, args.model_dir, Path(folder))
+        settings = settings_of(args.model, args.data, args.model_dir, Path(folder))
         samples = samples_of(settings)
-        targets = BATCH * sum(sum(label != -100 for label in row["labels"]) for row in samples) / len(samples)
-        tokens = BATCH * sum(len(row["tokens"]) for row in samples) / len(samples)
-        contenders = [
-            Contender(name, {**settings, "out": f"{folder}/{name}"}, Path(folder) / f"{name}.log") for name in names
-        ]
-        flops = {one.name: one.run(1, count_flops=True)["flops"] for one in contenders}
-        times: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        rates = []
-        for number in range(blocks):
-            # The order turns, so that none always follows the same other one.
-            for one in contenders[number % len(names) :] + contenders[: number % len(names)]:
-                times[one.name].append(one.run(steps))
-            rates.append(matmul_rate(round(tokens), settings["shapes"], 1.0))
-        for one in contenders:
-            one.close()
-    rows = [_row(name, times, flops, targets * steps, sum(rates) / len(rates)) for name in names]
-    _print(rows, args.model, steps, blocks, tokens, targets, sum(rates) / len(rates))
+        lengths = {name: Lengths.of(samples, BATCH) for name in CONTENDERS}
+        lengths["trl_sft"] = Lengths.of(like_lengths_together(samples, BATCH), BATCH)
+        rows = []
+        for group, seconds in zip(GROUPS, plan.seconds, strict=True):
+            chosen = [group[0], *(name for name in group[1:] if name in names)]
+            if len(chosen) > 1 or names == chosen:
+                rows += _measure(chosen, plan, seconds, settings, lengths, Path(folder))
+    rows = [
+        row for number, row in enumerate(rows) if row["contender"] not in [each["contender"] for each in rows[:number]]
+    ]
+    _print(rows, args.model, plan, lengths["finch"])
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
-def _settings(model: str, data: Path, model_dir: Path | None, folder: Path) -> dict[str, Any]:
-    """What all contenders are given."""
-    is_plain = model == "stories260k"
-    base = (data / "stories260k" if is_plain else Path(str(model_dir))).resolve()
-    lines = (data / "tofu" / "full.jsonl").read_text(encoding="utf-8").splitlines()[:400]
-    rows = [json.loads(line) for line in lines] * COPIES[model]
-    if not is_plain:
-        turns = [
-            [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-            for row in rows
-        ]
-        rows = [{"messages": each} for each in turns]
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    sizes = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    width, middle = sizes["hidden_size"], sizes["intermediate_size"]
-    kv = sizes["num_key_value_heads"] * width // sizes["num_attention_heads"]
-    tokenizer: dict[str, Any] = {"_component_": "finch.models.auto_tokenizer", "path": str(base)}
-    if is_plain:
-        tokenizer = {
-            "_component_": "torchtune.models.llama2.llama2_tokenizer",
-            "path": str(base / "tokenizer.model"),
-            "max_seq_len": 512,
-            "prompt_template": None,
-        }
-    return {
-        "folder": str(base),
-        "rows": str(file),
-        "out": str(folder),
-        "is_plain": is_plain,
-        "model": {"_component_": "finch.models.auto", "path": str(base)},
-        "model_type": "LLAMA2" if is_plain else "LLAMA3_2",
-        "tokenizer": tokenizer,
-        "shapes": [
-            (width, width),
-            (width, kv),
-            (width, kv),
-            (width, width),
-            (width, middle),
-            (width, middle),
-            (middle, width),
-        ],
+def _measure(
+    names: list[str], plan: Plan, seconds: float, settings: dict[str, Any], lengths: dict[str, Lengths], folder: Path
+) -> list[dict[str, Any]]:
+    """The rows of contenders that alternate; the first one is ours."""
+    contenders = [
+        Contender(name, {**settings, "out": f"{folder}/{name}"}, folder / f"{name}.log", ranks=RANKS.get(name, 1))
+        for name in names
+    ]
+    start = time.monotonic()
+    start_all(contenders)
+    flops = {one.name: one.run(plan.counted_steps, measure=FLOPS)["flops"] / plan.counted_steps for one in contenders}
+    tokens_of_a_step = round(sum(lengths[names[0]].tokens) / len(lengths[names[0]].tokens))
+    times: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    rates = []
+    for number in range(plan.blocks):
+        round_start = time.monotonic()
+        # The order turns, so that none always follows the same other one.
+        for one in contenders[number % len(names) :] + contenders[: number % len(names)]:
+            times[one.name].append(one.run(plan.steps))
+        rates.append(matmul_rate(tokens_of_a_step, settings["shapes"], 0.5))
+        if number and 2 * time.monotonic() - round_start > start + seconds:
+            break
+    for one in contenders:
+        one.close()
+    first = 1 + plan.counted_steps  # the first step of all is the warm-up
+    starts = [first + plan.steps * number for number in range(len(rates))]
+    targets = {
+        name: [sum(each.targets[start : start + plan.steps]) for start in starts] for name, each in lengths.items()
     }
+    ours = lengths[names[0]].tokens
+    needed_per_token = flops[names[0]] * plan.counted_steps / sum(ours[1:first])
+    tokens = sum(sum(ours[start : start + plan.steps]) for start in starts)
+    needed_per_target = needed_per_token * tokens / sum(targets[names[0]])
+    return [
+        _row(name, names[0], times, targets, plan.steps, flops[name], needed_per_target, sum(rates) / len(rates))
+        for name in names
+    ]
 
 
 def _row(
-    name: str, times: dict[str, list[dict[str, Any]]], flops: dict[str, int], block_targets: float, matmul: float
+    name: str,
+    ours: str,
+    times: dict[str, list[dict[str, Any]]],
+    targets: dict[str, list[int]],
+    steps: int,
+    flops: float,
+    needed_flops: float,
+    matmul: float,
 ) -> dict[str, Any]:
+    """A row of the result.
+
+    Args:
+        times: of each block, by contender.
+        targets: target tokens of each block, by contender.
+        steps: of a block.
+        flops: that the contender computes in a step.
+        needed_flops: for a target token.
+        matmul: rate of matrix products, FLOP/s.
+    """
+
     def seconds(one: str, clock: str) -> list[float]:
         return [block[clock] for block in times[one]]
 
-    ratio, low, high = ratio_interval(seconds(OURS, "wall_s"), seconds(name, "wall_s"))
-    cpu_ratio, cpu_low, cpu_high = ratio_interval(seconds(OURS, "cpu_s"), seconds(name, "cpu_s"))
-    wall = sum(seconds(name, "wall_s")) / len(times[name])
+    work = targets[ours], targets[name]
+    ratio, low, high = ratio_interval(seconds(ours, "wall_s"), seconds(name, "wall_s"), work)
+    cpu_ratio, cpu_low, cpu_high = ratio_interval(seconds(ours, "cpu_s"), seconds(name, "cpu_s"), work)
+    wall = sum(seconds(name, "wall_s"))
+    rate = sum(targets[name]) / wall
     return {
         "contender": name,
-        "target_tokens_per_s": block_targets / wall,
+        "against": ours,
+        "target_tokens_per_s": rate,
         "ratio": ratio,
         "ratio_low": low,
         "ratio_high": high,
         "cpu_ratio": cpu_ratio,
         "cpu_ratio_low": cpu_low,
         "cpu_ratio_high": cpu_high,
-        "flops_per_step": flops[name],
+        "matmul_share": needed_flops * rate / matmul,
+        "flops_per_step": flops,
+        "needed_flops_per_target_token": needed_flops,
         "peak_memory_bytes": max(block["peak_memory_bytes"] for block in times[name]),
         "matmul_flops_per_s": matmul,
+        "step_s": wall / len(times[name]) / steps,
+        "blocks": len(times[name]),
     }
 
 
-def _print(
-    rows: list[dict[str, Any]], model: str, steps: int, blocks: int, tokens: float, targets: float, matmul: float
-) -> None:
+def _print(rows: list[dict[str, Any]], model: str, plan: Plan, lengths: Lengths) -> None:
+    tokens, targets = (sum(each) / len(each) for each in lengths)
     print(
-        f"{model}, {BATCH} rows a step, {tokens:,.0f} tokens, {targets:,.0f} of them targets; {blocks} blocks of {steps} steps; torch "
-        f"{torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}; matrix products {matmul / 1e9:,.1f} GFLOP/s"
+        f"{model}, {BATCH} rows a step, {tokens:,.0f} tokens, {targets:,.0f} of them targets; blocks of {plan.steps} steps; "
+        f"torch {torch.__version__}, {num_cores()} cores, {platform.machine()}"
     )
-    print(f"{'':24}{'targets/s':>10}{'finch is faster':>26}{'by CPU time':>26}{'TFLOP/step':>12}{'peak MB':>9}")
+    print(
+        f"{'':24}{'targets/s':>10}{'finch is faster':>22}{'by CPU time':>22}{'TFLOP/step':>12}{'of matmul':>10}{'peak MB':>9}{'blocks':>8}"
+    )
+    ours = None
     for row in rows:
+        rate = row["matmul_flops_per_s"]
+        if (row["against"], rate) != ours:
+            ours = row["against"], rate
+            print(f"against {row['against']}; matrix products {rate / 1e9:,.1f} GFLOP/s")
         wall = f"{row['ratio']:.2f} x [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
         cpu = f"{row['cpu_ratio']:.2f} x [{row['cpu_ratio_low']:.2f}, {row['cpu_ratio_high']:.2f}]"
         print(
-            f"{row['contender']:24}{row['target_tokens_per_s']:>10,.0f}{wall:>26}{cpu:>26}{row['flops_per_step'] / 1e12:>12.4f}"
-            f"{row['peak_memory_bytes'] / 1e6:>9,.0f}"
+            f"{row['contender']:24}{row['target_tokens_per_s']:>10,.0f}{wall:>22}{cpu:>22}{row['flops_per_step'] / 1e12:>12.4f}"
+            f"{row['matmul_share']:>10.0%}{row['peak_memory_bytes'] / 1e6:>9,.0f}{row['blocks']:>8}"
         )
 
 

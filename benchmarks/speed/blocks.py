@@ -1,7 +1,8 @@
 """A training program that waits between blocks of optimizer steps, so that several can alternate on one machine.
 
-The program runs unchanged in a process of its own. torch calls a hook after every optimizer step; the hook counts, and at the end of a
-block it reports what the block took and waits for the next one.
+The program runs unchanged in a process of its own, or in one process for each rank. torch calls a hook after every optimizer step; the
+hook counts, and at the end of a block it reports what the block took and waits for the next one. With many ranks rank 0 reads and
+reports; the others wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -15,54 +16,99 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.speed.operators import seconds_by_group
+
 PIPE_IN, PIPE_OUT = "FINCH_BENCHMARK_IN", "FINCH_BENCHMARK_OUT"
-"""Environment variables: file descriptors that a program reads the number of steps from, and writes a line of JSON to."""
+"""Environment variables of rank 0: file descriptors that a program reads blocks from, and writes a line of JSON for each to."""
+FLOPS, OPERATORS = "flops", "operators"
+"""What else a block can measure; both slow it down."""
 
 
 class Blocks:
-    """Counts optimizer steps; the first block ends with the warm-up."""
+    """Counts optimizer steps; the first block begins after the warm-up.
 
-    def __init__(self, commands: TextIO, reports: TextIO) -> None:
+    Args:
+        commands: each line is a block, ``{"steps": int, "measure": FLOPS, OPERATORS or null}``; None on ranks above 0.
+        reports: a line is written when the program is ready, and one after each block; None on ranks above 0.
+    """
+
+    def __init__(self, commands: TextIO | None, reports: TextIO | None) -> None:
         self._commands, self._reports = commands, reports
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._left = 0
         self._counter: FlopCounterMode | None = None
+        self._profile: profile | None = None
+        self._write({})
         self._start()
 
     def after_step(self, *_: Any) -> None:
         self._left -= 1
-        if self._left == 0:
-            wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-            flops = None
-            if self._counter is not None:
-                self._counter.__exit__(None, None, None)
-                flops = self._counter.get_total_flops()
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            report = {"wall_s": wall, "cpu_s": cpu, "flops": flops, "peak_memory_bytes": peak}
+        if self._left:
+            return
+        if self._ranks > 1:
+            dist.barrier()
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        flops, groups = None, None
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            flops = self._counter.get_total_flops()
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            groups = seconds_by_group(self._profile.events() or [])
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        report = {"wall_s": wall, "cpu_s": cpu, "flops": flops, "groups_s": groups, "peak_memory_bytes": peak}
+        self._write(self._merge(report))
+        self._start()
+
+    def _merge(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Sums CPU time and FLOPs over ranks; memory is the largest rank's, and the rest is rank 0's."""
+        if self._ranks == 1:
+            return report
+        all_reports: list[Any] = [None] * self._ranks
+        dist.all_gather_object(all_reports, report)
+        flops = None if report["flops"] is None else sum(each["flops"] for each in all_reports)
+        peak = max(each["peak_memory_bytes"] for each in all_reports)
+        return {
+            **report,
+            "cpu_s": sum(each["cpu_s"] for each in all_reports),
+            "flops": flops,
+            "peak_memory_bytes": peak,
+        }
+
+    def _write(self, report: dict[str, Any]) -> None:
+        if self._reports is not None:
             self._reports.write(json.dumps(report) + "\n")
             self._reports.flush()
-            self._start()
 
     def _start(self) -> None:
         """Waits for the next block."""
-        line = self._commands.readline()
-        if not line:
+        line = [self._commands.readline() if self._commands is not None else ""]
+        if self._ranks > 1:
+            dist.broadcast_object_list(line)
+        if not line[0]:
             os._exit(0)  # the benchmark has ended, the program has not
-        command = json.loads(line)
+        command = json.loads(line[0])
         self._left = command["steps"]
-        self._counter = None
-        if command["count_flops"]:
+        self._counter = self._profile = None
+        if command["measure"] == FLOPS:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
+        if command["measure"] == OPERATORS:
+            self._profile = profile(activities=[ProfilerActivity.CPU])
+            self._profile.__enter__()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
 
 def run_in_blocks(program: Callable[[], Any]) -> None:
-    """Runs a program whose optimizer steps are the benchmark's; called in the contender's process."""
-    commands = os.fdopen(int(os.environ[PIPE_IN]), "r")
-    reports = os.fdopen(int(os.environ[PIPE_OUT]), "w")
+    """Runs a program whose optimizer steps are the benchmark's; called in the contender's process, on each of its ranks."""
+    is_first_rank = PIPE_IN in os.environ
+    commands = os.fdopen(int(os.environ[PIPE_IN]), "r") if is_first_rank else None
+    reports = os.fdopen(int(os.environ[PIPE_OUT]), "w") if is_first_rank else None
     blocks: list[Blocks] = []
 
     def after_step(*_: Any) -> None:

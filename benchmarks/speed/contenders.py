@@ -1,14 +1,17 @@
 """The contenders: ways to take the same optimizer steps, 16 rows each, AdamW, gradients clipped to 1.
 
-Each is a function that trains until its process is ended, called as ``python -m benchmarks.speed.contenders NAME SETTINGS``.
+Each is a function that trains until its process is ended, called as ``python -m benchmarks.speed.contenders NAME SETTINGS``, once a rank.
+All take the rows in the order of the file, so that a step has the same rows with each; only TRL's steps have rows of like length.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import logging
 import math
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -19,13 +22,19 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.speed.blocks import run_in_blocks
+from benchmarks.speed.settings import like_lengths_together
 
 BATCH, LR, EPOCHS = 16, 1e-5, 1000
 IGNORED = -100
 
 
 def config(settings: dict[str, Any]) -> dict[str, Any]:
-    """A config that finch's recipe and torchtune's take."""
+    """A config that finch's recipe and torchtune's take.
+
+    Args:
+        settings: ``folder``, ``model``, ``tokenizer``, ``model_type``, ``rows``, ``is_plain`` (question-answer rows, not chats) and ``out``;
+            ``batch_size``, the rows of a rank, by default all 16; ``changes`` of the config.
+    """
     folder = settings["folder"]
     return {
         "output_dir": settings["out"],
@@ -54,8 +63,8 @@ def config(settings: dict[str, Any]) -> dict[str, Any]:
             ),
         },
         "seed": 0,
-        "shuffle": True,
-        "batch_size": BATCH,
+        "shuffle": False,
+        "batch_size": settings.get("batch_size", BATCH),
         "gradient_accumulation_steps": 1,
         "epochs": EPOCHS,
         "max_steps_per_epoch": None,
@@ -74,13 +83,14 @@ def config(settings: dict[str, Any]) -> dict[str, Any]:
         },
         "log_every_n_steps": 1,
         "log_peak_memory_stats": False,
+        **settings.get("changes", {}),
     }
 
 
 def _run_recipe(name: str, settings: dict[str, Any], changes: dict[str, Any]) -> None:
     from omegaconf import OmegaConf
 
-    file = Path(settings["out"]) / "config.yaml"
+    file = Path(settings["out"] + ".configs") / f"{os.environ.get('RANK', 0)}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create({**config(settings), **changes}), file)
     sys.argv = [name, "--config", str(file)]
@@ -97,6 +107,11 @@ def _stock(name: str) -> str:
 
 
 def finch(settings: dict[str, Any]) -> None:
+    """finch's recipe. ``logits_bytes``: see :data:`finch.training.chunked_loss.LOGITS_BYTES`."""
+    if "logits_bytes" in settings:
+        from finch.training import chunked_loss
+
+        chunked_loss.LOGITS_BYTES = settings["logits_bytes"]
     schedule = {"_component_": "finch.FinchLR", "eta_max": 5e-5, "ema": 0.9, "init": 3.0}
     _run_recipe("finch_full_finetune", settings, {"lr_scheduler": schedule})
 
@@ -111,9 +126,25 @@ def finch_padded(settings: dict[str, Any]) -> None:
     _run_recipe("finch_full_finetune", settings, {"padding_free": False})
 
 
+def finch_2_ranks(settings: dict[str, Any]) -> None:
+    """finch's recipe on 2 processes, 8 rows each: what torchtune's distributed recipe is compared with."""
+    finch({**settings, "batch_size": BATCH // 2})
+
+
 def torchtune_single_device(settings: dict[str, Any]) -> None:
     """torchtune's stock recipe."""
     _run_recipe("full_finetune_single_device", settings, {"optimizer_in_bwd": False})
+
+
+def torchtune_distributed(settings: dict[str, Any]) -> None:
+    """torchtune's stock recipe on 2 processes, 8 rows each, without the two calls that stop it on a CPU: reading memory statistics, and
+    emptying the device's cache before training (``torch.cpu`` has none)."""
+    from torchtune import training
+
+    training.get_memory_stats = lambda device: {}
+    training.log_memory_stats = lambda stats: None
+    training.cleanup_before_training = gc.collect
+    _run_recipe("full_finetune_distributed", {**settings, "batch_size": BATCH // 2}, {"optimizer_in_bwd": False})
 
 
 def samples_of(settings: dict[str, Any]) -> list[dict[str, list[int]]]:
@@ -137,37 +168,47 @@ def _pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     }
 
 
+def _trainer_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "output_dir": settings["out"], "per_device_train_batch_size": BATCH, "num_train_epochs": EPOCHS, "learning_rate": LR,
+        "lr_scheduler_type": "constant", "max_grad_norm": 1.0, "weight_decay": 0.0, "optim": "adamw_torch_fused", "use_cpu": True,
+        "train_sampling_strategy": "sequential", "gradient_checkpointing": False, "report_to": [], "save_strategy": "no",
+        "logging_steps": 1, "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+
+
 def transformers_trainer(settings: dict[str, Any]) -> None:
-    """transformers' Trainer, rows of like length together (``group_by_length``) where its version has that."""
+    """transformers' Trainer on padded batches."""
     import transformers
 
     rows = samples_of(settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
-    arguments = transformers.TrainingArguments(
-        output_dir=settings["out"], per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, learning_rate=LR,
-        lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, optim="adamw_torch_fused", use_cpu=True,
-        report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, remove_unused_columns=False, seed=0,
-    )  # fmt: skip
+    arguments = transformers.TrainingArguments(**_trainer_arguments(settings), remove_unused_columns=False)
     transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=_pad).train()
 
 
 def trl_sft(settings: dict[str, Any]) -> None:
-    """TRL's SFTTrainer on padded batches: its padding-free batches need flash attention, which no CPU has."""
+    """TRL's SFTTrainer at its fastest setting on a CPU: padded batches of rows of like length.
+
+    Its padding-free batches run as well (``padding_free``), but without flash attention a mask over all tokens of the batch takes their
+    place.
+    """
     import transformers
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     rows = [
         {"input_ids": row["tokens"], "completion_mask": [int(label != IGNORED) for label in row["labels"]]}
-        for row in samples_of(settings)
+        for row in like_lengths_together(samples_of(settings), BATCH)
     ]
     model = transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
     arguments = SFTConfig(
-        output_dir=settings["out"], per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, learning_rate=LR,
-        lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, optim="adamw_torch_fused", use_cpu=True, bf16=False,
-        gradient_checkpointing=False, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, max_length=None, seed=0,
+        **_trainer_arguments(settings),
+        bf16=False,
+        max_length=None,
         completion_only_loss=True,
-    )  # fmt: skip
+        padding_free=settings.get("padding_free", False),
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings["folder"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     SFTTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer).train()
@@ -181,10 +222,10 @@ def authors_loop(settings: dict[str, Any]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
-    average, generator = 3.0, torch.Generator().manual_seed(0)
+    average = 3.0
     for _ in range(EPOCHS):
-        for chosen in torch.randperm(len(rows), generator=generator).split(BATCH):
-            batch = _pad([rows[index] for index in chosen])
+        for start in range(0, len(rows), BATCH):
+            batch = _pad(rows[start : start + BATCH])
             labels = batch.pop("labels")
             logits = model(**batch).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
@@ -197,13 +238,18 @@ def authors_loop(settings: dict[str, Any]) -> None:
 
 
 CONTENDERS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "finch": finch,
-    "finch_constant": finch_constant,
-    "finch_padded": finch_padded,
-    "torchtune_single_device": torchtune_single_device,
-    "transformers_trainer": transformers_trainer,
-    "trl_sft": trl_sft,
-    "authors_loop": authors_loop,
+    one.__name__: one
+    for one in (
+        finch,
+        finch_constant,
+        finch_padded,
+        torchtune_single_device,
+        transformers_trainer,
+        trl_sft,
+        authors_loop,
+        finch_2_ranks,
+        torchtune_distributed,
+    )
 }
 
 

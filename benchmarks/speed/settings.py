@@ -1,0 +1,110 @@
+"""What contenders are given: a model's folder, rows, and how its tokenizer and weights are read."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROWS, COPIES = {"stories260k": 4000, "smollm2": 1600}, {"stories260k": 2, "smollm2": 1}
+WINDOW = 800  # rows, of which those of like length are put together: transformers' 50 batches
+
+
+def settings_of(model: str, data: Path, model_dir: Path | None, folder: Path) -> dict[str, Any]:
+    """Settings of TOFU's rows in a seeded random order.
+
+    Args:
+        model: stories260k or smollm2.
+        data: folder with tofu/ and stories260k/.
+        model_dir: SmolLM2's Hugging Face folder.
+        folder: for the rows.
+    """
+    is_plain = model == "stories260k"
+    lines = (data / "tofu" / "full.jsonl").read_text(encoding="utf-8").splitlines()[: ROWS[model]] * COPIES[model]
+    random.Random(0).shuffle(lines)
+    rows = [json.loads(line) for line in lines]
+    base = data / "stories260k" if is_plain else Path(str(model_dir))
+    return llama_settings(base, rows, folder, tokenizer_folder=base if is_plain else None)
+
+
+def llama_settings(
+    base: Path, rows: list[dict[str, str]], folder: Path, *, tokenizer_folder: Path | None = None
+) -> dict[str, Any]:
+    """Settings of any Llama and any rows.
+
+    Args:
+        base: the model's Hugging Face folder.
+        rows: each with ``question`` and ``answer``.
+        folder: the rows are written to.
+        tokenizer_folder: of a SentencePiece tokenizer, for rows without a chat template; None: the model's own, with its template.
+    """
+    is_plain = tokenizer_folder is not None
+    written: list[dict[str, Any]] = list(rows)
+    if not is_plain:
+        written = [
+            {
+                "messages": [
+                    {"role": "user", "content": row["question"]},
+                    {"role": "assistant", "content": row["answer"]},
+                ]
+            }
+            for row in rows
+        ]
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
+    tokenizer: dict[str, Any] = {"_component_": "finch.models.auto_tokenizer", "path": str(base.resolve())}
+    if tokenizer_folder is not None:
+        tokenizer = {
+            "_component_": "torchtune.models.llama2.llama2_tokenizer",
+            "path": str(tokenizer_folder.resolve() / "tokenizer.model"),
+            "max_seq_len": None,
+            "prompt_template": None,
+        }
+    return {
+        "folder": str(base.resolve()),
+        "rows": str(file),
+        "out": str(folder),
+        "is_plain": is_plain,
+        "model": {"_component_": "finch.models.auto", "path": str(base.resolve())},
+        "model_type": "LLAMA2" if is_plain else "LLAMA3_2",
+        "tokenizer": tokenizer,
+        "shapes": linear_shapes(json.loads((base / "config.json").read_text(encoding="utf-8"))),
+    }
+
+
+def linear_shapes(sizes: dict[str, Any]) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the linear layers of a Llama layer, from its config.json."""
+    width, middle = sizes["hidden_size"], sizes["intermediate_size"]
+    kv = sizes["num_key_value_heads"] * width // sizes["num_attention_heads"]
+    return [(width, width), (width, kv), (width, kv), (width, width), (width, middle), (width, middle), (middle, width)]
+
+
+class Lengths(NamedTuple):
+    """Tokens and target tokens of each optimizer step of an epoch."""
+
+    tokens: list[int]
+    targets: list[int]
+
+    @classmethod
+    def of(cls, samples: list[dict[str, list[int]]], rows_a_step: int) -> Lengths:
+        """
+        Args:
+            samples: each with ``tokens`` and ``labels`` (not shifted; -100 where ignored), in the order of the epoch.
+        """
+        steps = [samples[start : start + rows_a_step] for start in range(0, len(samples), rows_a_step)]
+        return cls(
+            [sum(len(row["tokens"]) for row in step) for step in steps],
+            [sum(label != -100 for row in step for label in row["labels"][1:]) for step in steps],
+        )
+
+
+def like_lengths_together(samples: list[dict[str, list[int]]], rows_a_step: int) -> list[dict[str, list[int]]]:
+    """The samples in an order in which a step's have like lengths, as transformers' ``group_by_length`` makes it: sorted within windows of
+    800 rows. The steps are in a seeded random order, so that any few of them have all lengths."""
+    steps = []
+    for start in range(0, len(samples), WINDOW):
+        window = sorted(samples[start : start + WINDOW], key=lambda row: len(row["tokens"]))
+        steps += [window[first : first + rows_a_step] for first in range(0, len(window), rows_a_step)]
+    random.Random(0).shuffle(steps)
+    return [row for step in steps for row in step]
