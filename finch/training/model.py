@@ -24,6 +24,7 @@ from finch.dtensor import load_full_tensor
 from finch.errors import UserError
 from finch.log import logger
 from finch.models.overrides import replace_known_bad_builder
+from finch.models.rotary import use_complex_product
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import check_text_decoder
 from finch.training.padding_free_attention import accept_padding_free
@@ -107,6 +108,8 @@ def parallelize(
             apply_plan(each, plan, parallel.tensor_mesh)  # before layers are wrapped: a plan matches module names
         if cfg.compile:
             training.compile_model(each, verbose=parallel.is_rank_zero)
+        else:  # inductor fuses the real products and has no complex ones
+            use_complex_product(each)
     if cfg.compile:
         backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
         model.cross_entropy = torch.compile(model.cross_entropy, backend=backend)

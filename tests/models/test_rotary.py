@@ -1,0 +1,47 @@
+"""finch.models.rotary against torchtune's modules, values and gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torchtune.models.llama2 import llama2
+from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
+from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
+from torchtune.modules import RotaryPositionalEmbeddings
+
+from finch.models.rotary import rotate_pairs, use_complex_product
+
+BATCH, SEQ, HEADS, DIM = 2, 5, 3, 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("has_positions", [False, True])
+@pytest.mark.parametrize("kind", [RotaryPositionalEmbeddings, Llama3ScaledRoPE])
+def test_rotate_pairs_equals_torchtune(kind: type, has_positions: bool, dtype: torch.dtype) -> None:
+    rotary = kind(DIM, max_seq_len=64, base=500)
+    positions = torch.randint(0, 64, (BATCH, SEQ)) if has_positions else None
+    x = torch.randn(BATCH, SEQ, HEADS, DIM, dtype=dtype, requires_grad=True)
+    grad = torch.randn(BATCH, SEQ, HEADS, DIM, dtype=dtype)
+    expected, actual = rotary(x, input_pos=positions), rotate_pairs(rotary, x, input_pos=positions)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    gradients = [torch.autograd.grad(output, x, grad)[0] for output in (actual, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_use_complex_product_keeps_logits() -> None:
+    decoder = llama2(
+        vocab_size=32, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=16, intermediate_dim=48
+    )
+    fast = copy.deepcopy(decoder)
+    use_complex_product(fast)
+    tokens = torch.randint(0, 32, (BATCH, SEQ))
+    assert fast.layers[0].attn.pos_embeddings.forward.func is rotate_pairs
+    torch.testing.assert_close(fast(tokens), decoder(tokens), rtol=0, atol=1e-6)
+
+
+def test_use_complex_product_leaves_rotated_halves() -> None:
+    holder = torch.nn.ModuleList([Qwen2RotaryPositionalEmbeddings(DIM)])
+    use_complex_product(holder)  # type: ignore[arg-type]
+    assert "forward" not in vars(holder[0])
