@@ -20,6 +20,14 @@ def to_local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+def local_block(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The part of the global tensor, a slice for each dimension, that this rank's shard holds; of a plain tensor all of it."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    [block] = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks a tensor for
+    return tuple(slice(start, start + size) for start, size in zip(block.offsets, block.sizes, strict=True))
+
+
 def load_full_tensor(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Copies a complete tensor into a parameter, in place.
 

@@ -20,7 +20,6 @@ from finch.distributed import fsdp, watchdog
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
 from finch.distributed.tensor_parallel import Plan, apply_plan, build_plan
-from finch.dtensor import load_full_tensor
 from finch.errors import UserError
 from finch.log import logger
 from finch.models.overrides import replace_known_bad_builder
@@ -143,14 +142,10 @@ def allocate(model: TokenLoss, cfg: DictConfig, parallel: Parallel, precision: P
 
 
 def load_pretrained(model: TokenLoss, base: PretrainedFolder) -> None:
-    """Loads the pretrained weights, one tensor at a time; every rank reads them and keeps its shard, and that of the reference."""
+    """Loads the pretrained weights; every rank reads its own shards, and those of the reference."""
     start = time.perf_counter()
     decoders = [model.decoder] if model.reference is None else [model.decoder, model.reference]
-    parameters = [decoder.state_dict(keep_vars=True) for decoder in decoders]
-    for name, tensor in base.weights():
-        for each in parameters:
-            if name in each:
-                load_full_tensor(each[name], tensor)
+    base.load_into([decoder.state_dict(keep_vars=True) for decoder in decoders])
     watchdog.heartbeat()
     size = sum(parameter.numel() for parameter in model.decoder.parameters())
     logger.info(f"pretrained model of {size:,} parameters loaded in {time.perf_counter() - start:.1f} s")

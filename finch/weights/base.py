@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from finch.dtensor import full_tensor
+from finch.dtensor import full_tensor, local_block, to_local
 from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder
 from finch.models.lora import adapter_parameters
-from finch.weights.conversion import HEAD, StateDict
-from finch.weights.files import read_shapes, read_tensors
+from finch.weights.conversion import HEAD, StateDict, rows_of
+from finch.weights.files import read_shapes, read_tensors, stored_tensors
 
 
 class PretrainedFolder(ABC):
@@ -53,6 +53,10 @@ class PretrainedFolder(ABC):
     @abstractmethod
     def _write_into(self, target: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Writes torchtune's weights, unsharded and on the CPU, into an empty folder."""
+
+    def _rows_to_torchtune(self, name: str, num_rows: int) -> dict[str, torch.Tensor]:
+        """See :meth:`finch.weights.conversion.Conversion.rows_to_torchtune`."""
+        return rows_of(self._to_torchtune, name, num_rows)
 
     def check_shapes(self, model: nn.Module) -> None:
         """Compares names and shapes of the stored weights with the model's, from file headers alone.
@@ -91,6 +95,22 @@ class PretrainedFolder(ABC):
         for file in self.files:
             for name, tensor in read_tensors(file):
                 yield from self._to_torchtune({name: tensor}).items()
+
+    def load_into(self, parameters: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Copies the stored weights into parameters, in place and without communication.
+
+        Each rank reads the rows and columns of its own shards. Where a conversion permutes rows within a head it reads the
+        range that its rows lie in, at most to the ends of the heads.
+
+        Args:
+            parameters: of one or more decoders, by torchtune's names; sharded or not, of any dtype and device.
+        """
+        for stored in (stored for file in self.files for stored in stored_tensors(file)):
+            for name, rows in self._rows_to_torchtune(stored.name, stored.shape[0]).items():
+                for parameter in (each[name] for each in parameters if name in each):
+                    local_rows, *columns = local_block(parameter)
+                    with torch.no_grad():
+                        to_local(parameter).copy_(stored.read_rows(rows[local_rows], tuple(columns)))
 
     def write(
         self,

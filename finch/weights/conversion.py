@@ -34,6 +34,23 @@ class Conversion:
     to_hugging_face: Callable[[StateDict, dict[str, Any]], StateDict]
     fused: tuple[tuple[str, ...], ...] = ()
 
+    def rows_to_torchtune(self, name: str, num_rows: int, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Which rows of a stored weight each of torchtune's weights in it consists of.
+
+        Conversions rename weights, permute and split their rows, and leave columns as they are.
+
+        Args:
+            name: the stored weight's.
+            num_rows: its number of rows.
+            config: the content of config.json.
+
+        Returns:
+            By torchtune's names: row i of the weight is row ``rows[i]`` of the stored one.
+        """
+        # A fused weight is split by the true hidden size; where rows are permuted it is the number of columns.
+        config = config if self.fused else with_columns(config, 1)
+        return rows_of(lambda weights: self.to_torchtune(weights, config), name, num_rows)
+
     def stream_to_hugging_face(
         self, weights: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,6 +78,18 @@ class Conversion:
                 if part in name:
                     return [name.replace(part, other) for other in parts]
         return [name]
+
+
+def rows_of(convert: Callable[[StateDict], StateDict], name: str, num_rows: int) -> dict[str, torch.Tensor]:
+    """See :meth:`Conversion.rows_to_torchtune`: the conversion of the weight's row numbers."""
+    numbers = torch.arange(num_rows).unsqueeze(1)
+    return {converted: rows.squeeze(1) for converted, rows in convert({name: numbers}).items()}
+
+
+def with_columns(config: dict[str, Any], columns: int) -> dict[str, Any]:
+    """A config.json with which conversions take weights of so many columns."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {**config, "head_dim": head_dim, "hidden_size": columns}
 
 
 def _sizes(config: dict[str, Any]) -> dict[str, Any]:

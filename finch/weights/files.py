@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,40 @@ def open_safetensors(file: Path) -> Any:
         ) from error
 
 
-def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight file's tensors, one at a time, under the names in the file, on the CPU.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a weight file, of which nothing has been read.
+
+    Attributes:
+        name: in the file.
+        shape: of the complete tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    _content: Any  # a tensor mapped into memory, or safetensors' slice
+
+    def read(self, block: tuple[slice, ...]) -> torch.Tensor:
+        """A part of the tensor, a slice for each dimension, on the CPU; only its part of the file is read."""
+        part: torch.Tensor = self._content[block]
+        return part
+
+    def read_rows(self, rows: torch.Tensor, columns: tuple[slice, ...]) -> torch.Tensor:
+        """Rows in any order; only the range that they lie in is read.
+
+        Args:
+            rows: [n] their numbers.
+            columns: a slice for each dimension but the first.
+        """
+        if len(rows) == 0:
+            return self.read((slice(0, 0), *columns))
+        first, end = int(rows.min()), int(rows.max()) + 1
+        part = self.read((slice(first, end), *columns))
+        return part if torch.equal(rows, torch.arange(first, end)) else part[rows - first]
+
+
+def stored_tensors(file: Path) -> Iterator[StoredTensor]:
+    """A weight file's tensors; they can be read until the next one is taken.
 
     Raises:
         UserError: the file is broken, or holds more than weights.
@@ -89,7 +122,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if file.suffix == ".safetensors":
         with open_safetensors(file) as content:
             for name in content.keys():  # noqa: SIM118 (not a dict)
-                yield name, content.get_tensor(name)
+                stored = content.get_slice(name)
+                yield StoredTensor(name, tuple(stored.get_shape()), stored)
         return
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -100,14 +134,19 @@ def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise UserError(f"{file} holds {name}, which is not a weight; give a file of the model's weights alone")
-        yield name, tensor
+        yield StoredTensor(name, tuple(tensor.shape), tensor)
+
+
+def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """A weight file's complete tensors, one at a time, under the names in the file, on the CPU.
+
+    Raises:
+        UserError: the file is broken, or holds more than weights.
+    """
+    for stored in stored_tensors(file):
+        yield stored.name, stored.read(tuple(slice(0, size) for size in stored.shape))
 
 
 def read_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of :func:`read_tensors`; of a safetensors file only the header is read."""
-    if file.suffix != ".safetensors":
-        yield from ((name, tuple(tensor.shape)) for name, tensor in read_tensors(file))
-        return
-    with open_safetensors(file) as content:
-        for name in content.keys():  # noqa: SIM118 (not a dict)
-            yield name, tuple(content.get_slice(name).get_shape())
+    """The names and shapes of :func:`stored_tensors`; of a safetensors file only the header is read."""
+    return ((stored.name, stored.shape) for stored in stored_tensors(file))

@@ -16,7 +16,7 @@ from finch.errors import UserError
 from finch.files import is_disk_error
 from finch.models.hf_config import CONFIG, check_folder, read_json
 from finch.weights.base import PretrainedFolder
-from finch.weights.conversion import HEAD, StateDict
+from finch.weights.conversion import HEAD, StateDict, rows_of
 from finch.weights.files import check_files, copy_side_files, read_shapes
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.validation import validate_against_hf_config
@@ -101,6 +101,9 @@ class ConvertedFolder(HuggingFaceFolder):
 
     def _to_torchtune(self, weights: StateDict) -> StateDict:
         return self._convert(weights)
+
+    def _rows_to_torchtune(self, name: str, num_rows: int) -> dict[str, torch.Tensor]:
+        return rows_of(self._convert, name, num_rows)
 
 
 class NativeFolder(PretrainedFolder):

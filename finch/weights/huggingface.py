@@ -78,6 +78,9 @@ class HuggingFaceFolder(PretrainedFolder):
     def _to_torchtune(self, weights: StateDict) -> StateDict:
         return self._conversion.to_torchtune(weights, self.config)
 
+    def _rows_to_torchtune(self, name: str, num_rows: int) -> dict[str, torch.Tensor]:
+        return self._conversion.rows_to_torchtune(name, num_rows, self.config)
+
     def _is_head_tied(self) -> bool:
         return is_tied(self.config)
 

@@ -16,7 +16,7 @@ from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder
 from finch.models.lora import AdapterLayer, adapter_layers, scaling
 from finch.weights.base import PretrainedFolder
-from finch.weights.conversion import Conversion, StateDict, conversion_for
+from finch.weights.conversion import Conversion, StateDict, conversion_for, with_columns
 from finch.weights.files import SAFETENSORS_METADATA, write_json
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -106,10 +106,8 @@ class PeftFolder:
 
     def _convert(self, name: str, rows: torch.Tensor) -> tuple[str, torch.Tensor]:
         """Converts a tensor [out_features, columns] as the weight of a layer with so many inputs (conversions' hidden size)."""
-        config = self._base.config
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        narrow = {**config, "head_dim": head_dim, "hidden_size": rows.shape[1]}
-        [(stored, converted)] = self._conversion.to_hugging_face({f"{name}.weight": rows.contiguous()}, narrow).items()
+        config = with_columns(self._base.config, rows.shape[1])
+        [(stored, converted)] = self._conversion.to_hugging_face({f"{name}.weight": rows.contiguous()}, config).items()
         return stored, converted.contiguous()
 
     def _config(self, layer: AdapterLayer, target_modules: list[str]) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import torch
 from helpers.runs import finch, make_config, write_config
 
 from benchmarks.tiny_job import instruct_dataset
-from finch.weights import base
+from finch.weights.files import StoredTensor
 
 
 @pytest.fixture
 def check(base_folder, rows_file, tmp_path, capsys, monkeypatch):
     """(exit code, report) for changes of a good config; fails if a weight is read or a file written."""
-    monkeypatch.setattr(base, "read_tensors", lambda _: pytest.fail("weights were read"))
+    monkeypatch.setattr(StoredTensor, "read", lambda *_: pytest.fail("weights were read"))
 
     def run(*arguments, **changes):
         config = write_config(tmp_path / "config", make_config(base_folder, rows_file, tmp_path / "run", **changes))
