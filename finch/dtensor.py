@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -26,6 +27,31 @@ def local_block(tensor: torch.Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     [block] = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks a tensor for
     return tuple(slice(start, start + size) for start, size in zip(block.offsets, block.sizes, strict=True))
+
+
+def each_shard(tensor: torch.Tensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """A tensor's shards in turn, on every rank; a collective of all ranks if ``tensor`` is sharded.
+
+    A rank holds one shard of another rank at a time, never the complete tensor. Copies on other ranks are left out.
+
+    Yields:
+        The part of the global tensor that the shard holds, a slice for each dimension, and the shard.
+    """
+    block = local_block(tensor)
+    if not isinstance(tensor, DTensor):
+        yield block, tensor
+        return
+    own = [(part.start, part.stop) for part in block]
+    blocks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(blocks, own)
+    for rank, bounds in enumerate(blocks):
+        sizes = [stop - start for start, stop in bounds]
+        if bounds in blocks[:rank] or 0 in sizes:
+            continue
+        local = tensor.to_local()
+        shard = local.contiguous() if rank == dist.get_rank() else local.new_empty(sizes)
+        dist.broadcast(shard, src=rank)
+        yield tuple(slice(start, stop) for start, stop in bounds), shard
 
 
 def load_full_tensor(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -13,7 +13,14 @@ from finch.config.instantiate import component_of
 from finch.config.parser import parse
 from finch.config.schema import LORA_FINETUNE
 from finch.errors import exit_without_teardown
-from finch.models.lora import check_adapters, check_lora_settings, initialize_adapters, merged, train_adapters_only
+from finch.models.lora import (
+    adapter_parameters,
+    check_adapters,
+    check_lora_settings,
+    initialize_adapters,
+    merged,
+    train_adapters_only,
+)
 from finch.training.config_checks import check_lora_combinations
 from finch.training.run_recipe import run
 from finch.weights.peft import PeftFolder
@@ -56,7 +63,9 @@ class FinchLoRAFinetune(FinchFullFinetune):
         decoder, is_writer = self._model.decoder, self._parallel.is_rank_zero
         self._adapter.write(decoder, self._run / f"{name}_adapter", is_writer=is_writer, dtype=dtype)
         if not self._cfg.save_adapter_weights_only:
-            self._base.write(merged(decoder, dtype), self._run / name, is_writer=is_writer, dtype=dtype)
+            adapters = adapter_parameters(decoder)
+            like = {key: tensor for key, tensor in decoder.state_dict().items() if key not in adapters}
+            self._base.write(merged(decoder, dtype), self._run / name, is_writer=is_writer, dtype=dtype, like=like)
 
     def _exported(self, name: str) -> str:
         return f"{name}_adapter" if self._cfg.save_adapter_weights_only else name

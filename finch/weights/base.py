@@ -7,16 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from finch.dtensor import full_tensor, local_block, to_local
+from finch.dtensor import each_shard, local_block, to_local
 from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder
 from finch.models.lora import adapter_parameters
 from finch.weights.conversion import HEAD, StateDict, rows_of
 from finch.weights.files import read_shapes, read_tensors, stored_tensors
+
+Part = tuple[str, tuple[slice, ...], torch.Tensor]
+"""A weight's name, a part of it as a slice for each dimension, and the values there."""
 
 
 class PretrainedFolder(ABC):
@@ -51,8 +53,13 @@ class PretrainedFolder(ABC):
         """Whether a stored output layer is a copy of the embedding."""
 
     @abstractmethod
-    def _write_into(self, target: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Writes torchtune's weights, unsharded and on the CPU, into an empty folder."""
+    def _write_into(self, target: Path, like: StateDict, parts: Iterator[Part]) -> None:
+        """Writes a model into an empty folder.
+
+        Args:
+            like: tensors of its shapes and dtypes, by torchtune's names, on the meta device.
+            parts: of all of them, on the CPU.
+        """
 
     def _rows_to_torchtune(self, name: str, num_rows: int) -> dict[str, torch.Tensor]:
         """See :meth:`finch.weights.conversion.Conversion.rows_to_torchtune`."""
@@ -119,33 +126,43 @@ class PretrainedFolder(ABC):
         *,
         is_writer: bool,
         dtype: torch.dtype | None = None,
+        like: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Writes a folder of the tuned weights; it is complete or absent.
 
-        Every rank must call it, since sharded weights are gathered one at a time; only the writer keeps them.
+        Every rank must call it: the others send their shards to the writer, one at a time, which puts each into its place in
+        the file. No rank holds a complete tensor, unless ``weights`` has it.
 
         Args:
             weights: torchtune's names and tensors, sharded or not.
             target: the folder; replaced if it is there.
             is_writer: whether this rank writes.
             dtype: of the stored weights; None: as they are.
+            like: tensors of the names, shapes and dtypes that ``weights`` will yield; None: all of ``weights`` are taken at once.
 
         Raises:
-            WriteFailed: on the writer, after all ranks have gathered.
+            WriteFailed: on the writer, after all ranks have sent.
         """
-        gathered = (
-            (name, tensor.to("cpu", dtype or tensor.dtype) if is_writer else tensor)
-            for name, tensor in ((name, full_tensor(tensor.detach())) for name, tensor in weights)
+        if like is None:
+            weights = list(weights)
+            like = dict(weights)
+        parts = (
+            (name, block, shard.to("cpu", dtype or shard.dtype) if is_writer else shard)
+            for name, tensor in weights
+            for block, shard in each_shard(tensor.detach())
         )
         if not is_writer:
-            for _ in gathered:
+            for _ in parts:
                 pass
             return
+        like = {
+            name: torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta") for name, tensor in like.items()
+        }
         try:
             with atomic_folder(target) as partial:
-                self._write_into(partial, gathered)
-        except (OSError, SafetensorError) as error:
-            for _ in gathered:  # the other ranks still gather
+                self._write_into(partial, like, parts)
+        except OSError as error:
+            for _ in parts:  # the other ranks still send
                 pass
             raise WriteFailed(str(error)) from error
 

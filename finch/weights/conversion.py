@@ -21,6 +21,21 @@ HEAD = "output.weight"  # torchtune's name of an output layer that is not tied t
 
 
 @dataclass(frozen=True)
+class StoredWeight:
+    """A weight in Hugging Face's format, and where torchtune's weights are in it.
+
+    Attributes:
+        name: Hugging Face's.
+        tensor: of its shape and dtype, on the meta device.
+        rows: by torchtune's names: row i of the weight is row ``rows[i]`` of the stored one.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    rows: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Conversion:
     """How one family's weights are renamed, permuted and split. Both functions take a state dict and config.json's content.
 
@@ -51,13 +66,13 @@ class Conversion:
         config = config if self.fused else with_columns(config, 1)
         return rows_of(lambda weights: self.to_torchtune(weights, config), name, num_rows)
 
-    def stream_to_hugging_face(
+    def stored_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Converts weights one at a time, in any order; a fused weight is held until its group is complete.
+    ) -> Iterator[StoredWeight]:
+        """What Hugging Face stores for a model's weights; a fused weight comes where its group is complete.
 
         Args:
-            weights: torchtune's names and tensors.
+            weights: torchtune's names, in any order, and tensors on the meta device.
             config: the content of config.json.
 
         Raises:
@@ -66,9 +81,17 @@ class Conversion:
         pending: StateDict = {}
         for name, tensor in weights:
             pending[name] = tensor
-            group = self._group(name)
-            if all(member in pending for member in group):
-                yield from self.to_hugging_face({member: pending.pop(member) for member in group}, config).items()
+            names = self._group(name)
+            if all(member in pending for member in names):
+                group = {member: pending.pop(member) for member in names}
+                [(stored, converted)] = self.to_hugging_face(group, config).items()
+                sizes = [len(member) for member in group.values()]
+                numbers = dict(zip(group, torch.arange(sum(sizes)).unsqueeze(1).split(sizes), strict=True))
+                [permuted] = self.to_hugging_face(numbers, with_columns(config, 1)).values()
+                rows = (
+                    permuted.squeeze(1).argsort().split(sizes)
+                )  # the inverse: where each of torchtune's rows is stored
+                yield StoredWeight(stored, converted, dict(zip(group, rows, strict=True)))
         if pending:
             raise ValueError(f"{', '.join(pending)}: stored together with weights that are missing")
 

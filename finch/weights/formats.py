@@ -15,7 +15,7 @@ from finch.config.instantiate import build, locate
 from finch.errors import UserError
 from finch.files import is_disk_error
 from finch.models.hf_config import CONFIG, check_folder, read_json
-from finch.weights.base import PretrainedFolder
+from finch.weights.base import Part, PretrainedFolder
 from finch.weights.conversion import HEAD, StateDict, rows_of
 from finch.weights.files import check_files, copy_side_files, read_shapes
 from finch.weights.huggingface import HuggingFaceFolder
@@ -144,9 +144,11 @@ class NativeFolder(PretrainedFolder):
         stored = dict(self.weights())
         return _EMBEDDING in stored and torch.equal(stored[HEAD], stored[_EMBEDDING])
 
-    def _write_into(self, target: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _write_into(self, target: Path, like: StateDict, parts: Iterator[Part]) -> None:
         """One file under the name it was read from. All weights are held in memory, since they are pickled together."""
-        state = dict(weights)
+        state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in like.items()}
+        for name, block, values in parts:
+            state[name][block] = values
         if HEAD not in state and any(
             HEAD in self._to_torchtune({name: torch.empty(shape, device="meta")})
             for name, shape in read_shapes(self.files[0])

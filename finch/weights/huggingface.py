@@ -6,27 +6,27 @@ by torch.load with weights_only; no code in a folder is ever run.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torchtune.modules import TransformerDecoder
 
 from finch.errors import UserError
 from finch.models.hf_config import CONFIG, check_folder, is_tied, read_config
-from finch.weights.base import PretrainedFolder
-from finch.weights.conversion import StateDict, conversion_for
+from finch.weights.base import Part, PretrainedFolder
+from finch.weights.conversion import StateDict, StoredWeight, conversion_for
 from finch.weights.files import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
-    SAFETENSORS_METADATA,
     check_files,
     copy_side_files,
     indexed_shards,
     write_json,
 )
+from finch.weights.safetensors_writer import SafetensorsWriter
 from finch.weights.validation import validate_against_hf_config
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -87,27 +87,30 @@ class HuggingFaceFolder(PretrainedFolder):
     def _model_name(self) -> str:
         return f"the {self.config['model_type']} model of its config.json"
 
-    def _write_into(self, target: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """A folder that transformers loads; at most one shard of the weights is held at a time."""
-        shard: StateDict = {}
-        shard_of: dict[str, int] = {}
-        shard_number, shard_bytes, total_bytes = 1, 0, 0
-        dtype: torch.dtype | None = None
-        for name, tensor in self._conversion.stream_to_hugging_face(weights, self.config):
-            if shard and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
-                save_file(shard, target / f"shard-{shard_number}", SAFETENSORS_METADATA)
-                shard, shard_number, shard_bytes = {}, shard_number + 1, 0
-            shard[name], shard_of[name] = tensor.contiguous(), shard_number
-            shard_bytes, total_bytes, dtype = shard_bytes + tensor.nbytes, total_bytes + tensor.nbytes, tensor.dtype
-        save_file(shard, target / f"shard-{shard_number}", SAFETENSORS_METADATA)
-        if shard_number == 1:
-            (target / "shard-1").rename(target / SAFETENSORS)
-        else:  # the names say how many there are
-            file_of = {n: f"model-{n:05}-of-{shard_number:05}.safetensors" for n in range(1, shard_number + 1)}
-            for number, file_name in file_of.items():
-                (target / f"shard-{number}").rename(target / file_name)
-            weight_map = {name: file_of[number] for name, number in sorted(shard_of.items())}
-            write_json(target / SAFETENSORS_INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    def _write_into(self, target: Path, like: StateDict, parts: Iterator[Part]) -> None:
+        """A folder that transformers loads; the files grow as the parts come."""
+        stored_weights = list(self._conversion.stored_weights(like.items(), self.config))
+        shards = _shards(stored_weights)
+        if len(shards) == 1:
+            names = [SAFETENSORS]
+        else:
+            names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+            weight_map = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
+            total_bytes = sum(weight.tensor.nbytes for weight in stored_weights)
+            metadata = {"total_size": total_bytes}
+            write_json(
+                target / SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+            )
+        with contextlib.ExitStack() as stack:
+            place_of = {}
+            for name, shard in zip(names, shards, strict=True):
+                file = SafetensorsWriter(target / name, {weight.name: weight.tensor for weight in shard})
+                stack.enter_context(file)
+                place_of.update({member: (file, weight) for weight in shard for member in weight.rows})
+            for name, (rows, *columns), values in parts:
+                file, weight = place_of[name]
+                file.write_rows(weight.name, weight.rows[name][rows], tuple(columns), values)
+        dtype = stored_weights[-1].tensor.dtype
         copy_side_files(self.folder, target, without=(CONFIG,))
         dtype_keys = [key for key in _DTYPE_KEYS if key in self.config] or ["torch_dtype"]
         write_json(target / CONFIG, self.config | dict.fromkeys(dtype_keys, str(dtype).removeprefix("torch.")))
@@ -132,3 +135,16 @@ class HuggingFaceFolder(PretrainedFolder):
                     f"checkpointer.checkpoint_files leaves out {missing[0]}, which {self.folder / SAFETENSORS_INDEX} lists; name every shard"
                 )
         return names
+
+
+def _shards(weights: list[StoredWeight]) -> list[list[StoredWeight]]:
+    """The weights of each file, in the given order."""
+    shards: list[list[StoredWeight]] = [[]]
+    num_bytes = 0
+    for weight in weights:
+        if shards[-1] and num_bytes + weight.tensor.nbytes > MAX_SHARD_BYTES:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(weight)
+        num_bytes += weight.tensor.nbytes
+    return shards

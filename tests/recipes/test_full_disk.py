@@ -46,12 +46,12 @@ def test_full_disk_at_an_export_continues_or_fails_at_the_end(epoch, tmp_path, b
     uninterrupted = run_here(tmp_path / "s", config)
     write = HuggingFaceFolder._write_into
 
-    def fails(folder, target, weights):
+    def fails(folder, target, like, parts):
         if target.name == f"epoch_{epoch}.partial":
             (target / "part-1").write_bytes(b"half")
-            next(weights)
+            next(parts)
             raise_disk_full()
-        write(folder, target, weights)
+        write(folder, target, like, parts)
 
     config = {**config, "output_dir": str(tmp_path / "run")}
     with monkeypatch.context() as patch:
