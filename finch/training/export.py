@@ -16,7 +16,7 @@ def export(write: Callable[[], None], folder: Path, parallel: Parallel) -> bool:
     """Writes an epoch's folder; a collective. Returns whether it could be written; a full disk does not end the run.
 
     Args:
-        write: writes it; called on every rank, since sharded weights are gathered.
+        write: writes it; called on every rank, since each sends its shards.
         folder: what is written, for the log.
     """
     start = time.perf_counter()
