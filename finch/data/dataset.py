@@ -56,6 +56,7 @@ class Samples(Dataset[Any]):
         parts: the datasets that ``data`` concatenates, or ``data`` itself, and where the rows of each come from.
         rows: the indices of the rows that the run reads; all of them, except in a mixture.
         draws: [rows of data] int64, how often a mixture's first epoch draws each row; None: there is no mixture.
+        lengths: [rows of data] int32, tokens of each row, 0 of those that the run does not read; None: the rows have not been read.
         reference_losses: from a row's index to the pretrained model's losses at its targets, [targets] in nats. Where it is set,
             rows carry them, for the objectives that need them.
     """
@@ -65,6 +66,7 @@ class Samples(Dataset[Any]):
         self.parts = parts or [(data, source)]
         self.rows: Sequence[int] = range(len(data))
         self.draws: torch.Tensor | None = None
+        self.lengths: torch.Tensor | None = None
         self.reference_losses: Callable[[int], torch.Tensor] | None = None
         if len(data) == 0:
             raise UserError(f"{key} is empty: {source} has no rows; give another file or split")

@@ -3,12 +3,15 @@
 Step i of an epoch takes positions [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, and
 deals them to ranks and micro-batches. So the same samples meet in the same step on any layout with the same G, and
 (epoch, samples consumed) is all that a run's position needs.
+
+Where the samples' lengths are known they are dealt by tokens: micro-batches run without padding, so that their tokens set their time,
+and the slowest rank sets that of all. The samples of a step are the same either way, and its gradient up to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,6 +34,7 @@ class GlobalOrder:
             complete.
         indices: an epoch's dataset indices by its number, in place of ``shuffle`` and ``seed``: a mixture's, or a part of the rows.
             None: an epoch is every row of the dataset, once.
+        lengths: [dataset rows] int, of each row in tokens; None: not known, or the same for all.
     """
 
     num_samples: int
@@ -41,6 +45,7 @@ class GlobalOrder:
     seed: int = 0
     drop_last: bool = False
     indices: Callable[[int], Sequence[int]] | None = None
+    lengths: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def global_batch(self) -> int:
@@ -68,17 +73,32 @@ class GlobalOrder:
     def micro_batches(self, rank: int, epoch: int = 0, consumed: int = 0) -> Iterator[list[int]]:
         """Dataset indices of each micro-batch of ``rank``, from ``consumed`` samples into the epoch on.
 
-        Sample k of a global batch goes to rank k mod ranks, so that the ranks' shares of a short batch differ by one
-        at most. All ranks get the same number of micro-batches; one that has run out of samples gets [EMPTY].
+        None has more than ``micro_batch`` samples, and the numbers of two micro-batches of a step differ by one at most where lengths
+        are known. All ranks get the same number of micro-batches; one that has run out of samples gets [EMPTY].
         """
         order = self.permutation(epoch)
         end = self.steps_per_epoch * self.global_batch
         for start in range(consumed, min(end, self.num_samples), self.global_batch):
             batch = order[start : start + self.global_batch]
+            yield from self._deal(batch, rank, self.micro_batches_in_step(start))
+
+    def _deal(self, batch: list[int], rank: int, count: int) -> list[list[int]]:
+        """The ``count`` micro-batches of ``rank`` in a step."""
+        if self.lengths is None:
+            # The ranks' shares of a short batch differ by one sample at most.
             mine = batch[rank :: self.ranks]
-            longest = -(-len(batch) // self.ranks)
-            for offset in range(0, longest, self.micro_batch):
-                yield mine[offset : offset + self.micro_batch] or [EMPTY]
+            return [mine[index * self.micro_batch :][: self.micro_batch] or [EMPTY] for index in range(count)]
+        length = dict(zip(batch, self.lengths[batch].tolist(), strict=True))
+        batch = sorted(batch, key=lambda index: (-length[index], index))
+        bins: list[list[int]] = [[] for _ in range(self.ranks * count)]
+        tokens = [0] * len(bins)
+        for start in range(0, len(batch), len(bins)):
+            # One sample to each micro-batch, the longest to the one with the fewest tokens so far.
+            lightest_first = sorted(range(len(bins)), key=tokens.__getitem__)
+            for place, index in zip(lightest_first, batch[start : start + len(bins)], strict=False):
+                bins[place].append(index)
+                tokens[place] += length[index]
+        return [each or [EMPTY] for each in bins[rank :: self.ranks]]
 
     def micro_batches_in_step(self, consumed: int) -> int:
         """How many micro-batches a rank runs in the step that starts after ``consumed`` samples; fewer in a short last batch."""

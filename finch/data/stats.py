@@ -92,7 +92,7 @@ class DatasetStats:
 
 
 def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parallel) -> DatasetStats:
-    """Reads each of ``samples.rows`` once, divided over the ranks, and warns of what is unusual.
+    """Reads each of ``samples.rows`` once, divided over the ranks, warns of what is unusual, and keeps the lengths in ``samples``.
 
     Args:
         max_seq_len: the tokenizer's; None: no limit.
@@ -111,6 +111,8 @@ def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parall
         if isinstance(each, UserError):
             raise each
         stats += each
+    assert samples.lengths is not None
+    samples.lengths = parallel.all_reduce_sum_(samples.lengths.to(parallel.device)).cpu()  # each row is in one share
     if stats.num_targets == 0:
         raise UserError(
             f"{samples.key}: none of the {len(samples.rows)} samples of {samples.source} has a target token; the prompts alone reach "
@@ -133,7 +135,7 @@ def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parall
 def collect_stats(
     samples: Samples, rank: int, ranks: int, max_seq_len: int | None = None, *, keep_bad_rows: bool = False
 ) -> DatasetStats:
-    """Statistics of one rank's share of the rows.
+    """Statistics of one rank's share of the rows, whose lengths are kept in ``samples.lengths``.
 
     Args:
         max_seq_len: the tokenizer's; None: no limit.
@@ -147,6 +149,7 @@ def collect_stats(
     truncated: list[Row] = []
     without_targets: list[Row] = []
     bad: list[BadRow] = []
+    sample_lengths = torch.zeros(len(samples), dtype=torch.int32)
     for index in samples.rows[rank::ranks]:
         try:
             sample = samples[index]
@@ -160,6 +163,7 @@ def collect_stats(
             continue
         targets = int((shift_labels(torch.as_tensor(sample["labels"])) != IGNORE_INDEX).sum())
         num_targets += targets
+        sample_lengths[index] = len(sample["labels"])
         draws = 1 if samples.draws is None else int(samples.draws[index])
         row_digest = _digest(index if samples.draws is None else (index, draws), sample)
         digest += row_digest
@@ -175,6 +179,7 @@ def collect_stats(
                 num_truncated += 1
                 if len(truncated) < NUM_SHOWN:
                     truncated.append(samples.row(index, position))
+    samples.lengths = sample_lengths
     return DatasetStats(
         num_targets,
         num_without_targets,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class TrainingData:
         samples: the training rows.
         validations: the held-out sets, by the name of their loss in the metrics; see :func:`finch.data.validation_sets.validation_sets`.
         mixture: how the datasets of ``samples`` are mixed; None: an epoch is every row once.
-        order: how ``samples`` are dealt to steps and ranks.
+        order: how ``samples`` are dealt to steps and ranks, by tokens where the rows were read (``check_dataset``, or ``needs_stats``).
+            A run that is resumed with another ``check_dataset`` has the same samples in each step, not the same bits.
         stats: of the training rows that the run draws; None: they have not been read.
 
     Raises:
@@ -65,6 +67,8 @@ class TrainingData:
         self.stats = validate_dataset(self.samples, max_seq_len, parallel) if cfg.check_dataset or needs_stats else None
         for samples in self.validations.values() if cfg.check_dataset else ():
             validate_dataset(samples, max_seq_len, parallel)
+        if not self.samples.packed:  # packs are full
+            self.order = replace(self.order, lengths=self.samples.lengths)
         logger.info(
             f"{self.order.num_samples} samples; {self.order.global_batch} per optimizer step, {self.order.steps_per_epoch} steps per epoch"
         )

@@ -1,8 +1,10 @@
 """The global order: the same samples in the same step on every layout, each once."""
 
+import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from finch.data.order import EMPTY, GlobalOrder
 
@@ -21,10 +23,14 @@ def samples_of(step):
     return sorted(index for rank in step for batch in rank for index in batch if index != EMPTY)
 
 
+LENGTHS = torch.randint(20, 200, (401,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["by rows", "by tokens"])
 @pytest.mark.parametrize("num_samples", [1, 7, 8, 23, 24, 25, 401])
-def test_order_is_the_same_on_every_layout(num_samples):
+def test_order_is_the_same_on_every_layout(num_samples, lengths):
     layouts = [
-        GlobalOrder(num_samples, micro, accumulation, ranks, seed=3)
+        GlobalOrder(num_samples, micro, accumulation, ranks, seed=3, lengths=lengths)
         for micro, accumulation, ranks in [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)]
     ]
     reference = [samples_of(step) for step in steps(layouts[0], epoch=1)]
@@ -43,6 +49,31 @@ def test_order_gives_every_rank_as_many_micro_batches(ranks, num_samples):
         held = [sum(index != EMPTY for batch in rank for index in batch) for rank in step]
         assert max(held) - min(held) <= 1
         assert all(batch == [EMPTY] or EMPTY not in batch for rank in step for batch in rank)
+
+
+@pytest.mark.parametrize(("ranks", "num_samples"), [(1, 401), (2, 401), (3, 10), (4, 1), (4, 13)])
+def test_order_deals_even_tokens(ranks, num_samples):
+    plain = GlobalOrder(num_samples, micro_batch=3, accumulation=2, ranks=ranks, seed=1)
+    dealt = dataclasses.replace(plain, lengths=LENGTHS)
+    for rows, tokens in zip(steps(plain), steps(dealt), strict=True):
+        assert samples_of(rows) == samples_of(tokens)
+        assert {len(rank) for rank in tokens} == {len(rank) for rank in rows}
+        batches = [[index for index in batch if index != EMPTY] for rank in tokens for batch in rank]
+        sizes = [len(batch) for batch in batches]
+        assert max(sizes) <= 3
+        assert max(sizes) - min(sizes) <= 1
+        if max(sizes) == min(sizes):  # no pair of micro-batches differs by more than one sample does
+            lengths = LENGTHS[samples_of(tokens)]
+            assert spread([int(LENGTHS[batch].sum()) for batch in batches]) <= int(lengths.max() - lengths.min())
+
+
+def spread(values):
+    return max(values) - min(values)
+
+
+def test_order_deals_a_row_that_is_drawn_twice():
+    order = GlobalOrder(8, micro_batch=2, ranks=2, indices=lambda epoch: [5, 1, 5, 2, 3, 3, 3, 0], lengths=LENGTHS)
+    assert [samples_of(step) for step in steps(order)] == [[1, 2, 5, 5], [0, 3, 3, 3]]
 
 
 def test_order_continues_after_consumed_samples():

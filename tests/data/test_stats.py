@@ -1,13 +1,15 @@
 """Statistics of rows: lengths, truncated rows and bad ones by their numbers."""
 
 import pytest
+import torch
 from helpers.rows import load, openai, sharegpt, write_lines
 from helpers.runs import make_config
 from omegaconf import OmegaConf
 from torchtune.config import instantiate
 
 from finch.data.dataset import Samples
-from finch.data.stats import DatasetStats, collect_stats, name_rows
+from finch.data.stats import DatasetStats, collect_stats, name_rows, validate_dataset
+from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 
 TEXT = "torchtune.datasets.text_completion_dataset"
@@ -42,6 +44,16 @@ def test_truncated_rows_are_numbered(tokenizer, tmp_path, format, packed):
     assert name_rows(stats.truncated, stats.num_truncated) == "rows 2, 5, 6, ..."
     assert (stats.min_length, stats.median_length, stats.max_length) == (stats.lengths[0], 64, 64)
     assert stats.lengths[2] < 20
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_lengths_are_kept(tokenizer, tmp_path, packed):
+    file = write_lines(tmp_path / "rows.jsonl", *({"question": SHORT, "answer": text} for text in (SHORT, LONG) * 3))
+    samples = load(tokenizer, file, packed=packed)
+    assert samples.lengths is None
+    samples.rows = range(1, len(samples))
+    validate_dataset(samples, None, Parallel(torch.device("cpu")))
+    assert samples.lengths.tolist() == [0, *(len(samples[index]["tokens"]) for index in samples.rows)]
 
 
 @pytest.mark.parametrize("component", ["finch.data.rows.rows_dataset", TEXT])
