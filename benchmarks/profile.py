@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.speed.blocks import OPERATORS
 from benchmarks.speed.operators import GROUPS
 from benchmarks.speed.paired import Contender, num_cores, start_all
 from benchmarks.speed.settings import ROWS, settings_of
@@ -48,7 +47,7 @@ def main() -> None:
         start_all(contenders)
         for one in contenders:
             one.run(1)
-        profiled = [one.run(args.steps, measure=OPERATORS)["groups_s"] for one in contenders]
+        profiled = [one.run(args.steps, is_profiled=True)["groups_s"] for one in contenders]
         seconds = [one.run(args.steps)["wall_s"] for one in contenders]
         for one in contenders:
             one.close()

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from benchmarks.scaling.models import make_llama
-from benchmarks.speed.blocks import FLOPS
 from benchmarks.speed.contenders import BATCH, samples_of
 from benchmarks.speed.matmul import matmul_rate
 from benchmarks.speed.paired import Contender, num_cores, start_all
@@ -33,7 +32,7 @@ RANKS, ROWS_A_RANK = (1, 2, 4), 8
 LENGTHS, TOKENS_A_STEP = (128, 512, 1024, 2048), 4096
 MAX_STEPS = 50  # of a length
 BLOCKS, BLOCK_S = 4, 2.0  # a block has as many steps as fit into BLOCK_S, at least one, and stays within the epoch
-WARM_UP = 3  # steps before the first block
+WARM_UP = 2  # steps before the first block
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,6 @@ def _measure(title: str, cases: list[Case], folder: Path) -> None:
         runs.append(Contender("finch", {**case.settings, "out": out}, log, ranks=case.ranks, threads=case.threads))
     start_all(runs)
     lengths = [Lengths.of(samples_of(case.settings), case.rows_a_step) for case in cases]
-    counted = [run.run(1, measure=FLOPS)["flops"] for run in runs]
     steps = []
     for run, each in zip(runs, lengths, strict=True):
         possible = int(BLOCK_S / run.run(1)["wall_s"])
@@ -127,8 +125,8 @@ def _measure(title: str, cases: list[Case], folder: Path) -> None:
     for number, (case, each) in enumerate(zip(cases, lengths, strict=True)):
         timed = slice(WARM_UP, WARM_UP + BLOCKS * steps[number])
         tokens, targets = sum(each.tokens[timed]), sum(each.targets[timed])
-        # FLOPs of the one step that was counted, by its tokens
-        flops_per_s = counted[number] * tokens / each.tokens[1] / seconds[number]
+        # FLOPs of the first step, by its tokens
+        flops_per_s = runs[number].flops * tokens / each.tokens[0] / seconds[number]
         print(
             f"{case.name:14}{seconds[number] / BLOCKS / steps[number]:>10.3f}{tokens / seconds[number]:>12,.0f}"
             f"{targets / seconds[number]:>12,.0f}{flops_per_s / 1e9:>10,.1f}{flops_per_s / rates[number]:>11.0%}"

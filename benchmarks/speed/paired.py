@@ -35,6 +35,9 @@ class Contender:
         ranks: processes.
         threads: of each rank; None: its share of the cores, at least one.
         program: what follows python on the command line.
+
+    Attributes:
+        flops: of the first step, on all ranks; 0 before it.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Contender:
         self._log = log
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_ready = False
+        self.flops = 0
 
     def start(self) -> None:
         """Starts the program and does not wait for it."""
@@ -89,22 +93,22 @@ class Contender:
             SystemExit: the program has ended.
         """
         if not self._is_ready:
-            self._read()
+            self.flops = self._read()["flops"]
             self._is_ready = True
 
-    def run(self, steps: int, *, measure: str | None = None) -> dict[str, Any]:
+    def run(self, steps: int, *, is_profiled: bool = False) -> dict[str, Any]:
         """A block of steps.
 
         Args:
-            measure: what else to measure, FLOPS or OPERATORS of :mod:`benchmarks.speed.blocks`.
+            is_profiled: whether to measure the time of each group of operators, which slows the block down.
 
         Returns:
-            wall_s, cpu_s, peak_memory_bytes; flops and groups_s are None unless measured.
+            wall_s, cpu_s and peak_memory_bytes; groups_s is None unless profiled.
 
         Raises:
             SystemExit: the program has ended.
         """
-        os.write(self._commands, json.dumps({"steps": steps, "measure": measure}).encode() + b"\n")
+        os.write(self._commands, json.dumps({"steps": steps, "profile": is_profiled}).encode() + b"\n")
         return self._read()
 
     def close(self) -> None:
