@@ -12,12 +12,16 @@ from torch.utils.data import DataLoader
 from torchtune.data import padded_collate_packed
 
 from finch.data.dataset import REFERENCE_LOSSES, Samples
-from finch.data.order import GlobalOrder
+from finch.data.order import GlobalOrder, eval_micro_batches
 from finch.data.padding_free import PaddingFree, is_right_padded, remove_padding
 from finch.distributed.parallel import Parallel
 from finch.distributed.processes import init_loader_worker
 from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import shift_labels
+
+EVAL_FACTOR = 4
+"""Tokens of a forward pass without a gradient, over those of a training micro-batch. Only one layer's activations are live in it, while a
+backward needs at least the inputs of all layers, and one layer's activations with their gradients."""
 
 Batch = dict[str, Any]
 Collate = Callable[[list[dict[str, Any]]], Batch]
@@ -49,29 +53,18 @@ def loader(
 ) -> Iterator[Batch]:
     """This rank's micro-batches of an epoch, starting after ``consumed`` samples."""
     batches = list(order.micro_batches(rank, epoch, consumed))
-    return iter(
-        DataLoader(
-            samples,
-            batch_sampler=batches,
-            collate_fn=collate,
-            num_workers=num_workers,
-            worker_init_fn=init_loader_worker,
-            pin_memory=pin_memory,
-            generator=torch.Generator().manual_seed(
-                0
-            ),  # for worker seeds; by default they are drawn from the training's
-        )
-    )
+    return _load(samples, batches, collate, num_workers=num_workers, pin_memory=pin_memory)
 
 
 @dataclass(frozen=True)
 class EvalLoader:
-    """One pass over ``samples.rows`` in their own order, divided over the ranks: each once, nothing dropped, no random number drawn.
+    """One pass over ``samples.rows`` without a gradient, divided over the ranks: each once, nothing dropped, no random number drawn.
 
-    Ranks that run out of samples continue with empty rows, since FSDP2's forward is a collective.
+    Rows of like length are together where ``samples.lengths`` are known, and more rows than in training, since no activations are
+    kept for a backward. Ranks that run out of samples continue with empty rows, since FSDP2's forward is a collective.
 
     Args:
-        batch_size: samples a forward pass and rank.
+        batch_size: samples a forward pass and rank in training.
         title: of the progress bar; empty: no bar.
     """
 
@@ -82,19 +75,25 @@ class EvalLoader:
     num_workers: int = 0
     title: str = ""
 
-    @property
-    def order(self) -> GlobalOrder:
-        rows, ranks = self.samples.rows, self.parallel.data_parallel_size
-        return GlobalOrder(len(rows), self.batch_size, ranks=ranks, shuffle=False, indices=lambda epoch: rows)
+    @functools.cached_property
+    def micro_batches(self) -> list[list[int]]:
+        """Row indices of each of this rank's forward passes."""
+        samples, parallel = self.samples, self.parallel
+        return eval_micro_batches(
+            samples.rows,
+            samples.lengths,
+            micro_batch=EVAL_FACTOR * self.batch_size,
+            rank=parallel.data_parallel_rank,
+            ranks=parallel.data_parallel_size,
+        )
 
     def __len__(self) -> int:
-        return self.order.steps_per_epoch
+        return len(self.micro_batches)
 
     def __iter__(self) -> Iterator[tuple[list[int], Batch]]:
         """Row indices and their batch on the host, batch by batch."""
-        rank, order = self.parallel.data_parallel_rank, self.order
-        batches = loader(self.samples, order, self.collate, rank=rank, num_workers=self.num_workers)
-        return zip(order.micro_batches(rank), batches, strict=True)
+        batches = _load(self.samples, self.micro_batches, self.collate, num_workers=self.num_workers)
+        return zip(self.micro_batches, batches, strict=True)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -110,6 +109,24 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def model_inputs(batch: Batch) -> Batch:
     """A batch without the objective's inputs."""
     return {name: value for name, value in batch.items() if name not in OBJECTIVE_INPUTS}
+
+
+def _load(
+    samples: Samples, batches: list[list[int]], collate: Collate, *, num_workers: int, pin_memory: bool = False
+) -> Iterator[Batch]:
+    return iter(
+        DataLoader(
+            samples,
+            batch_sampler=batches,
+            collate_fn=collate,
+            num_workers=num_workers,
+            worker_init_fn=init_loader_worker,
+            pin_memory=pin_memory,
+            generator=torch.Generator().manual_seed(
+                0
+            ),  # for worker seeds; by default they are drawn from the training's
+        )
+    )
 
 
 def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]) -> Batch:

@@ -105,3 +105,26 @@ class GlobalOrder:
         in_step = min(self.global_batch, self.num_samples - consumed)
         longest = -(-in_step // self.ranks)
         return -(-longest // self.micro_batch)
+
+
+def eval_micro_batches(
+    rows: Sequence[int], lengths: torch.Tensor | None, *, micro_batch: int, rank: int, ranks: int
+) -> list[list[int]]:
+    """The micro-batches of ``rank`` in one pass over ``rows`` without a gradient.
+
+    The longest rows come first, rows of like length are together, and as many are in a micro-batch as have the tokens of ``micro_batch``
+    rows of mean length, padding included; at least one. All ranks get the same number of micro-batches; one that has run out of
+    samples gets [EMPTY].
+
+    Args:
+        lengths: [dataset rows] int, of each row in tokens; None: not known, every micro-batch has ``micro_batch`` rows in their own order.
+    """
+    length = [1] * len(rows) if lengths is None else lengths[list(rows)].tolist()
+    places = sorted(range(len(rows)), key=lambda place: -length[place])
+    budget = micro_batch * sum(length) / len(rows)
+    batches, start = [], 0
+    while start < len(rows):
+        end = start + ranks * max(1, int(budget / max(1, length[places[start]])))
+        batches.append([rows[place] for place in places[start:end][rank::ranks]] or [EMPTY])
+        start = end
+    return batches

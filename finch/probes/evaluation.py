@@ -28,7 +28,7 @@ class EvalSettings:
 
     Attributes:
         collator: makes a set's collate function, see :func:`finch.data.loader.collator`.
-        batch_size: samples a forward pass and rank.
+        batch_size: samples a forward pass and rank in training.
     """
 
     parallel: Parallel
@@ -36,9 +36,9 @@ class EvalSettings:
     batch_size: int
 
     def loader(self, name: str, samples: Sequence[Sample]) -> EvalLoader:
-        """One pass over the samples, the longest first, so that batches are padded little."""
+        """One pass over the samples."""
         data = Samples(samples, f"probes.{name}", f"probes.{name}")
-        data.rows = sorted(range(len(samples)), key=lambda index: -len(samples[index]["tokens"]))
+        data.lengths = torch.tensor([len(sample["tokens"]) for sample in samples], dtype=torch.int32)
         collate = _with_references(self.collator(data))
         return EvalLoader(data, collate, self.parallel, self.batch_size)
 

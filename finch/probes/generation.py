@@ -36,7 +36,10 @@ def greedy_answers(
         batch_size: prompts a forward pass and rank.
         dtype: in which the model computes.
     """
-    order = GlobalOrder(len(prompts), batch_size, ranks=parallel.data_parallel_size, shuffle=False)
+    longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # little padding
+    order = GlobalOrder(
+        len(prompts), batch_size, ranks=parallel.data_parallel_size, indices=lambda epoch: longest_first
+    )
     was_training = model.training
     model.eval()
     answers: dict[int, list[int]] = {}

@@ -26,10 +26,10 @@ def chunks_for(num_tokens: int, vocab_size: int, num_chunks: int) -> int:
     """In how many chunks the logits of ``num_tokens`` tokens are computed.
 
     Args:
-        num_chunks: 1: never more; otherwise 1 where the logits are at most ``LOGITS_BYTES``, else at least that many.
+        num_chunks: 1: never more where there is a gradient; otherwise 1 where the logits are at most ``LOGITS_BYTES``, else at least that many.
     """
     num_bytes = 4 * num_tokens * vocab_size
-    if num_chunks == 1 or num_bytes <= LOGITS_BYTES:
+    if (num_chunks == 1 and torch.is_grad_enabled()) or num_bytes <= LOGITS_BYTES:
         return 1
     return max(num_chunks, -(-num_bytes // LOGITS_BYTES))
 

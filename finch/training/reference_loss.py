@@ -40,8 +40,8 @@ class ReferenceLosses:
         losses: [target tokens] fp32 (fp64 for an fp64 model), nats, row after row in the dataset's order. Rows that a mixture
             never draws have none.
         ends: [rows] int64, where each row's losses end.
-        sequence_losses: [sequences with targets] fp32, nats, each one's mean; packed rows hold several sequences. In a mixture
-            each as often as the first epoch draws it.
+        sequence_losses: [sequences with targets] fp32, nats, each one's mean, in no fixed order; packed rows hold several sequences.
+            In a mixture each as often as the first epoch draws it.
         draws: [rows] int64, how often a mixture's first epoch draws each row; None: there is no mixture.
     """
 
@@ -150,7 +150,7 @@ class ReferenceLossCache:
                 f"checkpointer.checkpoint_dir={self._model_folder}, and dtype"
             )
         logger.info(
-            f"pretrained model's mean loss over {loader.order.num_samples} training samples: {reference.mean:.4f} nats "
+            f"pretrained model's mean loss over {len(loader.samples.rows)} training samples: {reference.mean:.4f} nats "
             f"({time.perf_counter() - start:.1f} s)"
         )
         if loader.parallel.is_rank_zero:

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from finch.data.order import EMPTY, GlobalOrder
+from finch.data.order import EMPTY, GlobalOrder, eval_micro_batches
 
 
 def steps(order, epoch=0, consumed=0):
@@ -97,3 +97,29 @@ def test_order_drop_last_drops_the_short_batch():
     order = GlobalOrder(25, micro_batch=8, drop_last=True)
     assert order.steps_per_epoch == 3
     assert [len(samples_of(step)) for step in steps(order)] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [1, 2, 17, 200])
+def test_eval_micro_batches_read_each_row_once(num_rows, ranks):
+    rows = list(range(300, 300 - num_rows, -1))
+    by_rank = [eval_micro_batches(rows, LENGTHS, micro_batch=8, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert len({len(batches) for batches in by_rank}) == 1
+    read = [index for batches in by_rank for batch in batches for index in batch if index != EMPTY]
+    assert sorted(read) == sorted(rows)
+    budget = 8 * float(LENGTHS[rows].float().mean())
+    for forward in zip(*by_rank, strict=True):
+        held = [batch for batch in forward if batch != [EMPTY]]
+        assert held
+        assert all(EMPTY not in batch for batch in held)
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+        for batch in held:  # padded to the longest, a batch stays in the budget
+            assert len(batch) == 1 or len(batch) * int(LENGTHS[batch].max()) <= budget
+    longest = [int(LENGTHS[batches[0]].max()) for batches in by_rank if batches[0] != [EMPTY]]
+    assert max(longest) == int(LENGTHS[rows].max())
+
+
+def test_eval_micro_batches_keep_the_order_of_unknown_lengths():
+    assert eval_micro_batches(range(7), None, micro_batch=2, rank=0, ranks=2) == [[0, 2], [4, 6]]
+    assert eval_micro_batches(range(7), None, micro_batch=2, rank=1, ranks=2) == [[1, 3], [5]]
+    assert eval_micro_batches([5], None, micro_batch=2, rank=1, ranks=2) == [[EMPTY]]

@@ -25,6 +25,8 @@ def test_chunks_of_logits_of_qwen3(num_tokens, expected, monkeypatch):
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 2**28)
     assert chunked_loss.chunks_for(num_tokens, 151_936, 8) == expected
     assert chunked_loss.chunks_for(num_tokens, 151_936, 1) == 1
+    with torch.no_grad():
+        assert chunked_loss.chunks_for(num_tokens, 151_936, 1) == -(-num_tokens * 151_936 * 4 // 2**28)
     assert -(-num_tokens // expected) * 151_936 * 4 <= 1.01 * 2**28
 
 

@@ -12,6 +12,7 @@ from torchtune.models.llama2 import llama2
 
 from finch.data.dataset import load_dataset
 from finch.data.loader import EvalLoader, collator
+from finch.data.stats import collect_stats
 from finch.distributed import fsdp, parallel
 from finch.training.chunked_loss import TokenLoss
 from finch.training.dataset_loss import dataset_loss
@@ -42,6 +43,8 @@ def config(base_folder, tmp_path):
 def mean_loss(config, ranks, batch_size):
     tokenizer = instantiate(config.tokenizer)
     samples = load_dataset(config, "dataset", tokenizer)
+    if batch_size > 1:
+        collect_stats(samples, 0, 1)  # the lengths are known
     torch.manual_seed(0)
     model = TokenLoss(llama2(**llama_args())).train()
     fsdp.shard_model(model, model.decoder.layers, ranks)
