@@ -16,7 +16,7 @@ _MB = 1e6
 _SHARD_SIZE = "300MB"
 SIZE = {"num_layers": 16, "dim": 1024, "vocab_size": 32000}
 _HEADER = """\
-| weights | ranks | shard, MB | read of the files, MB | loading, MB | exporting: rank 0, MB | other ranks, MB | load, s | export, s | sha256 of the export |
+| weights | ranks | shard, MB | read, MB | loading, MB | exporting: rank 0, MB | other ranks, MB | load, s | export, s | sha256 of the export |
 |---|--:|--:|--:|--:|--:|--:|--:|--:|---|"""
 
 
@@ -65,7 +65,7 @@ def table_row(dtype: str, measured: list[dict[str, float]], digest: str) -> str:
     cells = [
         dtype,
         str(len(measured)),
-        *(f"{most[key] / _MB:,.0f}" for key in ("shard", "touched", "load")),
+        *(f"{most[key] / _MB:,.0f}" for key in ("shard", "read", "load")),
         f"{measured[0]['export'] / _MB:,.0f}",
         "" if others is None else f"{others / _MB:,.0f}",
         *(f"{most[key]:.1f}" for key in ("load_seconds", "export_seconds")),

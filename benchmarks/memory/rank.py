@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torchtune.training import set_default_dtype
 
-from benchmarks.memory.usage import AnonymousPeak, count_touched_bytes
+from benchmarks.memory.usage import AnonymousPeak, count_read_bytes
 from finch.distributed import fsdp, parallel
 from finch.dtensor import to_local
 from finch.models import auto
@@ -28,7 +28,7 @@ def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype, ranks: 
     """Loads a model on every rank and writes it again.
 
     Returns:
-        Of this rank, in bytes and seconds: ``shard``, the weights it keeps; ``touched``, of the weight files; ``load``, the
+        Of this rank, in bytes and seconds: ``shard``, the weights it keeps; ``read``, of the weight files; ``load``, the
         peak of anonymous memory while loading, above that before and its own shard; ``export``, the peak while exporting,
         above that before; ``load_seconds`` and ``export_seconds``.
     """
@@ -38,7 +38,7 @@ def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype, ranks: 
     model = TokenLoss(decoder)
     fsdp.shard_model(model, decoder.layers, ranks)
     start = time.perf_counter()
-    with AnonymousPeak() as loading, count_touched_bytes() as touched:
+    with AnonymousPeak() as loading, count_read_bytes() as num_bytes:
         model.to_empty(device="cpu")  # memory that is not written to yet is not counted
         load_pretrained(model, base)
     load_seconds = time.perf_counter() - start
@@ -48,7 +48,7 @@ def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype, ranks: 
         base.write(decoder.state_dict().items(), target, is_writer=ranks.is_rank_zero)
     return {
         "shard": shard,
-        "touched": sum(touched.values()),
+        "read": sum(num_bytes),
         "load": loading.peak - loading.start - shard,
         "export": exporting.peak - exporting.start,
         "load_seconds": load_seconds,

@@ -1,4 +1,4 @@
-"""Memory of this process from /proc: its peak, and how much of mapped files it has touched."""
+"""The peak of this process's memory, and how much it reads of weight files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from finch.weights import files
+import torch
 
-_PROCESS = Path("/proc/self")
+from finch.weights.files import StoredTensor
+
+_STATUS = Path("/proc/self/status")
 _INTERVAL_S = 0.002
 
 
 def anonymous_bytes() -> int:
     """Memory that belongs to this process alone. Pages of mapped files are not counted: the system takes them back when it needs them."""
-    for line in (_PROCESS / "status").read_text().splitlines():
+    for line in _STATUS.read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status has no RssAnon")
@@ -48,31 +49,18 @@ class AnonymousPeak:
 
 
 @contextlib.contextmanager
-def count_touched_bytes() -> Iterator[dict[Path, int]]:
-    """Bytes of each safetensors file that this process has touched when finch closes it, in pages of the system (with its
-    fault-around of 64 KiB)."""
-    touched: dict[Path, int] = {}
-    ordinary = files.open_safetensors
+def count_read_bytes() -> Iterator[list[int]]:
+    """Appends the bytes of each part of a weight file that finch reads."""
+    num_bytes: list[int] = []
+    ordinary = StoredTensor.read
 
-    @contextlib.contextmanager
-    def watched(file: Path) -> Iterator[Any]:
-        with ordinary(file) as content:
-            yield content
-            touched[file] = _mapped_bytes(file)
+    def counted(stored: StoredTensor, block: tuple[slice, ...]) -> torch.Tensor:
+        part = ordinary(stored, block)
+        num_bytes.append(part.nbytes)
+        return part
 
-    files.open_safetensors = watched
+    StoredTensor.read = counted  # type: ignore[method-assign]
     try:
-        yield touched
+        yield num_bytes
     finally:
-        files.open_safetensors = ordinary
-
-
-def _mapped_bytes(file: Path) -> int:
-    total, is_file = 0, False
-    for line in (_PROCESS / "smaps").read_text().splitlines():
-        name, *rest = line.split()
-        if not name.endswith(":"):  # the first line of a mapping ends in its path
-            is_file = bool(rest) and rest[-1] == str(file)
-        elif is_file and name == "Rss:":
-            total += int(rest[0]) * 1024
-    return total
+        StoredTensor.read = ordinary  # type: ignore[method-assign]

@@ -8,10 +8,10 @@ from helpers.models import FAMILIES, save
 from helpers.ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
+from benchmarks.memory.usage import count_read_bytes
 from finch import dtensor
 from finch.distributed import fsdp, parallel
 from finch.distributed.tensor_parallel import apply_plan, build_plan
-from finch.weights.files import StoredTensor
 from finch.weights.huggingface import HuggingFaceFolder
 
 MESHES = {
@@ -51,20 +51,12 @@ def read_and_write(folder, ranks, monkeypatch):
     """Loads on every mesh, by shards and by complete weights, and writes FOLDER/CASE. Returns the names that differ, and the
     bytes that this rank read for each case."""
     differ, num_bytes = [], {}
-    read = StoredTensor.read
-
-    def counted(stored, block):
-        part = read(stored, block)
-        num_bytes[case] += part.nbytes
-        return part
-
     for name, mesh in CASES:
         base, case = HuggingFaceFolder(str(folder / name)), f"{name}, {mesh}"
-        num_bytes[case] = 0
         parameters = parameters_on(parallel.join(torch.device("cpu"), MESHES[mesh].resolve(ranks.world_size)), name)
-        with monkeypatch.context() as patch:
-            patch.setattr(StoredTensor, "read", counted)
+        with count_read_bytes() as parts:
             base.load_into([parameters])
+        num_bytes[case] = sum(parts)
         loaded = local_bits(parameters)
         for key, tensor in base.weights():
             dtensor.load_full_tensor(parameters[key], tensor)
