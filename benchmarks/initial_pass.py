@@ -62,7 +62,7 @@ def main() -> None:
         for name, values in times.items():
             ratios = sorted(value / whole for value, whole in zip(values, epoch, strict=True))
             print(
-                f"{name:16}{statistics.median(values):8.2f} s {sum(values) / sum(epoch):8.1%} of it, {ratios[0]:.1%} to {ratios[-1]:.1%}"
+                f"{name:16}{statistics.median(values):8.2f} s {statistics.median(ratios):8.1%} of it; rounds {ratios[0]:.1%} to {ratios[-1]:.1%}"
             )
     recipe.close()
 

@@ -19,9 +19,9 @@ from finch.distributed.processes import init_loader_worker
 from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import shift_labels
 
-EVAL_FACTOR = 4
+EVAL_FACTOR = 2
 """Tokens of a forward pass without a gradient, over those of a training micro-batch. Only one layer's activations are live in it, while a
-backward needs at least the inputs of all layers, and one layer's activations with their gradients."""
+backward needs at least the inputs of all layers, and one layer's activations with their gradients. More gained nothing on a CPU."""
 
 Batch = dict[str, Any]
 Collate = Callable[[list[dict[str, Any]]], Batch]
