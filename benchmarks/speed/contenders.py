@@ -107,11 +107,11 @@ def _stock(name: str) -> str:
 
 
 def finch(settings: dict[str, Any]) -> None:
-    """finch's recipe. ``logits_bytes``: see :data:`finch.training.chunked_loss.LOGITS_BYTES`."""
-    if "logits_bytes" in settings:
+    """finch's recipe. ``logits_chunks``: a number of chunks in which logits are computed, and recomputed for the backward."""
+    if "logits_chunks" in settings:
         from finch.training import chunked_loss
 
-        chunked_loss.LOGITS_BYTES = settings["logits_bytes"]
+        chunked_loss.chunks_for = lambda *_: settings["logits_chunks"]
     schedule = {"_component_": "finch.FinchLR", "eta_max": 5e-5, "ema": 0.9, "init": 3.0}
     _run_recipe("finch_full_finetune", settings, {"lr_scheduler": schedule})
 
