@@ -82,17 +82,18 @@ def main() -> None:
         samples = samples_of(settings)
         lengths = {name: Lengths.of(samples, BATCH) for name in CONTENDERS}
         lengths["trl_sft"] = Lengths.of(like_lengths_together(samples, BATCH), BATCH)
-        rows = []
-        for group in GROUPS:
+        _print_title(args.model, plan, lengths["finch"])
+        rows: dict[str, dict[str, Any]] = {}
+        for number, group in enumerate(GROUPS):
             chosen = [group[0], *(name for name in group[1:] if name in names)]
-            if len(chosen) > 1 or names == chosen:
-                rows += _measure(chosen, plan, settings, lengths, Path(tempfile.mkdtemp(dir=folder)))
-    rows = [
-        row for number, row in enumerate(rows) if row["contender"] not in [each["contender"] for each in rows[:number]]
-    ]
-    _print(rows, args.model, plan, lengths["finch"])
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+            if len(chosen) == 1 and names != chosen:
+                continue
+            (own := Path(folder) / str(number)).mkdir()
+            measured = _measure(chosen, plan, settings, lengths, own)
+            _print_rows(measured)
+            rows = {row["contender"]: row for row in measured} | rows  # finch's is that of the first group
+            if args.json is not None:
+                args.json.write_text(json.dumps(list(rows.values()), indent=2) + "\n", encoding="utf-8")
 
 
 def _measure(
@@ -182,26 +183,27 @@ def _row(
     }
 
 
-def _print(rows: list[dict[str, Any]], model: str, plan: Plan, lengths: Lengths) -> None:
+def _print_title(model: str, plan: Plan, lengths: Lengths) -> None:
     tokens, targets = (sum(each) / len(each) for each in lengths)
     print(
         f"{model}, {BATCH} rows a step, {tokens:,.0f} tokens, {targets:,.0f} of them targets; blocks of {plan.steps} steps; "
         f"torch {torch.__version__}, {num_cores()} cores, {platform.machine()}"
     )
     print(
-        f"{'':24}{'targets/s':>10}{'finch is faster':>22}{'by CPU time':>22}{'TFLOP':>12}{'of matmul':>10}{'peak MB':>9}{'blocks':>8}"
+        f"{'':24}{'targets/s':>10}{'finch is faster':>22}{'by CPU time':>22}{'TFLOP':>10}{'of matmul':>11}{'peak MB':>9}{'blocks':>8}",
+        flush=True,
     )
-    ours = None
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    print(f"against {rows[0]['against']}; matrix products {rows[0]['matmul_flops_per_s'] / 1e9:,.1f} GFLOP/s")
     for row in rows:
-        rate = row["matmul_flops_per_s"]
-        if (row["against"], rate) != ours:
-            ours = row["against"], rate
-            print(f"against {row['against']}; matrix products {rate / 1e9:,.1f} GFLOP/s")
         wall = f"{row['ratio']:.2f} x [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
         cpu = f"{row['cpu_ratio']:.2f} x [{row['cpu_ratio_low']:.2f}, {row['cpu_ratio_high']:.2f}]"
         print(
-            f"{row['contender']:24}{row['target_tokens_per_s']:>10,.0f}{wall:>22}{cpu:>22}{row['flops_of_first_step'] / 1e12:>12.4f}"
-            f"{row['matmul_share']:>10.0%}{row['peak_memory_bytes'] / 1e6:>9,.0f}{row['blocks']:>8}"
+            f"{row['contender']:24}{row['target_tokens_per_s']:>10,.0f}{wall:>22}{cpu:>22}{row['flops_of_first_step'] / 1e12:>10.4f}"
+            f"{row['matmul_share']:>11.0%}{row['peak_memory_bytes'] / 1e6:>9,.0f}{row['blocks']:>8}",
+            flush=True,
         )
 
 
