@@ -91,7 +91,7 @@ def main() -> None:
             (own := Path(folder) / str(number)).mkdir()
             measured = _measure(chosen, plan, settings, lengths, own)
             _print_rows(measured)
-            rows = {row["contender"]: row for row in measured} | rows  # finch's is that of the first group
+            rows |= {row["contender"]: row for row in measured if row["contender"] not in rows}
             if args.json is not None:
                 args.json.write_text(json.dumps(list(rows.values()), indent=2) + "\n", encoding="utf-8")
 
