@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     seconds: float
 
 
-QUICK = {"stories260k": Plan(5, 32, 100), "smollm2": Plan(1, 5, 105)}
+QUICK = {"stories260k": Plan(5, 24, 100), "smollm2": Plan(1, 5, 105)}
 FULL = {"stories260k": Plan(10, 45, 600), "smollm2": Plan(1, 15, 900)}
 
 
