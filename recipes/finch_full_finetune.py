@@ -315,7 +315,9 @@ class FinchFullFinetune(FTRecipeInterface):
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         loss = None
         norms: dict[str, torch.Tensor | None] = {"grad_norm": None}
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
+            if not self._cfg.fsdp_reduce_every_micro_batch:
+                fsdp.reduce_gradients(self._model, is_reduced=number == len(batches))
             token_loss = self._token_losses(batch)  # [batch, seq] in nats
             self._median.observe(token_loss.detach(), batch)
             weight = self._objective.weights(token_loss.detach(), batch)

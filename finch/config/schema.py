@@ -288,6 +288,9 @@ PARALLELISM: dict[str, Option] = {
     "fsdp_reshard_after_forward": Option(
         bool, True, "free gathered parameters after the forward; False: faster, more memory"
     ),
+    "fsdp_reduce_every_micro_batch": Option(
+        bool, True, "reduce gradients after each micro-batch; False: once a step, with complete gradients on each rank"
+    ),
     "data_parallel_replicate_dim": Option(
         int, 1, "HSDP: copies of the sharded model; gradients are averaged over them", minimum=1
     ),

@@ -48,6 +48,12 @@ def shard_model(
     model.register_forward_hook(_reshard_without_backward)
 
 
+def reduce_gradients(model: nn.Module, *, is_reduced: bool) -> None:
+    """Whether the next backward reduces gradients over the ranks; otherwise each keeps its complete ones and adds to them."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_reduced)
+
+
 def reshard(model: nn.Module) -> None:
     """Frees gathered weights after a forward that no backward follows: the optimizer and a checkpoint would see them instead of the shards."""
     for module in model.modules():

@@ -124,14 +124,15 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
                 f"the step calls {error.func}, which needs the values of tensors; `finch check` estimates the memory without running it"
             ) from error
         weights = list(step.decoder.parameters())
-    last, repeats = trace.micro_batch, number - trace.micro_batch
+    repeats = number - trace.micro_batch
+    repeated = trace.micro_batch if cfg.fsdp_reduce_every_micro_batch else 1  # not the only one that reduces
     flops: Counter[str] = Counter()
     for (number_of_batch, phase), count in trace.flops.items():
-        flops[phase] += count * (1 + repeats * (number_of_batch == last and phase != UPDATE))
+        flops[phase] += count * (1 + repeats * (number_of_batch == repeated and phase != UPDATE))
     collectives = [
         each.collective
         for each in trace.collectives
-        for _ in range(1 + repeats * (each.micro_batch == last and each.phase != UPDATE))
+        for _ in range(1 + repeats * (each.micro_batch == repeated and each.phase != UPDATE))
     ]
     return StepEstimate(
         parameters=sum(weight.numel() for weight in weights),

@@ -50,7 +50,8 @@ class MemoryEstimate:
             of the model another P w / N.
         gathered: with FSDP2, what is not sharded for a moment: two layers (the second is prefetched) and the root's group (embedding,
             output, norm) in the compute dtype, and the gradients of one layer and of the root before they are reduced:
-            (3 layer + 2 root) c, with a frozen copy one root more; all layers and the root with ``fsdp_reshard_after_forward: False``.
+            (3 layer + 2 root) c, with a frozen copy one root more; all layers and the root with ``fsdp_reshard_after_forward: False``;
+            T w more with gradient accumulation and ``fsdp_reduce_every_micro_batch: False``, the gradients before they are reduced.
         gradients: T w / N; with ``optimizer_in_bwd`` those of the largest layer alone.
         optimizer: T x the bytes of state per parameter, counted on a small parameter (AdamW: 2 w; SGD: 0, with momentum w;
             bf16_stochastic: 8; 8-bit: 2 (1 + 4/256)) / N.
@@ -122,6 +123,8 @@ def estimate_memory(
     if is_sharded:
         held = 2 * max(layers) if cfg.fsdp_reshard_after_forward else sum(layers) * num_models
         gathered = (held + root * num_models + max(trained_layers) + trained_root) * compute_bytes
+        if cfg.gradient_accumulation_steps > 1 and not cfg.fsdp_reduce_every_micro_batch:
+            gathered += trained * weight_bytes
     in_backward = max(*trained_layers, *(p.numel() for p in parameters if p.requires_grad))
     vocab_size = _vocabulary(decoder)
     num_chunks = chunks_for(micro_batch.targets, vocab_size, micro_batch.num_chunks)

@@ -48,8 +48,9 @@ def alone(tmp_path_factory, base_folder, rows_file):
             {"batch_size": 4, "enable_activation_checkpointing": True},
         ),
         (2, {"fsdp_reshard_after_forward": False}, {"batch_size": 4}),
+        (2, {"fsdp_reduce_every_micro_batch": False}, {"batch_size": 1, "gradient_accumulation_steps": 4}),
     ],
-    ids=["hsdp", "replicate x tensor", "shard x tensor", "no resharding"],
+    ids=["hsdp", "replicate x tensor", "shard x tensor", "no resharding", "one reduction"],
 )
 def test_every_mesh_equals_one_process(ranks, sizes, batch, alone, tmp_path):
     """Loss counted once, gradients clipped by the whole norm; and a checkpoint of the mesh goes on in one process."""

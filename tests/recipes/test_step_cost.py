@@ -34,15 +34,16 @@ def test_step_of_finch_starts_the_collectives_of_plain_sft(tmp_path, base_folder
     micro_batches, layers = 2, 2
     config = make_config(base_folder, rows_file, tmp_path, gradient_accumulation_steps=micro_batches, shuffle=False)
     write_config(tmp_path, config)
-    methods = {"finch": [], "sft": ["~lr_scheduler"]}
+    methods = {"finch": [], "sft": ["~lr_scheduler"], "reduced once": ["fsdp_reduce_every_micro_batch=False"]}
     (tmp_path / "methods.json").write_text(json.dumps(methods))
     ranks = on_ranks(2, COUNT, tmp_path)
     assert ranks[0] == ranks[1]
     # The root's group is gathered once a micro-batch, a layer's for the forward and for the backward.
     fsdp = {"allgather_base": (1 + 2 * layers) * micro_batches, "reduce_scatter_base": (1 + layers) * micro_batches}
-    for started, between in ranks[0].values():
+    for method, (started, between) in ranks[0].items():
         names = [name for name, _ in started]
-        assert {name: names.count(name) for name in fsdp} == fsdp
+        once = {"reduce_scatter_base": 1 + layers} if method == "reduced once" else {}
+        assert {name: names.count(name) for name in fsdp} == {**fsdp, **once}
         small = [each for each in started if each[0] not in fsdp]
         assert small == [
             ["allreduce", 2],
