@@ -33,7 +33,8 @@ def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor 
     Returns:
         [batch, seq, heads, head_dim]
     """
-    cache = rotary.cache[None, : x.shape[1]] if input_pos is None else rotary.cache[input_pos]
-    rotations = torch.view_as_complex(cache.float()).unsqueeze(2)  # [batch, seq, 1, head_dim / 2]
+    cache: torch.Tensor = rotary.get_buffer("cache")
+    used = cache[None, : x.shape[1]] if input_pos is None else cache[input_pos]
+    rotations = torch.view_as_complex(used.float()).unsqueeze(2)  # [batch, seq, 1, head_dim / 2]
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotations).flatten(-2).type_as(x)
