@@ -23,7 +23,9 @@ def use_complex_product(decoder: TransformerDecoder) -> None:
 
 
 def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor | None = None) -> torch.Tensor:
-    """What ``rotary(x, input_pos=input_pos)`` returns, in fp32 as there.
+    """What ``rotary(x, input_pos=input_pos)`` returns, computed in fp32 as there, but in fp64 for an fp64 model.
+
+    The product's last bit depends on where in the tensor an element lies: vectors and what is left over round differently.
 
     Args:
         rotary: its ``cache`` holds cosine and sine, [positions, head_dim / 2, 2].
@@ -36,5 +38,6 @@ def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor 
     cache: torch.Tensor = rotary.get_buffer("cache")
     used = cache[None, : x.shape[1]] if input_pos is None else cache[input_pos]
     rotations = torch.view_as_complex(used.float()).unsqueeze(2)  # [batch, seq, 1, head_dim / 2]
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    wide = x if x.dtype == torch.float64 else x.float()
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotations).flatten(-2).type_as(x)

@@ -30,6 +30,16 @@ def test_rotate_pairs_equals_torchtune(kind: type, has_positions: bool, dtype: t
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
+def test_rotate_pairs_keeps_double_precision() -> None:
+    """So that an fp64 run is the same however its tokens are divided into batches."""
+    rotary = RotaryPositionalEmbeddings(DIM, max_seq_len=64)
+    x = torch.randn(1, 7, 1, DIM, dtype=torch.float64)
+    cosine, sine = rotary.cache[None, :7, None].double().unbind(-1)
+    even, odd = x[..., ::2], x[..., 1::2]
+    expected = torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], -1).flatten(-2)
+    torch.testing.assert_close(rotate_pairs(rotary, x), expected, rtol=0, atol=1e-14)
+
+
 def test_use_complex_product_keeps_logits() -> None:
     decoder = llama2(
         vocab_size=32, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=16, intermediate_dim=48
