@@ -11,6 +11,8 @@ PACKAGES = {
     "evaluate": ("lm_eval",),
     "report": ("matplotlib",),
     "openai": ("openai",),
+    "hf": ("transformers", "accelerate"),
+    "lightning": ("lightning",),
 }
 """Extra -> the packages that nothing but this extra installs; the others of the extra come with them."""
 

@@ -54,6 +54,21 @@ for _ in range(5):
     losses.append(loss.item())
 assert losses[-1] < losses[0], losses
 """
+CALLBACK = """
+import sys, peft, torch, transformers
+from finch.integrations.transformers import FinchCallback
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+)
+model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=['q_proj']))
+options = {'learning_rate': 2e-3, 'lr_scheduler_type': 'constant', 'logging_steps': 1, 'report_to': 'none', 'use_cpu': True}
+args = transformers.TrainingArguments('out', max_steps=3, save_strategy='no', **options)
+rows = [{'input_ids': list(range(8)), 'labels': list(range(8))}] * 24
+finch = FinchCallback(eta_max=5e-3, init='dataset')
+transformers.Trainer(model, args, train_dataset=rows, callbacks=[finch]).train()
+assert abs(finch.schedule.get_last_lr()[0] - 2e-3 / finch.schedule.ema_loss**0.5) < 1e-8
+assert 'torchtune' not in sys.modules
+"""
 NEEDS_TORCHTUNE = "needs the torchtune extra: pip install 'finch-finetune[torchtune]'"
 
 
@@ -163,9 +178,10 @@ def test_core_installs_beside_newest_peft_and_torchao(wheel, torch_alone, tmp_pa
     probe = [venv.bin / "pip", "download", "-q", "--retries=0", "--no-deps", "--dest", tmp_path, "iniconfig"]
     if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
         pytest.skip("pip cannot reach the package index")
-    venv.run("pip", "install", "-q", "--no-compile", str(wheel), "peft", "transformers", "torchao")
+    venv.run("pip", "install", "-q", "--no-compile", f"{wheel}[hf]", "peft", "torchao")
     venv.run("pip", "check")
     venv.run("python", "-c", ADAPTER)
+    venv.run("python", "-c", CALLBACK)
 
 
 @pytest.mark.slow

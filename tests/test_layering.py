@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "files", "run_files", "log", "dtensor"),
     ("extras",),
     ("optim", "objectives"),
-    ("torchtune_names", "cosine", "regularization"),
+    ("torchtune_names", "cosine", "regularization", "integrations"),
     ("config", "progress"),
     ("distributed",),
     ("models", "checkpoint", "data", "metrics"),
@@ -31,7 +31,7 @@ LAYERS = (
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 TORCH_ALONE = ("finch", *(f"finch.{name}" for layer in LAYERS[:3] for name in layer))
-EXTRAS = ("torchtune", "evaluate", "report", "openai")  # what finch itself imports
+EXTRAS = ("torchtune", "evaluate", "report", "openai", "hf", "lightning")  # what finch itself imports
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "finch").rglob("*.py")

@@ -133,7 +133,7 @@ class FinchLR:
         if loss is _NO_LOSS:
             raise TypeError(
                 "FinchLR.step() needs the loss of the step, before optimizer.step(). transformers' Trainer(optimizers=...) calls it "
-                "afterwards and without a loss: train with finch's recipe, or in a loop of your own with schedule.step(loss); optimizer.step()"
+                "afterwards and without a loss: pass finch.integrations.transformers.FinchCallback to the Trainer instead"
             )
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()

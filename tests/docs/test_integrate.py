@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
 import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import yaml
-from helpers.runs import ROOT, Run, llama_args, make_config, run_here, tune_run
+from helpers.models import save
+from helpers.runs import ROOT, Run, llama_args, make_config, run_here, tune_run, write_rows
+from helpers.tokenizers import write_qwen3_tokenizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtune._cli import tune
+
+from benchmarks.tiny_text import WORDS
 
 PAGE = (ROOT / "docs" / "integrate.md").read_text()
 # The page's headings with a diff below them, and the number of ranks to run it on. optimizer_in_bwd is a mode of the last recipe.
@@ -182,6 +188,39 @@ def test_loop_follows_the_equation():
     exec(block("python", "Any PyTorch loop: three lines"), names)
     assert len(rates) == 6
     assert rates == pytest.approx(finch_rates(losses, 3.6, 2e-5, 5e-5), rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the examples find in their working directory: MODEL, a Hugging Face folder, and rows.jsonl."""
+    folder = tmp_path_factory.mktemp("examples")
+    save("qwen3 tied", folder / "MODEL", vocab_size=320, max_position_embeddings=192)
+    write_qwen3_tokenizer(folder / "MODEL", WORDS)
+    random.seed(0)
+    write_rows(folder / "rows.jsonl", 32)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("heading", "number", "num_steps"),
+    [
+        ("transformers' Trainer", 0, 4),
+        ("transformers' Trainer", 1, 12),
+        ("TRL's SFTTrainer", 0, 8),
+        ("Accelerate, and loops on several ranks", 0, 2),
+        ("Lightning", 0, 2),
+    ],
+)
+def test_example_runs_as_it_stands(heading, number, num_steps, example_folder, monkeypatch):
+    monkeypatch.chdir(example_folder)
+    names: dict[str, Any] = {}
+    exec(block("python", "Model and rows of the examples"), names)
+    exec(section(heading).split("```python\n")[number + 1].split("```", 1)[0], names)
+    schedule = names["schedule"] if "schedule" in names else names["finch"].schedule
+    assert schedule.state_dict()["num_steps"] == num_steps
+    if hasattr(trainer := names.get("trainer"), "state") and (log := getattr(trainer.state, "log_history", None)):
+        lines = [line for line in log if "loss" in line]
+        assert lines[-1]["learning_rate"] == pytest.approx(2e-5 / lines[-1]["ema_loss"] ** 0.5, rel=1e-6)
 
 
 @EVERY_DIFF

@@ -1,0 +1,90 @@
+"""FINCH for Lightning's Trainer, as a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from finch.errors import UserError
+from finch.extras import require_extras
+from finch.integrations.step_loss import StepLoss
+from finch.optim.finch_lr import FinchLR
+
+require_extras("finch.integrations.lightning", "lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+def count_targets(batch: Any) -> torch.Tensor:
+    """[] labels of ``batch["labels"]``, [batch, seq], that a causal language model predicts: all but -100 and a row's first."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+class FinchCallback(Callback):
+    """Sets the learning rate of each optimizer step from the losses that ``training_step`` has returned for it.
+
+    ``training_step`` must return the mean cross-entropy over the target tokens of its batch, unweighted. The state is in Lightning's
+    checkpoints; ``lr`` and ``ema_loss`` are logged.
+
+    Args:
+        init: in nats, or ``"first_batch"``.
+        count_targets: the number of target tokens of a batch.
+        options: of :class:`finch.FinchLR`, as ``eta_max``.
+
+    Raises:
+        UserError: from ``fit``: no single automatic optimizer, another schedule, fp16, a checkpoint without FINCH's state.
+    """
+
+    def __init__(
+        self, *, init: float | str, count_targets: Callable[[Any], Any] = count_targets, **options: Any
+    ) -> None:
+        self._options, self._count_targets = {"init": init, **options}, count_targets
+        self._step_loss = StepLoss()
+        self._resumed: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _check(trainer, pl_module, self._resumed)
+        self.schedule = FinchLR(trainer.optimizers[0], **self._options)
+        if self._resumed is not None:
+            self.schedule.load_state_dict(self._resumed)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._num_targets = self._count_targets(batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        mean = loss.detach().double() * trainer.accumulate_grad_batches  # Lightning has divided by it
+        self._step_loss.update(mean * self._num_targets, self._num_targets)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if not self.schedule.step(*self._step_loss.compute()):
+            optimizer.zero_grad(set_to_none=True)  # a parameter without gradient is not updated
+        metrics = self.schedule.metrics()
+        pl_module.log_dict({"lr": metrics["lr"], "ema_loss": metrics["ema_loss"]})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
+
+
+def _check(trainer: Trainer, pl_module: LightningModule, resumed: Any) -> None:
+    if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
+        raise UserError(
+            "optimizer: FINCH's callback needs one optimizer and automatic optimization; else step finch.FinchLR yourself"
+        )
+    if trainer.lr_scheduler_configs:
+        raise UserError(
+            "lr_scheduler: FINCH sets the learning rate alone; return the optimizer alone from configure_optimizers"
+        )
+    if trainer.precision == "16-mixed":
+        raise UserError(
+            "precision=16-mixed: it scales the loss that FINCH sees; use bf16-mixed, or step finch.FinchLR yourself"
+        )
+    if trainer.ckpt_path is not None and resumed is None:
+        raise UserError(
+            f"ckpt_path={trainer.ckpt_path}: the checkpoint has no state of FinchCallback; resume from one that it saved"
+        )

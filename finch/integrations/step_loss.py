@@ -1,0 +1,64 @@
+"""The mean loss over the target tokens of an optimizer step: of all its micro-batches, on all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+
+
+class StepLoss:
+    """Sums losses and target tokens over micro-batches, then over the ranks of a process group.
+
+        step_loss = StepLoss()
+        for batch in micro_batches:
+            loss, num_targets = ...  # mean over the batch's target tokens, and their number
+            loss.backward()
+            step_loss.update(loss * num_targets, num_targets)
+        if schedule.step(*step_loss.compute()):
+            optimizer.step()
+
+    Without a process group the sums are those of this process. Tensors stay on their device and are not read.
+
+    Args:
+        group: the ranks that share the step's batch; None for all of them.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
+        self.group = group
+        self._sums: torch.Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been added since ``compute``."""
+        return self._sums is None
+
+    def update(self, loss_sum: torch.Tensor | float, num_targets: torch.Tensor | int) -> None:
+        """Adds a micro-batch.
+
+        Args:
+            loss_sum: [] sum of its tokens' cross-entropies in nats, unweighted.
+            num_targets: [] its target tokens. Without any, ``loss_sum`` is ignored, since a mean over no tokens is NaN.
+        """
+        device = loss_sum.device if isinstance(loss_sum, torch.Tensor) else None
+        dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
+        targets = torch.as_tensor(num_targets, device=device, dtype=dtype).detach()
+        loss = torch.as_tensor(loss_sum, device=device, dtype=dtype).detach()
+        sums = torch.stack([torch.where(targets > 0, loss, 0.0), targets])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def compute(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reduces the sums over the ranks, each of which must call it, and starts from zero again.
+
+        Returns:
+            loss: [] mean over the target tokens in nats, NaN without any; the same on every rank.
+            num_targets: [] of all ranks and micro-batches.
+
+        Raises:
+            RuntimeError: nothing was added.
+        """
+        if self._sums is None:
+            raise RuntimeError("StepLoss.compute() without update(): this step has had no micro-batch")
+        sums, self._sums = self._sums, None
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(sums, group=self.group)
+        return sums[0] / sums[1], sums[1]

@@ -1,0 +1,313 @@
+"""FINCH for transformers' Trainer and TRL's SFTTrainer: a callback, no subclass and no patch."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.hooks import RemovableHandle
+
+from finch.errors import UserError
+from finch.extras import require_extras
+from finch.files import atomic_file, write_text
+from finch.integrations.causal_lm import LossReader
+from finch.integrations.objective_loss import ObjectiveLoss
+from finch.integrations.step_loss import StepLoss
+from finch.log import logger
+from finch.optim.finch_lr import ETA_MAX, FinchLR
+
+require_extras("finch.integrations.transformers", "hf")
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from finch.integrations.dataset_loss import mean_dataset_loss
+
+STATE_FILE = "finch_state.json"
+"""FINCH's state in each of the Trainer's checkpoint folders."""
+
+_LABELS = "finch_labels"
+_TOLERANCE = 1e-2  # relative, of the Trainer's loss against the mean over target tokens: 4.57 rounds what it logs
+_hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+
+class FinchCallback(TrainerCallback):
+    """Sets the learning rate of each optimizer step from that step's loss, on the Trainer's own optimizer.
+
+        args = TrainingArguments(..., learning_rate=2e-5, lr_scheduler_type="constant")
+        Trainer(model, args, ..., callbacks=[FinchCallback(eta_max=5e-5, init="dataset")])
+
+    - **Loss.** A forward hook on the model sums the cross-entropies of the target tokens over the micro-batches, in training alone;
+      ``on_pre_optimizer_step`` adds up the ranks and sets the learning rate. With label smoothing, or with an objective, FINCH still
+      sees the unweighted cross-entropy; the labels, which the model then does not get, reach the hook in the batch, under a key of
+      their own, which the data loader's collator adds and a hook removes.
+    - **Skipped updates.** A step without target tokens, or with a non-finite loss under ``on_nonfinite="skip"``, drops its gradients.
+    - **Logs.** ``learning_rate`` is the one that the step was taken with, in every logger. ``ema_loss`` is in ``log_history`` and in
+      what callbacks after this one see. The first step is always logged, to compare the Trainer's loss with FINCH's.
+    - **Checkpoints.** ``finch_state.json`` in each checkpoint-N; a folder without it is not resumed from.
+    - **Ranks.** One process, DDP and FSDP2. DataParallel and DeepSpeed are refused.
+
+    Args:
+        eta_max: see :class:`finch.FinchLR`.
+        init: where the moving average starts, in nats: a number, ``"first_batch"``, or ``"dataset"``: the model's mean loss over the
+            training rows, by one pass before the first step, as in the paper.
+        eta_base: learning rate at a loss of 1 nat; None takes the first param group's, ``TrainingArguments.learning_rate``.
+        ema, eps, on_nonfinite, max_nonfinite: see :class:`finch.FinchLR`.
+        compute_loss_func: the :class:`ObjectiveLoss` that the Trainer was given, if any.
+        check_loss: end the run after the first step if the Trainer's loss is not the mean over target tokens, since FINCH follows
+            that mean. False for a loss that differs on purpose.
+        resume_from_checkpoint: the folder given to ``Trainer.train``, where it does not lie in ``output_dir``.
+
+    Attributes:
+        schedule: the :class:`finch.FinchLR`, from the start of training on.
+
+    Raises:
+        ValueError: an argument is out of range.
+        UserError: from the Trainer's constructor or ``train``: another schedule, FINCH twice, DataParallel, DeepSpeed, a checkpoint without
+            FINCH's state, labels that do not reach the model, an optimizer that was replaced, another loss.
+        FloatingPointError: during training, see :class:`finch.FinchLR`.
+    """
+
+    schedule: FinchLR
+
+    def __init__(
+        self,
+        *,
+        eta_max: float | str = ETA_MAX,
+        init: float | str,
+        eta_base: float | None = None,
+        ema: float = 0.9,
+        eps: float = 1e-8,
+        on_nonfinite: str = "raise",
+        max_nonfinite: int = 10,
+        compute_loss_func: ObjectiveLoss | None = None,
+        check_loss: bool = True,
+        resume_from_checkpoint: str | Path | None = None,
+    ) -> None:
+        self._init = init
+        self._options: dict[str, Any] = {"eta_max": eta_max, "eta_base": eta_base, "ema": ema, "eps": eps}
+        self._options |= {"on_nonfinite": on_nonfinite, "max_nonfinite": max_nonfinite}
+        self._check_options()
+        self._objective_loss = compute_loss_func
+        self._checks_loss = check_loss and compute_loss_func is None
+        self._folder = resume_from_checkpoint
+
+    # The Trainer's events
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._check_trainer(args, state, kwargs.get("lr_scheduler"))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._check_trainer(args, state, kwargs["lr_scheduler"])
+        model, loader = kwargs["model"], kwargs["train_dataloader"]
+        resumed = self._read_state(args, state) if state.global_step > 0 else None
+        self._step_loss, self._reader = StepLoss(), LossReader()
+        init = self._init
+        if resumed is not None and init == "dataset":
+            init = "first_batch"  # without effect: the moving average is restored
+        elif init == "dataset":
+            batch_size = args.per_device_train_batch_size
+            init, num_targets = mean_dataset_loss(model, loader, batch_size, args.device)
+            logger.info(f"FINCH: mean loss before training {init:.4f} nats over {num_targets:,} target tokens")
+        # Accelerate's wrapper hides what the optimizer supports.
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        self.schedule = FinchLR(optimizer, init=init, **self._options)
+        if resumed is not None:
+            self.schedule.load_state_dict(resumed)
+        self._attach(model, optimizer, loader)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._step_loss.is_empty:
+            raise UserError(
+                "compute_loss_func: this step's loss did not reach FINCH; give the same ObjectiveLoss to the Trainer and to FinchCallback"
+                if self._objective_loss is not None
+                else "model: no forward pass of this step went through it, so that FINCH has no loss; the Trainer must call the model it was given"
+            )
+        self._loss, num_targets = self._step_loss.compute()
+        self._was_stepped = False
+        if not self.schedule.step(self._loss, num_targets):
+            for optimizer in self.schedule.optimizers:
+                optimizer.zero_grad(set_to_none=True)  # a parameter without gradient is not updated
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self._was_stepped and not getattr(kwargs["optimizer"], "step_was_skipped", False):
+            raise UserError(
+                "optimizer: the Trainer stepped another one than FINCH sets the learning rate of; create it before Trainer.train(), by "
+                "Trainer(optimizers=(optimizer, None))"
+            )
+        # What the Trainer logs next as the learning rate.
+        lr_scheduler = kwargs["lr_scheduler"]
+        lr_scheduler.load_state_dict({**lr_scheduler.state_dict(), "_last_lr": self.schedule.get_last_lr()})
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if self._checks_loss and state.global_step == 1:
+            control.should_log = True
+        return control
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        lines: tuple[dict[str, Any], ...] = (logs, state.log_history[-1])
+        for line in lines:
+            line["ema_loss"] = self.schedule.ema_loss
+        if state.global_step == 1 and self._checks_loss and _reports_token_mean(args):
+            self._check_loss(float(logs["loss"]), float(self._loss))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        folder = _checkpoint_folder(args, state)
+        if args.should_save and folder.is_dir():
+            with atomic_file(folder / STATE_FILE) as file:
+                write_text(file, json.dumps(self.schedule.state_dict()) + "\n")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        _remove_hooks(kwargs["model"])
+
+    # Private
+
+    def _check_options(self) -> None:
+        """Raises FinchLR's ValueError now, and not when training begins."""
+        stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        with warnings.catch_warnings(action="ignore"):
+            FinchLR(stand_in, init="first_batch" if self._init == "dataset" else self._init, **self._options)
+
+    def _check_trainer(self, args: TrainingArguments, state: TrainerState, lr_scheduler: Any) -> None:
+        """Raises UserError where FINCH cannot work; before the first step, and where possible in the Trainer's constructor."""
+        name = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        if lr_scheduler is not None and not _is_constant(lr_scheduler):
+            made = name if name != "constant" else type(lr_scheduler).__name__
+            raise UserError(f"lr_scheduler={made}: {_CONSTANT}")
+        if lr_scheduler is None and name != "constant":
+            raise UserError(f"lr_scheduler_type={name}: {_CONSTANT}")
+        if vars(state).setdefault("_finch", self) is not self:
+            raise UserError(
+                "callbacks: the Trainer has two FinchCallbacks, which would both set the learning rate; leave one out"
+            )
+        if args.n_gpu > 1:
+            raise UserError(
+                f"n_gpu={args.n_gpu}: DataParallel hides the losses of its replicas; start with torchrun or accelerate launch"
+            )
+        if getattr(args, "deepspeed_plugin", None) is not None:
+            raise UserError(
+                "deepspeed: it updates the weights inside the backward, before FINCH has the loss of the step; use fsdp=True"
+            )
+
+    def _attach(self, model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
+        _remove_hooks(model)  # left by a run that ended with an error
+        loader = getattr(loader, "base_dataloader", loader)  # Accelerate's loaders read from this one
+        if not isinstance(loader.collate_fn, _AddLabels):
+            loader.collate_fn = _AddLabels(loader.collate_fn)
+        self._labels: torch.Tensor | None = None
+        _hooks[model] = [
+            model.register_forward_pre_hook(self._take_labels, with_kwargs=True),
+            model.register_forward_hook(self._add_loss, with_kwargs=True),
+            optimizer.register_step_pre_hook(self._note_step),
+        ]
+
+    def _take_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._labels = kwargs.pop(_LABELS, None)
+        return args, kwargs
+
+    def _add_loss(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        # Without gradients it is not the pass that is trained on: evaluation, or one of TRL's for its metrics.
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if self._objective_loss is not None:
+            self._objective_loss.step_loss = self._step_loss
+            return
+        batch = {"labels": self._labels, **{name: value for name, value in kwargs.items() if value is not None}}
+        if batch["labels"] is None and "shift_labels" not in batch:
+            raise UserError(
+                "labels: they did not reach the model, so that FINCH cannot see the loss; the data collator must return them, and a "
+                "compute_loss of your own must pass on the complete batch"
+            )
+        self._step_loss.update(*self._reader.read(output, batch))
+
+    def _note_step(self, *args: Any) -> None:
+        self._was_stepped = True
+
+    def _check_loss(self, logged: float, loss: float) -> None:
+        if math.isfinite(loss) and not math.isclose(logged, loss, rel_tol=_TOLERANCE, abs_tol=1e-3):
+            raise UserError(
+                f"loss={logged:.4f}: the Trainer's loss is not the mean cross-entropy over the target tokens, which is {loss:.4f}; FINCH "
+                "follows the latter: leave out the custom loss, use ObjectiveLoss, or pass check_loss=False if this is on purpose"
+            )
+
+    def _read_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+        """FINCH's state in the folder that the Trainer has resumed from, which callbacks are not given the name of."""
+        default = _checkpoint_folder(args, state)
+        for folder in (Path(name) for name in (self._folder, args.resume_from_checkpoint, default) if name):
+            file = folder / "trainer_state.json"
+            if file.is_file() and TrainerState.load_from_json(str(file)).log_history == state.log_history:
+                break
+        else:
+            raise UserError(
+                f"resume_from_checkpoint: {default} is not the folder resumed from; pass that folder to FinchCallback(resume_from_checkpoint=) too"
+            )
+        try:
+            return dict(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise UserError(
+                f"{folder} has no {STATE_FILE}: it was saved without FinchCallback; resume from another checkpoint, or start from its "
+                "weights as a new run"
+            ) from None
+
+
+class _AddLabels:
+    """A collator that adds a batch's labels a second time: the Trainer removes the first where it computes the loss itself."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collate(rows)
+        if "labels" in batch:
+            batch[_LABELS] = batch["labels"]
+        return batch
+
+
+_CONSTANT = "FINCH sets the learning rate alone; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler of your own"
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+
+
+def _is_constant(lr_scheduler: Any) -> bool:
+    return isinstance(lr_scheduler, LambdaLR) and all(
+        factor(step) == 1 for factor in lr_scheduler.lr_lambdas for step in (0, 1, 10, 1000, 10**6)
+    )
+
+
+def _reports_token_mean(args: TrainingArguments) -> bool:
+    """Whether the Trainer's logged loss should be the mean over all target tokens of the step."""
+    is_global = args.average_tokens_across_devices or args.world_size == 1
+    return is_global and args.label_smoothing_factor == 0
+
+
+def _remove_hooks(model: nn.Module) -> None:
+    for handle in _hooks.pop(model, ()):
+        handle.remove()

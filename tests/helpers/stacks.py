@@ -1,0 +1,235 @@
+"""The same run in every training loop that finch serves, beside a plain one that nothing of finch is in.
+
+64 rows in their order, 16 a step, AdamW without weight decay, clipping at 1. Each function returns the losses and learning rates of the
+steps, and works on one process or, under torchrun, on each of several.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import transformers.distributed
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.utils.data.distributed import DistributedSampler
+
+from helpers.causal_lm import Row, collate
+
+ETA_BASE, ETA_MAX, INIT, EPOCHS, BATCH = 1e-3, 2.5e-3, 3.0, 2, 16
+
+Curves = tuple[list[float], list[float]]
+
+
+def load(data: Path, distributed_config: Any = None) -> tuple[Any, list[Row]]:
+    """stories260k and the first 64 rows of TOFU, the questions without loss."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(data / "stories260k")
+    options = {} if distributed_config is None else {"distributed_config": distributed_config}
+    model = transformers.AutoModelForCausalLM.from_pretrained(data / "stories260k", dtype=torch.float32, **options)
+    rows = []
+    for line in (data / "tofu" / "full.jsonl").read_text().splitlines()[:64]:
+        row = json.loads(line)
+        question = tokenizer.encode(row["question"])
+        answer = tokenizer.encode(" " + row["answer"], add_special_tokens=False)
+        rows.append({"input_ids": question + answer, "labels": [-100] * len(question) + answer})
+    return model, rows
+
+
+def sums(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the cross-entropies, and number, of the target tokens."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    targets = batch["labels"][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
+
+
+@functools.cache
+def run_reference(data: Path, num_shares: int = 1) -> Curves:
+    """FINCH in plain Python. With several shares the gradient is the mean of the shares' means, as of ranks that each take their own."""
+    model, rows = load(data)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ETA_BASE, weight_decay=0.0)
+    average, losses, rates = INIT, [], []
+    for start in list(range(0, len(rows), BATCH)) * EPOCHS:
+        loss_sum, number = 0.0, 0
+        for share in range(num_shares):
+            part, count = sums(model, collate(rows[start : start + BATCH][share::num_shares]))
+            (part / count / num_shares).backward()
+            loss_sum, number = loss_sum + float(part.detach()), number + int(count)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        losses.append(loss_sum / number)
+        average = 0.9 * average + 0.1 * losses[-1]
+        rates.append(min(ETA_BASE / (average + 1e-8) ** 0.5, ETA_MAX))
+        for group in optimizer.param_groups:
+            group["lr"] = rates[-1]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, rates
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def trainer_options(folder: Path) -> dict[str, Any]:
+    """Four rows a micro-batch."""
+    options = {"output_dir": str(folder), "per_device_train_batch_size": 4, "learning_rate": ETA_BASE}
+    options |= {"gradient_accumulation_steps": BATCH // 4 // world_size(), "lr_scheduler_type": "constant"}
+    options |= {"num_train_epochs": EPOCHS, "logging_steps": 1, "report_to": "none", "disable_tqdm": True}
+    options |= {"use_cpu": True, "train_sampling_strategy": "sequential", "save_steps": 4}
+    return options | ({"ddp_backend": "gloo"} if world_size() > 1 else {})
+
+
+def curves(trainer: Any) -> Curves:
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return [line["loss"] for line in lines], [line["learning_rate"] for line in lines]
+
+
+def run_trainer(
+    data: Path,
+    folder: Path,
+    resume: str | None = None,
+    init: float | str = INIT,
+    num_rows: int = 64,
+    is_sharded: bool = False,
+    **changes: Any,
+) -> Curves:
+    """``is_sharded``: with FSDP2, as transformers itself shards a model when it loads it; Accelerate's ``fsdp`` is DDP on a CPU."""
+    from finch.integrations.transformers import FinchCallback
+
+    config = transformers.distributed.DistributedConfig(fsdp_size=world_size()) if is_sharded else None
+    model, rows = load(data, config)
+    args = transformers.TrainingArguments(**{**trainer_options(folder), **changes})
+    callback = FinchCallback(eta_max=ETA_MAX, init=init)
+    trainer = transformers.Trainer(
+        model, args, train_dataset=rows[:num_rows], data_collator=collate, callbacks=[callback]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    assert any(isinstance(module, FSDPModule) for module in model.modules()) == is_sharded
+    return curves(trainer)
+
+
+def run_sft_trainer(data: Path, folder: Path) -> Curves:
+    import datasets
+    import trl
+
+    from finch.integrations.transformers import FinchCallback
+
+    model, rows = load(data)
+    args = trl.SFTConfig(
+        **{**trainer_options(folder), "save_strategy": "no"}, max_length=None, gradient_checkpointing=False, bf16=False
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(data / "stories260k")
+    tokenizer.pad_token = tokenizer.unk_token
+    trainer = trl.SFTTrainer(
+        model,
+        args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[FinchCallback(eta_max=ETA_MAX, init=INIT)],
+    )
+    trainer.train()
+    return curves(trainer)
+
+
+def run_lightning(data: Path, folder: Path) -> Curves:
+    import lightning.pytorch as pl
+
+    from finch.integrations.lightning import FinchCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.rows = load(data)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss_sum, number = sums(self.model, batch)
+            return loss_sum / number
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=ETA_BASE, weight_decay=0.0)
+
+    class Noting(FinchCallback):
+        losses: list[float]
+        rates: list[float]
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            past = self.schedule.ema_loss
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+            self.losses.append((self.schedule.ema_loss - 0.9 * past) / 0.1)
+            self.rates.append(optimizer.param_groups[0]["lr"])
+
+    callback = Noting(eta_max=ETA_MAX, init=INIT)
+    callback.losses, callback.rates = [], []
+    module = Module()
+    # Lightning's own sampler would shuffle.
+    sampler = DistributedSampler(module.rows, world_size(), int(os.environ.get("RANK", "0")), shuffle=False)
+    batch_size = BATCH // world_size()
+    loader = torch.utils.data.DataLoader(module.rows, batch_size=batch_size, sampler=sampler, collate_fn=collate)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    ranks = {"accelerator": "cpu", "devices": world_size(), "strategy": "ddp" if world_size() > 1 else "auto"}
+    trainer = pl.Trainer(
+        max_epochs=EPOCHS,
+        gradient_clip_val=1.0,
+        callbacks=[callback],
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        **quiet,
+        **ranks,
+    )
+    trainer.fit(module, loader)
+    return callback.losses, callback.rates
+
+
+def run_accelerate(data: Path, folder: Path) -> Curves:
+    from accelerate import Accelerator
+
+    from finch import FinchLR
+    from finch.integrations.step_loss import StepLoss
+
+    accelerator = Accelerator(cpu=True)
+    model, rows = load(data)
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ETA_BASE, weight_decay=0.0)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    schedule, step_loss = FinchLR(optimizer, eta_max=ETA_MAX, init=INIT), StepLoss()
+    losses, rates = [], []
+    for _ in range(EPOCHS):
+        batches = list(loader)
+        for start in range(0, len(batches), 4 // world_size()):
+            micro_batches = batches[start : start + 4 // world_size()]
+            counts = [(batch["labels"][:, 1:] != -100).sum() for batch in micro_batches]
+            num_targets = accelerator.reduce(sum(counts))
+            for batch in micro_batches:
+                loss_sum, number = sums(model, batch)
+                accelerator.backward(loss_sum * accelerator.num_processes / num_targets)
+                step_loss.update(loss_sum, number)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            loss, number = step_loss.compute()
+            if schedule.step(loss, number):
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+            rates.append(schedule.get_last_lr()[0])
+    return losses, rates
+
+
+STACKS = {
+    "Trainer": run_trainer,
+    "SFTTrainer": run_sft_trainer,
+    "Lightning": run_lightning,
+    "Accelerate": run_accelerate,
+}
+
+
+def differences(one: Curves, other: Curves) -> tuple[float, float]:
+    """The largest relative difference of the losses, and of the learning rates."""
+    return tuple(max(abs(a - b) / b for a, b in zip(*pair, strict=True)) for pair in zip(one, other, strict=True))

@@ -1,0 +1,46 @@
+"""The losses that are read from a model's output, against its logits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.causal_lm import collate, make_model, make_token_rows, mean_loss
+
+from finch.errors import UserError
+from finch.integrations.causal_lm import LossReader
+
+ROWS = make_token_rows(6)
+
+
+def read(reader, rows, **changes):
+    batch = collate(rows)
+    output = make_model()(**batch)
+    loss_sum, num_targets = reader.read(
+        SimpleNamespace(**{"loss": output.loss, "logits": output.logits, **changes}), batch
+    )
+    return float(loss_sum / num_targets)
+
+
+def test_plain_loss_of_the_model_is_used_after_a_first_comparison():
+    reader = LossReader()
+    assert read(reader, ROWS) == pytest.approx(mean_loss(make_model(), ROWS), rel=1e-6)
+    assert read(reader, ROWS[:2], logits=None) == pytest.approx(mean_loss(make_model(), ROWS[:2]), rel=1e-6)
+
+
+def test_loss_with_an_extra_term_is_not_used():
+    reader = LossReader()
+    for rows in (ROWS, ROWS[:2]):
+        assert read(reader, rows, loss=torch.tensor(99.0)) == pytest.approx(mean_loss(make_model(), rows), rel=1e-6)
+
+
+def test_logits_of_virtual_tokens_are_left_out():
+    logits = make_model()(**collate(ROWS)).logits
+    longer = torch.cat([torch.zeros(len(ROWS), 3, logits.shape[-1]), logits], dim=1)
+    assert read(LossReader(), ROWS, logits=longer, loss=None) == pytest.approx(mean_loss(make_model(), ROWS), rel=1e-6)
+
+
+def test_output_without_loss_and_logits_is_refused():
+    with pytest.raises(UserError, match=r"^model=SimpleNamespace: FINCH needs logits"):
+        read(LossReader(), ROWS, loss=None, logits=None)

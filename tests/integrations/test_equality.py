@@ -1,0 +1,52 @@
+"""Losses and learning rates of every stack against a loop without finch, on one process and on two: docs/integrate.md's table."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.causal_lm import mean_loss
+from helpers.ranks import on_ranks
+from helpers.runs import ROOT
+from helpers.stacks import ETA_BASE, STACKS, differences, load, run_reference
+
+PAGE = (ROOT / "docs" / "integrate.md").read_text()
+
+ON_TWO_RANKS = """
+    from helpers.stacks import STACKS, run_trainer
+    data = Path({data!r})
+    curves = {{name: run(data, folder / name) for name, run in STACKS.items()}}
+    curves["resumed"] = run_trainer(data, folder / "Trainer", resume=str(folder / "Trainer" / "checkpoint-4"))
+    curves["Trainer, FSDP2"] = run_trainer(data, folder / "fsdp", is_sharded=True, save_strategy="no")
+    # Rows that the ranks cannot share evenly, and a loss that is the mean of their means: FINCH's is over tokens all the same.
+    uneven = {{"init": "dataset", "num_rows": 57, "max_steps": 1, "save_strategy": "no", "average_tokens_across_devices": False}}
+    curves["dataset"] = run_trainer(data, folder / "dataset", is_sharded=True, **uneven)
+    tell(curves)
+"""
+
+
+def assert_equal(
+    name: str, curves: tuple[list[float], list[float]], reference: tuple[list[float], list[float]]
+) -> None:
+    loss, rate = differences(curves, reference)
+    print(f"{name}: loss {loss:.1e}, learning rate {rate:.1e}")
+    assert len(curves[0]) == 8
+    assert loss < 1e-5
+    assert rate < 1e-5
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stack_equals_plain_python_on_one_process(name, shared_data, tmp_path):
+    assert_equal(name, STACKS[name](shared_data, tmp_path), run_reference(shared_data))
+
+
+@pytest.mark.slow
+def test_stacks_equal_plain_python_on_two_ranks(shared_data, tmp_path):
+    one, other = on_ranks(2, ON_TWO_RANKS.format(data=str(shared_data)), tmp_path, timeout=300)
+    assert {name: curves[1] for name, curves in one.items()} == {name: curves[1] for name, curves in other.items()}
+    assert one.pop("resumed") == one["Trainer"]
+    model, rows = load(shared_data)
+    losses, _ = run_reference(shared_data)
+    ema = 0.9 * mean_loss(model, rows[:57]) + 0.1 * losses[0]
+    assert one.pop("dataset")[1] == pytest.approx([ETA_BASE / ema**0.5], rel=1e-6)
+    plain, shares = run_reference(shared_data), run_reference(shared_data, num_shares=2)
+    for name, curves in one.items():
+        assert_equal(f"{name} on two ranks", curves, shares if name == "Lightning" else plain)

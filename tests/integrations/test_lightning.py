@@ -1,0 +1,96 @@
+"""Lightning's callback in one process: its state, its refusals. test_equality has its learning rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.causal_lm import collate, finch_rates, make_model, make_token_rows
+
+from finch.errors import UserError
+from finch.integrations.lightning import FinchCallback
+
+ROWS = make_token_rows(24)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, schedule: Any = None) -> None:
+        super().__init__()
+        self.model, self.schedule, self.losses, self.rates = make_model(), schedule, [], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:  # after the callbacks'
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return optimizer if self.schedule is None else ([optimizer], [self.schedule(optimizer)])
+
+
+def fit(
+    folder: Any, *callbacks: Any, module: Any = None, ckpt_path: Any = None, **changes: Any
+) -> tuple[Module, pl.Trainer]:
+    module = Module() if module is None else module
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    options = {"max_epochs": 2, "enable_checkpointing": False, "default_root_dir": folder, **quiet, **changes}
+    trainer = pl.Trainer(callbacks=list(callbacks), **options)
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=4, collate_fn=collate)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def finch(**options: Any) -> FinchCallback:
+    return FinchCallback(**{"eta_max": 1e-2, "init": "first_batch", **options})
+
+
+def test_accumulated_micro_batches_count_their_tokens(tmp_path):
+    losses, counts = [], []
+
+    class Noting(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            losses.append(float(loss.detach()))
+            counts.append(int((batch["labels"][:, 1:] != -100).sum()))
+            return loss
+
+    module, trainer = fit(tmp_path, callback := finch(), module=Noting(), accumulate_grad_batches=2)
+    sums = [loss * count for loss, count in zip(losses, counts, strict=True)]
+    steps = [sum(sums[i : i + 2]) / sum(counts[i : i + 2]) for i in range(0, len(sums), 2)]
+    assert module.rates == pytest.approx(finch_rates(steps, 1e-3, 1e-2, None), rel=1e-6)
+    assert trainer.callback_metrics["lr"] == pytest.approx(module.rates[-1])
+    assert trainer.callback_metrics["ema_loss"] == pytest.approx(callback.schedule.ema_loss)
+
+
+def test_resumes_bit_for_bit(tmp_path):
+    straight, _ = fit(tmp_path, finch())
+    _, trainer = fit(tmp_path, finch(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    resumed, _ = fit(tmp_path, finch(), ckpt_path=tmp_path / "one.ckpt")
+    assert resumed.rates == straight.rates[6:]
+    for one, other in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_checkpoint_without_finch_is_refused(tmp_path):
+    _, trainer = fit(tmp_path, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(UserError, match=r"^ckpt_path=.*one.ckpt: the checkpoint has no state of FinchCallback"):
+        fit(tmp_path, finch(), ckpt_path=tmp_path / "one.ckpt")
+
+
+def test_mistakes_are_refused(tmp_path):
+    decaying = Module(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
+    with pytest.raises(UserError, match=r"^lr_scheduler: FINCH sets the learning rate alone"):
+        fit(tmp_path, finch(), module=decaying)
+    with pytest.raises(
+        RuntimeError, match="more than one stateful callback of type `FinchCallback`"
+    ):  # Lightning's own
+        fit(tmp_path, finch(), finch())
+    manual = Module()
+    manual.automatic_optimization = False
+    with pytest.raises(UserError, match=r"^optimizer: FINCH's callback needs one optimizer and automatic"):
+        fit(tmp_path, finch(), module=manual)

@@ -1,0 +1,341 @@
+"""FinchCallback on transformers' stock Trainer and on TRL's SFTTrainer, in one process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+from helpers.causal_lm import collate, finch_rates, make_model, make_token_rows, mean_loss
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from finch import extras
+from finch.errors import UserError
+from finch.integrations.objective_loss import ObjectiveLoss
+from finch.integrations.transformers import STATE_FILE, FinchCallback
+from finch.objectives import DFT, EAFT, FLOW, STM, TALR, CrossEntropy
+
+ETA_BASE, ETA_MAX = 1e-3, 1e-2
+ROWS = make_token_rows(30)
+
+
+def arguments(folder: Any, cls: Any = TrainingArguments, **changes: Any) -> Any:
+    options = {"output_dir": str(folder), "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    options |= {"learning_rate": ETA_BASE, "lr_scheduler_type": "constant", "max_steps": 6, "logging_steps": 1}
+    options |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    return cls(**{**options, **changes})
+
+
+def make_trainer(folder: Any, *callbacks: Any, rows: Any = ROWS, model: Any = None, **changes: Any) -> Trainer:
+    options = {
+        name: changes.pop(name) for name in ("compute_loss_func", "optimizers", "eval_dataset") if name in changes
+    }
+    cls, collator = changes.pop("cls", Trainer), changes.pop("data_collator", collate)
+    args = arguments(folder, **changes)
+    model = make_model() if model is None else model
+    return cls(model, args, train_dataset=rows, data_collator=collator, callbacks=list(callbacks), **options)
+
+
+def finch(**options: Any) -> FinchCallback:
+    return FinchCallback(**{"eta_max": ETA_MAX, "init": 4.0, **options})
+
+
+def logged(trainer: Trainer, name: str = "loss") -> list[float]:
+    return [line[name] for line in trainer.state.log_history if "loss" in line]
+
+
+def train(folder: Any, callback: FinchCallback, **changes: Any) -> Trainer:
+    trainer = make_trainer(folder, callback, **changes)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("init", ["dataset", "first_batch", 4.0])
+def test_rates_equal_the_scalar_reference(init, tmp_path):
+    trainer = train(tmp_path, finch(init=init), rows=ROWS[:-1])
+    start = {"dataset": mean_loss(make_model(), ROWS[:-1]), "first_batch": None}.get(init, init)
+    expected = finch_rates(logged(trainer), ETA_BASE, ETA_MAX, start)
+    assert logged(trainer, "learning_rate") == pytest.approx(expected, rel=1e-6)
+    assert logged(trainer, "ema_loss")[-1] == pytest.approx((ETA_BASE / expected[-1]) ** 2, rel=1e-5)
+
+
+def test_optimizer_takes_the_logged_rate(tmp_path):
+    taken = []
+
+    class Noting(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            taken.append([group["lr"] for group in self.param_groups])
+            return super().step(closure)
+
+    model = make_model()
+    parameters = list(model.parameters())
+    optimizer = Noting([{"params": parameters[:1], "lr": ETA_BASE}, {"params": parameters[1:], "lr": ETA_BASE / 2}])
+    trainer = train(tmp_path, finch(), model=model, optimizers=(optimizer, None))
+    assert [rates[0] for rates in taken] == logged(trainer, "learning_rate")
+    assert [rates[1] for rates in taken] == pytest.approx([rate / 2 for rate in logged(trainer, "learning_rate")])
+
+
+def test_dataset_pass_leaves_the_run_as_it_was(tmp_path):
+    """The number instead of the pass gives the same run, bit for bit: shuffling and dropout draw the same."""
+    one = train(tmp_path / "one", callback := finch(init="dataset"))
+    other = train(tmp_path / "other", finch(init=mean_loss(make_model(), ROWS)))
+    assert logged(one)[:2] == logged(other)[:2]
+    assert logged(one) == pytest.approx(logged(other), rel=1e-6)
+    assert not callback.schedule.is_on_device
+
+
+def test_loss_is_unweighted_with_label_smoothing(tmp_path):
+    plain = train(tmp_path / "plain", callback := finch(), max_steps=1)
+    smooth = train(
+        tmp_path / "smooth", other := finch(), max_steps=1, label_smoothing_factor=0.2, dataloader_num_workers=1
+    )
+    assert logged(smooth)[0] != pytest.approx(logged(plain)[0], rel=1e-4)
+    assert other.schedule.ema_loss == pytest.approx(callback.schedule.ema_loss, rel=1e-6)
+
+
+def test_evaluation_does_not_count(tmp_path):
+    plain = train(tmp_path / "plain", finch())
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_token_rows(8, seed=1)}
+    evaluated = train(tmp_path / "evaluated", finch(), **changes)
+    assert logged(evaluated, "learning_rate") == logged(plain, "learning_rate")
+
+
+def test_resumes_bit_for_bit(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 3}
+    straight = train(tmp_path / "straight", finch(init="dataset"), **changes)
+    resumed = make_trainer(tmp_path / "straight", finch(init="dataset"), model=make_model(1), **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-3"))
+    for name in ("loss", "learning_rate", "ema_loss"):
+        assert logged(resumed, name) == logged(straight, name)
+    for one, other in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_resume_needs_the_state_file(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    train(tmp_path / "run", finch(), **changes)
+    (tmp_path / "run" / "checkpoint-2" / STATE_FILE).unlink()
+    trainer = make_trainer(tmp_path / "run", finch(), **{**changes, "max_steps": 4})
+    with pytest.raises(UserError, match=r"checkpoint-2 has no finch_state.json"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_resume_from_another_folder(tmp_path):
+    """Callbacks are not given its name; a checkpoint of the same step in output_dir must not be taken for it."""
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    train(tmp_path / "run", callback := finch(), **changes)
+    shutil.move(tmp_path / "run" / "checkpoint-2", folder := tmp_path / "elsewhere")
+    train(tmp_path / "run", finch(), rows=ROWS[10:], **changes)
+    changes["max_steps"] = 3
+    with pytest.raises(UserError, match=r"is not the folder resumed from; pass that folder"):
+        make_trainer(tmp_path / "run", finch(), **changes).train(resume_from_checkpoint=str(folder))
+    resumed = make_trainer(tmp_path / "run", finch(resume_from_checkpoint=folder), **changes)
+    state = json.loads((folder / STATE_FILE).read_text())
+    assert state["ema_loss"] == callback.schedule.ema_loss
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.state.global_step == 3
+
+
+def test_training_twice_starts_from_the_base_rate(tmp_path):
+    trainer = make_trainer(tmp_path, callback := finch(), max_steps=2)
+    trainer.train()
+    trainer.train()
+    assert callback.schedule.eta_base == ETA_BASE
+    assert callback.schedule.state_dict()["num_steps"] == 2
+
+
+def test_step_without_targets_is_not_taken(tmp_path):
+    rows = [{**row, "labels": [-100] * len(row["labels"])} for row in ROWS[:6]]
+    model = make_model()
+    before = [value.clone() for value in model.parameters()]
+    train(tmp_path, callback := finch(), model=model, rows=rows, max_steps=1)
+    assert callback.schedule.state_dict()["num_steps"] == 0
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "objective", [CrossEntropy(), DFT(), EAFT(), TALR(tau=1.5)], ids=lambda value: type(value).__name__
+)
+def test_objective_trains_on_its_weights(objective, tmp_path):
+    """One step of plain SGD against the objective's definition; FINCH sees the unweighted loss."""
+    model = make_model()
+    loss = ObjectiveLoss(objective)
+    rate = {
+        "learning_rate": 1.0,
+        "max_grad_norm": 0,
+        "optim": "sgd",
+        "max_steps": 1,
+        "train_sampling_strategy": "sequential",
+    }
+    train(tmp_path, callback := finch(compute_loss_func=loss, eta_max=1.0), model=model, compute_loss_func=loss, **rate)
+    reference, rows = make_model(), ROWS[:6]
+    total, number = 0.0, 0
+    for row in rows:
+        logits = reference(input_ids=torch.tensor([row["input_ids"]])).logits[:, :-1].float()
+        targets = torch.tensor([row["labels"][1:]])
+        losses = torch.nn.functional.cross_entropy(logits[0], targets[0], reduction="none", ignore_index=-100)[None]
+        batch = {"labels": targets, "top_logits": logits.topk(20).values.detach()}
+        total = total + (objective.weights(losses.detach(), batch) * losses).sum()
+        number += int((targets != -100).sum())
+    (total / number).backward()
+    eta = finch_rates([mean_loss(reference, rows)], 1.0, 1.0, 4.0)[0]
+    assert callback.schedule.get_last_lr()[0] == pytest.approx(eta, rel=1e-6)
+    for tuned, base in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(tuned, base - eta * base.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (STM(), "needs pretrained_token_loss"),
+        (FLOW(tau=1.0), "needs pretrained_token_loss"),
+        (TALR(), "statistic=auto"),
+    ],
+)
+def test_objective_that_needs_more_is_refused(objective, message):
+    with pytest.raises(UserError, match=message):
+        ObjectiveLoss(objective)
+
+
+def test_sft_trainer_rates_equal_the_scalar_reference(tmp_path):
+    trainer = sft(tmp_path, finch(init="dataset"))
+    trainer.train()
+    expected = finch_rates(logged(trainer), ETA_BASE, ETA_MAX, mean_loss(make_model(), ROWS))
+    assert logged(trainer, "learning_rate") == pytest.approx(expected, rel=1e-6)
+
+
+def test_sft_trainer_variants_see_the_unweighted_loss(tmp_path):
+    plain, smooth, dft = finch(), finch(), finch(check_loss=False)
+    sft(tmp_path / "plain", plain, max_steps=1).train()
+    sft(tmp_path / "smooth", smooth, max_steps=1, label_smoothing_factor=0.2).train()
+    sft(tmp_path / "dft", dft, max_steps=1, loss_type="dft").train()
+    loss = ObjectiveLoss(DFT())
+    ours = finch(compute_loss_func=loss)
+    sft(tmp_path / "ours", ours, max_steps=1, compute_loss_func=loss).train()
+    for other in (smooth, dft, ours):
+        assert other.schedule.ema_loss == pytest.approx(plain.schedule.ema_loss, rel=1e-6)
+
+
+def sft(folder: Any, *callbacks: Any, **changes: Any) -> SFTTrainer:
+    options = {name: changes.pop(name) for name in ("compute_loss_func",) if name in changes}
+    args = arguments(folder, SFTConfig, max_length=None, **{"gradient_checkpointing": False, "bf16": False, **changes})
+    rows = datasets.Dataset.from_list(ROWS)
+    return SFTTrainer(
+        make_model(), args, train_dataset=rows, processing_class=tokenizer(), callbacks=list(callbacks), **options
+    )
+
+
+def tokenizer() -> Any:
+    """A stand-in for the one that SFTTrainer asks for; the rows are tokens already."""
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup"])
+def test_scheduler_other_than_constant_is_refused(name, tmp_path):
+    with pytest.raises(UserError, match=rf"^lr_scheduler_type={name}: .*lr_scheduler_type='constant'"):
+        make_trainer(tmp_path, finch(), lr_scheduler_type=name)
+
+
+def test_scheduler_object_must_be_constant(tmp_path):
+    for make, is_refused in (
+        (transformers.get_constant_schedule, False),
+        (lambda o: transformers.get_linear_schedule_with_warmup(o, 0, 9), True),
+    ):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=ETA_BASE)
+        options = {"model": model, "optimizers": (optimizer, make(optimizer))}
+        if is_refused:
+            with pytest.raises(UserError, match=r"^lr_scheduler=LambdaLR: FINCH sets the learning rate alone"):
+                make_trainer(tmp_path, finch(), **options)
+        else:
+            make_trainer(tmp_path, finch(), **options)
+
+
+def test_finch_twice_is_refused(tmp_path):
+    with pytest.raises(UserError, match="two FinchCallbacks"):
+        make_trainer(tmp_path, finch(), finch())
+    trainer = make_trainer(tmp_path, finch())
+    trainer.add_callback(finch())
+    with pytest.raises(UserError, match="two FinchCallbacks"):
+        trainer.train()
+
+
+def test_optimizer_made_later_is_refused(tmp_path):
+    class Replacing(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+
+    trainer = make_trainer(tmp_path, finch(), Replacing())
+    with pytest.raises(UserError, match="the Trainer stepped another one than FINCH"):
+        trainer.train()
+
+
+class SumLoss(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss * 7, outputs) if return_outputs else outputs.loss * 7
+
+
+def popped_labels(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    losses = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    return losses / num_items_in_batch
+
+
+def test_loss_other_than_the_token_mean_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"^loss=\d.*not the mean cross-entropy over the target tokens"):
+        train(tmp_path, finch(), cls=SumLoss)
+    with pytest.raises(UserError, match=r"not the mean cross-entropy"):
+        train(tmp_path, finch(), compute_loss_func=ObjectiveLoss(DFT()))
+    train(tmp_path, finch(check_loss=False), cls=SumLoss)
+    train(tmp_path, finch(), compute_loss_func=popped_labels)  # a custom loss that is the mean
+
+
+def test_objective_that_the_trainer_lacks_is_refused(tmp_path):
+    with pytest.raises(UserError, match="give the same ObjectiveLoss to the Trainer"):
+        train(tmp_path, finch(compute_loss_func=ObjectiveLoss(DFT())))
+
+
+def test_labels_that_do_not_arrive_are_named(tmp_path):
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            return model(input_ids=inputs["input_ids"]).logits.mean()
+
+    with pytest.raises(UserError, match=r"^labels: they did not reach the model"):
+        train(tmp_path, finch(), cls=Own)
+
+
+def test_dataset_without_length_is_refused(tmp_path):
+    rows = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+    with pytest.raises(UserError, match=r"^init=dataset: \w+ has no length"):
+        train(tmp_path, finch(init="dataset"), rows=rows)
+
+
+def test_extra_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(extras.PACKAGES, "hf", ("no_such_package",))
+    monkeypatch.delitem(sys.modules, "finch.integrations.transformers")
+    with pytest.raises(UserError, match=r"^finch.integrations.transformers needs the hf extra: pip install"):
+        importlib.import_module("finch.integrations.transformers")
+
+
+def test_arguments_are_checked_at_once():
+    with pytest.raises(ValueError, match=r"^ema=1.5 must lie in"):
+        finch(ema=1.5)
+    with pytest.raises(ValueError, match=r"^init='x' must be"):
+        finch(init="x")
