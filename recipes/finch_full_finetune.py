@@ -15,6 +15,7 @@ quiet_dependencies()
 
 import itertools
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, 
 from finch.training.model import allocate, build_decoder, load_pretrained, parallelize
 from finch.training.monitoring import build_metrics_log, build_profiler
 from finch.training.nonfinite_guard import NonfiniteGuard
-from finch.training.objective import build_objective, prepare_objective, token_losses
+from finch.training.objective import build_objective, micro_batch_loss, prepare_objective, token_losses
 from finch.training.optimizer import build_optimizers
 from finch.training.reference_loss import ReferenceLossCache, ReferenceLosses, fingerprint_of
 from finch.training.resume import resume_point
@@ -311,18 +312,15 @@ class FinchFullFinetune(FTRecipeInterface):
         scale = self._parallel.data_parallel_size / denominator.clamp(min=1)  # undoes FSDP2's mean over ranks
         batches = [to_device(batch, self._device) for batch in batches]
         self._kl_penalty.start_step(targets)
-        self._median.before_step(batches, self._token_losses)
+        self._median.before_step(batches, partial(token_losses, self._model))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         loss = None
         norms: dict[str, torch.Tensor | None] = {"grad_norm": None}
         for number, batch in enumerate(batches, start=1):
             if not self._cfg.fsdp_reduce_every_micro_batch:
                 fsdp.reduce_gradients(self._model, is_reduced=number == len(batches))
-            token_loss = self._token_losses(batch)  # [batch, seq] in nats
-            self._median.observe(token_loss.detach(), batch)
-            weight = self._objective.weights(token_loss.detach(), batch)
-            penalty = self._kl_penalty.term(batch)
-            loss_sum += token_loss.detach().sum(dtype=torch.float64)
+            token_loss, share = self._losses(batch, scale)
+            loss_sum += token_loss.sum(dtype=torch.float64)
             if (
                 self._cfg.optimizer_in_bwd
             ):  # the only micro-batch; its backward updates, so the learning rate comes first
@@ -330,7 +328,7 @@ class FinchFullFinetune(FTRecipeInterface):
                 if not self._schedule.step(loss, denominator):
                     fsdp.reshard(self._model)
                     break
-            ((weight * token_loss).sum() * scale + penalty).backward()
+            share.backward()
         if loss is None:
             loss = self._mean_loss(loss_sum, targets)
             if self._regularizer is not None:
@@ -344,9 +342,9 @@ class FinchFullFinetune(FTRecipeInterface):
         self._log_step(loss, targets, {**norms, **self._kl_penalty.metrics()})
         self._model.zero_grad(set_to_none=True)
 
-    def _token_losses(self, batch: Batch) -> torch.Tensor:
-        """[batch, seq] in nats; what objective and penalty need beside is added to the batch."""
-        return token_losses(self._model, batch, self._objective, self._kl_penalty)
+    def _losses(self, batch: Batch, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[batch, seq] in nats, detached; and [] weighted, times ``scale``, with the KL penalty and its graph."""
+        return micro_batch_loss(self._model, batch, self._objective, self._median, self._kl_penalty, scale)
 
     def _mean_loss(self, loss_sum: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The step's cross-entropy in nats a target token, whatever the objective; a collective."""

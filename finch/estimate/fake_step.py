@@ -171,7 +171,7 @@ class FakeStep(FinchFullFinetune):
         self._objective.count = _count_targets  # type: ignore[method-assign,assignment]
         if "pretrained_token_loss" in self._objective.needs:
             self._objective.prepare(_PRETRAINED, _PRETRAINED)
-        self._median: Any = _FixedStatistic(self._objective)
+        self._median: Any = _FixedStatistic(self._objective, cfg.gradient_accumulation_steps)
         self._kl_penalty = KLPenalty(cfg, self.decoder, group)
         self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         _fill_rotary_tables(self.decoder)
@@ -251,13 +251,19 @@ class _ConstantRate:
 class _FixedStatistic:
     """Stands for :class:`finch.training.step_median.StepMedian`, which reads the losses on the host."""
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, micro_batches: int) -> None:
         self._has_statistic = objective.statistic is not None
+        self._is_known = objective.statistic in (None, "lagged") or micro_batches > 1
 
     def before_step(self, *_: Any) -> None:
         pass
 
-    def observe(self, _: torch.Tensor, batch: Batch) -> None:
+    def add_to(self, batch: Batch) -> bool:
+        if self._is_known:
+            self.observe(None, batch)
+        return self._is_known
+
+    def observe(self, _: Any, batch: Batch) -> None:
         if self._has_statistic:
             batch["statistic"] = torch.tensor(_NATS, dtype=torch.float64)
 

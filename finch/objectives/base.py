@@ -31,10 +31,20 @@ class Objective:
             micro-batches of a step and puts their ``median``, [] in nats, into ``batch["statistic"]`` before it calls
             ``weights``. ``"exact"``: of this step. ``"lagged"``: the last finite one of an earlier step; the first step has
             none and uses its own. ``"auto"``: exact where a step has one micro-batch, else lagged.
+        is_elementwise: whether a token's weight depends on no other token's ``token_loss`` or ``top_logits``; on what is in the batch
+            before the forward pass, and on ``statistic``, it may. Loss and gradient are then computed in one pass over chunks of
+            tokens, and ``weights`` is called for each chunk, with 0 for the tokens of later ones. False for a subclass that defines
+            ``weights`` and does not set it.
     """
 
     needs: frozenset[str] = frozenset()
     statistic: str | None = None
+    is_elementwise = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "weights" in vars(cls) and "is_elementwise" not in vars(cls):
+            cls.is_elementwise = False
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The factor of each token's loss.
@@ -86,6 +96,8 @@ class Objective:
 
 class CrossEntropy(Objective):
     """Plain supervised fine-tuning: every target token weighs 1, the denominator is their number."""
+
+    is_elementwise = True
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[batch, seq] of ones."""

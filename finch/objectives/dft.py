@@ -15,6 +15,8 @@ class DFT(Objective):
     number of target tokens of the complete step; the authors' code takes the mean of each micro-batch instead.
     """
 
+    is_elementwise = True
+
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[batch, seq] in [0, 1]."""
         return torch.exp(-upcast(token_loss))

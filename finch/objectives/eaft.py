@@ -18,6 +18,7 @@ class EAFT(Objective):
 
     needs = frozenset({"top_logits"})
     num_logits = 20
+    is_elementwise = True
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[batch, seq] in [0, 1]; ``token_loss`` gives the dtype alone.

@@ -22,6 +22,7 @@ class FLOW(Objective):
     """
 
     needs = frozenset({"pretrained_token_loss"})
+    is_elementwise = True
 
     def __init__(self, tau: float | None = None) -> None:
         self.tau = tau

@@ -23,6 +23,7 @@ class STM(Objective):
     """
 
     needs = frozenset({"pretrained_token_loss"})
+    is_elementwise = True
 
     def __init__(self, threshold: float = 2.5) -> None:
         if not (isinstance(threshold, (int, float)) and threshold > 1):

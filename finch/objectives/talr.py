@@ -27,6 +27,8 @@ class TALR(Objective):
         ValueError: an argument is out of range.
     """
 
+    is_elementwise = True  # given tau
+
     def __init__(self, tau: str | float = "auto", w_min: float = 0.01) -> None:
         self._tau: float | None = None
         if isinstance(tau, str):

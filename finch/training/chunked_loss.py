@@ -17,21 +17,23 @@ from torchtune.modules.peft import disable_adapter
 from finch.data.padding_free import PaddingFree
 from finch.objectives import IGNORE_INDEX
 from finch.objectives.kl import coarse_token_kl, token_kl, top_log_probs
+from finch.training.one_pass_loss import Weighting, head_of, one_pass
 
 LOGITS_BYTES = 2**28
 """Of the fp32 logits that are computed at a time. Where all fit they are kept for the backward: that saves a product with the head."""
 
 
-def chunks_for(num_tokens: int, vocab_size: int, num_chunks: int) -> int:
+def chunks_for(num_tokens: int, vocab_size: int, num_chunks: int, *, has_kl: bool = False) -> int:
     """In how many chunks the logits of ``num_tokens`` tokens are computed.
 
     Args:
         num_chunks: 1: never more where there is a gradient; otherwise 1 where the logits are at most ``LOGITS_BYTES``, else at least that many.
+        has_kl: whether the KL divergence is computed, which takes twice as many tensors of that size: chunks are half as large.
     """
     num_bytes = 4 * num_tokens * vocab_size
     if (num_chunks == 1 and torch.is_grad_enabled()) or num_bytes <= LOGITS_BYTES:
         return 1
-    return max(num_chunks, -(-num_bytes // LOGITS_BYTES))
+    return max(num_chunks, -(-num_bytes // (LOGITS_BYTES // 2 if has_kl else LOGITS_BYTES)))
 
 
 class TokenLoss(nn.Module):
@@ -43,8 +45,8 @@ class TokenLoss(nn.Module):
 
     Args:
         decoder: a :class:`torchtune.modules.TransformerDecoder`.
-        num_chunks: in how many chunks logits are computed, see ``chunks_for``. One is kept for the backward; of several none is, and
-            each is recomputed there, for one more product with the output layer.
+        num_chunks: in how many chunks logits are computed, see ``chunks_for``. One is kept for the backward; of several none is:
+            see :mod:`finch.training.one_pass_loss`, or where that cannot be used each is recomputed in the backward.
         reference: the pretrained model, frozen, which runs only for the KL divergence; None: ``decoder`` without its adapters.
 
     Attributes:
@@ -79,6 +81,7 @@ class TokenLoss(nn.Module):
         has_kl: bool = False,
         reference_log_probs: torch.Tensor | None = None,
         reference_tokens: torch.Tensor | None = None,
+        weighting: Weighting | None = None,
         **inputs: Any,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """
@@ -96,12 +99,14 @@ class TokenLoss(nn.Module):
             has_kl: whether to return the KL divergence from the pretrained model as well.
             reference_log_probs, reference_tokens: [number of targets, top_k + 1] and [number of targets, top_k], the pretrained
                 model's distributions, see :func:`finch.objectives.kl.top_log_probs`. Without them it runs here.
+            weighting: how the outputs are summed to what is differentiated.
             inputs: the decoder's other arguments (``mask``, ``input_pos``).
 
         Returns:
             [batch, seq] cross-entropy in nats, fp32 (fp64 for an fp64 model), 0 where the label is ignored. With one of the options
             a dictionary of it, ``loss``, and of ``top_logits`` [batch, seq, num_top_logits], ``top_log_probs`` and ``top_tokens``,
-            all detached, and ``kl`` [batch, seq] in nats with its graph; 0 where the label is ignored.
+            all detached, and ``kl`` [batch, seq] in nats with its graph; 0 where the label is ignored. With ``weighting`` the
+            dictionary also has ``total`` [] with its graph, and all else is detached.
         """
         reference: list[torch.Tensor] = []
         if has_kl and reference_log_probs is not None and reference_tokens is not None:
@@ -112,37 +117,56 @@ class TokenLoss(nn.Module):
             hidden = self._hidden(self.decoder, tokens, targets, layout, inputs)
         flat_labels = _at_targets(labels.flatten(), targets)
         hidden = self.decoder.norm(hidden)
-        num_chunks = chunks_for(len(hidden), self.decoder.tok_embeddings.weight.shape[0], self.num_chunks)
-        chunked = (each.chunk(num_chunks) for each in (hidden, flat_labels, *reference))
-        chunk_outputs = functools.partial(
-            self._chunk_outputs, num_top_logits=num_top_logits, num_top_log_probs=num_top_log_probs
+        num_chunks = chunks_for(
+            len(hidden), self.decoder.tok_embeddings.weight.shape[0], self.num_chunks, has_kl=has_kl
         )
-        # With several chunks the backward recomputes the logits: nothing of [tokens, vocab] outlives the forward.
-        recompute = num_chunks > 1 and torch.is_grad_enabled()
-        outputs = [
-            checkpoint(chunk_outputs, *chunk, use_reentrant=False) if recompute else chunk_outputs(*chunk)
+        token_outputs = functools.partial(
+            self._token_outputs, num_top_logits=num_top_logits, num_top_log_probs=num_top_log_probs
+        )
+        # Of several chunks the logits are not kept: nothing of [tokens, vocab] outlives the forward.
+        is_kept = num_chunks == 1 or not torch.is_grad_enabled()
+        head = None if is_kept or weighting is None else head_of(self.decoder.output, weighting)
+        if head is not None and weighting is not None:
+            positions = torch.arange(labels.numel(), device=labels.device) if targets is None else targets
+            return one_pass(
+                head,
+                hidden,
+                (flat_labels, *reference),
+                token_outputs,
+                weighting,
+                positions=positions,
+                shape=labels.shape,
+                num_chunks=num_chunks,
+            )
+
+        def chunk_outputs(hidden: torch.Tensor, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            return token_outputs(self.decoder.output(hidden), *inputs)
+
+        chunked = (each.chunk(num_chunks) for each in (hidden, flat_labels, *reference))
+        chunks = [
+            chunk_outputs(*chunk) if is_kept else checkpoint(chunk_outputs, *chunk, use_reentrant=False)
             for chunk in zip(*chunked, strict=True)
         ]
-        found = {
-            name: _scatter(torch.cat([output[name] for output in outputs]), targets, labels) for name in outputs[0]
-        }
-        return found["loss"] if len(found) == 1 else found
+        outputs = {name: _scatter(torch.cat([chunk[name] for chunk in chunks]), targets, labels) for name in chunks[0]}
+        if weighting is not None:
+            detached = {name: values.detach() for name, values in outputs.items()}
+            return {**detached, "total": weighting.total(weighting.weights(detached), outputs)}
+        return outputs["loss"] if len(outputs) == 1 else outputs
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The decoder's parameters that require gradients, by name."""
         return {name: weight for name, weight in self.decoder.named_parameters() if weight.requires_grad}
 
-    def _chunk_outputs(
+    def _token_outputs(
         self,
-        hidden: torch.Tensor,
+        logits: torch.Tensor,
         labels: torch.Tensor,
         *reference: torch.Tensor,
         num_top_logits: int,
         num_top_log_probs: int,
     ) -> dict[str, torch.Tensor]:
-        """``hidden``: [tokens, embed]; ``labels``: [tokens]; ``reference``: the pretrained model's hidden states [tokens, embed], or its
+        """``logits``: [tokens, vocab]; ``labels``: [tokens]; ``reference``: the pretrained model's hidden states [tokens, embed], or its
         top log-probabilities and their tokens. Returns what ``forward`` does, [tokens, ...]."""
-        logits = self.decoder.output(hidden)
         outputs = {"loss": self.cross_entropy(logits, labels)}
         if num_top_logits:  # the objective raises for a vocabulary that is too small
             outputs["top_logits"] = logits.detach().topk(min(num_top_logits, logits.shape[-1])).values

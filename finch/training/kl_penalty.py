@@ -135,15 +135,17 @@ class KLPenalty:
         """``targets``: [], the number of target tokens of the step, over all ranks and micro-batches."""
         self._targets, self._sum = targets.clamp(min=1), torch.zeros_like(targets)
 
-    def term(self, batch: Batch) -> torch.Tensor | float:
-        """[] a micro-batch's share of the penalty with its graph, scaled for FSDP2's mean over ranks; from ``batch["kl"]``."""
-        if self._settings is None:
-            return 0.0
-        kl = batch.pop("kl")
-        self._sum += kl.detach().sum(dtype=torch.float64)
-        if self._settings.strength == 0:
-            return 0.0
-        return kl.sum() * (self._settings.strength * self._parallel.data_parallel_size / self._targets)
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """[] what a micro-batch's sum of the token KL is multiplied by, FSDP2's mean over ranks undone; None: it is not differentiated."""
+        if self._settings is None or self._settings.strength == 0:
+            return None
+        return self._settings.strength * self._parallel.data_parallel_size / self._targets
+
+    def observe(self, outputs: dict[str, torch.Tensor]) -> None:
+        """Records a micro-batch's divergence, ``outputs["kl"]`` [batch, seq] in nats."""
+        if self._settings is not None:
+            self._sum += outputs["kl"].sum(dtype=torch.float64)
 
     def metrics(self) -> dict[str, torch.Tensor]:
         """``kl``: [] the step's mean token KL in nats, over all ranks; a collective."""

@@ -127,7 +127,7 @@ def estimate_memory(
             gathered += trained * weight_bytes
     in_backward = max(*trained_layers, *(p.numel() for p in parameters if p.requires_grad))
     vocab_size = _vocabulary(decoder)
-    num_chunks = chunks_for(micro_batch.targets, vocab_size, micro_batch.num_chunks)
+    num_chunks = chunks_for(micro_batch.targets, vocab_size, micro_batch.num_chunks, has_kl=kl is not None)
     activations, recomputed = _activations(decoder, cfg, micro_batch, precision.compute)
     return MemoryEstimate(
         weights=(count * num_models + (trained if cfg.regularizer is not None else 0)) * weight_bytes // shards,

@@ -14,7 +14,9 @@ from finch.objectives import EAFT, CrossEntropy, Objective
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import is_objective
 from finch.training.kl_penalty import KLPenalty
+from finch.training.one_pass_loss import Weighting
 from finch.training.reference_loss import ReferenceLosses
+from finch.training.step_median import StepMedian
 
 NUM_CHUNKS = 8
 """In how many chunks an objective's logits are computed; torchtune's default for its chunked cross-entropy."""
@@ -54,14 +56,43 @@ def prepare_objective(
         raise UserError(f"loss: {error}") from error
 
 
-def token_losses(model: TokenLoss, batch: Batch, objective: Objective, kl_penalty: KLPenalty) -> torch.Tensor:
-    """The forward pass: [batch, seq] in nats. What objective and penalty need beside is added to the batch."""
+def token_losses(model: TokenLoss, batch: Batch) -> torch.Tensor:
+    """The forward pass alone: [batch, seq] in nats."""
+    losses: torch.Tensor = model(**model_inputs(batch))
+    return losses
+
+
+def micro_batch_loss(
+    model: TokenLoss,
+    batch: Batch,
+    objective: Objective,
+    median: StepMedian,
+    kl_penalty: KLPenalty,
+    scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward pass of a training step.
+
+    Args:
+        median: of the step; gets this micro-batch's losses.
+        kl_penalty: gets this micro-batch's divergence.
+        scale: [] what the weighted sum of the token losses is multiplied by.
+
+    Returns:
+        [batch, seq] token losses in nats, detached; and [] the micro-batch's share of what is differentiated, with its graph.
+    """
+    is_known = median.add_to(batch)
+
+    def weights(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not is_known:  # this forward pass decides it
+            median.observe(outputs["loss"], batch)
+        return objective.weights(outputs["loss"], {**batch, **outputs})
+
+    weighting = Weighting(weights, objective.is_elementwise and is_known, scale, kl_penalty.scale)
     options = kl_penalty.model_options()
     if "top_logits" in objective.needs:
         options["num_top_logits"] = EAFT.num_logits
-    outputs = model(**model_inputs(batch), **options)
-    if not options:
-        return outputs
-    losses: torch.Tensor = outputs.pop("loss")
-    batch.update(outputs)
-    return losses
+    outputs = model(**model_inputs(batch), **options, weighting=weighting)
+    if is_known:
+        median.observe(outputs["loss"], batch)
+    kl_penalty.observe(outputs)
+    return outputs["loss"], outputs["total"]

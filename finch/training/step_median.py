@@ -62,6 +62,12 @@ class StepMedian:
                 losses = [self._objective.sequence_losses(token_losses(batch), batch) for batch in batches]
             self._value = self._median(losses)
 
+    def add_to(self, batch: Batch) -> bool:
+        """Sets ``batch["statistic"]`` where it is known before the forward pass. Returns whether the objective then has all it needs."""
+        if self._value is not None:
+            batch["statistic"] = torch.tensor(self._value, dtype=torch.float64)
+        return self.mode is None or self._value is not None
+
     def observe(self, token_loss: torch.Tensor, batch: Batch) -> None:
         """Records a micro-batch's losses, [batch, seq] in nats, and sets ``batch["statistic"]``, [] in nats."""
         if self.mode is None:

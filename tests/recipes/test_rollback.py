@@ -23,13 +23,13 @@ def recipe(monkeypatch):
 
 
 def make_losses_nan(patch, recipe, *steps):
-    token_losses = recipe._token_losses
+    losses_of = recipe._losses
 
-    def nan_at_steps(self, batch):
-        losses = token_losses(self, batch)
-        return losses * math.nan if self.state.step + 1 in steps else losses
+    def nan_at_steps(self, batch, scale):
+        losses = losses_of(self, batch, scale)
+        return [each * math.nan for each in losses] if self.state.step + 1 in steps else losses
 
-    patch.setattr(recipe, "_token_losses", nan_at_steps)
+    patch.setattr(recipe, "_losses", nan_at_steps)
 
 
 def lines_of(run, first):
@@ -158,17 +158,17 @@ def test_run_gives_up_when_rollbacks_do_not_help(config, recipe, tmp_path, monke
 
 
 def test_rollback_skips_a_damaged_checkpoint(config, recipe, tmp_path, monkeypatch):
-    token_losses = recipe._token_losses
+    losses_of = recipe._losses
 
-    def damage_and_return_nan(self, batch):
+    def damage_and_return_nan(self, batch, scale):
         if self.state.step + 1 == 8:
             self._checkpoint_writer.finish()
             for name in damaged:
                 (self._run / "checkpoints" / name / "__0_0.distcp").write_bytes(b"?")
-            return token_losses(self, batch) * math.nan
-        return token_losses(self, batch)
+            return [each * math.nan for each in losses_of(self, batch, scale)]
+        return losses_of(self, batch, scale)
 
-    monkeypatch.setattr(recipe, "_token_losses", damage_and_return_nan)
+    monkeypatch.setattr(recipe, "_losses", damage_and_return_nan)
     damaged = ["step_6"]
     run = run_here(tmp_path / "r", config())
     assert run.returncode == 0, run.output[-2000:]

@@ -1,0 +1,264 @@
+"""One pass over chunks against logits recomputed in the backward, in float64; its products and its memory."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from helpers.runs import llama_args, make_config, run_here
+from omegaconf import OmegaConf
+from torch.utils.flop_counter import FlopCounterMode
+from torchtune.models.llama2 import llama2, lora_llama2
+from torchtune.models.llama3_2 import llama3_2
+
+from benchmarks.loss.memory import OBJECTIVES, extra_memory
+from finch.distributed.parallel import Parallel
+from finch.objectives import DFT, EAFT, FLOW, STM, TALR, CrossEntropy
+from finch.training import chunked_loss
+from finch.training.chunked_loss import TokenLoss
+from finch.training.kl_penalty import KLPenalty
+from finch.training.objective import micro_batch_loss
+from finch.training.one_pass_loss import Weighting, one_pass
+from finch.training.step_median import StepMedian
+
+CPU = torch.device("cpu")
+VOCAB, TOKENS = 151_936, 16_384  # Qwen3's vocabulary
+LORA = {"lora_attn_modules": ["q_proj"], "lora_rank": 4, "lora_alpha": 8}
+CASES = {
+    "sft": CrossEntropy(),
+    "dft": DFT(),
+    "eaft": EAFT(),
+    "flow": FLOW(2.0),
+    "stm": STM(8.0),
+    "talr": TALR(2.0),
+    "talr exact": TALR("exact"),
+    "talr lagged": TALR("lagged"),
+}
+DECODERS = {
+    "linear": llama2,
+    "tied": partial(llama3_2, tie_word_embeddings=True),
+    "frozen": partial(lora_llama2, **LORA),
+    "adapter": partial(lora_llama2, **LORA, apply_lora_to_output=True),
+}
+
+
+class Mean(DFT):
+    """A weight that depends on all losses, of a user who knows nothing of chunks."""
+
+    def weights(self, token_loss, batch):
+        return token_loss / token_loss.mean()
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * 64 * 15)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The weightings with which the one pass was taken."""
+    taken = []
+
+    def record(head, hidden, inputs, token_outputs, weighting, **options):
+        taken.append(weighting)
+        return one_pass(head, hidden, inputs, token_outputs, weighting, **options)
+
+    monkeypatch.setattr(chunked_loss, "one_pass", record)
+    return taken
+
+
+def make_batch():
+    torch.manual_seed(1)
+    tokens, labels = torch.randint(0, 64, (5, 19)), torch.randint(0, 64, (5, 19))
+    labels[0, :7], labels[2] = -100, -100
+    pretrained = torch.rand(5, 19, dtype=torch.float64) * 4
+    targets = (labels.flatten() != -100).nonzero().squeeze(1)
+    return {"tokens": tokens, "labels": labels, "targets": targets, "pretrained_token_loss": pretrained}
+
+
+def make_decoder(name):
+    torch.manual_seed(0)
+    decoder = DECODERS[name](**llama_args()).double()
+    if name in ("frozen", "adapter"):
+        for weight_name, weight in decoder.named_parameters():
+            weight.requires_grad_("lora" in weight_name)
+            if "lora_b" in weight_name:
+                torch.nn.init.normal_(weight)
+    return decoder
+
+
+def step_of(decoder, objective, kl=None):
+    """Token losses, total and all gradients of a step of one micro-batch, its loss scaled as a step scales it."""
+    kl = None if kl is None else {"_component_": "finch.regularization.KL", "strength": 0.3, **kl}
+    parallel, batch = Parallel(CPU), make_batch()
+    penalty = KLPenalty(OmegaConf.create({"kl_penalty": kl}), decoder, parallel)
+    if kl is not None and not penalty.has_reference:
+        batch["reference_log_probs"] = torch.full((len(batch["targets"]), 6), 1 / 6, dtype=torch.float64).log()
+        batch["reference_tokens"] = torch.arange(5).expand(len(batch["targets"]), 5)
+    torch.manual_seed(3)
+    reference = llama2(**llama_args()).double().requires_grad_(False) if penalty.has_reference else None
+    median = StepMedian(objective, parallel)
+    median.last = 3.0
+    median.before_step([batch], None)
+    targets = torch.tensor(float(len(batch["targets"])), dtype=torch.float64)
+    penalty.start_step(targets)
+    decoder.zero_grad()
+    model = TokenLoss(decoder, 4, reference)
+    losses, total = micro_batch_loss(model, batch, objective, median, penalty, 1 / targets)
+    (2 * total).backward()
+    assert not losses.requires_grad
+    gradients = {name: weight.grad.clone() for name, weight in decoder.named_parameters() if weight.requires_grad}
+    return {"loss": losses, "total": total.detach(), **gradients, **penalty.metrics()}
+
+
+def check_equals_recomputed(monkeypatch, passes, run, is_elementwise=True):
+    found = run()
+    assert [each.is_elementwise for each in passes] == [is_elementwise]
+    with monkeypatch.context() as patch:
+        patch.setattr(chunked_loss, "head_of", lambda *_: None)
+        recomputed = run()
+    with monkeypatch.context() as patch:
+        patch.setattr(chunked_loss, "LOGITS_BYTES", 2**28)
+        kept = run()
+    assert len(passes) == 1
+    for expected in (recomputed, kept):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)
+    assert sum(float(value.abs().sum()) for value in found.values()) > 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_pass_equals_recomputed_by_objective(name, monkeypatch, passes):
+    run = partial(step_of, make_decoder("tied"), CASES[name])
+    check_equals_recomputed(monkeypatch, passes, run, is_elementwise=name != "talr exact")
+
+
+@pytest.mark.parametrize("kl", [{}, {"reference": "cached", "top_k": 5}, {"strength": 0}], ids=str)
+@pytest.mark.parametrize("name", ["sft", "talr exact"])
+def test_one_pass_equals_recomputed_with_kl(name, kl, monkeypatch, passes):
+    run = partial(step_of, make_decoder("linear"), CASES[name], kl)
+    check_equals_recomputed(monkeypatch, passes, run, is_elementwise=name == "sft")
+
+
+@pytest.mark.parametrize("head", DECODERS)
+def test_one_pass_equals_recomputed_by_head(head, monkeypatch, passes):
+    check_equals_recomputed(monkeypatch, passes, partial(step_of, make_decoder(head), DFT()))
+
+
+def test_one_pass_waits_for_weights_that_need_all_losses(monkeypatch, passes):
+    assert not Mean.is_elementwise
+    check_equals_recomputed(monkeypatch, passes, partial(step_of, make_decoder("linear"), Mean()), is_elementwise=False)
+
+
+def test_one_pass_in_bf16_is_that_of_fp32_rounded(passes):
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        decoder = llama2(**llama_args()).to(torch.bfloat16).to(dtype)
+        batch = make_batch()
+        weighting = Weighting(lambda outputs: torch.ones_like(outputs["loss"]), True, torch.ones(()))
+        TokenLoss(decoder, 8)(batch["tokens"], batch["labels"], batch["targets"], weighting=weighting)[
+            "total"
+        ].backward()
+        assert decoder.output.weight.grad.dtype == dtype
+        gradients.append(decoder.output.weight.grad.float())
+    assert len(passes) == 2
+    assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
+
+
+@pytest.mark.parametrize(("is_elementwise", "products"), [(True, 3), (False, 4)])
+def test_one_pass_takes_three_products_with_the_head(is_elementwise, products):
+    batch, hidden = make_batch(), torch.randn(5, 19, 32, requires_grad=True)
+    decoder = llama2(**llama_args())
+    decoder.forward = lambda tokens: hidden
+    weighting = Weighting(lambda outputs: torch.exp(-outputs["loss"]), is_elementwise, torch.ones(()))
+    model = TokenLoss(decoder, 4)
+    with FlopCounterMode(display=False) as flops:
+        model(batch["tokens"], batch["labels"], batch["targets"], weighting=weighting)["total"].backward()
+    assert flops.get_total_flops() == products * 2 * len(batch["targets"]) * 32 * 64
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_memory_is_an_eighth_of_the_logits(name, monkeypatch):
+    """Beyond parameters, gradients and hidden states, for Qwen3's vocabulary and 16,384 targets."""
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 2**28)
+    assert 0 < extra_memory(name, VOCAB, TOKENS, 1024, torch.float32) <= 4 * VOCAB * TOKENS / 8
+
+
+@pytest.mark.slow
+def test_one_pass_on_two_ranks_is_that_of_one(tmp_path):
+    """FSDP2 over two ranks: the gradients are the mean over ranks, tied head and adapters in the output layer included."""
+    code = """
+        import torch.distributed as dist
+        from functools import partial
+        from helpers.runs import llama_args
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+        from torchtune.models.llama2 import llama2, lora_llama2
+        from torchtune.models.llama3_2 import llama3_2
+        from finch.distributed import fsdp, parallel
+        from finch.training import chunked_loss
+        from finch.training.one_pass_loss import Weighting, one_pass
+
+        group = parallel.start(device, shard=True)
+        passes = []
+        chunked_loss.LOGITS_BYTES = 4 * 64 * 5
+        chunked_loss.one_pass = lambda *args, **options: passes.append(1) or one_pass(*args, **options)
+        lora = {"lora_attn_modules": ["q_proj"], "lora_rank": 4, "lora_alpha": 8, "apply_lora_to_output": True}
+        make = {"linear": llama2, "tied": partial(llama3_2, tie_word_embeddings=True), "adapter": partial(lora_llama2, **lora)}
+
+        def gradients(name, policy=None, ranks=2):
+            torch.manual_seed(0)
+            decoder = make[name](**llama_args()).double()
+            for weight in decoder.parameters():
+                torch.nn.init.normal_(weight, std=0.3)
+            tokens, labels = torch.randint(0, 64, (4, 19)), torch.randint(0, 64, (4, 19))
+            labels[0, :9] = -100
+            number = (labels != -100).sum().double()
+            model = chunked_loss.TokenLoss(decoder, 3)
+            if ranks == 2:
+                if policy is not None:
+                    model.float()
+                fsdp.shard_model(model, decoder.layers, group, mixed_precision=policy)
+                tokens, labels = tokens.chunk(2)[dist.get_rank()], labels.chunk(2)[dist.get_rank()]
+            targets = (labels.flatten() != -100).nonzero().squeeze(1)
+            weighting = Weighting(lambda outputs: torch.exp(-outputs["loss"] / 3), True, ranks / number)
+            for _ in range(2):  # accumulates
+                model(tokens, labels, targets, weighting=weighting)["total"].backward()
+            weights = decoder.named_parameters()
+            full = {name: weight.grad.full_tensor() if ranks == 2 else weight.grad for name, weight in weights}
+            return torch.cat([value.double().flatten() for value in full.values()])
+
+        differences = []
+        for name, policy in [*((name, None) for name in make), ("tied", MixedPrecisionPolicy(torch.bfloat16, torch.float32))]:
+            expected = gradients(name, ranks=1)
+            differences.append(float((gradients(name, policy) - expected).norm() / expected.norm()))
+        tell([differences, len(passes)])
+        parallel.stop()
+    """
+    for differences, passes in on_ranks(2, code, tmp_path):
+        assert max(differences[:3]) < 1e-14
+        assert differences[3] < 0.05  # bf16
+        assert passes == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer_in_bwd", [False, True])
+def test_one_pass_in_the_recipe(optimizer_in_bwd, base_folder, rows_file, tmp_path, monkeypatch, passes):
+    """The same losses as with the logits kept."""
+    losses = {}
+    for name, size in (("chunks", 4 * 64 * 15), ("kept", 2**28)):
+        monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", size)
+        changes = {
+            "optimizer_in_bwd": optimizer_in_bwd,
+            "clip_grad_norm": None,
+            "loss": {"_component_": "finch.objectives.DFT"},
+        }
+        config = make_config(
+            base_folder, rows_file, tmp_path / name, dtype="fp64", max_steps_per_epoch=4, epochs=1, **changes
+        )
+        run = run_here(tmp_path, config)
+        assert run.returncode == 0, run.output[-2000:]
+        losses[name] = [line["loss"] for line in run.metrics() if "loss" in line]
+    assert len(passes) == len(losses["chunks"]) > 2
+    assert losses["chunks"] == pytest.approx(losses["kept"], rel=1e-10)
