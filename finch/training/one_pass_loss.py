@@ -92,7 +92,9 @@ class _AnyHead:
         return detached
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        own, *others = torch.autograd.grad(self._logits, [self._hidden, *self.parameters], gradient)
+        own, *others = torch.autograd.grad(
+            self._logits, [self._hidden, *self.parameters], gradient, materialize_grads=True
+        )
         del self._logits
         if not self.gradients:
             self.gradients = others
