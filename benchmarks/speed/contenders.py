@@ -111,7 +111,8 @@ def finch(settings: dict[str, Any]) -> None:
     if "logits_chunks" in settings:
         from finch.training import chunked_loss
 
-        chunked_loss.chunks_for = lambda *_: settings["logits_chunks"]
+        chunked_loss.chunks_for = lambda *_, **__: settings["logits_chunks"]
+        chunked_loss.head_of = lambda *_: None  # recomputed in the backward
     schedule = {"_component_": "finch.FinchLR", "eta_max": 5e-5, "ema": 0.9, "init": 3.0}
     _run_recipe("finch_full_finetune", settings, {"lr_scheduler": schedule})
 
