@@ -59,7 +59,7 @@ def count_read_bytes() -> Iterator[list[int]]:
         num_bytes.append(part.nbytes)
         return part
 
-    StoredTensor.read = counted  # type: ignore[method-assign]
+    StoredTensor.read = counted  # type: ignore[method-assign,assignment]
     try:
         yield num_bytes
     finally:
