@@ -25,13 +25,13 @@ LAYERS = (
     ("probes",),
     ("estimate",),
     ("evaluation",),
-    ("sweep",),
+    ("sweep", "titan"),
     ("report",),
     ("quickstart", "cli"),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 TORCH_ALONE = ("finch", *(f"finch.{name}" for layer in LAYERS[:3] for name in layer))
-EXTRAS = ("torchtune", "evaluate", "report", "openai", "hf", "lightning")  # what finch itself imports
+EXTRAS = ("torchtune", "evaluate", "report", "openai", "hf", "lightning", "titan")  # what finch itself imports
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "finch").rglob("*.py")

@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     submit = jobs.add_parser(
         "submit",
         help="check a run and submit it with sbatch",
-        usage="finch slurm submit CONFIG [--nodes N] [--gpus-per-node N] [option of sbatch ...] [key=value ...]",
+        usage="finch slurm submit {CONFIG | --titan NAME} [--nodes N] [--gpus-per-node N] [option of sbatch ...] [key=value ...]",
         allow_abbrev=False,
     )
     add_submit_arguments(submit)
@@ -137,6 +137,10 @@ def main(arguments: list[str] | None = None) -> None:
         from finch.cli import doctor
 
         sys.exit(1 if doctor.main() else 0)
+    elif parsed.command == "slurm" and parsed.titan:
+        from finch.cli.slurm_titan import submit as submit_titan
+
+        submit_titan(parsed, rest)
     elif parsed.command == "slurm":
         require_extras("finch slurm submit", "torchtune")
         submit_to_slurm(parsed, rest)

@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "A value with = in it needs the form --option=value. The script's settings are environment variables, such as "
         "FINCH_CONTAINER; its first lines list them."
     )
+    parser.add_argument(
+        "--titan", metavar="NAME", help="a run of TorchTitan instead of CONFIG: a config of finch.titan, or MODULE:NAME"
+    )
     parser.add_argument("--script", metavar="FILE", help="your own copy of the script")
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch command and submit nothing")
 

@@ -52,13 +52,22 @@ def evaluate(model: nn.Module, name: str, rows: ProbeRows, settings: EvalSetting
     """
     has_kl = REFERENCES[0] in rows.samples[0]
     sums = _sums(model, settings.loader(name, rows.samples), settings.parallel, has_kl=has_kl)
+    metrics = probe_metrics(sums[0], rows)
+    if has_kl:
+        metrics["kl"] = float(sums[1].sum() / sum(map(num_targets, rows.samples)))
+    return metrics
+
+
+def probe_metrics(losses: torch.Tensor, rows: ProbeRows) -> dict[str, float]:
+    """``loss``, and of a multiple-choice probe ``accuracy``; see :func:`evaluate`.
+
+    Args:
+        losses: [samples] each one's sum over its targets in nats, on the host.
+    """
     counts = torch.tensor([num_targets(sample) for sample in rows.samples], dtype=torch.float64)
     if rows.questions:
-        return _multiple_choice(sums[0], counts, rows.questions)
-    metrics = {"loss": float(sums[0].sum() / counts.sum())}
-    if has_kl:
-        metrics["kl"] = float(sums[1].sum() / counts.sum())
-    return metrics
+        return _multiple_choice(losses, counts, rows.questions)
+    return {"loss": float(losses.sum() / counts.sum())}
 
 
 def _sums(model: nn.Module, loader: EvalLoader, parallel: Parallel, *, has_kl: bool) -> torch.Tensor:

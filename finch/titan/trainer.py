@@ -1,0 +1,177 @@
+"""TorchTitan's trainer with FINCH: the learning rate of a step comes from the loss of that step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.trainer import Trainer
+
+from finch.errors import report_user_errors
+from finch.log import logger
+from finch.titan.config_checks import check_config
+from finch.titan.dataset_loss import initial_loss
+from finch.titan.losses import objective_of
+from finch.titan.lr_scheduler import FinchLRSchedulersContainer
+from finch.titan.run_metrics import RunMetrics
+from finch.titan.validator import FinchValidator
+
+
+class FinchTrainer(Trainer):
+    """TorchTitan's trainer, whose scheduler is FINCH. Made by :func:`finch.titan.to_finch_config`.
+
+    Each micro-batch's loss is collected from ``forward_backward_step``. A hook before the optimizer's step sums them over the ranks,
+    which gives the mean over all target tokens of the step, and sets the learning rate. Nothing of TorchTitan's training step is copied.
+
+    Supported: FSDP, HSDP, context and tensor parallel, gradient accumulation, CUDA graphs, resume, synchronous and asynchronous
+    checkpoints. Refused: pipeline parallel and ``full_dtensor``.
+
+    Args:
+        config: see :func:`finch.titan.to_finch_config`.
+
+    Raises:
+        UserError: a setting that FINCH cannot work with, before anything is built.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        def build(self, **kwargs: Any) -> FinchTrainer:
+            trainer: list[FinchTrainer] = []
+            build = lambda: trainer.append(Trainer.Config.build(self, **kwargs))  # noqa: E731
+            _report_under_torchrun(build)
+            return trainer[0]
+
+    lr_schedulers: FinchLRSchedulersContainer
+
+    def __init__(self, config: Config) -> None:
+        check_config(config)
+        Trainer.__init__(self, config)
+        self.run_metrics = RunMetrics(
+            self.metrics_processor.logger, Path(config.dump_folder), every=config.metrics.log_freq
+        )
+        self.metrics_processor.logger = self.run_metrics
+        self._objective = objective_of(self.loss_fn)
+        validator = self.validator if config.validator.enable else None
+        self._finch_validator = validator if isinstance(validator, FinchValidator) else None
+        self._step_loss: torch.Tensor | None = None
+        self._has_begun = False
+        self.optimizers.register_step_pre_hook(self._set_lr)
+
+    def train(self) -> None:
+        """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete."""
+        _report_under_torchrun(lambda: Trainer.train(self))
+        checkpoint = self.config.checkpoint
+        if self._is_over_budget() and self.step < self.config.training.steps:
+            self.checkpointer.save(self.step, last_step=True)
+        if checkpoint.enable and checkpoint.last_save_in_hf and torch.distributed.get_rank() == 0:
+            complete_folder(
+                Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}",
+                Path(self.config.hf_assets_path),
+            )
+
+    def should_continue_training(self) -> bool:
+        """As TorchTitan's; a run also ends where it exceeds its forgetting budget."""
+        return Trainer.should_continue_training(self) and not self._is_over_budget()
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        """As TorchTitan's. Before the first one of this start, what needs the loaded weights is measured."""
+        if not self._has_begun:
+            self._begin()
+        Trainer.train_step(self, data_iterator)
+        self.run_metrics.add(
+            self.step,
+            {
+                "epoch": self._epoch(),
+                "loss": self._loss,
+                **self.lr_schedulers.schedule.metrics(),
+                "num_target_tokens": self._num_targets,
+            },
+        )
+        if self.metrics_processor.should_log(self.step):
+            num_skipped = self.lr_schedulers.schedule.check()
+            if num_skipped:
+                logger.warning(
+                    f"{num_skipped} updates with a non-finite loss or gradient were skipped up to step {self.step}"
+                )
+
+    def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor) -> torch.Tensor:
+        """As TorchTitan's, and collects the loss.
+
+        Returns:
+            [] this rank's share of the step's mean loss in nats, for TorchTitan's log; 0 where it is not finite: FINCH decides what
+            happens then, where TorchTitan would end the run at its next log.
+        """
+        loss = Trainer.forward_backward_step(
+            self, input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        ).detach()
+        share = loss.double()  # a copy: a CUDA graph writes the next loss where this one stands
+        if self._objective is not None:
+            share = self._objective.pop_cross_entropy() / global_valid_tokens
+        self._step_loss = share if self._step_loss is None else self._step_loss + share
+        self._num_targets = global_valid_tokens
+        return loss.nan_to_num(0.0, 0.0, 0.0)
+
+    def _begin(self) -> None:
+        """Measures the loss that the average starts from, and opens the metrics; a collective."""
+        self._has_begun = True
+        if self.lr_schedulers.init == "dataset" and not self.lr_schedulers.has_state:
+            self.lr_schedulers.start(initial_loss(self))
+        self.run_metrics.open(self.step - 1)
+        if self._finch_validator is not None:
+            self._finch_validator.start(self.model_parts, self.step - 1, Path(self.config.dump_folder))
+        self.metrics_processor.time_last_log = time.perf_counter()
+
+    def _is_over_budget(self) -> bool:
+        return self._finch_validator is not None and self._finch_validator.has_ended_run
+
+    def _epoch(self) -> int:
+        """From 0; always 0 where the dataloader does not know the length of an epoch."""
+        rounds = getattr(self.dataloader, "rounds_per_epoch", None)
+        return 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds
+
+    def _set_lr(self, *_: Any) -> None:
+        """Sets the learning rate of the step; a collective. Called by the optimizers right before their step."""
+        assert self._step_loss is not None
+        # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
+        flag = 0 * self._local_grad_norm()
+        tensor_mesh = self.parallel_dims.get_optional_mesh("tp")
+        if tensor_mesh is not None:
+            flag = dist_utils.dist_sum_tensor(flag, tensor_mesh)
+        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+        self._loss = dist_utils.dist_sum_tensor(self._step_loss + flag, loss_mesh)
+        self._step_loss = None
+        if not self.lr_schedulers.set_lr(self._loss, self._num_targets):
+            self.optimizers.zero_grad(set_to_none=True)  # without gradients an optimizer leaves everything as it is
+
+    def _local_grad_norm(self) -> torch.Tensor:
+        """[] norm of the gradients that this rank holds, after clipping, in fp64."""
+        gradients = [
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            for part in self.model_parts
+            for parameter in part.parameters()
+            if (gradient := parameter.grad) is not None
+        ]
+        return torch.nn.utils.get_total_norm(gradients, foreach=True).to(self.device, torch.float64)
+
+
+def _report_under_torchrun(action: Any) -> None:
+    """Runs an action; under torchrun, where nobody catches a UserError, it becomes one line and exit code 1."""
+    (report_user_errors(action) if "LOCAL_RANK" in os.environ else action)()
+
+
+def complete_folder(folder: Path, assets: Path) -> None:
+    """Adds config and tokenizer of the pretrained folder to exported weights, so that transformers loads the folder."""
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return
+    for file in assets.glob("*"):
+        is_text = file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json")
+        if is_text and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)

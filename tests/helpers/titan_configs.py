@@ -1,0 +1,125 @@
+"""Config functions of small models for TorchTitan on a CPU: `--module helpers.titan_configs --config NAME`."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.parallelize import parallelize_llama
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
+
+INIT = {"weight": partial(nn.init.normal_, std=0.02)}
+
+
+def llama(folder: Path) -> ModelSpec:
+    """The Llama of a Hugging Face folder, with plain causal attention: rows are padded, never packed."""
+    settings = json.loads((folder / "config.json").read_text())
+    dim, heads, vocab = settings["hidden_size"], settings["num_attention_heads"], settings["vocab_size"]
+    norm = RMSNorm.Config(normalized_shape=dim, eps=settings["rms_norm_eps"], param_init={"weight": nn.init.ones_})
+    rope = ComplexRoPE.Config(dim=dim // heads, max_seq_len=512, theta=settings.get("rope_theta", 1e4), scaling="none")
+    layers = [
+        Llama3TransformerBlock.Config(
+            attention_norm=norm,
+            ffn_norm=norm,
+            attention=make_gqa_config(
+                dim=dim,
+                n_heads=heads,
+                n_kv_heads=settings["num_key_value_heads"],
+                wqkv_param_init=INIT,
+                wo_param_init=INIT,
+                inner_attention=ScaledDotProductAttention.Config(),
+                fuse_qkv=True,
+                rope=rope,
+            ),
+            feed_forward=make_ffn_config(
+                dim=dim, hidden_dim=settings["intermediate_size"], w1_param_init=INIT, w2w3_param_init=INIT
+            ),
+        )
+        for _ in range(settings["num_hidden_layers"])
+    ]
+    model = Llama3Model.Config(
+        dim=dim,
+        vocab_size=vocab,
+        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=INIT),
+        norm=norm,
+        lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=INIT),
+        layers=layers,
+    )
+    return ModelSpec("llama3", "test", model, parallelize_llama, pipeline_llm, None, Llama3StateDictAdapter)
+
+
+def plain() -> Trainer.Config:
+    """TorchTitan's own run of the folder FINCH_TEST_BASE on the rows FINCH_TEST_ROWS, in fp32."""
+    from finch.titan.dataloader import RowsDataLoader
+
+    base = Path(os.environ["FINCH_TEST_BASE"])
+    return Trainer.Config(
+        loss=ChunkedLossWrapper.Config(num_chunks=4, loss_fn=CrossEntropyLoss.Config()),
+        hf_assets_path=str(base),
+        model_spec=llama(base),
+        optimizer=default_adamw(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0),
+        training=TrainingConfig(
+            local_batch_size=8, seq_len=128, steps=20, mixed_precision_param="float32", disable_cuda_graphs=True
+        ),
+        dataloader=RowsDataLoader.Config(data_files=os.environ["FINCH_TEST_ROWS"], split="train[:64]"),
+        metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        checkpoint=CheckpointManager.Config(
+            enable=True, interval=1000, initial_load_in_hf=True, last_save_model_only=False
+        ),
+        activation_checkpoint=None,
+    )
+
+
+def finch() -> Trainer.Config:
+    """The same with FINCH."""
+    from finch.titan import to_finch_config
+
+    return to_finch_config(plain(), eta_max=2.5e-3, init="first_batch")
+
+
+def dft() -> Trainer.Config:
+    """FINCH with the objective DFT."""
+    from finch.titan.losses import ObjectiveLoss
+
+    config = finch()
+    config.loss = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=ObjectiveLoss.Config(objective="DFT"))
+    return config
+
+
+def probed() -> Trainer.Config:
+    """FINCH with a validation set, probes of each kind, a budget that the stories exceed, and Hugging Face weights at the end."""
+    from finch.titan.dataloader import RowsDataLoader
+    from finch.titan.validator import FinchValidator
+
+    rows, data = os.environ["FINCH_TEST_ROWS"], Path(os.environ["FINCH_TEST_ROWS"]).parents[1]
+    config = finch()
+    config.validator = FinchValidator.Config(
+        enable=True,
+        freq=2,
+        dataloader=RowsDataLoader.Config(data_files=rows, split="train[64:73]", is_shuffled=False),
+        probes={
+            "stories": {"data_files": str(data / "tinystories/stories.jsonl"), "rows": 5},
+            "answers": {"data_files": rows, "split": "train[64:73]", "rows": 9},
+            "endings": {"data_files": str(data / "hellaswag/validation.jsonl"), "rows": 3},
+        },
+        forgetting_budget={"probe": "stories", "max_increase": 0.1, "action": "stop"},
+    )
+    config.training.seq_len = 256
+    config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
+    return config

@@ -1,0 +1,123 @@
+"""Runs TorchTitan 0.3 on a CPU: what it asks of a GPU is replaced here, for tests alone.
+
+python -m helpers.titan_cpu ARGUMENTS of torchtitan.train
+python -m helpers.titan_cpu JOBS.json         # several runs, one after the other, in one process group
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import torch
+
+
+def install() -> None:
+    """Makes TorchTitan's modules work on a CPU; call it before the first of them is imported."""
+    torch._utils._get_available_device_type = lambda: "cpu"
+    # torchtitan does without it, and its kernels for GPUs are refused by some versions of triton.
+    sys.modules["torchao.prototype.moe_training"] = None
+    import torchtitan.trainer
+    from torchtitan.components import metrics
+    from torchtitan.distributed import utils
+    from torchtitan.models.llama3 import parallelize
+
+    metrics.build_device_memory_monitor = _Monitor
+    utils.set_pg_timeouts = lambda *_, **__: None
+    clock = torchtitan.trainer.time
+    torchtitan.trainer.time = types.SimpleNamespace(perf_counter=clock.perf_counter, sleep=lambda _: None)
+    apply_fsdp = parallelize.apply_fsdp_to_decoder
+
+    def apply_fsdp_with_gloo(model, *args, **kwargs):
+        apply_fsdp(model, *args, **kwargs)
+        for module in model.modules():
+            if hasattr(module, "set_force_sum_reduction_for_comms"):
+                module.set_force_sum_reduction_for_comms(True)
+
+    parallelize.apply_fsdp_to_decoder = apply_fsdp_with_gloo
+
+
+class _Monitor:
+    """Stands for TorchTitan's monitor of a GPU's memory."""
+
+    device_name = "cpu"
+
+    def get_peak_stats(self):
+        from torchtitan.components.metrics import DeviceMemStats
+
+        return DeviceMemStats(0, 0, 0, 0, 0, 0)
+
+    def reset_peak_stats(self):
+        pass
+
+
+def run_job(job: dict, folder: Path) -> None:
+    """Trains as a job says, and writes what rank 0 saw: losses that TorchTitan logged, learning rates that the optimizers used, weights.
+
+    Args:
+        job: ``name``, ``arguments`` of torchtitan.train, and ``nonfinite``: from a step to "loss" or "gradient", which is made NaN there.
+    """
+    from torchtitan.config import ConfigManager
+
+    dump = folder / job.get("folder", job["name"])
+    config = ConfigManager().parse_args([*job["arguments"], "--dump_folder", str(dump)])
+    trainer = config.build()
+    logged, rates = [], []
+    log = trainer.metrics_processor.log
+
+    def recording_log(step, loss, *args, **kwargs):
+        logged.append([step, loss])
+        log(step, loss, *args, **kwargs)
+
+    trainer.metrics_processor.log = recording_log
+    for optimizer in trainer.optimizers:
+        optimizer.register_step_post_hook(lambda used, *_: rates.append(float(used.param_groups[0]["lr"])))
+    spoil(trainer, {int(step): what for step, what in job.get("nonfinite", {}).items()})
+    error = None
+    try:
+        trainer.train()
+    except FloatingPointError as raised:
+        error = str(raised)
+    trainer.close()
+    weights = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in trainer.model_parts[0].state_dict().items()
+    }
+    if torch.distributed.get_rank() == 0:
+        dump.mkdir(parents=True, exist_ok=True)
+        rates = [rate for rate in rates if rate > 0]  # TorchTitan makes an optimizer's state by a step with rate 0
+        (dump / "result.json").write_text(json.dumps({"logged": logged, "rates": rates, "error": error}))
+        torch.save(weights, dump / "weights.pt")
+
+
+def spoil(trainer, nonfinite: dict[int, str]) -> None:
+    """Makes the loss, or one rank's gradient of one parameter, NaN at some steps."""
+    step, loss_fn = trainer.forward_backward_step, trainer.loss_fn
+
+    def loss(*args, **kwargs):
+        value, metrics = loss_fn(*args, **kwargs)
+        return value * float("nan") if nonfinite.get(trainer.step) == "loss" else value, metrics
+
+    def forward_backward_step(**kwargs):
+        value = step(**kwargs)
+        if nonfinite.get(trainer.step) == "gradient" and torch.distributed.get_rank() == 0:
+            gradient = next(trainer.model_parts[0].parameters()).grad
+            getattr(gradient, "_local_tensor", gradient).view(-1)[0] = float("inf")
+        return value
+
+    if nonfinite:
+        trainer.loss_fn, trainer.forward_backward_step = loss, forward_backward_step
+
+
+if __name__ == "__main__":
+    install()
+    if sys.argv[1].endswith(".json"):
+        jobs = Path(sys.argv[1])
+        for job in json.loads(jobs.read_text()):
+            run_job(job, jobs.parent)
+    else:
+        from torchtitan.train import main
+
+        main()

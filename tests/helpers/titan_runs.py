@@ -1,0 +1,74 @@
+"""Starts TorchTitan on a CPU by torchrun: several runs in one process group, since importing it takes longer than most of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.tiny_job import environment, torchrun
+from helpers.runs import ROOT
+
+
+@dataclass
+class TitanRun:
+    """What a finished run left behind.
+
+    Attributes:
+        output: of all runs of its torchrun.
+    """
+
+    folder: Path
+    output: str
+
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def column(self, name: str) -> list:
+        return [line[name] for line in self.lines() if "lr" in line]
+
+    def result(self) -> dict:
+        """``logged``: step and loss as TorchTitan logs them; ``rates``: of the optimizers; ``error``: what ended the run."""
+        return json.loads((self.folder / "result.json").read_text())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / "weights.pt")
+
+
+def rows_environment(shared_data: Path) -> dict[str, str]:
+    """What ``helpers.titan_configs`` reads: stories260k and TOFU's rows."""
+    return {
+        "FINCH_TEST_BASE": str(shared_data / "stories260k"),
+        "FINCH_TEST_ROWS": str(shared_data / "tofu/full.jsonl"),
+    }
+
+
+def start(ranks: int, arguments: list[str], shared_data: Path, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+    """Starts torchrun with `python -m helpers.titan_cpu`, on stories260k and TOFU's rows."""
+    return subprocess.run(
+        torchrun(ranks, "-m", "helpers.titan_cpu", *arguments),
+        env=environment(ROOT, ROOT / "tests", OMP_NUM_THREADS="1", **rows_environment(shared_data)),
+        cwd=os.environ.get("TMPDIR", "/tmp"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def run_jobs(ranks: int, jobs: list[dict], folder: Path, shared_data: Path) -> dict[str, TitanRun]:
+    """The finished runs of some jobs, see ``helpers.titan_cpu.run_job``, by name."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    done = start(ranks, [str(folder / "jobs.json")], shared_data)
+    assert done.returncode == 0, done.stdout[-5000:]
+    return {job["name"]: TitanRun(folder / job.get("folder", job["name"]), done.stdout) for job in jobs}
+
+
+def job(name: str, *arguments: str, config: str = "finch", **more) -> dict:
+    module = ["--module", "helpers.titan_configs", "--config", config]
+    return {"name": name, "arguments": [*module, *arguments], **more}

@@ -1,0 +1,77 @@
+"""Runs of TorchTitan on a CPU that several tests read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from helpers.runs import ROOT
+from helpers.titan_runs import TitanRun, job, rows_environment, run_jobs
+
+
+@pytest.fixture(scope="session")
+def session_data() -> Path:
+    folder = Path(os.environ.get("FINCH_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}; set FINCH_TEST_DATA")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def titan_configs(session_data: Path) -> ModuleType:
+    """TorchTitan on the CPU in this process, and the config functions of ``helpers.titan_configs``."""
+    from helpers import titan_cpu
+
+    titan_cpu.install()
+    os.environ.update(rows_environment(session_data))
+    from helpers import titan_configs
+
+    return titan_configs
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory, session_data: Path) -> dict[str, TitanRun]:
+    """Runs on one process."""
+    folder = tmp_path_factory.mktemp("one_rank")
+    dataset, short = ("--lr_scheduler.init", "dataset"), ("--training.steps", "6")
+    saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "10")
+    changed = ("--dataloader.split", "train[:32]")
+    jobs = [
+        job("straight", *dataset),
+        job("accumulated", "--training.local_batch_size", "4", "--training.global_batch_size", "8", *dataset),
+        job("resumed_first", *dataset, *saved, "--training.steps", "12", folder="resumed"),
+        job("resumed", *dataset, *saved, "--checkpoint.load_step", "10"),
+        job("other_first", "--training.steps", "2", config="plain", folder="other"),
+        job("other", "--checkpoint.exclude_from_loading", "lr_scheduler", *short),
+        job("skipped", "--lr_scheduler.on_nonfinite", "skip", *short, nonfinite={3: "loss", 5: "gradient"}),
+        job("raised", *short, nonfinite={3: "gradient"}),
+        job("dft", *dataset, "--training.steps", "8", config="dft"),
+        job("probed", config="probed"),
+        job("cached_first", *dataset, "--training.steps", "1", folder="cached"),
+        job("cached", *dataset, "--training.steps", "1", "--checkpoint.folder", "second", folder="cached"),
+        job("changed", *dataset, *changed, "--training.steps", "1", "--checkpoint.folder", "third", folder="cached"),
+    ]
+    return run_jobs(1, jobs, folder, session_data)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, session_data: Path) -> dict[str, TitanRun]:
+    """Runs on two processes."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    dataset, half = ("--lr_scheduler.init", "dataset"), ("--training.local_batch_size", "4")
+    replicate = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
+    saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "10")
+    skip = ("--lr_scheduler.on_nonfinite", "skip", "--training.steps", "4")
+    jobs = [
+        job("fsdp", *dataset, *half),
+        job("hsdp", *dataset, *half, *replicate),
+        job("tensor", *dataset, "--parallelism.tensor_parallel_degree", "2"),
+        job("resumed_first", *dataset, *half, *saved, "--training.steps", "12", folder="resumed"),
+        job("resumed", *dataset, *half, *saved, "--checkpoint.load_step", "10"),
+        job("skipped", *half, *skip, nonfinite={3: "gradient"}),
+        job("probed", *half, "--training.steps", "2", config="probed"),
+        job("tensor_skipped", "--parallelism.tensor_parallel_degree", "2", *skip, nonfinite={3: "gradient"}),
+    ]
+    return run_jobs(2, jobs, folder, session_data)
