@@ -18,6 +18,8 @@ from finch.titan.lr_scheduler import FinchLRSchedulersContainer, build_schedule
 
 _STATE = "lr_scheduler."
 _FINCH_STATE = f"{_STATE}ema_loss"
+_METADATA, _HF_INDEX = ".metadata", "model.safetensors.index.json"
+"""The files that a complete checkpoint of TorchTitan has one of."""
 _ROPE_TYPES = {"default": "none", "llama3": "llama", "yarn": "yarn"}
 """From the names of Hugging Face's config.json to TorchTitan's."""
 
@@ -95,9 +97,10 @@ def _check_checkpoint(config: Any) -> None:
     if not checkpoint.enable:
         return
     folder = _folder_to_load(Path(config.dump_folder) / checkpoint.folder, checkpoint)
-    if folder is None or not (folder / ".metadata").is_file() or "lr_scheduler" in checkpoint.exclude_from_loading:
+    if folder is None or not folder.is_dir() or "lr_scheduler" in checkpoint.exclude_from_loading:
         return
-    names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    is_native = (folder / _METADATA).is_file()
+    names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata if is_native else {}
     if _FINCH_STATE in names:
         return
     if any(name.startswith(_STATE) for name in names):
@@ -106,8 +109,8 @@ def _check_checkpoint(config: Any) -> None:
             "FINCH starts as lr_scheduler.init says"
         )
     raise UserError(
-        f"{folder} has no state of a scheduler: it holds the model alone; start from it with --checkpoint.initial_load_path in another "
-        "--dump_folder, or set --checkpoint.no-last_save_model_only where it is written"
+        f"{folder} has no state of a scheduler: it holds the model alone, as the last step of a finished run; start from it with "
+        "--checkpoint.initial_load_path in another --dump_folder, or write it with --checkpoint.no-last_save_model_only"
     )
 
 
@@ -116,7 +119,8 @@ def _folder_to_load(run: Path, checkpoint: Any) -> Path | None:
     steps = [
         int(folder.name.removeprefix("step-"))
         for folder in run.glob("step-*")
-        if folder.name.removeprefix("step-").isdigit() and (folder / ".metadata").is_file()
+        if folder.name.removeprefix("step-").isdigit()
+        and any((folder / name).is_file() for name in (_METADATA, _HF_INDEX))
     ]
     step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=-1)
     if step > 0:

@@ -32,7 +32,7 @@ from finch.titan.validator import FinchValidator
 def finch_sft_llama3_8b() -> FinchTrainer.Config:
     """Llama-3-8B, whose rotary frequencies are not scaled."""
     spec = llama3.model_registry("8B")
-    for layer in spec.model.layers:  # type: ignore[attr-defined]
+    for layer in spec.model.layers:
         layer.attention.rope = dataclasses.replace(layer.attention.rope, scaling="none")
     return _sft(spec, "./assets/hf/Meta-Llama-3-8B")
 

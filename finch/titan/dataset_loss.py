@@ -50,7 +50,7 @@ class DatasetLoss(Validator):
             num_targets += (labels != IGNORE_INDEX).sum()
             inputs, labels, options = self.post_dataloading_process(batch, labels, model_parts)
             with self.validation_context():
-                loss, _ = self.loss_fn(model_parts[0](inputs, **options), labels)  # type: ignore[misc]
+                loss, _ = self.loss_fn(model_parts[0](inputs, **options), labels)
             loss_sum += loss.double()
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         targets = dist_utils.dist_sum(num_targets, batch_mesh)

@@ -104,7 +104,7 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
     def step(self) -> None:
         """Nothing: see the class."""
 
-    def get_metrics(self) -> Mapping[str, float]:  # type: ignore[override]
+    def get_metrics(self) -> Mapping[str, float]:
         """``lr``, ``ema_loss`` in nats, and ``lr_is_capped``, read when the mapping is.
 
         TorchTitan takes it before a step and logs it after, so that it logs the rate of that step; on the other steps nothing is read.

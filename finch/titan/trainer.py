@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
-from finch.errors import report_user_errors
+from finch.errors import UserError, report_user_errors
 from finch.log import logger
 from finch.titan.config_checks import check_config
 from finch.titan.dataset_loss import initial_loss
@@ -31,8 +31,8 @@ class FinchTrainer(Trainer):
     Each micro-batch's loss is collected from ``forward_backward_step``. A hook before the optimizer's step sums them over the ranks,
     which gives the mean over all target tokens of the step, and sets the learning rate. Nothing of TorchTitan's training step is copied.
 
-    Supported: FSDP, HSDP, context and tensor parallel, gradient accumulation, CUDA graphs, resume, synchronous and asynchronous
-    checkpoints. Refused: pipeline parallel and ``full_dtensor``.
+    Supported: FSDP, HSDP, tensor parallel, gradient accumulation, resume, synchronous and asynchronous checkpoints. Written for, but never
+    run: context parallel and CUDA graphs. Refused: pipeline parallel and ``full_dtensor``.
 
     Args:
         config: see :func:`finch.titan.to_finch_config`.
@@ -44,10 +44,9 @@ class FinchTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         def build(self, **kwargs: Any) -> FinchTrainer:
-            trainer: list[FinchTrainer] = []
-            build = lambda: trainer.append(Trainer.Config.build(self, **kwargs))  # noqa: E731
-            _report_under_torchrun(build)
-            return trainer[0]
+            trainers: list[FinchTrainer] = []
+            _report_under_torchrun(lambda: trainers.append(Trainer.Config.build(self, **kwargs)))
+            return trainers[0]
 
     lr_schedulers: FinchLRSchedulersContainer
 
@@ -162,9 +161,19 @@ class FinchTrainer(Trainer):
         return torch.nn.utils.get_total_norm(gradients, foreach=True).to(self.device, torch.float64)
 
 
-def _report_under_torchrun(action: Any) -> None:
+def _report_under_torchrun(action: Callable[[], Any]) -> None:
     """Runs an action; under torchrun, where nobody catches a UserError, it becomes one line and exit code 1."""
-    (report_user_errors(action) if "LOCAL_RANK" in os.environ else action)()
+    try:
+        action()
+    except UserError as error:
+        if "LOCAL_RANK" not in os.environ:
+            raise
+        mistake = error
+
+        def fail() -> None:
+            raise mistake
+
+        report_user_errors(fail)()
 
 
 def complete_folder(folder: Path, assets: Path) -> None:

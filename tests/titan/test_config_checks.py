@@ -6,6 +6,8 @@ import dataclasses
 from importlib import metadata
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from finch.errors import UserError
 from finch.titan import version
@@ -101,6 +103,32 @@ def test_rope_of_another_model_is_refused(check):
             layer.attention.rope = dataclasses.replace(layer.attention.rope, scaling="llama")
 
     assert "rope" in check(change)
+
+
+@pytest.mark.parametrize(
+    ("state", "arguments", "message"),
+    [
+        ({"lr_scheduler": {"last_epoch": 3}}, {}, "load it with --checkpoint.exclude_from_loading lr_scheduler"),
+        ({"lr_scheduler": {"last_epoch": 3}}, {"exclude_from_loading": ["lr_scheduler"]}, None),
+        ({"lr_scheduler": {"last_epoch": 3}}, {"load_step": 4}, None),  # which there is not: TorchTitan's own error
+        ({"lr_scheduler": {"ema_loss": 1.5}}, {}, None),
+        ({"norm.weight": torch.ones(2)}, {}, "it holds the model alone"),
+    ],
+)
+def test_checkpoint_of_another_run_is_refused(plain, tmp_path, state, arguments, message):
+    from finch.titan import to_finch_config
+    from finch.titan.config_checks import check_config
+
+    config = to_finch_config(plain())
+    config.dump_folder = str(tmp_path)
+    for name, value in arguments.items():
+        setattr(config.checkpoint, name, value)
+    dcp.save(state, checkpoint_id=str(tmp_path / "checkpoint/step-7"), no_dist=True)
+    if message is None:
+        check_config(config)
+        return
+    with pytest.raises(UserError, match=message):
+        check_config(config)
 
 
 def test_conversion_keeps_everything_else(plain):
