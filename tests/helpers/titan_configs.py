@@ -30,12 +30,15 @@ def llama(folder: Path) -> ModelSpec:
     """The Llama of a Hugging Face folder, with plain causal attention: rows are padded, never packed."""
     settings = json.loads((folder / "config.json").read_text())
     dim, heads, vocab = settings["hidden_size"], settings["num_attention_heads"], settings["vocab_size"]
-    norm = RMSNorm.Config(normalized_shape=dim, eps=settings["rms_norm_eps"], param_init={"weight": nn.init.ones_})
+
+    def norm() -> RMSNorm.Config:  # one each: TorchTitan writes each module's sharding into its config
+        return RMSNorm.Config(normalized_shape=dim, eps=settings["rms_norm_eps"], param_init={"weight": nn.init.ones_})
+
     rope = ComplexRoPE.Config(dim=dim // heads, max_seq_len=512, theta=settings.get("rope_theta", 1e4), scaling="none")
     layers = [
         Llama3TransformerBlock.Config(
-            attention_norm=norm,
-            ffn_norm=norm,
+            attention_norm=norm(),
+            ffn_norm=norm(),
             attention=make_gqa_config(
                 dim=dim,
                 n_heads=heads,
@@ -56,7 +59,7 @@ def llama(folder: Path) -> ModelSpec:
         dim=dim,
         vocab_size=vocab,
         tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=INIT),
-        norm=norm,
+        norm=norm(),
         lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=INIT),
         layers=layers,
     )
@@ -120,6 +123,6 @@ def probed() -> Trainer.Config:
         },
         forgetting_budget={"probe": "stories", "max_increase": 0.1, "action": "stop"},
     )
-    config.training.seq_len = 256
+    config.training.seq_len = 512
     config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
     return config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 import types
 from pathlib import Path
 
@@ -80,6 +81,7 @@ def run_job(job: dict, folder: Path) -> None:
         trainer.train()
     except FloatingPointError as raised:
         error = str(raised)
+        traceback.print_exc()
     trainer.close()
     weights = {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value

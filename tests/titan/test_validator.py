@@ -11,7 +11,7 @@ from finch.probes.evaluation import probe_metrics
 from finch.probes.rows import read_rows
 from finch.probes.settings import ProbeSettings
 
-SEQ_LEN = 256
+SEQ_LEN = 512
 
 
 @pytest.fixture(scope="session")
