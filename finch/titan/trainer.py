@@ -18,7 +18,7 @@ from torchtitan.trainer import Trainer
 from finch.errors import UserError, report_user_errors
 from finch.log import logger
 from finch.titan.config_checks import check_config
-from finch.titan.dataset_loss import initial_loss
+from finch.titan.dataset_loss import initial_loss, local_value
 from finch.titan.losses import objective_of
 from finch.titan.lr_scheduler import FinchLRSchedulersContainer
 from finch.titan.run_metrics import RunMetrics
@@ -110,7 +110,8 @@ class FinchTrainer(Trainer):
         """
         loss = Trainer.forward_backward_step(
             self, input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
-        ).detach()
+        )
+        loss = local_value(loss.detach())
         share = loss.double()  # a copy: a CUDA graph writes the next loss where this one stands
         if self._objective is not None:
             share = self._objective.pop_cross_entropy() / global_valid_tokens
