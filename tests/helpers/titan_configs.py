@@ -117,12 +117,12 @@ def probed() -> Trainer.Config:
         freq=2,
         dataloader=RowsDataLoader.Config(data_files=rows, split="train[64:73]", is_shuffled=False),
         probes={
-            "stories": {"data_files": str(data / "tinystories/stories.jsonl"), "rows": 5},
+            "stories": {"data_files": str(data / "tinystories/stories.jsonl"), "rows": 3},
             "answers": {"data_files": rows, "split": "train[64:73]", "rows": 9},
-            "endings": {"data_files": str(data / "hellaswag/validation.jsonl"), "rows": 3},
+            "endings": {"data_files": str(data / "hellaswag/validation.jsonl"), "rows": 1},
         },
         forgetting_budget={"probe": "stories", "max_increase": 0.1, "action": "stop"},
     )
-    config.training.seq_len = 512
+    config.training.seq_len = 256
     config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
     return config
