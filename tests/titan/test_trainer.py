@@ -89,7 +89,6 @@ def test_rates_equal_the_recipes(one_rank, two_ranks, recipe_runs, ranks):
             name: largest_difference(run.column(name), expected.column(name)[:20])
             for name in ("lr", "loss", "ema_loss", "grad_norm")
         }
-        print(ranks, run.folder.name, differences)
         assert differences["lr"] < 1e-6
         assert differences["loss"] < 5e-6
         assert run.column("num_target_tokens") == expected.column("num_target_tokens")[:20]
