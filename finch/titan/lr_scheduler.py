@@ -76,7 +76,7 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
         self._has_tensor_lr = all(self._is_fused(optimizer) for optimizer in self._optimizers)
         for optimizer in self._optimizers if self._has_tensor_lr else ():
             # torch sets it where `fused` is an argument of the optimizer; TorchTitan gives it to the param groups.
-            optimizer._step_supports_amp_scaling = True
+            vars(optimizer).update(_step_supports_amp_scaling=True)
         self.init = config.init
         self.schedule = build_schedule(config, self._optimizers)
         self._hold_lr_as_tensors()  # now that eta_base is read: the tensors have fp32's digits
