@@ -222,6 +222,34 @@ def run_accelerate(data: Path, folder: Path) -> Curves:
     return losses, rates
 
 
+def token_rows(tokenizer: Any, data: str) -> list[dict[str, list[int]]]:
+    """The rows of ``load`` as a dataset of torchtune's, whose labels are not shifted."""
+    return [{"tokens": row["input_ids"], "labels": row["labels"]} for row in load(Path(data))[1]]
+
+
+def recipe_config(data: Path, folder: Path, ranks: int) -> dict[str, Any]:
+    """The same run of finch_full_finetune."""
+    base = str(data / "stories260k")
+    checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": base}
+    checkpointer |= {"checkpoint_files": ["model.safetensors"], "output_dir": "unused", "model_type": "LLAMA2"}
+    return {
+        "output_dir": str(folder / "run"),
+        "model": {"_component_": "finch.models.auto", "path": base},
+        "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": base},
+        "checkpointer": checkpointer,
+        "dataset": {"_component_": "helpers.stacks.token_rows", "data": str(data)},
+        "shuffle": False,
+        "seed": 0,
+        "batch_size": BATCH // ranks,
+        "epochs": EPOCHS,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": ETA_BASE, "weight_decay": 0.0, "fused": True},
+        "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": ETA_MAX, "init": INIT},
+        "clip_grad_norm": 1.0,
+        "device": "cpu",
+        "dtype": "fp32",
+    }
+
+
 STACKS = {
     "Trainer": run_trainer,
     "SFTTrainer": run_sft_trainer,

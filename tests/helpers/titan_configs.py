@@ -98,10 +98,23 @@ def finch() -> Trainer.Config:
 
 def dft() -> Trainer.Config:
     """FINCH with the objective DFT."""
+    return _with_objective("DFT")
+
+
+def eaft() -> Trainer.Config:
+    return _with_objective("EAFT")
+
+
+def talr() -> Trainer.Config:
+    return _with_objective("TALR", tau=2.0)
+
+
+def _with_objective(name: str, **options: float) -> Trainer.Config:
     from finch.titan.losses import ObjectiveLoss
 
     config = finch()
-    config.loss = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=ObjectiveLoss.Config(objective="DFT"))
+    loss = ObjectiveLoss.Config(objective=name, **options)
+    config.loss = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=loss)
     return config
 
 

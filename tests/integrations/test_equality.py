@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from helpers.causal_lm import mean_loss
 from helpers.ranks import on_ranks
-from helpers.runs import ROOT
-from helpers.stacks import ETA_BASE, STACKS, differences, load, run_reference
-
-PAGE = (ROOT / "docs" / "integrate.md").read_text()
+from helpers.runs import ROOT, run_here, tune_run
+from helpers.stacks import ETA_BASE, STACKS, differences, load, recipe_config, run_reference
 
 ON_TWO_RANKS = """
     from helpers.stacks import STACKS, run_trainer
@@ -36,6 +36,16 @@ def assert_equal(
 @pytest.mark.parametrize("name", STACKS)
 def test_stack_equals_plain_python_on_one_process(name, shared_data, tmp_path):
     assert_equal(name, STACKS[name](shared_data, tmp_path), run_reference(shared_data))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_recipe_equals_plain_python(ranks, shared_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)  # the dataset's function
+    config = recipe_config(shared_data, tmp_path, ranks)
+    run = run_here(tmp_path, config) if ranks == 1 else tune_run(tmp_path, config, ranks=ranks)
+    assert run.returncode == 0, run.output[-3000:]
+    name = f"finch_full_finetune on {ranks} rank(s)"
+    assert_equal(name, (run.column("loss"), run.column("lr")), run_reference(shared_data))
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, session_data: Path) -> di
         job("other", "--checkpoint.exclude_from_loading", "lr_scheduler", *short),
         job("skipped", "--lr_scheduler.on_nonfinite", "skip", *short, nonfinite={3: "loss", 5: "gradient"}),
         job("raised", *short, nonfinite={3: "gradient"}),
-        job("dft", *dataset, "--training.steps", "8", config="dft"),
+        *(job(name, *dataset, "--training.steps", "4", config=name) for name in ("dft", "eaft", "talr")),
         job("probed", config="probed"),
         job("cached_first", *dataset, "--training.steps", "1", folder="cached"),
         job("cached", *dataset, "--training.steps", "1", "--checkpoint.folder", "second", folder="cached"),

@@ -28,7 +28,7 @@ def reference_rates(losses, start):
 
 @pytest.fixture(scope="session")
 def recipe_runs(tmp_path_factory, session_data):
-    """finch's torchtune recipe on the same rows, with cross-entropy and with DFT."""
+    """finch's torchtune recipe on the same rows, with cross-entropy and with each objective that TorchTitan's loss can be."""
     folder, base = tmp_path_factory.mktemp("recipe"), session_data / "stories260k"
     model = {"vocab_size": 512, "num_layers": 5, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 64}
     model |= {"max_seq_len": 512, "intermediate_dim": 172, "norm_eps": 1e-5}
@@ -56,8 +56,13 @@ def recipe_runs(tmp_path_factory, session_data):
         "dtype": "fp32",
     }
     runs = {}
-    for name, loss, epochs in (("straight", "torch.nn.CrossEntropyLoss", 3), ("dft", "finch.objectives.DFT", 1)):
-        run = {**config, "output_dir": str(folder / name), "loss": {"_component_": loss}, "epochs": epochs}
+    for name, loss, epochs, steps in (
+        ("straight", {"_component_": "torch.nn.CrossEntropyLoss"}, 3, None),
+        ("dft", {"_component_": "finch.objectives.DFT"}, 1, 4),
+        ("eaft", {"_component_": "finch.objectives.EAFT"}, 1, 4),
+        ("talr", {"_component_": "finch.objectives.TALR", "tau": 2.0}, 1, 4),
+    ):
+        run = {**config, "output_dir": str(folder / name), "loss": loss, "epochs": epochs, "max_steps_per_epoch": steps}
         runs[name] = run_here(folder / name, run)
         assert runs[name].returncode == 0, runs[name].output[-3000:]
     return runs
@@ -94,8 +99,9 @@ def test_rates_equal_the_recipes(one_rank, two_ranks, recipe_runs, ranks):
         assert run.column("num_target_tokens") == expected.column("num_target_tokens")[:20]
 
 
-def test_objective_equals_the_recipes(one_rank, recipe_runs):
-    run, expected = one_rank["dft"], recipe_runs["dft"]
+@pytest.mark.parametrize("objective", ["dft", "eaft", "talr"])
+def test_objective_equals_the_recipes(one_rank, recipe_runs, objective):
+    run, expected = one_rank[objective], recipe_runs[objective]
     for name, tolerance in (("lr", 1e-6), ("loss", 5e-6), ("grad_norm", 1e-4)):
         assert largest_difference(run.column(name), expected.column(name)) < tolerance, name
 
