@@ -26,7 +26,7 @@ from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
 from finch.config.schema import FULL_FINETUNE
 from finch.errors import exit_without_teardown
-from finch.weights import huggingface
+from finch.weights.safetensors_writer import SafetensorsWriter
 
 STEP_S = 0.1
 PAUSE_S = 0.04
@@ -77,7 +77,7 @@ def slow_down(phases: Phases | None) -> None:
     slow(Path, "rename", PAUSE_S, PAUSE_S)
     slow(Path, "replace", PAUSE_S)
     slow(shutil, "rmtree", PAUSE_S)
-    slow(huggingface, "save_file", PAUSE_S, PAUSE_S)
+    slow(SafetensorsWriter, "write_rows", TENSOR_S)
     files.write_text = write_text
     record(FinchFullFinetune, "train", lambda *_: "training")
     record(FinchFullFinetune, "_export", lambda *_: "export")

@@ -162,8 +162,8 @@ def load_unpacked(cfg: Any, key: str, tokenizer: Any) -> Samples:
         unpacked = {**node, "packed": False} if node.get("packed") else node
         try:
             parts.append((build(unpacked, key, tokenizer), _source_of(node)))
-        except UserError:
-            _check_json_lines(node, key)
+        except UserError as error:
+            _check_json_lines(node, key, error.__cause__)
             raise
     return _concatenate(parts, key)
 
@@ -188,7 +188,7 @@ def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
     except UserError as error:
         if "corresponds to no data" in str(error):
             raise UserError(f"{key} is empty: {source} has no rows; give another split") from error
-        _check_json_lines(node, key)
+        _check_json_lines(node, key, error.__cause__)
         if node.get("packed"):
             # Packing tokenizes every row: read the same rows unpacked, where a bad one has a number.
             unpacked = build({**node, "packed": False}, key, tokenizer)
@@ -284,18 +284,27 @@ def _style_of(row: Any, key: str) -> str:
     )
 
 
-def _check_json_lines(node: Any, key: str) -> None:
+def _check_json_lines(node: Any, key: str, cause: BaseException | None) -> None:
+    """Names the row that the datasets library could not read, for its error ``cause``: 4.7 raises KeyError where a row lacks a field."""
+    field = cause.args[0] if isinstance(cause, KeyError) else None
+    without_field, has_field = None, False
     for file in _local_files(node):
         if file.suffix != ".jsonl":
             continue
         with file.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    json.loads(line.strip() or "null")
+                    row = json.loads(line.strip() or "null")
                 except ValueError as error:
                     raise UserError(
                         f"{key}: row {number} of {file} is not JSON ({error}); fix or remove that row"
                     ) from error
+                if isinstance(row, dict) and field in row:
+                    has_field = True
+                elif without_field is None:
+                    without_field = f"row {number} of {file}"
+    if has_field and without_field is not None:  # else it is no field of these rows: another error
+        raise UserError(f"{key}: {without_field} has no field {field!r}; fix or remove that row")
 
 
 def _reason(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """What is wrong with a dataset's files, columns or style, in one line."""
 
+import datasets
 import pytest
 from helpers.rows import dataset_config, load, openai, sharegpt, write_lines
 from helpers.runs import make_config
@@ -110,6 +111,10 @@ def test_load_unpacked_keeps_bad_rows(tokenizer, tmp_path, component):
     columns = {"column_map": {"input": "question", "output": "answer"}}
     file = write_lines(tmp_path / "rows.jsonl", QA, {"question": "a"}, QA)
     config = dataset_config(file, _component_=component, packed=True, **columns)
+    if datasets.__version__.startswith("4.7."):  # it cannot read a file in which a row lacks a field
+        with pytest.raises(UserError, match=r"dataset: row 2 of .*rows.jsonl has no field 'answer'; fix"):
+            load_unpacked(config, "dataset", tokenizer)
+        return
     samples = load_unpacked(config, "dataset", tokenizer)
     assert len(samples) == 3
     with pytest.raises(UserError, match=r"dataset: row 2 of .*rows.jsonl cannot be used \(it has no field 'answer'\)"):

@@ -52,10 +52,12 @@ def _float64_reference(base, config):
     from torchtune.models.llama2 import llama2
     from torchtune.training import set_default_dtype
 
+    from finch.models.rotary import use_complex_product
     from finch.weights.huggingface import HuggingFaceFolder
 
     with set_default_dtype(torch.float64):
         model = llama2(**llama_args())
+    use_complex_product(model)  # torchtune's own rotates in fp32
     model.load_state_dict(dict(HuggingFaceFolder(str(base)).weights()))
     cfg = OmegaConf.create(config)
     samples = list(instantiate(cfg.dataset, instantiate(cfg.tokenizer)))
