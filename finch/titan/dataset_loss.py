@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
 
 from finch import files
+from finch.dtensor import to_local
 from finch.errors import UserError
 from finch.log import logger
 
@@ -52,7 +52,7 @@ class DatasetLoss(Validator):
             inputs, labels, options = self.post_dataloading_process(batch, labels, model_parts)
             with self.validation_context():
                 loss, _ = self.loss_fn(model_parts[0](inputs, **options), labels)
-            loss_sum += local_value(loss).double()
+            loss_sum += to_local(loss).double()  # a DTensor under tensor parallel
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         targets = dist_utils.dist_sum(num_targets, batch_mesh)
         total = dist_utils.dist_sum(loss_sum, loss_mesh)
@@ -86,11 +86,6 @@ class DatasetLoss(Validator):
             else:
                 inputs, labels = last = batch
             yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
-
-
-def local_value(loss: torch.Tensor) -> torch.Tensor:
-    """This rank's value of a loss, which tensor parallel makes a DTensor; TorchTitan sums these as well."""
-    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def initial_loss(trainer: Any) -> float:

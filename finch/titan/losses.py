@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, compute_logprobs
 from torchtitan.config import CompileConfig
 
+from finch.dtensor import full_tensor
 from finch.errors import UserError
 from finch.objectives import DFT, EAFT, TALR, Objective
 
@@ -61,7 +61,7 @@ class ObjectiveLoss(BaseLoss):
         Returns:
             [] in nats, and no metrics.
         """
-        token_loss = -_plain(compute_logprobs(pred, labels))
+        token_loss = -full_tensor(compute_logprobs(pred, labels))
         token_sum = token_loss.detach().sum(dtype=torch.float64)
         if global_valid_tokens is None:
             return token_sum.float(), {}
@@ -70,7 +70,7 @@ class ObjectiveLoss(BaseLoss):
         self._collected.add_(token_sum)  # in place, so that a CUDA graph repeats it
         batch = {"labels": labels}
         if "top_logits" in self.objective.needs:
-            batch["top_logits"] = _plain(pred).detach().topk(EAFT.num_logits).values
+            batch["top_logits"] = full_tensor(pred).detach().topk(EAFT.num_logits).values
         weight = self.objective.weights(token_loss.detach(), batch)
         return (weight * token_loss).sum() / global_valid_tokens, {}
 
@@ -109,7 +109,3 @@ def objective_of(loss: BaseLoss) -> ObjectiveLoss | None:
     """The ObjectiveLoss that a loss is, or applies to its chunks."""
     inner = loss.loss_fn if isinstance(loss, ChunkedLossWrapper) else loss
     return inner if isinstance(inner, ObjectiveLoss) else None
-
-
-def _plain(values: torch.Tensor) -> torch.Tensor:
-    return values.full_tensor() if isinstance(values, DTensor) else values

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
+from finch.dtensor import to_local
 from finch.errors import UserError, report_user_errors
 from finch.log import logger
 from finch.titan.config_checks import check_config
-from finch.titan.dataset_loss import initial_loss, local_value
+from finch.titan.dataset_loss import initial_loss
 from finch.titan.losses import objective_of
 from finch.titan.lr_scheduler import FinchLRSchedulersContainer
 from finch.titan.run_metrics import RunMetrics
@@ -111,7 +111,7 @@ class FinchTrainer(Trainer):
         loss = Trainer.forward_backward_step(
             self, input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
-        loss = local_value(loss.detach())
+        loss = to_local(loss.detach())  # a DTensor under tensor parallel, whose local values TorchTitan sums as well
         share = loss.double()  # a copy: a CUDA graph writes the next loss where this one stands
         if self._objective is not None:
             share = self._objective.pop_cross_entropy() / global_valid_tokens
@@ -154,7 +154,7 @@ class FinchTrainer(Trainer):
     def _local_grad_norm(self) -> torch.Tensor:
         """[] norm of the gradients that this rank holds, after clipping, in fp64."""
         gradients = [
-            gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            to_local(gradient)
             for part in self.model_parts
             for parameter in part.parameters()
             if (gradient := parameter.grad) is not None
