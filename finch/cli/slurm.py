@@ -67,20 +67,8 @@ def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
     log = options.setdefault("output", f"{run}/slurm/%j.out")
     overrides = [f"output_dir={run}", *(word for word in overrides if not word.startswith("output_dir="))]
     command = ["sbatch", "--parsable", *given, f"--output={log}", str(script), config, *overrides]
-    if args.dry_run:
-        variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-        print(f"mkdir -p {shlex.quote(f'{run}/slurm')} &&", *variables, shlex.join(command))
-        return
-    try:
-        (run / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not create the folder of --output
-    except OSError as error:
-        raise UserError(f"output_dir={run} cannot be written ({error.strerror}); give another folder") from error
-    job = run_sbatch(command, settings)
-    ranks = job_options.ranks_per_node or "as the job has GPUs"
-    print(f"job {job}: nodes={options.get('nodes', 1)}, ranks per node={ranks}, output_dir={run}")
-    print(f"  squeue --jobs {job}")
-    print(f"  tail -F {log.replace('%j', job)}")
-    print(f"  scancel {job}    # saves and ends the job; the same command resumes the run")
+    end = "saves and ends the job; the same command resumes the run"
+    submit_job(command, job_options, log, run, folder_key="output_dir", end=end, is_dry_run=args.dry_run)
 
 
 @dataclass(frozen=True)
@@ -237,6 +225,46 @@ def _check_config(config: str, overrides: list[str], ranks: int | None) -> tuple
     for check in config_checks(cfg, ranks):
         check()
     return recipe, Path(os.path.abspath(cfg.output_dir))
+
+
+def submit_job(
+    command: Sequence[str],
+    job: JobOptions,
+    log: str,
+    run: Path | str,
+    *,
+    folder_key: str,
+    end: str,
+    is_dry_run: bool,
+) -> None:
+    """Submits a job and prints how to follow and end it; in a dry run prints the command alone.
+
+    Args:
+        command: sbatch's.
+        log: the job's, with %j for its number.
+        run: the run's folder.
+        folder_key: what the user gives that folder as, for messages.
+        end: what scancel does.
+
+    Raises:
+        UserError: the folder cannot be written, or sbatch has failed.
+    """
+    if is_dry_run:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in job.settings.items()]
+        print(f"mkdir -p {shlex.quote(f'{run}/slurm')} &&", *variables, shlex.join(command))
+        return
+    named = f"{folder_key} {run}" if folder_key.startswith("-") else f"{folder_key}={run}"
+    try:
+        (Path(run) / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not create the folder of --output
+    except OSError as error:
+        raise UserError(f"{named} cannot be written ({error.strerror}); give another folder") from error
+    number = run_sbatch(command, job.settings)
+    ranks = job.ranks_per_node or "as the job has GPUs"
+    nodes = job.by_name.get("nodes", 1)
+    print(f"job {number}: nodes={nodes}, ranks per node={ranks}, {folder_key.lstrip('-')}={run}")
+    print(f"  squeue --jobs {number}")
+    print(f"  tail -F {log.replace('%j', number)}")
+    print(f"  scancel {number}    # {end}")
 
 
 def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from finch.cli.slurm import complete_options, read_script, run_sbatch, split_options
+from finch.cli.slurm import complete_options, read_script, split_options, submit_job
 from finch.errors import UserError
 
 SCRIPT = "finch_titan.sbatch"
@@ -45,20 +44,8 @@ def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
     run, arguments = _dump_folder(arguments, default=f"out/titan/{name}")
     log = job.by_name.setdefault("output", f"{run}/slurm/%j.out")
     command = ["sbatch", "--parsable", *job.given, f"--output={log}", str(script), module, name, str(run), *arguments]
-    if args.dry_run:
-        variables = [f"{key}={shlex.quote(value)}" for key, value in job.settings.items()]
-        print(f"mkdir -p {shlex.quote(f'{run}/slurm')} &&", *variables, shlex.join(command))
-        return
-    try:
-        (run / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not create the folder of --output
-    except OSError as error:
-        raise UserError(f"--dump_folder {run} cannot be written ({error.strerror}); give another folder") from error
-    number = run_sbatch(command, job.settings)
-    ranks = job.ranks_per_node or "as the job has GPUs"
-    print(f"job {number}: nodes={job.by_name.get('nodes', 1)}, ranks per node={ranks}, dump_folder={run}")
-    print(f"  squeue --jobs {number}")
-    print(f"  tail -F {log.replace('%j', number)}")
-    print(f"  scancel {number}    # ends the job; the same command resumes from the last checkpoint")
+    end = "ends the job; the same command resumes from the last checkpoint"
+    submit_job(command, job, log, run, folder_key="--dump_folder", end=end, is_dry_run=args.dry_run)
 
 
 def config_names() -> list[str]:
