@@ -38,7 +38,7 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real data that is not part of the project; tests that need it skip where it is absent."""
     folder = Path(os.environ.get("FINCH_TEST_DATA", ROOT.parent / "shared" / "data"))

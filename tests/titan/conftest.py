@@ -7,32 +7,23 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from helpers.runs import ROOT
 from helpers.titan_runs import TitanRun, job, rows_environment, run_jobs
 
 
 @pytest.fixture(scope="session")
-def session_data() -> Path:
-    folder = Path(os.environ.get("FINCH_TEST_DATA", ROOT.parent / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip(f"no real data at {folder}; set FINCH_TEST_DATA")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def titan_configs(session_data: Path) -> ModuleType:
+def titan_configs(shared_data: Path) -> ModuleType:
     """TorchTitan on the CPU in this process, and the config functions of ``helpers.titan_configs``."""
     from helpers import titan_cpu
 
     titan_cpu.install()
-    os.environ.update(rows_environment(session_data))
+    os.environ.update(rows_environment(shared_data))
     from helpers import titan_configs
 
     return titan_configs
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory: pytest.TempPathFactory, session_data: Path) -> dict[str, TitanRun]:
+def one_rank(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> dict[str, TitanRun]:
     """Runs on one process."""
     folder = tmp_path_factory.mktemp("one_rank")
     dataset, short = ("--lr_scheduler.init", "dataset"), ("--training.steps", "6")
@@ -53,11 +44,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, session_data: Path) -> di
         job("cached", *dataset, "--training.steps", "1", "--checkpoint.folder", "second", folder="cached"),
         job("changed", *dataset, *changed, "--training.steps", "1", "--checkpoint.folder", "third", folder="cached"),
     ]
-    return run_jobs(1, jobs, folder, session_data)
+    return run_jobs(1, jobs, folder, shared_data)
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, session_data: Path) -> dict[str, TitanRun]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> dict[str, TitanRun]:
     """Runs on two processes."""
     folder = tmp_path_factory.mktemp("two_ranks")
     dataset, half = ("--lr_scheduler.init", "dataset"), ("--training.local_batch_size", "4")
@@ -74,4 +65,4 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, session_data: Path) -> d
         job("probed", *half, "--training.steps", "2", config="probed"),
         job("tensor_skipped", "--parallelism.tensor_parallel_degree", "2", *skip, nonfinite={3: "gradient"}),
     ]
-    return run_jobs(2, jobs, folder, session_data)
+    return run_jobs(2, jobs, folder, shared_data)

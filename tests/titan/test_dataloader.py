@@ -11,14 +11,14 @@ SEQ_LEN = 128
 
 
 @pytest.fixture(scope="module")
-def build(titan_configs, session_data):
+def build(titan_configs, shared_data):
     """A dataloader over TOFU's first rows."""
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
     from finch.titan.dataloader import RowsDataLoader
 
-    tokenizer = HuggingFaceTokenizer(tokenizer_path=str(session_data / "stories260k"))
-    rows = str(session_data / "tofu/full.jsonl")
+    tokenizer = HuggingFaceTokenizer(tokenizer_path=str(shared_data / "stories260k"))
+    rows = str(shared_data / "tofu/full.jsonl")
 
     def build_loader(rank=0, ranks=1, batch=4, **changes):
         config = RowsDataLoader.Config(**{"data_files": rows, "split": "train[:21]", **changes})
@@ -29,13 +29,13 @@ def build(titan_configs, session_data):
 
 
 @pytest.fixture(scope="module")
-def rows(build, session_data):
+def rows(build, shared_data):
     """finch's own samples of the same rows."""
     from finch.data.rows import rows_dataset
     from finch.models import auto_tokenizer
 
-    tokenizer = auto_tokenizer(str(session_data / "stories260k"), max_seq_len=SEQ_LEN)
-    return rows_dataset(tokenizer, data_files=str(session_data / "tofu/full.jsonl"), split="train[:21]")
+    tokenizer = auto_tokenizer(str(shared_data / "stories260k"), max_seq_len=SEQ_LEN)
+    return rows_dataset(tokenizer, data_files=str(shared_data / "tofu/full.jsonl"), split="train[:21]")
 
 
 def take(loader, number):

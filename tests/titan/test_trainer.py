@@ -27,9 +27,9 @@ def reference_rates(losses, start):
 
 
 @pytest.fixture(scope="session")
-def recipe_runs(tmp_path_factory, session_data):
+def recipe_runs(tmp_path_factory, shared_data):
     """finch's torchtune recipe on the same rows, with cross-entropy and with each objective that TorchTitan's loss can be."""
-    folder, base = tmp_path_factory.mktemp("recipe"), session_data / "stories260k"
+    folder, base = tmp_path_factory.mktemp("recipe"), shared_data / "stories260k"
     model = {"vocab_size": 512, "num_layers": 5, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 64}
     model |= {"max_seq_len": 512, "intermediate_dim": 172, "norm_eps": 1e-5}
     config = {
@@ -44,7 +44,7 @@ def recipe_runs(tmp_path_factory, session_data):
         },
         "dataset": {
             "_component_": "finch.data.rows.rows_dataset",
-            "data_files": str(session_data / "tofu/full.jsonl"),
+            "data_files": str(shared_data / "tofu/full.jsonl"),
             "split": "train[:64]",
         },
         "seed": 0,

@@ -15,14 +15,14 @@ SEQ_LEN = 256
 
 
 @pytest.fixture(scope="session")
-def expected(session_data):
+def expected(shared_data):
     """From a Hugging Face folder to the probes' metrics under its model, by transformers."""
-    tokenizer = auto_tokenizer(str(session_data / "stories260k"), max_seq_len=SEQ_LEN)
-    tofu = str(session_data / "tofu/full.jsonl")
+    tokenizer = auto_tokenizer(str(shared_data / "stories260k"), max_seq_len=SEQ_LEN)
+    tofu = str(shared_data / "tofu/full.jsonl")
     settings = {
-        "stories": ProbeSettings(data_files=str(session_data / "tinystories/stories.jsonl"), rows=3),
+        "stories": ProbeSettings(data_files=str(shared_data / "tinystories/stories.jsonl"), rows=3),
         "answers": ProbeSettings(data_files=tofu, split="train[64:73]", rows=9),
-        "endings": ProbeSettings(data_files=str(session_data / "hellaswag/validation.jsonl"), rows=1),
+        "endings": ProbeSettings(data_files=str(shared_data / "hellaswag/validation.jsonl"), rows=1),
     }
     probes = {name: read_rows(name, each, tokenizer, SEQ_LEN) for name, each in settings.items()}
 
@@ -48,8 +48,8 @@ def events(run, key):
     return [line for line in run.lines() if key in line]
 
 
-def test_probes_equal_transformers_before_the_first_step(one_rank, two_ranks, expected, session_data):
-    metrics = expected(session_data / "stories260k")
+def test_probes_equal_transformers_before_the_first_step(one_rank, two_ranks, expected, shared_data):
+    metrics = expected(shared_data / "stories260k")
     assert set(metrics) == {"probe/stories/loss", "probe/answers/loss", "probe/endings/loss", "probe/endings/accuracy"}
     for run in (one_rank["probed"], two_ranks["probed"]):
         first = events(run, "probe/stories/loss")[0]
