@@ -1,11 +1,13 @@
 """The learning rates of an earlier run, step by step: FINCH's curve without its feedback.
 
 A schedule that reads the loss differs from a constant learning rate in two ways: its curve, and its response to this very
-run. Replaying the curve of one run in another (other seed, other objective, other precision) separates the two.
+run. Replaying the curve of one run in another (other seed, other objective, other precision) separates the two. A straight line
+between its ends, and a constant at its mean, are controls without the curve.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from finch import run_files
 from finch.optim.nonfinite_counter import NonfiniteCounter
 from finch.optim.param_groups import ParamGroups, Scalar
 
+SHAPES = ("curve", "linear", "mean")
+
 
 class ReplayLR:
-    """Sets the learning rate of step i to that of step i in an earlier run's metrics.jsonl.
+    """Sets the learning rate of step i to that of step i in an earlier run's metrics.jsonl, or to a control made of that log.
 
     Stepped like :class:`finch.FinchLR`: once per optimizer step, before the optimizer. The first param group gets the
     logged learning rate; the others keep the ratio to it that they have when this is built.
@@ -26,14 +30,17 @@ class ReplayLR:
     Args:
         optimizer: one optimizer or a list of them.
         log: the earlier run's metrics.jsonl, or its folder.
+        shape: ``"curve"``: the logged learning rates. ``"linear"``: the straight line from the log's first learning rate to its
+            last one. ``"mean"``: the constant mean of the log's learning rates. The last two are of the complete log, also where
+            it is longer than the run.
         on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite_counter.NonfiniteCounter`.
 
     Attributes:
         optimizers: as a list.
 
     Raises:
-        ValueError: the log is missing, holds no step, lacks one or has one without a learning rate; or the first param
-            group's lr is not above 0.
+        ValueError: an unknown shape; the log is missing, holds no step, lacks one or has one without a learning rate; or the first
+            param group's lr is not above 0.
     """
 
     def __init__(
@@ -41,16 +48,18 @@ class ReplayLR:
         optimizer: Optimizer | Iterable[Optimizer],
         *,
         log: str | Path,
+        shape: str = "curve",
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
+        check_shape(shape)
         self._nonfinite = NonfiniteCounter(on_nonfinite, max_nonfinite)
         self._groups = ParamGroups(optimizer)
         self.optimizers = self._groups.optimizers
         self._log = Path(log)
         if self._log.is_dir():
             self._log = self._log / run_files.METRICS
-        self._rates = _read_rates(self._log)
+        self._rates = _with_shape(_read_rates(self._log), shape)
         self._steps_taken = 0
         self._set_lr()
 
@@ -129,6 +138,22 @@ class ReplayLR:
 
     def _set_lr(self) -> None:
         self._groups.set_lr(self._lr)
+
+
+def check_shape(shape: str) -> None:
+    """
+    Raises:
+        ValueError: ``shape`` is none of ReplayLR's.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"shape={shape!r} must be one of {', '.join(SHAPES)}")
+
+
+def _with_shape(rates: list[float], shape: str) -> list[float]:
+    if shape == "linear":
+        first, last, intervals = rates[0], rates[-1], max(len(rates) - 1, 1)
+        return [first * (1 - step / intervals) + last * (step / intervals) for step in range(len(rates))]
+    return [statistics.fmean(rates)] * len(rates) if shape == "mean" else rates
 
 
 def _read_rates(log: Path) -> list[float]:

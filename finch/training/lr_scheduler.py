@@ -67,7 +67,8 @@ def build_schedule(
     if action == "raise" and "on_nonfinite" in node:
         node["on_nonfinite"] = "raise"
     if not is_finch(cfg):
-        logger.info(f"replaying the learning rates of {cfg.lr_scheduler.log}")
+        shape = cfg.lr_scheduler.get("shape", "curve")
+        logger.info(f"replaying the learning rates of {cfg.lr_scheduler.log}, shape={shape}")
         return build(node, "lr_scheduler", optimizers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -69,6 +69,18 @@ def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path
         ({"optimizer.lr": [1e-3, -1]}, (), "cell lr-1: optimizer.lr=-1 must be a number above 0"),
         ({"optimizr.lr": [1e-3]}, (), "cell lr0.001: unknown key optimizr={...}, did you mean optimizer?"),
         ({"method": ["lora"], "seed": [0]}, ("model=torchtune.models.mistral.mistral_7b",), "cell lora_seed0: "),
+        (
+            [
+                {"method": ["finch"]},
+                {
+                    "method": ["lr_replay"],
+                    "lr_scheduler.log": [{"cell": {"method": "finch"}}],
+                    "lr_scheduler.shape": ["flat"],
+                },
+            ],
+            (),
+            "cell lr_replay_log-finch_shape-flat: lr_scheduler: shape='flat' must be one of curve, linear, mean",
+        ),
         ({"seed": [0]}, ("--jobs", "0"), "--jobs 0 must be at least 1"),
         ({"seed": [0]}, ("--nodes", "2"), "--nodes is not an option of finch sweep; options of sbatch need --slurm"),
         (

@@ -105,6 +105,58 @@ def test_replay_lr_resumes_at_its_step(run):
         after.load_state_dict({"steps_taken": 8})
 
 
+def replayed(run, shape, num_steps=6):
+    replay = ReplayLR(optimizer_with(2e-3), log=run, shape=shape)
+    rates = []
+    for _ in range(num_steps):
+        replay.step(1.0)
+        rates += replay.get_last_lr()
+    return rates
+
+
+def test_replay_lr_linear_joins_the_ends_of_the_log(run):
+    first, *_, last = logged(run)
+    rates = replayed(run, "linear")
+    assert [rates[0], rates[-1]] == [first, last]  # exactly
+    assert rates == pytest.approx(torch.linspace(first, last, 6, dtype=torch.float64).tolist(), rel=1e-14)
+    assert rates != pytest.approx(logged(run), rel=0.01)
+    assert replayed(run, "linear", 3) == rates[:3]  # of the complete log, also in a shorter run
+
+
+def test_replay_lr_mean_is_constant(run):
+    rates = replayed(run, "mean")
+    assert rates == [rates[0]] * 6
+    assert rates[0] == pytest.approx(sum(logged(run)) / 6, rel=1e-14)
+    assert replayed(run, "mean", 3) == rates[:3]
+
+
+def test_replay_lr_curve_is_the_default(run):
+    assert replayed(run, "curve") == logged(run)
+
+
+def test_replay_lr_shapes_of_one_step_are_its_rate(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lr": 0.002}\n')
+    for shape in ("curve", "linear", "mean"):
+        assert replayed(tmp_path, shape, 1) == [0.002]
+
+
+@pytest.mark.parametrize("shape", ["linear", "mean"])
+def test_replay_lr_shape_resumes_at_its_step(run, shape):
+    before = ReplayLR(optimizer_with(2e-3), log=run, shape=shape)
+    for _ in range(3):
+        before.step(1.0)
+    state = json.loads(json.dumps(before.state_dict()))
+    assert state.keys() == ReplayLR(optimizer_with(2e-3), log=run).state_dict().keys()
+    optimizer = optimizer_with(2e-3)
+    after = ReplayLR(optimizer, log=run, shape=shape)
+    after.load_state_dict(state)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(3):
+        after.step(1.0)
+        rates += after.get_last_lr()
+    assert rates == replayed(run, shape)[2:]
+
+
 def test_replay_lr_rejects_a_log_shorter_than_the_run(run):
     replay = ReplayLR(optimizer_with(2e-3), log=run)
     replay.check_length(6)
@@ -140,6 +192,8 @@ def test_replay_lr_rejects_bad_arguments(run, tmp_path):
         ReplayLR(optimizer_with(2e-3), log=tmp_path / "other.jsonl")
     with pytest.raises(ValueError, match=r"lr=0\.0 of the first param group must be above 0"):
         ReplayLR(optimizer_with(0.0), log=run)
+    with pytest.raises(ValueError, match="shape='flat' must be one of curve, linear, mean"):
+        ReplayLR(optimizer_with(2e-3), log=run, shape="flat")
     with pytest.raises(ValueError, match="holds no param group"):
         ReplayLR([], log=run)
 

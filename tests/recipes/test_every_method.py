@@ -192,6 +192,17 @@ def test_replay_repeats_only_the_learning_rates(config, tmp_path):
     )
     assert other.column("lr") == finch.column("lr")
     assert other.column("loss") != finch.column("loss")
+    mean = run_here(
+        tmp_path, {**config, "output_dir": str(tmp_path / "mean"), "lr_scheduler": {**schedule, "shape": "mean"}}
+    )
+    rates = finch.column("lr")
+    assert mean.column("lr") == pytest.approx([sum(rates) / len(rates)] * len(rates), rel=1e-12)
+    assert len(set(rates)) > 1
+    wrong = run_here(
+        tmp_path, {**config, "output_dir": str(tmp_path / "flat"), "lr_scheduler": {**schedule, "shape": "flat"}}
+    )
+    assert "lr_scheduler: shape='flat' must be one of curve, linear, mean" in wrong.error()
+    assert not (tmp_path / "flat").exists()
 
 
 @pytest.mark.parametrize(

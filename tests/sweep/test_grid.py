@@ -99,6 +99,15 @@ def test_lr_replay_waits_for_the_cell_described(read):
     assert "lr_scheduler.log=/out/mine/finch_seed1" in other.overrides()
 
 
+def test_lr_replay_shapes_are_cells_of_one_source(read):
+    log = {"lr_scheduler.log": [{"cell": {"method": "finch"}}], "lr_scheduler.shape": ["curve", "linear", "mean"]}
+    found = cells(read(grid=[{"method": ["finch"], "seed": [0]}, {"method": ["lr_replay"], **log, "seed": [0]}]))
+    for shape in ("curve", "linear", "mean"):
+        cell = found[f"lr_replay_log-finch_shape-{shape}_seed0"]
+        assert cell.source == found["finch_seed0"].folder
+        assert f"lr_scheduler.shape={shape}" in cell.overrides()
+
+
 def test_small_lr_stands_on_evaluated_sft_runs(read):
     mappings = [
         {"method": ["sft"], "optimizer.lr": [1e-5, 2e-5], "batch_size": [4, 8], "seed": [0, 1]},
