@@ -164,10 +164,10 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def _setup_monitoring(self, cfg: DictConfig) -> None:
         """Disk room, metrics and profiler: what else can fail before weights are loaded."""
-        is_finished = self._resume is not None and self._resume.scalars["epoch"] >= cfg.epochs
-        if self._parallel.is_rank_zero and not is_finished:
+        epoch = 0 if self._resume is None else self._resume.scalars["epoch"]
+        if self._parallel.is_rank_zero and epoch < cfg.epochs:
             freed = self._folder.replaced_bytes()
-            check_disk_room(cfg, self._decoder, dtype=self._export_dtype, freed_bytes=freed)
+            check_disk_room(cfg, self._decoder, dtype=self._export_dtype, freed_bytes=freed, first_epoch=epoch)
         self._metrics_log = build_metrics_log(cfg, self._run, self._parallel, num_steps=self._num_steps)
         self._profiler = build_profiler(cfg)
 
@@ -274,6 +274,7 @@ class FinchFullFinetune(FTRecipeInterface):
         first = -(-state.consumed // order.global_batch)  # the last batch of an epoch may be short
         batches = self._kl_penalty.batches(self._data, state.epoch, state.consumed)
         self._metrics_log.start_epoch(state.epoch)
+        is_save_due = False
         for _ in range(first, steps):
             with watchdog.step():
                 self._train_step(list(itertools.islice(batches, order.micro_batches_in_step(state.consumed))))
@@ -297,10 +298,11 @@ class FinchFullFinetune(FTRecipeInterface):
                 self._metrics_log.end_epoch()
                 self.save_checkpoint(wait=True)
                 return True
-            if decision.save and not is_last:  # else it is saved with the epoch
+            is_save_due = decision.save and is_last  # then it is saved with the epoch
+            if decision.save and not is_last:
                 self.save_checkpoint()
             self._checkpoint_writer.poll()
-        self._end_epoch()
+        self._end_epoch(is_save_due)
         return True
 
     def _train_step(self, batches: list[Batch]) -> None:
@@ -377,8 +379,10 @@ class FinchFullFinetune(FTRecipeInterface):
         position = {"step": self.state.step, "epoch": self.state.epoch, "epochs": self._cfg.epochs}
         return validate(self._model, self._data, self._metrics_log, **position)
 
-    def _end_epoch(self) -> None:
-        """Validates, evaluates the probes, exports the epoch's folder, links ``best`` and ``within_budget``, and saves the state."""
+    def _end_epoch(self, is_save_due: bool) -> None:
+        """Validates, evaluates the probes, exports the epoch's folder, links ``best`` and ``within_budget``, and saves the state.
+
+        With ``save_last_epoch_only`` an earlier epoch has no folder, and its state is saved only where ``is_save_due``."""
         state = self.state
         self._metrics_log.end_epoch()
         self._guard.check_losses()
@@ -390,7 +394,11 @@ class FinchFullFinetune(FTRecipeInterface):
             update_loss_figure(self._run)
         name = f"epoch_{state.epoch}"
         is_last = state.epoch + 1 == self._cfg.epochs
-        if export(lambda: self._export(name), self._run / self._exported(name), self._parallel):
+        is_end = is_last or self._forgetting.has_ended_run
+        is_written = is_end or not self._cfg.save_last_epoch_only
+        if not is_written:
+            self._forgetting.keep_epoch(state.step, None)
+        elif export(lambda: self._export(name), self._run / self._exported(name), self._parallel):
             state.best = better(state.best, self._forgetting.select_by, name, metrics)
             if state.best is not None:
                 self._folder.link(run_files.BEST, self._exported(state.best["epoch"]))
@@ -401,7 +409,8 @@ class FinchFullFinetune(FTRecipeInterface):
                 f"output_dir={self._run} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
             )
         state.epoch, state.consumed = state.epoch + 1, 0
-        self.save_checkpoint(wait=is_last or self._forgetting.has_ended_run)
+        if is_written or is_save_due:
+            self.save_checkpoint(wait=is_end)
 
     def _stop(self, decision: SignalDecision) -> None:
         """Saves the state after a signal, which has ended the loop."""

@@ -229,7 +229,7 @@ class Report:
         self, recipe: str, cfg: DictConfig, decoder: Any, stats: DatasetStats | None, steps: int | None
     ) -> None:
         from finch.distributed.precision import precision_of
-        from finch.training.disk_room import check_disk_room, exported_bytes
+        from finch.training.disk_room import check_disk_room, exported_bytes, num_exports
         from finch.training.lr_scheduler import on_nonfinite, uses_dataset_init
         from finch.training.memory_estimate import optimizer_bytes
 
@@ -242,7 +242,9 @@ class Report:
         name = "epoch_N_adapter/" if adapter_only else "epoch_N/"
         if recipe == LORA_RECIPE and not adapter_only:
             name = "epoch_N/ and epoch_N_adapter/"
-        self._print(f"{name}: {_gigabytes(size)} an epoch, {cfg.epochs} epochs: {_gigabytes(size * cfg.epochs)}")
+        exports = size * num_exports(cfg)
+        number = "the last epoch alone" if cfg.save_last_epoch_only else f"{cfg.epochs} epochs"
+        self._print(f"{name}: {_gigabytes(size)} an epoch, {number}: {_gigabytes(exports)}")
         trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
         saved = trained if recipe == LORA_RECIPE else list(decoder.parameters())
         number = sum(parameter.numel() for parameter in trained)
@@ -253,7 +255,7 @@ class Report:
             self._print(f"pretrained.safetensors: {_gigabytes(4 * stats.num_targets)}")
         if steps is not None:
             self._print(f"metrics.jsonl: {steps:,} lines")
-        needed = size * cfg.epochs + state * kept
+        needed = exports + state * kept
         if needed > free:
             self._print(f"the complete run needs about {_gigabytes(needed)}, more than is free")
         check_disk_room(cfg, decoder, dtype=dtype)

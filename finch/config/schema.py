@@ -323,6 +323,11 @@ OUTPUT: dict[str, Option] = {
         "when a resumable checkpoint is saved between epoch ends",
         block=CHECKPOINT,
     ),
+    "save_last_epoch_only": Option(
+        bool,
+        False,
+        "write the Hugging Face folder of the last epoch alone, and save no resumable checkpoint at the ends of the epochs before it",
+    ),
     "resume_from_checkpoint": Option(
         bool | Literal["auto"] | Path,
         False,

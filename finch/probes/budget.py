@@ -18,7 +18,8 @@ class ForgettingBudget:
     """Follows a probe; RUN/within_budget links the model of the last evaluation whose value was inside.
 
     At the end of an epoch it links the epoch's folder. At other evaluations inside, with ``save: evaluations``, the model is exported
-    to RUN/within_budget_step_N, which replaces the one before; with ``save: epochs`` only the ends of epochs count. Weights that are
+    to RUN/within_budget_step_N, which replaces the one before; with ``save: epochs`` only the ends of epochs count. The end of an epoch
+    that has no folder (``save_last_epoch_only``) exports the model as well. Weights that are
     already outside cannot be turned back: what is linked is the state of the last evaluation inside, not of the last step inside.
 
     Args:
@@ -65,13 +66,14 @@ class ForgettingBudget:
         """Links the folder of an epoch whose last evaluation was inside."""
         self._keep(self._exported(name))
 
-    def keep_step(self, step: int, write: Callable[[str], None]) -> None:
-        """Exports the model of an evaluation inside the budget between epoch ends, and links it; a collective.
+    def keep_step(self, step: int, write: Callable[[str], None], *, is_epoch_end: bool = False) -> None:
+        """Exports the model of an evaluation inside the budget, and links it; a collective.
 
         Args:
             write: writes the model's folder of a name; a collective.
+            is_epoch_end: of an epoch that has no folder; with ``save: epochs`` other evaluations do nothing.
         """
-        if self._settings is None or self._settings.save != "evaluations":
+        if self._settings is None or not (is_epoch_end or self._settings.save == "evaluations"):
             return
         name = f"{run_files.WITHIN_BUDGET}_step_{step}"
         if export(lambda: write(name), self._folder.path / self._exported(name), self._parallel):

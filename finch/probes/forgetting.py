@@ -11,6 +11,7 @@ from torch import nn
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
+from finch.log import logger
 from finch.metrics import MetricsLog
 from finch.probes.budget import ForgettingBudget
 from finch.probes.probes import Probes
@@ -56,6 +57,10 @@ class Forgetting:
         self._probes = Probes(cfg, tokenizer, data, parallel, max_seq_len)
         self._budget = ForgettingBudget(read_budget(cfg), folder, parallel, exported)
         self.select_by = selection_key(cfg, self._probes.kinds)
+        if cfg.save_last_epoch_only and cfg.epochs > 1 and self.select_by is not None:
+            logger.warning(
+                f"save_last_epoch_only=True: RUN/best is the last epoch, not the one with the best {self.select_by.replace('_', ' ')}"
+            )
         self._export, self._is_new = export, scalars is None
         if scalars is not None:
             self._probes.load_state_dict(scalars)
@@ -102,9 +107,17 @@ class Forgetting:
             self._metrics_log.reset_timer()
         return metrics
 
-    def keep_epoch(self, step: int, name: str) -> None:
-        """Links the folder of the epoch that ended with ``step`` where it is inside the budget."""
-        if self._budget.is_inside_at(step):
+    def keep_epoch(self, step: int, name: str | None) -> None:
+        """Links the folder of the epoch that ended with ``step`` where it is inside the budget; a collective.
+
+        Args:
+            name: of the epoch; None: it has no folder, and the model is exported for the link.
+        """
+        if not self._budget.is_inside_at(step):
+            return
+        if name is None:
+            self._budget.keep_step(step, self._export, is_epoch_end=True)
+        else:
             self._budget.keep_epoch(name)
 
     def summary(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def selection_key(cfg: DictConfig, kinds: dict[str, str]) -> str | None:
     task = next((name for name, probe in read_probes(cfg).items() if probe.task), None)
     if task is not None:
         return f"probe/{task}/" + ("accuracy" if kinds[task] in KINDS_WITH_ACCURACY else "loss")
-    if validation is not None:
+    if validation is not None and not cfg.save_last_epoch_only:
         logger.warning(
             f"RUN/best is chosen by {validation}, a raw cross-entropy, which picks the least trained epoch with {loss.__name__}: mark a probe of the "
             "task with probes.NAME.task=True, or set select_by"

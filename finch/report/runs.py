@@ -61,10 +61,10 @@ class Run:
 
     @property
     def finished_epochs(self) -> int:
-        """Epochs whose model is there."""
-        return sum(
-            1 for epoch in range(int(self.config.get("epochs") or 0)) if any(self.folder.glob(f"epoch_{epoch}*"))
-        )
+        """Epochs whose model is there; with ``save_last_epoch_only`` the last one's stands for all."""
+        epochs = int(self.config.get("epochs") or 0)
+        written = [epoch for epoch in range(epochs) if any(self.folder.glob(f"epoch_{epoch}*"))]
+        return written[-1] + 1 if written and self.config.get("save_last_epoch_only") else len(written)
 
     def result_path(self, suite: str) -> Path:
         return self.folder / run_files.EVALUATION / f"{suite}.json"

@@ -23,6 +23,7 @@ _IGNORED = frozenset(
         "epochs",
         "checkpoint",
         "checkpointer",
+        "save_last_epoch_only",
         "metric_logger",
         "log_every_n_steps",
         "log_level",

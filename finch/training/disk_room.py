@@ -1,4 +1,4 @@
-"""Whether the disk has room for what an epoch writes, computed before weights are loaded."""
+"""Whether the disk has room for what a run writes, computed before weights are loaded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from finch.models.lora import adapter_parameters
 
 
 def check_disk_room(
-    cfg: DictConfig, decoder: TransformerDecoder, *, dtype: torch.dtype | None, freed_bytes: int = 0
+    cfg: DictConfig,
+    decoder: TransformerDecoder,
+    *,
+    dtype: torch.dtype | None,
+    freed_bytes: int = 0,
+    first_epoch: int = 0,
 ) -> None:
-    """Checks that the weights of one epoch fit; warns if a checkpoint beside them does not.
+    """Checks that the weights of one epoch fit; warns if those of all epochs that are written and a checkpoint do not.
 
     Args:
         cfg: a recipe's config.
         decoder: may be on the meta device.
         dtype: of the exported weights; None: as they are.
         freed_bytes: of an earlier run that is removed before anything is written.
+        first_epoch: from 0; those before it are written already.
 
     Raises:
         UserError: the weights of one epoch do not fit.
@@ -38,10 +44,20 @@ def check_disk_room(
             "folder on a larger disk"
         )
     trained = sum(weight.numel() * weight.itemsize for weight in decoder.parameters() if weight.requires_grad)
-    if free < needed + trained:
-        logger.warning(
-            f"output_dir={folder} has {free:,} bytes of free disk; the weights of one epoch and a checkpoint need more than {needed + trained:,}"
+    epochs = num_exports(cfg, first_epoch)
+    total = epochs * needed + trained
+    if free < total:
+        names, advice = (
+            ("one epoch", "") if epochs == 1 else (f"{epochs} epochs", "; save_last_epoch_only=True writes one")
         )
+        logger.warning(
+            f"output_dir={folder} has {free:,} bytes of free disk; the weights of {names} and a checkpoint need more than {total:,}{advice}"
+        )
+
+
+def num_exports(cfg: DictConfig, first_epoch: int = 0) -> int:
+    """Epochs from ``first_epoch`` on whose weights a run writes."""
+    return 1 if cfg.save_last_epoch_only else int(cfg.epochs) - first_epoch
 
 
 def exported_bytes(decoder: TransformerDecoder, dtype: torch.dtype | None, *, adapter_only: bool = False) -> int:

@@ -39,6 +39,7 @@ def test_check_reports_a_good_run(check, rows_file, base_folder):
     assert "4 samples a step (4 x 1 x 1 ranks), 11 steps an epoch, 3 epochs: 33 steps" in out
     assert "epoch_N/: 78.5 kB an epoch, 3 epochs: 235.4 kB" in out
     assert "checkpoints/step_N/: 235.4 kB each" in out
+    assert "an epoch, the last epoch alone: 78.5 kB" in check("epochs=3", "save_last_epoch_only=True")[1]
     sizes = {name: float(size) for name, size in re.findall(r"^ +([a-z]+(?: state)?) +([\d.]+) kB$", out, re.MULTILINE)}
     assert (sizes["weights"], sizes["gradients"], sizes["optimizer state"]) == (78.5, 78.5, 156.9)
     assert {"logits", "activations"} <= set(sizes)

@@ -292,6 +292,34 @@ def test_budget_stops_the_run(config, straight, tmp_path):
     assert (run.folder / "within_budget").readlink().name == "epoch_1"
 
 
+@pytest.mark.parametrize("save", ["evaluations", "epochs"])
+def test_budget_of_the_last_epoch_alone(save, config, straight, tmp_path):
+    """An epoch inside that has no folder is exported; one that is outside and ends the run has its folder and state."""
+    lines = probed(straight)
+    limit = (lines[6]["probe/own/kl"] + lines[8]["probe/own/kl"]) / 2
+    budget = {"probe": "own", "metric": "kl", "max_increase": limit, "action": "stop", "save": save}
+    config = {**config, "save_last_epoch_only": True, "forgetting_budget": budget}
+    run = finished(tmp_path, config)
+    assert not list(run.folder.glob("epoch_*"))
+    assert (run.folder / "within_budget").readlink().name == "within_budget_step_6"
+    inside, epoch = weights(run.folder / "within_budget"), weights(straight.folder / "epoch_0")
+    assert all(torch.equal(inside[name], epoch[name]) for name in epoch)
+    assert f"{run.folder}/within_budget is within_budget_step_6" in run.output
+    more = finished(
+        tmp_path,
+        {**config, "forgetting_budget": {**budget, "max_increase": 99, "action": "note"}},
+        "resume_from_checkpoint=True",
+    )
+    assert (more.folder / "within_budget").readlink().name == "epoch_1"
+    assert [path.name for path in more.folder.glob("*_[0-9]*")] == ["epoch_1"]
+    if save == "epochs":
+        config["forgetting_budget"] = {**budget, "max_increase": lines[6]["probe/own/kl"] / 2}
+        stopped = finished(tmp_path, config, "overwrite=True", "probes_every_n_steps=99", "checkpoint.every_n_steps=99")
+        assert list(probed(stopped)) == [0, 6]
+        assert [path.name for path in stopped.folder.glob("*_[0-9]*")] == ["epoch_0"]
+        assert [path.name for path in (stopped.folder / "checkpoints").iterdir()] == ["step_6"]
+
+
 def test_budget_exports_between_epoch_ends(config, straight, tmp_path):
     lines = probed(straight)
     limit = (lines[4]["probe/own/kl"] + lines[6]["probe/own/kl"]) / 2

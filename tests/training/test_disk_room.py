@@ -48,12 +48,20 @@ def test_exported_bytes_of_lora():
 
 
 def test_check_disk_room(monkeypatch, caplog):
-    cfg, decoder = OmegaConf.create({"output_dir": "/nowhere/run"}), torch.nn.Linear(10, 10, bias=False)  # 400 bytes
+    cfg = OmegaConf.create({"output_dir": "/nowhere/run", "epochs": 1, "save_last_epoch_only": False})
+    decoder = torch.nn.Linear(10, 10, bias=False)  # 400 bytes
     for free, freed, is_warned in ((800, 0, False), (799, 1, False), (799, 0, True), (400, 0, True)):
         caplog.clear()
         monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: Usage(free))
         disk_room.check_disk_room(cfg, decoder, dtype=None, freed_bytes=freed)
         assert bool(caplog.records) == is_warned
+    for is_last_only, first, needed in ((False, 0, 2000), (False, 3, 800), (True, 0, 800)):
+        for free in (needed - 1, needed):
+            caplog.clear()
+            monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: Usage(free))
+            cfg.epochs, cfg.save_last_epoch_only = 4, is_last_only
+            disk_room.check_disk_room(cfg, decoder, dtype=None, first_epoch=first)
+            assert bool(caplog.records) == (free < needed)
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(399))
     with pytest.raises(UserError, match="/nowhere/run has 399 bytes of free disk, the weights of one epoch need 400;"):
         disk_room.check_disk_room(cfg, decoder, dtype=None)
