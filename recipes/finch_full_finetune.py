@@ -380,9 +380,7 @@ class FinchFullFinetune(FTRecipeInterface):
         return validate(self._model, self._data, self._metrics_log, **position)
 
     def _end_epoch(self, is_save_due: bool) -> None:
-        """Validates, evaluates the probes, exports the epoch's folder, links ``best`` and ``within_budget``, and saves the state.
-
-        With ``save_last_epoch_only`` an earlier epoch has no folder, and its state is saved only where ``is_save_due``."""
+        """Validates, evaluates the probes, exports the epoch's folder, links ``best`` and ``within_budget``, and saves the state."""
         state = self.state
         self._metrics_log.end_epoch()
         self._guard.check_losses()

@@ -63,6 +63,15 @@ def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path
     assert "holds a run with batch_size=4, the grid says 2" in error
 
 
+def test_sweep_of_last_epochs_alone_is_finished(grid, tmp_path, capsys):
+    file = grid({"seed": [0]})
+    code, printed, _ = finch(capsys, "sweep", file, "epochs=2", "save_last_epoch_only=True")
+    assert code == 0, printed
+    assert [path.name for path in (tmp_path / "out" / "seed0").glob("epoch_*")] == ["epoch_1"]
+    for key in ("save_last_epoch_only=True", "save_last_epoch_only=False"):
+        assert "# seed0: trained" in finch(capsys, "sweep", file, "epochs=2", "--dry-run", key)[1]
+
+
 @pytest.mark.parametrize(
     ("mappings", "arguments", "message"),
     [
