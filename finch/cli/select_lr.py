@@ -10,7 +10,9 @@ from finch.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="SWEEP_OUT", help="the folder of a sweep's runs")
-    parser.add_argument("--method", default="sft", help="whose runs are compared (default: sft)")
+    parser.add_argument(
+        "--method", default="sft", help="whose runs are compared: a method, or a label of the grid (default: sft)"
+    )
     parser.add_argument(
         "--max-forgetting",
         type=float,

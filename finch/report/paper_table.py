@@ -23,6 +23,8 @@ def paper_table(
     ]
     columns = [*old, *reliability]
     methods = {run.method for run in comparison.runs}
+    labels = {run.label for run in comparison.runs}
+    paper = {method: values for method, values in paper.items() if method not in labels}
     rows = []
     for method in ["base", *(one for one in names.styles if one in methods)]:
         if method in paper:

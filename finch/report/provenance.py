@@ -9,6 +9,7 @@ from pathlib import Path
 
 from finch import run_files
 from finch.report.measures import PROBE, Comparison
+from finch.report.runs import METHOD
 from finch.report.settings import RESAMPLES
 
 DEFINITIONS = (
@@ -64,7 +65,7 @@ def commands(comparison: Comparison, folders: Sequence[Path], out: Path, new_tas
     lines = []
     run = next((one for one in comparison.runs if one.config), None)
     if run is not None:
-        recipe = "finch_lora_finetune" if "lora" in run.method.split("+") else "finch_full_finetune"
+        recipe = "finch_lora_finetune" if "lora" in str(run.values[METHOD]).split("+") else "finch_full_finetune"
         lines.append(f"tune run {recipe} --config {shlex.quote(str(run.folder / run_files.CONFIG))}")
     evaluated = next((one for one in comparison.runs if one.results), None)
     if evaluated is not None and comparison.bases:

@@ -15,7 +15,7 @@ from finch.config.methods import METHODS, OLD_NAMES
 from finch.errors import UserError
 from finch.evaluation.results import SuiteResult, read_results
 
-LEARNING_RATE, BATCH_SIZE, SEED, METHOD = "optimizer.lr", "batch_size", "seed", "method"
+LEARNING_RATE, BATCH_SIZE, SEED, METHOD, LABEL = "optimizer.lr", "batch_size", "seed", "method", "label"
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,14 @@ class Run:
     best_epoch: int | None = None
 
     @property
+    def label(self) -> str | None:
+        """A sweep's name for the run's method."""
+        return self.values.get(LABEL)
+
+    @property
     def method(self) -> str:
-        return str(self.values[METHOD])
+        """Whose front the run belongs to: its label, else its method."""
+        return self.label or str(self.values[METHOD])
 
     @property
     def learning_rate(self) -> float | None:
@@ -96,7 +102,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def sort_runs(runs: Iterable[Run]) -> list[Run]:
-    """By method, as `finch methods` lists them, then by learning rate, the other values and seed."""
+    """By method, as `finch methods` lists them, after these by label; then by learning rate, the other values and seed."""
     order = list(METHODS)
 
     def key(run: Run) -> tuple[object, ...]:
@@ -105,7 +111,7 @@ def sort_runs(runs: Iterable[Run]) -> list[Run]:
         rate = run.learning_rate if isinstance(run.learning_rate, (int, float)) else math.inf
         others = sorted((key, str(value)) for key, value in run.values.items() if key not in (LEARNING_RATE, SEED))
         seed = run.seed if isinstance(run.seed, int) else -1
-        return len(names), known, run.method, rate, others, seed, str(run.folder)
+        return run.label is not None, len(names), known, run.method, rate, others, seed, str(run.folder)
 
     return sorted(runs, key=key)
 

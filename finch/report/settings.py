@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from finch.errors import UserError
 from finch.evaluation.results import Sample
 from finch.report.measures import Comparison, Estimate, Measure, Outcome
-from finch.report.runs import METHOD, SEED
+from finch.report.runs import LABEL, METHOD, SEED
 
 RESAMPLES = 2_000
 FOLDER = "folder"
@@ -93,7 +93,7 @@ def group_settings(comparison: Comparison) -> list[Setting]:
     settings = []
     for numbers in groups.values():
         runs = [comparison.runs[number] for number in numbers]
-        values = {key: value for key, value in _without_seed(runs[0].values).items() if key != METHOD}
+        values = {key: value for key, value in _without_seed(runs[0].values).items() if key not in (METHOD, LABEL)}
         if len({run.seed for run in runs}) == len(runs):
             settings.append(Setting(runs[0].method, values, numbers))
         else:

@@ -14,6 +14,8 @@ from finch.errors import UserError
 from finch.files import atomic_file, write_text
 
 METHOD = "method"
+LABEL = "label"
+"""A grid's name for the method of some cells, in folders and reports; no key of the config."""
 LR = "optimizer.lr"
 SEED = "seed"
 ALPHA = "alpha"
@@ -61,7 +63,7 @@ class Cell:
 
     def overrides(self) -> list[str]:
         """``key=value`` of the cell's run, its folder included."""
-        words = override_words({key: value for key, value in self.values.items() if key not in (ALPHA, LOG)})
+        words = override_words({key: value for key, value in self.values.items() if key not in (ALPHA, LOG, LABEL)})
         if LOG in self.values:
             words.append(f"{LOG}={self.values[LOG] if self.source is None else self.source}")
         return [*words, f"output_dir={self.folder}"]
@@ -85,6 +87,7 @@ def _override_text(value: Any) -> str:
 
 def cell_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """A folder's name for each cell's values: ``finch_lr2e-5_seed0``, of letters that neither shells nor lm-eval's arguments treat specially.
+    It begins with the cell's label, where it has one, in place of the method.
 
     Keys are written by their last part; in full for cells that would have one name.
     """
@@ -100,9 +103,9 @@ def cell_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _name(values: Mapping[str, Any], *, is_full: bool) -> str:
-    parts = [_word(values[METHOD])] if METHOD in values else []
+    parts = [_word(values[key]) for key in (LABEL, METHOD) if key in values][:1]
     for key, value in values.items():
-        if key != METHOD:
+        if key not in (LABEL, METHOD):
             word = _word(value)
             key = key.removesuffix("._component_") if not is_full else key
             key = key if is_full else key.rpartition(".")[2]
@@ -114,7 +117,9 @@ def _word(value: Any) -> str:
     """``2e-5`` of 2e-05, ``finch-seed1`` of {cell: {method: finch, seed: 1}}."""
     if isinstance(value, Mapping):
         inner = value.get("cell", value)
-        return "-".join(_word(each) if key == METHOD else f"{_word(key)}{_word(each)}" for key, each in inner.items())
+        return "-".join(
+            _word(each) if key in (LABEL, METHOD) else f"{_word(key)}{_word(each)}" for key, each in inner.items()
+        )
     if isinstance(value, float):
         return re.sub(r"e([+-])0+", r"e\1", f"{value:g}").replace("e+", "e")
     if isinstance(value, int):

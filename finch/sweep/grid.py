@@ -7,8 +7,9 @@ grid:                                a mapping, or a list of them: the union of 
   - method: [finch, dft]
     optimizer.lr: [1.0e-5, 2.0e-5]
     seed: [0, 1]
-  - method: [lora]
-    optimizer.lr: [2.0e-4]
+  - label: constant                  optional: the method's name in reports
+    method: [sft]
+    lr_scheduler: [null]
     seed: [0, 1]
 evaluate:                            arguments of `finch evaluate`, after training
   suites: [knowledge, forgetting]
@@ -19,19 +20,33 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from finch.config.methods import OLD_NAMES, split_name
+from finch.config.methods import METHODS, OLD_NAMES, split_name
 from finch.config.registry import find_grid
 from finch.config.schema import RECIPES
 from finch.config.suggestions import did_you_mean
 from finch.errors import UserError
 from finch.evaluation.results import NEW
 from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
-from finch.sweep.cells import ALPHA, LOG, LR, METHOD, RUN, SEED, SMALL_LR, WISE_FT, Cell, cell_names, override_words
+from finch.sweep.cells import (
+    ALPHA,
+    LABEL,
+    LOG,
+    LR,
+    METHOD,
+    RUN,
+    SEED,
+    SMALL_LR,
+    WISE_FT,
+    Cell,
+    cell_names,
+    override_words,
+)
 
 KEYS = ("recipe", "config", "out", "overrides", "grid", "evaluate")
 CUSTOM = "custom"
@@ -42,6 +57,7 @@ _OWN_KEYS = {
     "overwrite": "give overwrite=True on the command line",
     "config": "a grid has one config",
 }
+_RESERVED_LABELS = {*METHODS, *OLD_NAMES, "base", "pretrained"}  # the last two are the pretrained model in a report
 
 Values = dict[str, Any]
 
@@ -131,6 +147,7 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
         )
     blocks = content["grid"] if isinstance(content["grid"], list) else [content["grid"]]
     mappings = tuple(_mapping(block, path) for block in blocks)
+    _check_labels(mappings, path)
     run_overrides = [word for word in overrides if not word.startswith("evaluate.")]
     for word in run_overrides:
         key = word.removeprefix("~").partition("=")[0]
@@ -159,8 +176,9 @@ def cells_of(grid: Grid) -> list[Cell]:
     """The grid's cells, each once, those that others wait for before them.
 
     A cell of WiSE-FT waits for the cell with the same values and its method without ``wise_ft`` (sft), which is added where the grid
-    does not have it. A cell of lr_replay waits for the cell that ``lr_scheduler.log: {cell: VALUES}`` describes. A cell of small_lr
-    without optimizer.lr is the SFT cell of the rate that `finch select-lr` chooses, if the grid evaluates SFT cells.
+    does not have it; one with a label counts only where there is no other. A cell of lr_replay waits for the cell that
+    ``lr_scheduler.log: {cell: VALUES}`` describes. A cell of small_lr without optimizer.lr is the SFT cell of the rate that
+    `finch select-lr` chooses, if the grid evaluates SFT cells without a label.
 
     Raises:
         UserError: an unknown method; no cell, or several, that a cell of lr_replay could replay.
@@ -172,7 +190,7 @@ def cells_of(grid: Grid) -> list[Cell]:
     for values, folder in zip(all_values, folders, strict=True):
         methods = _methods(values)
         if WISE_FT in methods:
-            source = folders[all_values.index(_tuned_values(values))]
+            source = folders[all_values.index(_tuned_values(values, all_values))]
             cells.append(Cell(values, folder, WISE_FT, source))
         elif isinstance(values.get(LOG), Mapping):
             source = folders[all_values.index(_replayed(values, all_values))]
@@ -216,18 +234,21 @@ def _methods(values: Mapping[str, Any]) -> list[str]:
     return split_name(str(values[METHOD])) if values.get(METHOD) is not None else []
 
 
-def _tuned_values(values: Values) -> Values:
-    """Of the run whose weights a cell of WiSE-FT interpolates."""
+def _tuned_values(values: Values, cells: Sequence[Values]) -> Values:
+    """Of the run whose weights a cell of WiSE-FT interpolates: one without a label, else one that differs in its label alone."""
     methods = [name for name in _methods(values) if name != WISE_FT] or ["sft"]
-    return {**{key: value for key, value in values.items() if key != ALPHA}, METHOD: "+".join(methods)}
+    tuned = {**{key: value for key, value in values.items() if key not in (ALPHA, LABEL)}, METHOD: "+".join(methods)}
+    if tuned in cells:
+        return tuned
+    return next((other for other in cells if is_variant(other, tuned, but=(LABEL,))), tuned)
 
 
 def _sources_of_wise_ft(cells: Sequence[Values]) -> list[Values]:
-    return [_tuned_values(values) for values in cells if WISE_FT in _methods(values)]
+    return [_tuned_values(values, cells) for values in cells if WISE_FT in _methods(values)]
 
 
 def _replayed(values: Values, cells: Sequence[Values]) -> Values:
-    """The cell that one of lr_replay replays."""
+    """The cell that one of lr_replay replays; one with a label only where the label is named."""
     described = values[LOG].get("cell")
     if set(values[LOG]) != {"cell"} or not isinstance(described, Mapping):
         raise UserError(
@@ -236,24 +257,32 @@ def _replayed(values: Values, cells: Sequence[Values]) -> Values:
     matching = [
         other
         for other in cells
-        if other != values and LOG not in other and all(other.get(key) == value for key, value in described.items())
+        if other != values
+        and LOG not in other
+        and other.get(LABEL) == described.get(LABEL)
+        and all(other.get(key) == value for key, value in described.items())
     ]
-    shared = [key for key in values if key not in (METHOD, LOG, *described)]
+    shared = [key for key in values if key not in (METHOD, LABEL, LOG, *described)]
     closest = [other for other in matching if all(other.get(key) == values[key] for key in shared if key in other)]
     chosen = closest if len(closest) == 1 else matching
     if len(chosen) != 1:
         number = "no cell" if not chosen else f"{len(chosen)} cells"
         text = ", ".join(f"{key}: {value}" for key, value in described.items())
-        raise UserError(f"grid.{LOG}: {number} of the grid has {{{text}}}; give values that one cell has")
+        raise UserError(
+            f"grid.{LOG}: {number} of the grid has {{{text}}}; give values that one cell has, and its label if it has one"
+        )
     return chosen[0]
 
 
 def _sft_cells(values: Values, cells: Sequence[Values]) -> list[Values]:
-    """The SFT cells of any learning rate and seed and of the same other values."""
+    """The SFT cells without a label of any learning rate and seed and of the same other values."""
     return [
         other
         for other in cells
-        if other.get(METHOD) == "sft" and LR in other and is_variant(values, other, but=(METHOD, LR, SEED))
+        if other.get(METHOD) == "sft"
+        and LABEL not in other
+        and LR in other
+        and is_variant(values, other, but=(METHOD, LABEL, LR, SEED))
     ]
 
 
@@ -297,6 +326,8 @@ def _mapping(block: Any, path: Path) -> dict[str, list[Any]]:
     if not isinstance(block, dict) or not block:
         raise UserError(f"{path}: grid must be a mapping of key to a list of values, or a list of such mappings")
     mapping = {str(key): values for key, values in block.items()}
+    if LABEL in mapping:
+        mapping[LABEL] = [_label(mapping[LABEL], path)]
     for key, values in mapping.items():
         if key in _OWN_KEYS:
             raise UserError(f"{path}: grid.{key}: {_OWN_KEYS[key]}; leave it out")
@@ -312,6 +343,29 @@ def _mapping(block: Any, path: Path) -> dict[str, list[Any]]:
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise UserError(f"{path}: grid.{ALPHA}={alpha} must be a number in [0, 1]: the tuned model's share")
     return mapping
+
+
+def _label(label: Any, path: Path) -> str:
+    if not isinstance(label, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", label):
+        raise UserError(
+            f"{path}: grid.{LABEL}={label} must be one name of letters, digits, _, - and ., which begins with a letter, such as constant"
+        )
+    if label.lower() in _RESERVED_LABELS:
+        raise UserError(f"{path}: grid.{LABEL}={label} has a meaning of its own in reports; give another name")
+    return label
+
+
+def _check_labels(mappings: Sequence[Mapping[str, Sequence[Any]]], path: Path) -> None:
+    """A label stands for one method: its cells are one front of a report."""
+    methods: dict[str, set[str]] = {}
+    for mapping in mappings:
+        for label in mapping.get(LABEL, ()):
+            methods.setdefault(label, set()).update(str(one) for one in mapping.get(METHOD, [None]))
+    for label, names in methods.items():
+        if len(names) > 1:
+            raise UserError(
+                f"{path}: grid.{LABEL}={label} has several methods ({', '.join(sorted(names))}); give each a mapping and a label of its own"
+            )
 
 
 def _evaluation(block: Any, overrides: Sequence[str], path: Path) -> Evaluation | None:

@@ -12,7 +12,7 @@ from typing import Any
 from finch import run_files
 from finch.errors import UserError
 from finch.evaluation.results import OLD, base_path, read_result, read_results
-from finch.sweep.cells import LR, METHOD, SEED, read_cell
+from finch.sweep.cells import LABEL, LR, METHOD, SEED, read_cell
 
 MAX_FORGETTING = 2.0
 """Points of average forgetting that the paper allows."""
@@ -24,7 +24,7 @@ class Rate:
 
     Attributes:
         lr: their ``optimizer.lr``.
-        values: their other values, without method, learning rate and seed.
+        values: their other values, without method, label, learning rate and seed.
         runs: their folders, in the order of their seeds.
         forgetting: points, the mean over old tasks and seeds of (pretrained - tuned); negative where the runs gained.
     """
@@ -66,21 +66,26 @@ def forgetting_of(run: Path) -> float:
 def rates_of(runs: Sequence[Path], method: str) -> list[Rate]:
     """The rates of a method's runs, the smallest first; runs that differ in their seed alone are averaged.
 
+    Args:
+        method: of runs without a label, or a label.
+
     Raises:
         UserError: no run of the method has a learning rate of the grid; a run is not evaluated.
     """
     groups: dict[str, list[tuple[dict[str, Any], Path]]] = defaultdict(list)
     for run in runs:
         values = read_cell(run)["values"]
-        if values.get(METHOD, "sft") == method and LR in values:
-            other = {key: value for key, value in values.items() if key not in (METHOD, SEED)}
+        if values.get(LABEL, values.get(METHOD, "sft")) == method and LR in values:
+            other = {key: value for key, value in values.items() if key not in (METHOD, LABEL, SEED)}
             groups[repr(sorted(other.items()))].append((values, run))
     if not groups:
-        raise UserError(f"--method {method}: no run has this method and a value of {LR}; run finch sweep first")
+        raise UserError(
+            f"--method {method}: no run has this method or label and a value of {LR}; run finch sweep first"
+        )
     rates = []
     for group in groups.values():
         group.sort(key=lambda each: (str(type(each[0].get(SEED))), each[0].get(SEED) or 0))
-        values = {key: value for key, value in group[0][0].items() if key not in (METHOD, LR, SEED)}
+        values = {key: value for key, value in group[0][0].items() if key not in (METHOD, LABEL, LR, SEED)}
         folders = tuple(run for _, run in group)
         mean = statistics.fmean(forgetting_of(run) for run in folders)
         rates.append(Rate(float(group[0][0][LR]), values, folders, mean))

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from finch.errors import UserError
+from finch.sweep.cells import WAITING, read_cell, write_cell
 from finch.sweep.grid import cells_of, read_grid
 
 BASE = {"config": "qwen3/4B_sft", "out": "/out/mine"}
@@ -108,10 +109,63 @@ def test_lr_replay_shapes_are_cells_of_one_source(read):
         assert f"lr_scheduler.shape={shape}" in cell.overrides()
 
 
+CONSTANT = {"label": "constant", "method": ["sft"], "lr_scheduler": [None], "optimizer.lr": [5e-5], "seed": [0, 1]}
+
+
+def test_labelled_cells_are_cells_of_their_own(read, tmp_path):
+    plain = {key: values for key, values in CONSTANT.items() if key != "label"}
+    found = cells(read(grid=[plain, CONSTANT, CONSTANT], out=str(tmp_path)))
+    assert list(found) == [
+        f"{name}_lr_scheduler-None_lr5e-5_seed{seed}" for name in ("sft", "constant") for seed in (0, 1)
+    ]
+    cell = found["constant_lr_scheduler-None_lr5e-5_seed0"]
+    assert cell.values == {
+        "label": "constant",
+        "method": "sft",
+        "lr_scheduler": None,
+        "optimizer.lr": 5e-5,
+        "seed": 0,
+    }
+    without = found["sft_lr_scheduler-None_lr5e-5_seed0"]
+    assert cell.overrides()[:-1] == without.overrides()[:-1]  # all but the folder: the run gets no label
+    write_cell(cell, task=None, status=WAITING)
+    assert read_cell(cell.folder)["values"] == cell.values
+
+
+def test_wise_ft_prefers_the_source_without_a_label(read):
+    wise = {"method": ["wise_ft"], "optimizer.lr": [5e-5], "seed": [0]}
+    found = cells(read(grid=[CONSTANT, wise, {"label": "mixed", **wise}]))
+    for name in ("wise_ft_lr5e-5_seed0", "mixed_lr5e-5_seed0"):
+        assert found[name].source == found["sft_lr5e-5_seed0"].folder
+    found = cells(read(grid=[CONSTANT, {**wise, "lr_scheduler": [None]}]))
+    assert len(found) == 3  # the labelled cell has all values of the source: nothing is trained twice
+    assert found["wise_ft_lr5e-5_seed0_lr_scheduler-None"].source.name == "constant_lr_scheduler-None_lr5e-5_seed0"
+
+
+def test_lr_replay_names_the_label_of_its_source(read):
+    mappings = [
+        {"method": ["finch"], "seed": [0, 1]},
+        {"label": "cap", "method": ["finch"], "lr_scheduler.eta_max": [1e-4], "seed": [0, 1]},
+        {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch"}}], "seed": [0]},
+        {
+            "label": "replayed",
+            "method": ["lr_replay"],
+            "lr_scheduler.log": [{"cell": {"label": "cap", "method": "finch", "seed": 1}}],
+            "seed": [0],
+        },
+    ]
+    found = cells(read(grid=mappings))
+    assert found["lr_replay_log-finch_seed0"].source.name == "finch_seed0"
+    assert found["replayed_log-cap-finch-seed1_seed0"].source.name == "cap_eta_max0.0001_seed1"
+    with pytest.raises(UserError, match=r"no cell of the grid has {method: finch}; give values that one cell has, and"):
+        cells_of(read(grid=mappings[1:3]))
+
+
 def test_small_lr_stands_on_evaluated_sft_runs(read):
     mappings = [
         {"method": ["sft"], "optimizer.lr": [1e-5, 2e-5], "batch_size": [4, 8], "seed": [0, 1]},
         {"method": ["small_lr"], "batch_size": [8], "seed": [1]},
+        {"label": "constant", "method": ["sft"], "optimizer.lr": [9e-5], "batch_size": [8], "seed": [1]},
     ]
     cell = cells(read(grid=mappings, evaluate={"suites": ["forgetting"]}))["small_lr_batch_size8_seed1"]
     names = {path.name for path in cell.candidates}
@@ -160,6 +214,20 @@ def test_command_line_overrides_runs_and_evaluation(read):
         ({"grid": {"seed": [0]}}, ("evaluate.limit=0", "evaluate.tasks=x"), "evaluate.limit=0 must be a number"),
         ({"grid": {"method": ["sft"], "alpha": [0.5]}}, (), "grid.alpha is WiSE-FT's"),
         ({"grid": {"method": ["wise_ft"], "alpha": [2]}}, (), "grid.alpha=2 must be a number in [0, 1]"),
+        (
+            {"grid": {"label": ["a"], "method": ["sft"]}},
+            (),
+            "grid.label=['a'] must be one name of letters, digits, _, -",
+        ),
+        ({"grid": {"label": "a b", "method": ["sft"]}}, (), "grid.label=a b must be one name of letters, digits, _, -"),
+        ({"grid": {"label": "finch", "method": ["sft"]}}, (), "grid.label=finch has a meaning of its own in reports"),
+        ({"grid": {"label": "a", "method": ["sft", "dft"]}}, (), "grid.label=a has several methods (dft, sft); give"),
+        (
+            {"grid": [{"label": "a", "method": ["sft"]}, {"label": "a", "method": ["dft"]}]},
+            (),
+            "grid.label=a has several methods (dft, sft); give",
+        ),
+        ({"grid": {"label": "a", "seed": [0]}}, ("label=b",), "label=b: the grid has values of label"),
         (
             {"grid": {"method": ["lr_replay", "sft"], "lr_scheduler.log": [{"cell": {"method": "finch"}}]}},
             (),

@@ -48,6 +48,17 @@ def test_largest_rate_below_two_points_is_chosen(out):
     assert select_rate(rates, 0.5) is None
 
 
+def test_labelled_runs_count_only_under_their_label(out):
+    for rate in (1e-5, 2e-5):
+        file = out / f"sft_{rate}_0" / "cell.json"
+        values = json.loads(file.read_text())["values"]
+        file.write_text(json.dumps({"values": {"label": "constant", **values}}))
+    runs = sorted(out.glob("sft_*"))
+    assert [(rate.lr, len(rate.runs)) for rate in rates_of(runs, "sft")] == [(1e-5, 1), (5e-5, 1)]
+    rates = rates_of(runs, "constant")
+    assert [(rate.lr, rate.values) for rate in rates] == [(1e-5, {}), (2e-5, {})]
+
+
 def test_command_prints_all_rates_and_the_runs(out, capsys):
     code, printed, _ = finch(capsys, "select-lr", str(out), "--max-forgetting", "1.95")
     assert code == 0

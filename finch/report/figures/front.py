@@ -25,7 +25,7 @@ def draw_front(
     for order, method in enumerate(methods):
         style = styles[method]
         shift = (order - (len(methods) - 1) / 2) * width
-        axes.plot([], [], style.marker, color=style.hex, markersize=6, label=style.label)
+        axes.plot([], [], marker=style.marker, linestyle="none", color=style.hex, markersize=6, label=style.label)
         for number, value in enumerate(front.methods[method]):
             if value.change is None:
                 continue
@@ -34,7 +34,16 @@ def draw_front(
                 ends = [sign[1] * value.change.low, sign[1] * value.change.high]
                 axes.plot([x, x], ends, color=style.hex, linewidth=1.2, alpha=0.8)
             face = COLOURS["page"] if value.is_extrapolated else style.hex
-            axes.plot(x, y, style.marker, color=style.hex, markerfacecolor=face, markersize=5.5, markeredgewidth=1.1)
+            axes.plot(
+                x,
+                y,
+                marker=style.marker,
+                linestyle="none",
+                color=style.hex,
+                markerfacecolor=face,
+                markersize=5.5,
+                markeredgewidth=1.1,
+            )
     for number in range(1, len(front.scores)):
         axes.axvline(number - 0.5, color=COLOURS["grid"], linewidth=0.8)
     axes.grid(visible=False, axis="x")

@@ -60,7 +60,8 @@ def draw_scores(
         axes.plot(
             mark.x,
             scale * mark.score.value,
-            style.marker,
+            marker=style.marker,
+            linestyle="none",
             color=style.hex,
             markersize=5.5,
             markeredgecolor=COLOURS["page"],
@@ -111,8 +112,8 @@ def draw_calibration(answers: Sequence[Answers], styles: Mapping[str, Style], fo
         )
         for confidence, accuracy, count in bins:
             size = 3 + 5 * (count / most) ** 0.5
-            axes.plot(100 * confidence, 100 * accuracy, style.marker, color=style.hex, markersize=size)
-        axes.plot([], [], style.marker, linestyle="-", color=style.hex, markersize=6, label=style.label)
+            axes.plot(100 * confidence, 100 * accuracy, marker=style.marker, color=style.hex, markersize=size)
+        axes.plot([], [], marker=style.marker, color=style.hex, markersize=6, label=style.label)
     axes.set(xlim=(-3, 103), ylim=(-3, 103))
     label_axes(axes, "stated confidence, %", "right answers, %")
     add_legend(figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,26 +62,37 @@ STYLES = {
     "asft": Style("ASFT", "pink", ">"),
     "lora": Style("LoRA", "muted", "d"),
     "wise_ft": Style("WiSE-FT", "violet", "*"),
-    "lr_replay": Style("LR replay", "blue", "$\\circ$"),
+    "lr_replay": Style("LR replay", "blue", "H"),
 }
-_SPARE_MARKERS = ("8", "H", "$+$", "$\\times$", "1", "2", "3", "4")
+_SPARE_MARKERS = ("s", "^", "P", "X", "v", "p", "<", ">", "h", "d", "8")  # filled ones: their edges are light
+_SPARE_COLOURS = ("green", "pink", "amber", "sky", "violet", "blue", "vermilion")
 
 
 def method_styles(methods: Iterable[str]) -> dict[str, Style]:
-    """A style for each method, in their order; a combination such as ``finch+talr`` has the colour of one and the marker of the other."""
+    """A style for each method, in their order; a combination such as ``finch+talr`` has the colour of one and the marker of the other.
+
+    Other names, such as a sweep's labels, have colours and markers that the known methods leave, while there are some.
+    """
+    methods = list(dict.fromkeys(methods))
     styles = {}
-    spare = itertools.cycle(_SPARE_MARKERS)
-    for method in dict.fromkeys(methods):
+    known = [STYLES[name] for method in methods for name in method.split("+") if name in STYLES]
+    colours = _unused_first(_SPARE_COLOURS, {one.colour for one in known})
+    markers = _unused_first(_SPARE_MARKERS, {one.marker for one in known})
+    for method in methods:
         if method in STYLES:
             styles[method] = STYLES[method]
             continue
         names = method.split("+")
         label = " + ".join(STYLES[name].label if name in STYLES else name for name in names)
         first, last = STYLES.get(names[0]), STYLES.get(names[-1])
-        colour = first.colour if first is not None else "muted"
-        marker = last.marker if last is not None and len(names) > 1 else next(spare)
+        colour = first.colour if first is not None else next(colours)
+        marker = last.marker if last is not None and len(names) > 1 else next(markers)
         styles[method] = Style(label, colour, marker)
     return styles
+
+
+def _unused_first(values: Iterable[str], used: Set[str]) -> Iterator[str]:
+    return itertools.cycle(sorted(values, key=lambda value: value in used))
 
 
 @dataclass(frozen=True)

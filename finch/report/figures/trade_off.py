@@ -47,7 +47,7 @@ def draw_trade_off(
             axes.plot(x, y, color=style.hex, linewidth=0.8, alpha=0.45, zorder=2)
         for point in group:
             _draw_point(axes, point, sign, style)
-        axes.plot([], [], style.marker, color=style.hex, markersize=6, label=style.label)
+        axes.plot([], [], marker=style.marker, linestyle="none", color=style.hex, markersize=6, label=style.label)
     every = [*points, trade_off.base] if trade_off.base is not None else points
     front = [
         every[index] for index in non_dominated([one.new.value for one in every], [one.old.value for one in every])
@@ -90,7 +90,8 @@ def _draw_point(axes: Axes, point: Point, sign: tuple[int, int], style: Style, s
     axes.plot(
         x,
         y,
-        style.marker,
+        marker=style.marker,
+        linestyle="none",
         color=style.hex,
         markersize=size,
         markeredgecolor=COLOURS["page"],

@@ -1,0 +1,95 @@
+"""Labels of a sweep's grid: a method of its own in a report, whatever the run was trained with."""
+
+import csv
+import json
+
+import pytest
+import yaml
+from helpers.evaluated_runs import make_base, make_config, make_run, make_sweep
+
+from finch.report.figures.style import STYLES, method_styles
+from finch.report.front import compare_fronts
+from finch.report.measures import compare
+from finch.report.report import write_report
+from finch.report.runs import read_runs, sort_runs
+from finch.report.settings import group_settings, trade_off
+
+RATES = (3e-5, 1e-4)
+
+
+def add_label(run, label):
+    cell = json.loads((run / "cell.json").read_text())
+    cell["values"] = {"label": label, **cell["values"]}
+    (run / "cell.json").write_text(json.dumps(cell))
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """A sweep with sft, finch and dft, and two arms: ``constant``, trained as sft, and ``Cap``, as finch."""
+    folder = tmp_path_factory.mktemp("labelled")
+    make_sweep(folder, rates=RATES, seeds=(0,), n=30)
+    for label, method in (("constant", "sft"), ("Cap", "finch")):
+        for rate in RATES:
+            run = make_run(folder / f"{label}-{rate:g}", method, rate, 0, cell=True, n=30)
+            add_label(run, label)
+    return folder
+
+
+def test_labels_are_methods_after_the_known_ones(labelled):
+    runs = sort_runs(read_runs([labelled]))
+    assert list(dict.fromkeys(run.method for run in runs)) == ["sft", "finch", "dft", "Cap", "constant"]
+    assert {run.values["method"] for run in runs if run.label == "constant"} == {"sft"}
+    assert {run.label for run in runs if run.method == "sft"} == {None}
+
+
+def test_labels_are_settings_and_fronts_of_their_own(labelled):
+    comparison = compare(sort_runs(read_runs([labelled])))
+    settings = group_settings(comparison)
+    assert [setting.method for setting in settings] == [
+        method for method in ("sft", "finch", "dft", "Cap", "constant") for _ in RATES
+    ]
+    assert all("label" not in setting.values for setting in settings)
+    points = trade_off(comparison, settings)
+    front = compare_fronts(points, resolution=0.1, order=["sft", "finch", "dft", "Cap", "constant"])
+    assert list(front.methods) == ["sft", "finch", "dft", "Cap", "constant"]
+    assert front.reference == "sft"
+
+
+def test_labels_have_rows_and_curves_in_the_report(labelled, tmp_path):
+    write_report([labelled], tmp_path)
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        methods = {row["run"].rpartition("/")[2]: row["method"] for row in csv.DictReader(file)}
+    assert methods["constant-3e-05"] == "constant"
+    assert methods["sft-3e-05-0"] == "sft"
+    text = (tmp_path / "report.md").read_text()
+    for name in ("SFT, lr 3e-05", "Cap, lr 3e-05", "constant, lr 0.0001"):
+        assert f"| {name}" in text.replace("3e-5", "3e-05").replace("1e-4", "0.0001")
+    for name in ("trade_off", "front", "learning_rate"):
+        svg = (tmp_path / "figures" / f"{name}.svg").read_text()
+        assert "constant" in svg
+        assert "Cap" in svg
+
+
+def test_labels_have_the_colours_that_the_methods_leave():
+    styles = method_styles(["sft", "finch", "constant", "mean", "sft"])
+    assert styles["sft"] is STYLES["sft"]
+    assert (styles["constant"].label, styles["mean"].label) == ("constant", "mean")
+    assert len({style.colour for style in styles.values()}) == 4
+    assert len({style.marker for style in styles.values()}) == 4
+    many = method_styles(["sft", "finch", "lr_replay", *"abcdefgh"])
+    pairs = [(style.colour, style.marker) for style in many.values()]
+    assert len(set(pairs)) == len(pairs)
+    assert len({(style.colour, style.marker) for style in STYLES.values()}) == len(STYLES)
+
+
+@pytest.mark.parametrize("label", [None, "cap", "wise_ft"])
+def test_paper_has_no_numbers_for_a_label(tmp_path, label):
+    make_base(tmp_path / "base", n=20)
+    run = make_run(tmp_path / "run", "finch", 2e-5, n=20, cell=True)
+    model = {"_component_": "finch.models.qwen3.qwen3_4b"}
+    (run / "config.yaml").write_text(yaml.safe_dump(make_config("finch", 2e-5) | {"model": model}))
+    if label is not None:
+        add_label(run, label)
+    write_report([run], tmp_path / "out")
+    rows = [line for line in (tmp_path / "out" / "report.md").read_text().splitlines() if "| paper |" in line]
+    assert [row.split("|")[1].strip() for row in rows] == ["pretrained", *(["FINCH"] if label is None else [])]
