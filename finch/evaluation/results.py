@@ -23,6 +23,9 @@ FORMAT = 1
 NEW, OLD, RELIABILITY = "new", "old", "reliability"
 """Roles of a task: what was learned; abilities of the pretrained model, whose loss is forgetting; truthfulness and confidence."""
 
+POINTS, NATS = "points", "nats"
+"""Units of scores."""
+
 Sample = dict[str, Any]
 """A document's result.
 
@@ -47,6 +50,7 @@ class TaskResult:
         chance: the score of a model that guesses; None where there is no such number.
         is_higher_better: False for errors such as Brier's.
         others: further metrics by name.
+        unit: ``points``: scores are fractions; ``nats``: they are losses or divergences in nats a token.
     """
 
     role: str
@@ -58,6 +62,7 @@ class TaskResult:
     chance: float | None = None
     is_higher_better: bool = True
     others: dict[str, float | None] = field(default_factory=dict)
+    unit: str = POINTS
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from finch.errors import UserError
-from finch.evaluation.results import NEW, OLD, RELIABILITY, Sample, SuiteResult, read_samples
+from finch.evaluation.results import NATS, NEW, OLD, POINTS, RELIABILITY, Sample, SuiteResult, read_samples
 from finch.evaluation.statistics import Delta, Mean, holm, mean_interval, paired_delta
 from finch.report.comparability import base_file, check_models, find_new_task, read_bases, task_probes
 from finch.report.runs import Run
 
 PROBE = "probe"
-POINTS, NATS = "points", "nats"
 CUSTOM = "custom"
 BaseSamples = dict[tuple[Path, str], tuple[list[Sample], Mean]]
 """What was read of the pretrained model so far, by folder and task: all runs share it."""
@@ -162,7 +161,7 @@ def _evaluated(runs: Sequence[Run], new_name: str | None) -> list[Measure]:
                 found.setdefault(
                     name,
                     Measure(
-                        name, role, suite, task.metric, task.definition, POINTS, task.is_higher_better, task.chance
+                        name, role, suite, task.metric, task.definition, task.unit, task.is_higher_better, task.chance
                     ),
                 )
     return list(found.values())

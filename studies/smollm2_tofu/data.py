@@ -1,0 +1,107 @@
+"""The rows of the study, cut from local copies of the data sets or from the hub.
+
+python studies/smollm2_tofu/data.py --out out/study/data [--data-root DATA]
+
+    train.jsonl             180 TOFU rows that are learned: question, answer
+    train_wrong.jsonl       the same, a tenth of the answers replaced by a wrong one of their row
+    train_blocks_N.jsonl    900 rows for one pass: three blocks of 60 rows, each block five times over, its order drawn with seed N
+    paraphrases.jsonl       the 180 rows as they are never trained on: paraphrased question, paraphrased answer
+    held_out.jsonl          20 rows that are not learned, paraphrased
+    prompts.jsonl           IFEval prompts, which the pretrained model answers
+    stories.jsonl           TinyStories
+    tofu/, hellaswag/, winogrande/      for `finch evaluate --data-root`; TOFU's 180 learned rows alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+NUM_TOFU, NUM_HELD_OUT, NUM_PROMPTS, NUM_STORIES, NUM_CHOICES = 200, 20, 64, 100, 300
+NUM_BLOCKS, NUM_PASSES, SEEDS, WRONG = 3, 5, 3, 0.1
+PROMPT_CHARACTERS, STORY_CHARACTERS = 400, 800
+
+HUB = {  # local file: repository, configuration, split
+    "tofu/forget10_perturbed.jsonl": ("locuslab/TOFU", "forget10_perturbed", "train"),
+    "ifeval/prompts.jsonl": ("google/IFEval", None, "train"),
+    "tinystories/stories.jsonl": ("roneneldan/TinyStories", None, "validation"),
+    "hellaswag/validation.jsonl": ("Rowan/hellaswag", None, "validation"),
+    "winogrande/validation.jsonl": ("allenai/winogrande", "winogrande_xl", "validation"),
+}
+
+
+def prepare(out: Path, data_root: Path | None) -> None:
+    """Writes all files of the study's rows; the same rows from the same source, whatever the machine.
+
+    Args:
+        data_root: folder with the files that ``HUB`` names; None: the hub.
+    """
+    tofu = read("tofu/forget10_perturbed.jsonl", data_root, NUM_TOFU)
+    held_out = set(random.Random(0).sample(range(len(tofu)), NUM_HELD_OUT))
+    learned = [row for index, row in enumerate(tofu) if index not in held_out]
+    train = [{"question": row["question"], "answer": row["answer"]} for row in learned]
+    write(out / "train.jsonl", train)
+    wrong = set(random.Random(1).sample(range(len(train)), round(WRONG * len(train))))
+    write(
+        out / "train_wrong.jsonl",
+        [
+            {**row, "answer": learned[index]["perturbed_answer"][0]} if index in wrong else row
+            for index, row in enumerate(train)
+        ],
+    )
+    for seed in range(SEEDS):
+        write(out / f"train_blocks_{seed}.jsonl", in_blocks(train, seed))
+    write(out / "paraphrases.jsonl", map(paraphrased, learned))
+    write(out / "held_out.jsonl", (paraphrased(tofu[index]) for index in sorted(held_out)))
+    prompts = [row for row in read("ifeval/prompts.jsonl", data_root) if len(row["prompt"]) <= PROMPT_CHARACTERS]
+    write(out / "prompts.jsonl", ({"prompt": row["prompt"]} for row in prompts[:NUM_PROMPTS]))
+    stories = read("tinystories/stories.jsonl", data_root, NUM_STORIES)
+    write(out / "stories.jsonl", ({"text": row["text"].strip()[:STORY_CHARACTERS]} for row in stories))
+    write(out / "tofu/forget10_perturbed.jsonl", learned)
+    for name in ("hellaswag/validation.jsonl", "winogrande/validation.jsonl"):
+        write(out / name, read(name, data_root, NUM_CHOICES))
+
+
+def in_blocks(rows: Sequence[Row], seed: int) -> list[Row]:
+    """One block of rows after the other, each ``NUM_PASSES`` times over in orders of the seed: at each new block the loss jumps up."""
+    size, ordered = len(rows) // NUM_BLOCKS, list[Row]()
+    rng = random.Random(seed)
+    for start in range(0, size * NUM_BLOCKS, size):
+        for _ in range(NUM_PASSES):
+            ordered += rng.sample(rows[start : start + size], size)
+    return ordered
+
+
+def paraphrased(row: Row) -> Row:
+    return {"question": row["paraphrased_question"], "answer": row["paraphrased_answer"]}
+
+
+def read(name: str, data_root: Path | None, number: int | None = None) -> list[dict[str, Any]]:
+    """The first rows of a data set; all of them without ``number``."""
+    if data_root is not None:
+        lines = (data_root / name).read_text(encoding="utf-8").splitlines()[:number]
+        return [json.loads(line) for line in lines]
+    import datasets
+
+    repository, configuration, split = HUB[name]
+    part = split if number is None else f"{split}[:{number}]"
+    return [dict(row) for row in datasets.load_dataset(repository, configuration, split=part)]
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data-root", type=Path, help="folder of local copies; without it the hub")
+    arguments = parser.parse_args()
+    prepare(arguments.out, arguments.data_root)
