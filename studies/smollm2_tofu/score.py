@@ -68,6 +68,7 @@ class Scorer:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         self._model = self._load(base)
+        self._end = int(self._model.config.eos_token_id)  # of a turn; tokenizers read from GGUF can name another one
         rows = {name: self._questions(f"{name}.jsonl") for name in ("paraphrases", "held_out", "train")}
         rows["own_answers"] = self._own_answers()
         rows["stories"] = [self._story(row["text"]) for row in self._read("stories.jsonl")]
@@ -129,7 +130,7 @@ class Scorer:
             self._chat([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True)
             for row in self._read("prompts.jsonl")
         ]
-        width, end = max(map(len, prompts)), self._tokenizer.eos_token_id
+        width, end = max(map(len, prompts)), self._end
         tokens = torch.tensor([[end] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         answers = self._model.generate(
@@ -146,12 +147,12 @@ class Scorer:
         rows = []
         for row in self._read(name):
             prompt = self._chat([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
-            answer = self._tokenizer.encode(row["answer"] + self._tokenizer.eos_token, add_special_tokens=False)
+            answer = [*self._tokenizer.encode(row["answer"], add_special_tokens=False), self._end]
             rows.append(Row([*prompt, *answer], len(answer)))
         return rows
 
     def _story(self, text: str) -> Row:
-        tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]
+        tokens = [*self._tokenizer.encode(text), self._end]
         return Row(tokens, len(tokens) - 1)
 
     def _chat(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
