@@ -30,6 +30,8 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from finch.evaluation.fingerprint import hash_weights
+from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.results import NEW, OLD, Sample, SuiteResult, TaskResult, write_result
 from finch.run_files import EVALUATION, chosen_model
 
@@ -196,7 +198,9 @@ def write(folder: Path, model: Path, base: str | None, samples: dict[str, list[S
         for name, lines in samples.items()
     }
     settings = {"dtype": "fp32", "max_new_tokens": MAX_NEW_TOKENS}
-    result = SuiteResult(SUITE, str(model), "", base is None, base, settings, scorer.versions, tasks)
+    result = SuiteResult(
+        SUITE, str(model), hash_weights(ModelFolder("", model)), base is None, base, settings, scorer.versions, tasks
+    )
     write_result(folder, result, samples)
 
 
