@@ -96,7 +96,7 @@ def analyse(study: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     pairs: list[Pair] = []
     rows: list[dict[str, object]] = []
-    fronts: dict[str, TradeOff] = {}
+    fronts: dict[str, tuple[TradeOff, TradeOff]] = {}
     for setting in SETTINGS:
         if not any((study / setting).glob("*/evaluation/*.json")):
             continue
@@ -107,17 +107,16 @@ def analyse(study: Path, out: Path) -> None:
             if measure is None:
                 continue
             points = _trade_off(comparison, measure)
-            if name == PRIMARY:
-                fronts[setting] = points
             pairs += [pair for names in PAIRS if (pair := _compare(setting, NEW, measure, points, names))]
             if name == PRIMARY:
                 by_loss = _trade_off(compare(comparison.runs, new_task=EXPLORATORY), measure)
                 pairs += [pair for names in PAIRS if (pair := _compare(setting, EXPLORATORY, measure, by_loss, names))]
+                fronts[setting] = points, by_loss
     _write_csv(out / "results.csv", rows)
     _write_csv(out / "comparisons.csv", [_flat(pair) for pair in pairs])
     (out / "comparisons.md").write_text(_table(pairs), encoding="utf-8")
-    for setting, points in fronts.items():
-        draw(points, out / f"front_{setting}")
+    for setting, both in fronts.items():
+        draw(*both, out / f"front_{setting}")
 
 
 def _trade_off(comparison: Comparison, measure: Measure) -> TradeOff:
@@ -251,47 +250,43 @@ def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         writer.writerows(rows)
 
 
-def draw(points: TradeOff, path: Path) -> None:
-    """The fronts of the primary measure: KL over six-way accuracy."""
+def draw(by_score: TradeOff, by_loss: TradeOff, path: Path) -> None:
+    """The fronts of the primary measure: KL over six-way accuracy, and over the loss of the learned answers."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     styles = {
-        "sft": ("SFT, cosine", "#0072B2", "o", "-"),
-        "constant": ("constant rate", "#999999", "s", "-"),
-        "finch": ("FINCH", "#D55E00", "D", "-"),
-        "kl": ("SFT + KL penalty (1 seed)", "#009E73", "^", "--"),
-        "wise_ft": ("WiSE-FT of SFT", "#CC79A7", "v", "-"),
+        "sft": ("SFT, cosine", "#0072B2", "o"),
+        "constant": ("constant rate", "#888888", "s"),
+        "finch": ("FINCH", "#D55E00", "D"),
+        "wise_ft": ("WiSE-FT of SFT", "#CC79A7", "v"),
+        "kl": ("SFT + KL penalty, 1 seed", "#009E73", "^"),
     }
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for method, group in methods_of(points).items():
-        if method not in styles:
-            continue
-        label, color, marker, line = styles[method]
-        ordered = sorted(group, key=lambda point: -point.old.value)
-        new, old = ([point.new.value for point in ordered], [-point.old.value for point in ordered])
-        axes.plot(new, old, line, marker=marker, color=color, label=label, markersize=5, linewidth=1.2)
-        axes.errorbar(
-            new,
-            old,
-            xerr=_bars([point.new for point in ordered], 1),
-            yerr=_bars([point.old for point in ordered], -1),
-            fmt="none",
-            ecolor=color,
-            alpha=0.25,
-            linewidth=1,
-        )
-    if points.base is not None:
-        axes.plot(points.base.new.value, 0, "k*", label="pretrained", markersize=9)
-    axes.set_xlabel("learned: six-way accuracy on paraphrases, %")
-    axes.set_ylabel("forgotten: KL from the pretrained model\non its own answers, nats a token")
-    axes.set_ylim(-0.03, 1.25)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
+    for axes, points in zip(panels, (by_score, by_loss), strict=True):
+        methods = methods_of(points)
+        for method in (name for name in styles if name in methods):
+            label, color, marker = styles[method]
+            ordered = sorted(methods[method], key=lambda point: -point.old.value)
+            new, old = [abs(point.new.value) for point in ordered], [-point.old.value for point in ordered]
+            axes.plot(new, old, marker=marker, color=color, label=label, markersize=5, linewidth=1.2)
+            bars = {"yerr": _bars([point.old for point in ordered], -1)}
+            if points is by_score:
+                bars["xerr"] = _bars([point.new for point in ordered], 1)
+            axes.errorbar(new, old, **bars, fmt="none", ecolor=color, alpha=0.3, linewidth=1)
+        if points.base is not None:
+            axes.plot(abs(points.base.new.value), 0, "k*", label="pretrained", markersize=9)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("forgotten: KL from the pretrained model\non its own answers, nats a token")
+    panels[0].set_ylim(-0.03, 1.3)
+    panels[0].set_xlabel("learned: six-way accuracy on paraphrases, % (more is better)")
+    panels[1].set_xlabel("learned: loss of the trained answers, nats a token (less is better)")
+    panels[1].invert_xaxis()
+    panels[1].legend(frameon=False, loc="upper left")
     for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=160, metadata={"Date": None} if suffix == ".svg" else None)
+        figure.savefig(path.with_suffix(suffix), dpi=110, metadata={"Date": None} if suffix == ".svg" else None)
     pyplot.close(figure)
 
 
