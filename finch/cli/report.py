@@ -20,7 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for report.html, report.md, summary.csv and figures",
     )
     parser.add_argument(
-        "--new-task", metavar="NAME", help="the evaluated task that was learned, where there are several new ones"
+        "--new-task",
+        metavar="NAME",
+        help="the evaluated task, or the probe, that was learned, where there are several new ones",
+    )
+    parser.add_argument(
+        "--old-tasks",
+        metavar="NAMES",
+        help="the old tasks of the trade-off, with commas: evaluated tasks, or probes such as stories.loss or own_answers.kl, all of one unit "
+        "(points or nats); default: all old tasks, those in points where there are both. The others are in the tables of changes",
     )
     parser.add_argument(
         "--base",
@@ -35,4 +43,7 @@ def report(parsed: argparse.Namespace) -> None:
     require_extras("finch report", "torchtune", "report")
     from finch.report.report import write_report
 
-    print(write_report(parsed.runs, parsed.out, new_task=parsed.new_task, base=parsed.base))
+    old_tasks = (
+        None if parsed.old_tasks is None else [one.strip() for one in parsed.old_tasks.split(",") if one.strip()]
+    )
+    print(write_report(parsed.runs, parsed.out, new_task=parsed.new_task, old_tasks=old_tasks, base=parsed.base))

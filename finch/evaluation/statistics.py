@@ -130,8 +130,11 @@ def paired_delta(base: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str,
     )
 
 
-def mean_interval(samples: Sequence[Mapping[str, Any]]) -> Mean:
+def mean_interval(samples: Sequence[Mapping[str, Any]], *, is_share: bool = True) -> Mean:
     """The mean of the scores that are not None.
+
+    Args:
+        is_share: scores of 0 and 1 are right and wrong answers, with Wilson's interval; False for losses and divergences.
 
     Raises:
         UserError: there are none.
@@ -142,7 +145,7 @@ def mean_interval(samples: Sequence[Mapping[str, Any]]) -> Mean:
     scores = np.array([sample["score"] for sample in scored], dtype=float)
     means = _cluster_means(scores, scored)
     standard_error, low, high = _bootstrap(means)
-    if np.isin(scores, (0, 1)).all() and len(means) == len(scores):
+    if is_share and np.isin(scores, (0, 1)).all() and len(means) == len(scores):
         interval = binomtest(int(scores.sum()), len(scores)).proportion_ci(CONFIDENCE, method="wilson")
         low, high = float(interval.low), float(interval.high)
     return Mean(float(means.mean()), standard_error, low, high, len(scores), len(means))

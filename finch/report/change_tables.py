@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from finch.evaluation.results import NEW
+from finch.evaluation.results import POINTS
 from finch.evaluation.statistics import half_width
 from finch.report.formatting import NONE, digits, estimate, number, p_value
 from finch.report.measures import Comparison
-from finch.report.tables import LONG, Names, Table, average, change_cell, seed_cell, units
+from finch.report.tables import LONG, Names, Table, average, change_cell, mean_title, seed_cell, units
 
 
 def changes_table(comparison: Comparison, names: Names) -> Table:
     """Each run's change on each task, and the mean over the old tasks."""
-    measures = [measure for measure in comparison.measures if measure.role == NEW or measure in comparison.old]
+    measures = [measure for measure in comparison.measures if measure not in comparison.reliability]
+    has_mean = len(comparison.old) > 1
     rows = []
     for position, run in enumerate(comparison.runs):
         outcomes = comparison.outcomes[position]
         if not any(measure.name in outcomes for measure in measures):
             continue
         cells = [change_cell(outcomes.get(measure.name), measure) for measure in measures]
-        rows.append([names.run(run), seed_cell(run), *cells, average_cell(comparison, position)])
+        mean = [average_cell(comparison, position)] if has_mean else []
+        rows.append([names.run(run), seed_cell(run), *cells, *mean])
     return Table(
         "Changes by run",
-        ["run", "seed", *(f"{one.name}, {units([one], is_change=True)}" for one in measures), "mean of old tasks"],
+        [
+            "run",
+            "seed",
+            *(f"{one.name}, {units([one], is_change=True)}" for one in measures),
+            *([mean_title(comparison.old, comparison.other_old)] if has_mean else []),
+        ],
         rows,
         "Tuned minus pretrained, paired by document, [95% intervals]. * differs from 0 after Holm's correction over the run's tasks (p < 0.05).",
         is_long=len(rows) > LONG,
@@ -55,7 +62,7 @@ def tests_table(comparison: Comparison, names: Names) -> Table:
         "Every change, with its tests",
         ["run", "seed", "task", "pretrained", "tuned", "change", "SE", "p", "p, Holm", "test"],
         rows,
-        "Scores in percent, changes in points; losses of probes in nats a token. Brier's error is lower when better.",
+        "Scores in percent, changes in points; losses and divergences in nats a token, which are lower when better, as Brier's error.",
         text_columns=(0, 2, 9),
         is_long=len(rows) > LONG,
     )
@@ -70,7 +77,7 @@ def tasks_table(comparison: Comparison) -> Table:
             continue
         one = max(found, key=lambda outcome: outcome.n or 0)
         base = next((outcome.base for outcome in found if outcome.base is not None), None)
-        width = None if one.n_clusters is None else 100 * half_width(0.5, one.n_clusters)
+        width = None if one.n_clusters is None or measure.unit != POINTS else 100 * half_width(0.5, one.n_clusters)
         rows.append(
             [
                 measure.name,
@@ -87,7 +94,7 @@ def tasks_table(comparison: Comparison) -> Table:
         "Tasks",
         ["task", "role", "metric", "from", "documents", "half-width", "chance", "pretrained"],
         rows,
-        "Half-width of a 95% interval of one score at 50%, in points: unpaired differences smaller than this mean nothing.",
+        "Half-width of a 95% interval of one score at 50%, in points (losses have none): unpaired differences smaller than this mean nothing.",
         text_columns=(0, 1, 2, 3),
     )
 

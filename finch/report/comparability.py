@@ -96,8 +96,11 @@ def _check_settings(suite: str, one: tuple[str, SuiteResult], other: tuple[str, 
             )
 
 
-def find_new_task(runs: Sequence[Run], new_task: str | None) -> str | None:
+def find_new_task(runs: Sequence[Run], new_task: str | None, probes: Sequence[str] = ()) -> str | None:
     """The name of the evaluated task that the runs learned; None: no run has one.
+
+    Args:
+        probes: names of probes that can be the new task too.
 
     Raises:
         UserError: the runs learned different tasks, or it is not known which of several.
@@ -114,6 +117,7 @@ def find_new_task(runs: Sequence[Run], new_task: str | None) -> str | None:
         if new_task not in every:
             raise UserError(
                 f"--new-task={new_task} was not evaluated; evaluated are {', '.join(sorted(every)) or 'no tasks'}"
+                + (f", probes are {', '.join(sorted(probes))}" if probes else "")
             )
         return new_task
     grids = {run.task: run for run in runs if run.task is not None}

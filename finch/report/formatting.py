@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from finch.report.measures import POINTS, Estimate, Measure
+from finch.evaluation.results import POINTS
+from finch.report.measures import Estimate
+from finch.report.selection import Measure
 
 MINUS, NONE = "\N{MINUS SIGN}", "\N{EN DASH}"
 

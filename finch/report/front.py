@@ -71,21 +71,29 @@ def interpolate(new: Sequence[float], old: Sequence[float], score: float) -> flo
     return float(np.interp(score, [new[index] for index in kept], [old[index] for index in kept]))
 
 
-def common_scores(points: Mapping[str, Sequence[Point]], resolution: float) -> list[float]:
-    """Up to ``NUM_SCORES`` scores, evenly spaced, that at least two methods reach; from where two have settings on both sides, if they have.
+def common_scores(points: Mapping[str, Sequence[Point]], resolution: float, base: Point | None = None) -> list[float]:
+    """Up to ``NUM_SCORES`` scores, evenly spaced, that at least two methods reach; from where the fronts of two have settings on both sides,
+    if they have.
 
     Args:
         points: by method.
+        base: the pretrained model: settings that it beats are on no front.
         resolution: scores are rounded to it, inwards.
     """
     if len(points) < 2:
         return []
-    lowest = sorted(min(point.new.value for point in group) for group in points.values())
+    lowest = sorted(_mildest(group, base).new.value for group in points.values())
     highest = sorted((max(point.new.value for point in group) for group in points.values()), reverse=True)
     start = math.ceil(lowest[1] / resolution - _ROUNDING)
     end = math.floor(highest[1] / resolution + _ROUNDING)
     steps = np.linspace(start, end, NUM_SCORES) if start < end else [end]
     return sorted({round(round(step) * resolution, 9) for step in steps})
+
+
+def _mildest(points: Sequence[Point], base: Point | None) -> Point:
+    """The first setting on the front; where the pretrained model beats them all, the one with the best score."""
+    front = [one for one in _on_front([*points, *([base] if base is not None else [])]) if one.setting is not None]
+    return front[0] if front else max(points, key=lambda one: one.new.value)
 
 
 def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[str]) -> Front:
@@ -99,7 +107,7 @@ def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[st
         assert point.setting is not None
         groups.setdefault(point.setting.method, []).append(point)
     groups = {method: groups[method] for method in order if method in groups}
-    scores = common_scores(groups, resolution)
+    scores = common_scores(groups, resolution, trade_off.base)
     highest = {method: max(point.new.value for point in points) for method, points in groups.items()}
     draws = {method: _draws(points, trade_off.base, scores) for method, points in groups.items()}
     reference = next(iter(groups), None)

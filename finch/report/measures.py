@@ -1,7 +1,4 @@
-"""What a report compares: the new task, the old tasks and the reliability tasks of its runs, each with its score, its base and its change.
-
-Tasks come from evaluations. Where no run has an evaluated task of a role, the probes in metrics.jsonl take its place.
-"""
+"""What a report compares: the new task, the old tasks and the reliability tasks of its runs, each with its score, its base and its change."""
 
 from __future__ import annotations
 
@@ -12,46 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from finch.errors import UserError
-from finch.evaluation.results import NATS, NEW, OLD, POINTS, RELIABILITY, Sample, SuiteResult, read_samples
+from finch.evaluation.results import POINTS, Sample, SuiteResult, read_samples
 from finch.evaluation.statistics import Delta, Mean, holm, mean_interval, paired_delta
-from finch.report.comparability import base_file, check_models, find_new_task, read_bases, task_probes
+from finch.report.comparability import base_file, check_models, read_bases
 from finch.report.runs import Run
+from finch.report.selection import Measure, select_measures
 
-PROBE = "probe"
-CUSTOM = "custom"
 BaseSamples = dict[tuple[Path, str], tuple[list[Sample], Mean]]
 """What was read of the pretrained model so far, by folder and task: all runs share it."""
 _KEPT = ("doc_id", "doc_hash", "score", "cluster", "confidence", "is_parsed", "letter", "answer")
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A task, or a probe that takes a task's place.
-
-    Attributes:
-        name: the task's, or the probe's.
-        source: the suite, or ``probe``.
-        unit: ``points`` (scores are fractions, shown in percent) or ``nats`` (losses in nats a token).
-        is_higher_better: False for losses and Brier's error.
-    """
-
-    name: str
-    role: str
-    source: str
-    metric: str
-    definition: str
-    unit: str = POINTS
-    is_higher_better: bool = True
-    chance: float | None = None
-
-    @property
-    def scale(self) -> float:
-        """From a value to what is shown."""
-        return 100.0 if self.unit == POINTS else 1.0
-
-    @property
-    def is_probe(self) -> bool:
-        return self.source == PROBE
 
 
 @dataclass(frozen=True)
@@ -99,8 +65,10 @@ class Comparison:
 
     Attributes:
         new: what was learned; None where neither an evaluation nor a probe measures it.
+        old: the old tasks of the trade-off, all of one unit.
         outcomes: for each run, its outcomes by measure's name.
         bases: the pretrained model's result of each suite.
+        other_old: old tasks that have their changes in the tables alone.
     """
 
     runs: Sequence[Run]
@@ -109,83 +77,55 @@ class Comparison:
     reliability: Sequence[Measure]
     outcomes: Sequence[Mapping[str, Outcome]]
     bases: Mapping[str, SuiteResult]
+    other_old: Sequence[Measure] = ()
 
     @property
     def measures(self) -> list[Measure]:
-        return [*([self.new] if self.new else []), *self.old, *self.reliability]
+        return [*([self.new] if self.new else []), *self.old, *self.other_old, *self.reliability]
 
     def is_complete(self, run: int) -> bool:
         """Whether a run has the new task and every old one: a place in the trade-off."""
+        return self.new is not None and bool(self.old) and not self.lacks(run)
+
+    def has_change(self, run: int, measure: Measure) -> bool:
+        outcome = self.outcomes[run].get(measure.name)
+        return outcome is not None and outcome.delta is not None
+
+    def lacks(self, run: int) -> list[Measure]:
+        """What keeps a run out of the trade-off: the new task without a score, and old tasks without a change."""
         outcomes = self.outcomes[run]
-        has_deltas = all(measure.name in outcomes and outcomes[measure.name].delta is not None for measure in self.old)
-        return self.new is not None and self.new.name in outcomes and bool(self.old) and has_deltas
+        old = [one for one in self.old if not self.has_change(run, one)]
+        return [*([self.new] if self.new is not None and self.new.name not in outcomes else []), *old]
 
 
-def compare(runs: Sequence[Run], *, new_task: str | None = None, base: Path | None = None) -> Comparison:
+def compare(
+    runs: Sequence[Run],
+    *,
+    new_task: str | None = None,
+    old_tasks: Sequence[str] | None = None,
+    base: Path | None = None,
+) -> Comparison:
     """
     Args:
-        new_task: the name of the new task, where the evaluations have several.
+        new_task: the name of the new task or probe, where the evaluations have several.
+        old_tasks: names of the trade-off's old tasks and probes; None: all old tasks, of those with different units the ones in points.
         base: folder of the pretrained model's results, where they are no longer where the runs' results say; or the folder that it is in.
 
     Raises:
-        UserError: the runs cannot be compared: other new tasks, other pretrained weights or models, or evaluations with other settings.
+        UserError: the runs cannot be compared: other new tasks, other pretrained weights or models, or evaluations with other settings; or a
+            name of a task is not known, or the old tasks have different units.
     """
     check_models(runs)
     bases = read_bases(runs, base)
-    new_name = find_new_task(runs, new_task)
-    measures = {
-        measure.name: measure
-        for measure in _evaluated(runs, new_name)
-        if measure.role != NEW or measure.name == new_name
-    }
-    roles = {measure.role for measure in measures.values()}
-    if new_name is None or not any(name == new_name for name in measures):
-        measures.update({measure.name: measure for measure in _probes(runs) if measure.role == NEW})
-    if OLD not in roles:
-        measures.update({measure.name: measure for measure in _probes(runs) if measure.role == OLD})
+    chosen = select_measures(runs, new_task=new_task, old_tasks=old_tasks)
+    measures = [*([chosen.new] if chosen.new else []), *chosen.old, *chosen.other_old, *chosen.reliability]
     samples: BaseSamples = {}
-    outcomes = [_outcomes(run, list(measures.values()), bases, base, samples) for run in runs]
-    by_role = {role: [one for one in measures.values() if one.role == role] for role in (NEW, OLD, RELIABILITY)}
-    return Comparison(runs, next(iter(by_role[NEW]), None), by_role[OLD], by_role[RELIABILITY], outcomes, bases)
+    outcomes = [_outcomes(run, measures, bases, base, samples) for run in runs]
+    return Comparison(runs, chosen.new, chosen.old, chosen.reliability, outcomes, bases, chosen.other_old)
 
 
-def _evaluated(runs: Sequence[Run], new_name: str | None) -> list[Measure]:
-    """The evaluated tasks of all runs; a task of several suites is a named suite's first."""
-    found: dict[str, Measure] = {}
-    for run in runs:
-        for suite, result in sorted(run.results.items(), key=lambda item: item[0] == CUSTOM):
-            for name, task in result.tasks.items():
-                if task.score is None:
-                    continue
-                role = NEW if name == new_name else task.role
-                found.setdefault(
-                    name,
-                    Measure(
-                        name, role, suite, task.metric, task.definition, task.unit, task.is_higher_better, task.chance
-                    ),
-                )
-    return list(found.values())
-
-
-def _probes(runs: Sequence[Run]) -> list[Measure]:
-    """The probes of all runs: one marked ``task: True`` by its accuracy where it has one, the others by their losses, which see a change
-    long before accuracies do."""
-    found: dict[str, Measure] = {}
-    marked = {name for run in runs for name in task_probes(run)}
-    keys = {key for run in runs for line in run.metrics for key, value in line.items() if value is not None}
-    for name in sorted({key.split("/")[1] for key in keys if key.startswith("probe/")}):
-        role = NEW if name in marked else OLD
-        if role == NEW and f"probe/{name}/accuracy" in keys:
-            found[name] = Measure(name, role, PROBE, "accuracy", f"accuracy on the rows of the probe {name}")
-        elif f"probe/{name}/loss" in keys:
-            text = f"mean loss on the rows of the probe {name}, nats a token"
-            found[name] = Measure(name, role, PROBE, "loss", text, NATS, is_higher_better=False)
-    return list(found.values())
-
-
-def probe_values(run: Run, measure: Measure) -> list[tuple[int, float]]:
+def probe_values(run: Run, key: str) -> list[tuple[int, float]]:
     """(step, value) of each evaluation of a probe."""
-    key = f"probe/{measure.name}/{measure.metric}"
     return [(line["step"], line[key]) for line in run.metrics if line.get(key) is not None]
 
 
@@ -212,7 +152,7 @@ def _outcomes(
 
 def _probe_outcome(run: Run, measure: Measure) -> Outcome | None:
     """At the best epoch's end; without one, at the last evaluation."""
-    key = f"probe/{measure.name}/{measure.metric}"
+    key = measure.key
     lines = [line for line in run.metrics if line.get(key) is not None]
     later = [line for line in lines if line["step"] > 0]
     chosen = [line for line in later if run.best_epoch is not None and line.get("epoch") == run.best_epoch] or later
@@ -237,7 +177,7 @@ def _task_outcome(
         return None
     task = run.results[suite].tasks[measure.name]
     samples = _reduce(read_samples(run.result_path(suite).parent, task))
-    mean = mean_interval(samples)
+    mean = mean_interval(samples, is_share=measure.unit == POINTS)
     outcome = Outcome(
         measure,
         Estimate(mean.mean, finite(mean.standard_error), finite(mean.low), finite(mean.high)),
@@ -251,7 +191,7 @@ def _task_outcome(
     key = (base_file(run, suite, folder).parent, measure.name)
     if key not in cache:
         read = _reduce(read_samples(key[0], bases[suite].tasks[measure.name]))
-        cache[key] = read, mean_interval(read)
+        cache[key] = read, mean_interval(read, is_share=measure.unit == POINTS)
     base_samples, before = cache[key]
     try:
         delta = paired_delta(base_samples, samples)

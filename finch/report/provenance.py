@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from finch import run_files
-from finch.report.measures import PROBE, Comparison
+from finch.evaluation.tasks.registry import SUITES
+from finch.report.measures import Comparison
 from finch.report.runs import METHOD
 from finch.report.settings import RESAMPLES
 
@@ -16,7 +15,7 @@ DEFINITIONS = (
     "Change: tuned minus pretrained, paired by document. Its standard error is sd(differences) / sqrt(n); its 95% interval a bootstrap of 10,000 "
     "resamples; p by the exact McNemar test where scores are 0 or 1, else by sign flips. Documents of one cluster, such as two orders of a question, count "
     "as one.",
-    "Mean of the old tasks: unweighted, in points; for a run SE = sqrt(sum of SE^2) / number of tasks.",
+    "Mean of the old tasks: unweighted, of tasks of one unit; for a run SE = sqrt(sum of SE^2) / number of tasks.",
     f"Intervals of settings and of the front: {RESAMPLES:,} draws of documents of each task and of seeds, the same ones for all runs, so that differences are "
     "paired; percentiles. Seeds' weights are stretched by sqrt(k / (k - 1)), since a bootstrap of k seeds has too little variance; of two or three seeds such an "
     "interval is still a rough one.",
@@ -60,30 +59,43 @@ def data_lines(comparison: Comparison) -> list[str]:
     return list(lines)
 
 
-def commands(comparison: Comparison, folders: Sequence[Path], out: Path, new_task: str | None) -> list[str]:
-    """Of one run's training and evaluation, and of this report."""
+def divergence_line(comparison: Comparison) -> tuple[str, ...]:
+    names = [measure.name for measure in comparison.measures if measure.metric == "kl"]
+    if not names:
+        return ()
+    return (
+        f"{', '.join(names)}: a divergence from the pretrained model, 0 before tuning and never below it: its change is its value, and its p says no "
+        "more than that the model has changed.",
+    )
+
+
+def commands(comparison: Comparison, options: Sequence[str]) -> list[str]:
+    """Of one run's training and evaluation, and of this report.
+
+    Args:
+        options: of the report's own command line.
+    """
     lines = []
     run = next((one for one in comparison.runs if one.config), None)
     if run is not None:
         recipe = "finch_lora_finetune" if "lora" in str(run.values[METHOD]).split("+") else "finch_full_finetune"
         lines.append(f"tune run {recipe} --config {shlex.quote(str(run.folder / run_files.CONFIG))}")
-    evaluated = next((one for one in comparison.runs if one.results), None)
-    if evaluated is not None and comparison.bases:
-        suites = ",".join(sorted(evaluated.results))
-        base = next(iter(comparison.bases.values())).model
-        limit = next(iter(evaluated.results.values())).settings.get("limit")
+    evaluated = next((one for one in comparison.runs if not SUITES.keys().isdisjoint(one.results)), None)
+    suites = sorted(SUITES.keys() & evaluated.results.keys()) if evaluated is not None else []
+    base = next((comparison.bases[suite].model for suite in suites if suite in comparison.bases), None)
+    if evaluated is not None and base is not None:
+        limit = evaluated.results[suites[0]].settings.get("limit")
         lines.append(
-            f"finch evaluate --base {shlex.quote(base)} --tuned {shlex.quote(str(evaluated.folder))} --suite {suites}"
+            f"finch evaluate --base {shlex.quote(base)} --tuned {shlex.quote(str(evaluated.folder))} --suite {','.join(suites)}"
             + (f" --limit {limit}" if limit is not None else "")
         )
-    named = [] if new_task is None else ["--new-task", new_task]
-    lines.append(shlex.join(["finch", "report", *map(os.fspath, folders), "--out", os.fspath(out), *named]))
+    lines.append(shlex.join(["finch", "report", *options]))
     return lines
 
 
 def probe_line(comparison: Comparison) -> list[str]:
     steps = sorted({one.step for outcomes in comparison.outcomes for one in outcomes.values() if one.step is not None})
-    if not any(measure.source == PROBE for measure in comparison.measures) or not steps:
+    if not any(measure.is_probe for measure in comparison.measures) or not steps:
         return []
     return [
         f"Probes: evaluated while training; numbers of step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}."

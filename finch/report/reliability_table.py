@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from finch.evaluation.results import Sample
 from finch.evaluation.statistics import expected_calibration_error
 from finch.evaluation.tasks.confidence import stated_confidences
-from finch.report.formatting import NONE, estimate, number
-from finch.report.measures import Comparison, Measure, Outcome
+from finch.report.formatting import NONE, digits, estimate, number
+from finch.report.measures import Comparison, Outcome
+from finch.report.selection import Measure
 from finch.report.tables import LONG, Names, Table, change_cell, seed_cell
 
 
@@ -26,7 +27,13 @@ def reliability_table(comparison: Comparison, names: Names) -> Table:
         if not present:
             continue
         for name, one in present.items():
-            base_cells.setdefault(name, (estimate(one.base, 1, scale=100), calibration_cell(one.base_samples)))
+            base_cells.setdefault(
+                name,
+                (
+                    estimate(one.base, digits(one.measure.unit), scale=one.measure.scale),
+                    calibration_cell(one.base_samples),
+                ),
+            )
         cells = [change_score_cell(present.get(measure.name), measure) for measure in measures]
         error = next(
             (calibration_cell(one.samples) for one in present.values() if stated_confidences(one.samples)[0]), NONE
@@ -53,7 +60,7 @@ def reliability_table(comparison: Comparison, names: Names) -> Table:
 def change_score_cell(one: Outcome | None, measure: Measure) -> str:
     if one is None:
         return NONE
-    score = number(measure.scale * one.score.value, 1)
+    score = number(measure.scale * one.score.value, digits(measure.unit))
     return score if one.delta is None else f"{score}, {change_cell(one, measure)}"
 
 

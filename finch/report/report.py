@@ -32,13 +32,21 @@ RESOLUTIONS = {1: 0.1, 3: 0.001}
 """Decimal places of a score to the step of the common scores."""
 
 
-def write_report(folders: Sequence[Path], out: Path, *, new_task: str | None = None, base: Path | None = None) -> Path:
+def write_report(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    new_task: str | None = None,
+    old_tasks: Sequence[str] | None = None,
+    base: Path | None = None,
+) -> Path:
     """Writes a report, over an earlier one.
 
     Args:
         folders: runs or sweeps.
         out: folder for report.md, report.html, summary.csv and figures/.
-        new_task: the evaluated task that the runs learned, where it does not follow from the evaluations.
+        new_task: the evaluated task or probe that the runs learned, where it does not follow from the evaluations.
+        old_tasks: the tasks and probes, of one unit, whose mean change is the trade-off's; None: all old ones, see ``compare``.
         base: folder of the pretrained model's results, where they have been moved.
 
     Returns:
@@ -48,7 +56,10 @@ def write_report(folders: Sequence[Path], out: Path, *, new_task: str | None = N
         UserError: the runs cannot be read or compared, or ``out`` cannot be written.
     """
     runs = sort_runs(read_runs(folders))
-    comparison = compare(runs, new_task=new_task, base=base)
+    comparison = compare(runs, new_task=new_task, old_tasks=old_tasks, base=base)
+    options = [*map(os.fspath, folders), "--out", os.fspath(out)]
+    options += ["--new-task", new_task] if new_task is not None else []
+    options += ["--old-tasks", ",".join(old_tasks)] if old_tasks is not None else []
     figures = out / FIGURES
     try:
         figures.mkdir(parents=True, exist_ok=True)
@@ -66,7 +77,7 @@ def write_report(folders: Sequence[Path], out: Path, *, new_task: str | None = N
             *reliability_section(report),
             *curves_section(report),
             *paper_section(report),
-            *origin_section(report, folders, out, new_task),
+            *origin_section(report, options),
         ]
         new = comparison.new
         methods = [style.label for method, style in names.styles.items()]
@@ -74,7 +85,7 @@ def write_report(folders: Sequence[Path], out: Path, *, new_task: str | None = N
             f"Learned and forgotten: {join(methods) if len(methods) <= 4 else f'{len(methods)} methods'}"
             + (f" on {new.name}" if new is not None else ""),
             summarize(comparison, points, front, names),
-            notes(comparison),
+            notes(comparison, settings, names),
             sections,
             f"Written by finch report {__version__}. Figures: {FIGURES}/*.svg and *.png; numbers: summary.csv.",
             list(names.styles.values()),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from finch.evaluation.results import POINTS
 from finch.evaluation.tasks.confidence import stated_confidences
 from finch.report.change_tables import changes_table, tasks_table, tests_table
 from finch.report.figures.curves import Curve, draw_curves, running_mean
@@ -16,7 +17,7 @@ from finch.report.figures.style import Drawing
 from finch.report.figures.trade_off import draw_trade_off
 from finch.report.formatting import digits
 from finch.report.front import Front
-from finch.report.measures import PROBE, Comparison, Measure, probe_values
+from finch.report.measures import Comparison, probe_values
 from finch.report.page import Section
 from finch.report.paper.numbers import (
     MODELS,
@@ -28,10 +29,19 @@ from finch.report.paper.numbers import (
     paper_results,
 )
 from finch.report.paper_table import paper_table
-from finch.report.provenance import DEFINITIONS, commands, data_lines, definition_lines, probe_line, settings_lines
+from finch.report.provenance import (
+    DEFINITIONS,
+    commands,
+    data_lines,
+    definition_lines,
+    divergence_line,
+    probe_line,
+    settings_lines,
+)
 from finch.report.reliability_table import reliability_table
 from finch.report.runs import Run
 from finch.report.runs_table import runs_table
+from finch.report.selection import Measure
 from finch.report.settings import Setting, TradeOff
 from finch.report.tables import Names, shown_sign, units
 from finch.report.trade_off_tables import difference_table, front_table, old_tasks_table, settings_table
@@ -83,7 +93,8 @@ def _labels(report: Report) -> tuple[str, str]:
     new, old = report.comparison.new, report.comparison.old
     assert new is not None
     if len(old) > 1:
-        kind = "mean change of old tasks" if not old[0].is_probe else "mean change of the probes' losses"
+        are_losses = all(measure.is_probe and measure.metric == "loss" for measure in old)
+        kind = "mean change of the probes' losses" if are_losses else "mean change of old tasks"
     else:
         kind = f"change of {old[0].name}"
     return (
@@ -130,7 +141,7 @@ def changes_section(report: Report) -> list[Section]:
     if not any(comparison.outcomes):
         return []
     shown = [
-        old_tasks_table(report.trade_off, report.names, comparison.old),
+        old_tasks_table(report.trade_off, report.names, comparison.old, comparison.other_old),
         changes_table(comparison, report.names),
         tasks_table(comparison),
         tests_table(comparison, report.names),
@@ -208,10 +219,16 @@ def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
         x_label=_labels(report)[0]
         if new is not None and comparison.old
         else (new.name if new is not None else "learning rate"),
-        y_label=f"{measure.metric}, %" if measure.is_higher_better else f"{measure.metric} x 100",
-        scale=100.0,
+        y_label=_score_label(measure),
+        scale=measure.scale,
         is_log=new is None,
     )
+
+
+def _score_label(measure: Measure) -> str:
+    if measure.unit != POINTS:
+        return f"{measure.metric}, {units([measure], is_change=False)}"
+    return f"{measure.metric}, %" if measure.is_higher_better else f"{measure.metric} x 100"
 
 
 def curves_section(report: Report) -> list[Section]:
@@ -235,13 +252,13 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
     names = dict.fromkeys(
         key.split("/")[1] for run in runs for line in run.metrics for key in line if key.startswith("probe/")
     )
-    roles = {measure.name: measure.role for measure in comparison.measures if measure.source == PROBE}
+    new = comparison.new
+    learned = new.key.split("/")[1] if new is not None and new.is_probe else None
     marked = {name for run in runs for name in names if ((run.config.get("probes") or {}).get(name) or {}).get("task")}
     for name in names:
-        role = "new" if name in marked or roles.get(name) == "new" else "old"
+        role = "new" if name in marked or name == learned else "old"
         for metric in ("accuracy", "loss", "kl"):
-            measure = Measure(name, role, PROBE, metric, "")
-            values = {run.folder: probe_values(run, measure) for run in runs}
+            values = {run.folder: probe_values(run, f"probe/{name}/{metric}") for run in runs}
             scale = 100.0 if metric == "accuracy" else 1.0
             curves = [
                 Curve(
@@ -348,7 +365,8 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
 def paper_section(report: Report) -> list[Section]:
     paper = paper_results(report.task, report.model)
     comparison = report.comparison
-    if not paper or any(measure.is_probe for measure in (comparison.new, *comparison.old) if measure is not None):
+    compared = [measure for measure in (comparison.new, *comparison.old) if measure is not None]
+    if not paper or any(measure.is_probe or measure.unit != POINTS for measure in compared):
         return []
     table = paper_table(comparison, report.trade_off, report.names, paper)
     text = (
@@ -358,13 +376,17 @@ def paper_section(report: Report) -> list[Section]:
     return [Section("paper", "The paper's numbers", [text], tables=[table])]
 
 
-def origin_section(report: Report, folders: Sequence[Path], out: Path, new_task: str | None) -> list[Section]:
+def origin_section(report: Report, options: Sequence[str]) -> list[Section]:
+    """
+    Args:
+        options: of the report's own command line.
+    """
     comparison = report.comparison
     lists: Mapping[str, Sequence[str]] = {
         "Tasks and their definitions": definition_lines(comparison),
         "Evaluations": settings_lines(comparison) + probe_line(comparison),
         "Training data": data_lines(comparison),
-        "How numbers are computed": DEFINITIONS,
+        "How numbers are computed": DEFINITIONS + divergence_line(comparison),
     }
     return [
         Section(
@@ -372,6 +394,6 @@ def origin_section(report: Report, folders: Sequence[Path], out: Path, new_task:
             "Where the numbers come from",
             tables=[runs_table(comparison, report.names)],
             lists=[(title, items) for title, items in lists.items() if items],
-            commands=commands(comparison, folders, out, new_task),
+            commands=commands(comparison, options),
         )
     ]

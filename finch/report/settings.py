@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finch.errors import UserError
-from finch.evaluation.results import Sample
-from finch.report.measures import Comparison, Estimate, Measure, Outcome
+from finch.evaluation.results import POINTS, Sample
+from finch.report.measures import Comparison, Estimate, Outcome
 from finch.report.runs import LABEL, METHOD, SEED
+from finch.report.selection import Measure
 
 RESAMPLES = 2_000
 FOLDER = "folder"
@@ -54,7 +55,7 @@ class Point:
         new: score on the new task.
         old: mean change of the old tasks.
         new_draws, old_draws: the same of each draw of the bootstrap, [draws].
-        tasks: the change of each old task, by name.
+        tasks: the change of each old task, by name; of those that are not the trade-off's where all its runs have one.
     """
 
     setting: Setting | None
@@ -129,12 +130,13 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
     new, new_draws = _scores(comparison.new, outcomes, names)
     # A share, as accuracies are, stays one when the weights of the seeds are stretched.
     limits = _share_limits(comparison.new, new)
+    others = [one for one in comparison.other_old if all(comparison.has_change(number, one) for number in numbers)]
+    tasks = [*comparison.old, *others]
     per_task = [
-        _deltas(measure, [comparison.outcomes[number][measure.name] for number in numbers], names)
-        for measure in comparison.old
+        _deltas(measure, [comparison.outcomes[number][measure.name] for number in numbers], names) for measure in tasks
     ]
-    old = np.mean([values for values, _ in per_task], axis=0)
-    old_draws = np.mean([draws for _, draws in per_task], axis=0)
+    old = np.mean([values for values, _ in per_task[: len(comparison.old)]], axis=0)
+    old_draws = np.mean([draws for _, draws in per_task[: len(comparison.old)]], axis=0)
     seeds = sorted({str(comparison.runs[number].seed) for number in numbers})
     counts = np.random.default_rng(0).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size=RESAMPLES)
     kept = [(one, [number for number in one.runs if number in column]) for one in settings]
@@ -152,13 +154,13 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
             new, new_draws, columns, weights, comparison.new.is_probe and len(members) < MIN_SEEDS, limits
         )
         old_place = _mean_over_seeds(old, old_draws, columns, weights, are_probes and len(members) < MIN_SEEDS)
-        tasks = {
+        of_task = {
             measure.name: _mean_over_seeds(
                 values, draws, columns, weights, measure.is_probe and len(members) < MIN_SEEDS
             )[0]
-            for measure, (values, draws) in zip(comparison.old, per_task, strict=True)
+            for measure, (values, draws) in zip(tasks, per_task, strict=True)
         }
-        points.append(Point(setting, new_place[0], old_place[0], new_place[1], old_place[1], tasks))
+        points.append(Point(setting, new_place[0], old_place[0], new_place[1], old_place[1], of_task))
     base = None
     if first.base is not None:
         zeros = np.zeros(RESAMPLES)
@@ -183,7 +185,9 @@ def _stretch(weights: Array) -> Array:
 
 
 def _share_limits(measure: Measure, values: Array) -> tuple[float, float]:
-    """0 and 1 in the measure's unit and sign, where all its values are between them."""
+    """0 and 1 in the measure's unit and sign, where its scores are no losses and all between them."""
+    if measure.unit != POINTS:
+        return -math.inf, math.inf
     ends = sorted((0.0, measure.scale * (1 if measure.is_higher_better else -1)))
     is_share = bool(np.all((values >= ends[0]) & (values <= ends[1]) | np.isnan(values)))
     return (ends[0], ends[1]) if is_share else (-math.inf, math.inf)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from finch.evaluation.results import POINTS
 from finch.report.formatting import digits, estimate, number
 from finch.report.front import Front
-from finch.report.measures import POINTS, Comparison, Estimate, Measure
-from finch.report.settings import Point, TradeOff
+from finch.report.measures import Comparison, Estimate
+from finch.report.selection import Measure
+from finch.report.settings import Point, Setting, TradeOff
 from finch.report.tables import Names, flip, shown_sign, units
 from finch.sweep.cells import EVALUATED, FINISHED
 
@@ -65,6 +67,7 @@ def _learned(comparison: Comparison, trade_off: TradeOff, names: Names) -> list[
         if method not in best or point.new.value > best[method].new.value:
             best[method] = point
     items = []
+    tasks = "old tasks" if len(old) > 1 else old[0].name
     for method in names.styles:
         if method in best and (setting := best[method].setting) is not None:
             learned = estimate(flip(best[method].new, shown_sign(new)), digits(new.unit), unit=_unit(new))
@@ -73,7 +76,7 @@ def _learned(comparison: Comparison, trade_off: TradeOff, names: Names) -> list[
             text = f"{estimate(change, digits(old[0].unit), sign=True, unit=unit)}"
             is_unclear = change.low is not None and change.high is not None and change.low <= 0 <= change.high
             clause = ", not distinguishable from 0" if is_unclear else ""
-            items.append(f"{names.setting(setting)}: {learned} on {new.name}; old tasks {text}{clause}")
+            items.append(f"{names.setting(setting)}: {learned} on {new.name}; {tasks} {text}{clause}")
     return items
 
 
@@ -138,10 +141,12 @@ def _at_equal_score(comparison: Comparison, front: Front, names: Names) -> str:
     return text[:-1] + "." + (" Intervals are 95%, each for one comparison." if better or worse or unclear else "")
 
 
-def notes(comparison: Comparison) -> list[str]:
+def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> list[str]:
     """What a reader has to know before comparing numbers."""
     found = []
     runs = comparison.runs
+    if comparison.old and comparison.other_old:
+        found.append(_which_old_tasks(comparison))
     unfinished = [
         run
         for run in runs
@@ -156,14 +161,8 @@ def notes(comparison: Comparison) -> list[str]:
         )
     waiting = [run for run in runs if not run.metrics and not run.results]
     if waiting:
-        found.append(f"{len(waiting)} of {len(runs)} runs have no steps yet.")
-    incomplete = [
-        run for position, run in enumerate(runs) if not comparison.is_complete(position) and run not in waiting
-    ]
-    if comparison.new is not None and comparison.old and incomplete:
-        found.append(
-            f"{len(incomplete)} of {len(runs)} runs lack the new task or an old one, and are absent from the trade-off."
-        )
+        found.append(f"{len(waiting)} of {len(runs)} runs {'have' if len(waiting) > 1 else 'has'} no steps yet.")
+    found += _absent_runs(comparison, settings, names)
     probes = [measure.name for measure in (comparison.new, *comparison.old) if measure is not None and measure.is_probe]
     if probes:
         found.append(
@@ -186,5 +185,43 @@ def notes(comparison: Comparison) -> list[str]:
     if limits:
         found.append(
             f"Evaluations are limited to {join(sorted(map(str, limits)))} documents a task: numbers of full tasks differ."
+        )
+    return found
+
+
+def _which_old_tasks(comparison: Comparison) -> str:
+    def by_unit(measures: Sequence[Measure]) -> str:
+        names: dict[str, list[str]] = {}
+        for measure in measures:
+            names.setdefault(measure.unit, []).append(measure.name)
+        return ", ".join(f"{join(those)} in {unit}" for unit, those in names.items())
+
+    old, others = comparison.old, comparison.other_old
+    has_no_common_unit = {one.unit for one in old}.isdisjoint(one.unit for one in others)
+    return (
+        f"The trade-off's old {'tasks are' if len(old) > 1 else 'task is'} {by_unit(old)}. In the tables of changes alone: {by_unit(others)}"
+        + (", since points and nats have no common mean" if has_no_common_unit else "")
+        + ". The option --old-tasks chooses."
+    )
+
+
+def _absent_runs(comparison: Comparison, settings: Sequence[Setting], names: Names) -> list[str]:
+    """Runs that have no place in the trade-off, by what they lack."""
+    if comparison.new is None or not comparison.old:
+        return []
+    of_lack: dict[tuple[str, ...], dict[str, int]] = {}
+    for setting in settings:
+        for run in setting.runs:
+            lack = tuple(measure.name for measure in comparison.lacks(run))
+            if lack:
+                counts = of_lack.setdefault(lack, {})
+                counts[names.setting(setting)] = counts.get(names.setting(setting), 0) + 1
+    found = []
+    for lack, counts in of_lack.items():
+        those = "; ".join(name + (f" ({count} seeds)" if count > 1 else "") for name, count in counts.items())
+        total = sum(counts.values())
+        verbs = ("lack", "are") if total > 1 else ("lacks", "is")
+        found.append(
+            f"{total} of {len(comparison.runs)} runs {verbs[0]} {join(lack)} and {verbs[1]} absent from the trade-off: {those}."
         )
     return found

@@ -13,7 +13,7 @@ from finch.report.tables import average
 COLUMNS = (
     *("run", "method", "learning_rate", "batch_size", "seed", "task", "role", "source", "metric", "n"),
     *("score", "score_low", "score_high", "base_score", "delta", "standard_error", "delta_low", "delta_high"),
-    *("p_value", "p_holm", "test", "step"),
+    *("p_value", "p_holm", "test", "step", "unit"),
 )
 
 
@@ -41,13 +41,15 @@ def summary_csv(comparison: Comparison) -> str:
                 one.p_holm,
                 None if one.paired is None else one.paired.test,
                 one.step,
+                measure.unit,
             ]
             writer.writerow([*start, *row])
         mean = average(comparison, number)
         if mean is not None:
             source = comparison.old[0].source if len({one.source for one in comparison.old}) == 1 else ""
             numbers = [mean.value, mean.standard_error, mean.low, mean.high]
+            unit = comparison.old[0].unit
             writer.writerow(
-                [*start, "mean of old tasks", OLD, source, "", *[None] * 5, *numbers, None, None, None, None]
+                [*start, "mean of old tasks", OLD, source, "", *[None] * 5, *numbers, None, None, None, None, unit]
             )
     return stream.getvalue()

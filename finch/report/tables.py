@@ -6,11 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from finch.evaluation.results import POINTS
 from finch.evaluation.statistics import average_delta
 from finch.report.figures.style import Style
 from finch.report.formatting import NONE, digits, estimate, rate
-from finch.report.measures import POINTS, Comparison, Estimate, Measure, Outcome, finite
+from finch.report.measures import Comparison, Estimate, Outcome, finite
 from finch.report.runs import LEARNING_RATE, Run
+from finch.report.selection import Measure
 from finch.report.settings import FOLDER, Setting
 
 SIGNIFICANT = 0.05
@@ -73,6 +75,11 @@ def units(measures: Sequence[Measure], *, is_change: bool) -> str:
     if not measures or measures[0].unit == POINTS:
         return "points" if is_change else "%"
     return "nats a token"
+
+
+def mean_title(old: Sequence[Measure], others: Sequence[Measure]) -> str:
+    """Of a column with the mean over the trade-off's old tasks."""
+    return f"mean of {', '.join(one.name for one in old)}" if others else "mean of old tasks"
 
 
 def average(comparison: Comparison, run: int) -> Estimate | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from finch.evaluation.results import POINTS
 from finch.report.formatting import NONE, digits, estimate, number
 from finch.report.front import Front, non_dominated
-from finch.report.measures import POINTS, Measure
+from finch.report.selection import Measure
 from finch.report.settings import TradeOff
-from finch.report.tables import Names, Table, flip, shown_sign, units
+from finch.report.tables import Names, Table, flip, mean_title, shown_sign, units
 
 
 def settings_table(trade_off: TradeOff, names: Names, new: Measure, old: Sequence[Measure]) -> Table:
@@ -103,21 +104,32 @@ def difference_table(front: Front, names: Names, new: Measure, old: Sequence[Mea
     )
 
 
-def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure]) -> Table:
-    """Each setting's change on each old task, mean over seeds."""
+def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure], others: Sequence[Measure]) -> Table:
+    """Each setting's change on each old task, mean over seeds.
+
+    Args:
+        old: those of the trade-off.
+        others: further ones; shown where all runs of the trade-off have them.
+    """
+    columns = [*old, *(one for one in others if all(one.name in point.tasks for point in trade_off.points))]
+    has_mean = len(old) > 1
     rows = []
     for point in trade_off.points:
         if point.setting is None:
             continue
         cells = [
             estimate(flip(point.tasks[measure.name], shown_sign(measure)), digits(measure.unit), sign=True)
-            for measure in old
+            for measure in columns
         ]
-        mean = estimate(flip(point.old, shown_sign(old[0])), digits(old[0].unit), sign=True)
-        rows.append([names.setting(point.setting), *cells, mean])
+        mean = [estimate(flip(point.old, shown_sign(old[0])), digits(old[0].unit), sign=True)] if has_mean else []
+        rows.append([names.setting(point.setting), *cells, *mean])
     return Table(
         "Old tasks by setting",
-        ["setting", *(f"{one.name}, {units([one], is_change=True)}" for one in old), "mean"],
+        [
+            "setting",
+            *(f"{one.name}, {units([one], is_change=True)}" for one in columns),
+            *([mean_title(old, others)] if has_mean else []),
+        ],
         rows,
         "Tuned minus pretrained, means over seeds"
         + (f", [95% intervals over {trade_off.drawn}]." if trade_off.has_intervals else "."),

@@ -172,6 +172,11 @@ def test_different_documents_are_refused():
         paired_delta(samples([0]), samples([0]) * 2)
 
 
+def test_mean_interval_of_a_loss_of_0_is_no_rate():
+    result = mean_interval(samples([0.0] * 40), is_share=False)
+    assert (result.low, result.mean, result.high) == (0, 0, 0)
+
+
 @pytest.mark.parametrize(("correct", "n"), [(0, 40), (40, 40), (25, 100), (3, 7)])
 def test_mean_interval_of_rates_is_wilsons(correct, n):
     result = mean_interval(samples([1] * correct + [0] * (n - correct)))

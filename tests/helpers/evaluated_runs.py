@@ -259,3 +259,40 @@ def make_sweep(
         for rate in rates
         for seed in seeds
     ]
+
+
+def write_losses(folder: Path, *, base: str | None, weights: str, rise: float, n: int = 30) -> None:
+    """A suite of scores in nats: the loss of paraphrases, which falls, and the loss and the KL divergence of own answers, which rise.
+
+    Args:
+        folder, base, weights: as of ``write_suites``.
+        rise: nats a token.
+    """
+    tasks, samples = {}, {}
+    for name, role, metric, start, change in (
+        ("paraphrases", "new", "loss", 2.5, -rise),
+        ("own_answers", "old", "loss", 0.4, rise),
+        ("own_answers_kl", "old", "kl", 0.0, 2 * rise),
+    ):
+        samples[name] = [
+            {
+                "doc_id": number,
+                "doc_hash": f"{name} {number}",
+                "score": start + (change * (1 + number / n) if base else 0),
+            }
+            for number in range(n)
+        ]
+        score = sum(sample["score"] for sample in samples[name]) / n
+        file = f"losses.{name}.jsonl"
+        tasks[name] = TaskResult(role, metric, name, score, n, file, is_higher_better=False, unit="nats")
+    path = None if base is None else f"{base}/losses.json"
+    result = SuiteResult("losses", str(folder), weights, base is None, path, {"dtype": "fp32"}, VERSIONS, tasks)
+    write_result(folder, result, samples)
+
+
+def add_losses(sweep: Path, runs: Sequence[Path]) -> None:
+    """To runs of ``make_sweep`` and their base."""
+    write_losses(sweep / "base", base=None, weights=BASE_WEIGHTS, rise=0.0)
+    for number, run in enumerate(runs):
+        weights = hashlib.sha256(str(run).encode()).hexdigest()
+        write_losses(run / "evaluation", base="../../base", weights=weights, rise=0.1 * (1 + number))

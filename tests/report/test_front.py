@@ -41,6 +41,16 @@ def test_common_scores_are_reached_by_two_methods():
     assert common_scores({"a": points["a"], "c": points["c"]}, 0.1) == [20.0]
 
 
+def test_common_scores_start_where_fronts_do():
+    """Not at settings that have learned less than nothing: the pretrained model has the score without forgetting."""
+    base = point(None, 60.0, 0)
+    points = {"a": [point("a", 40.0, -9), point("a", 62.0, -1), point("a", 90.0, -2)]}
+    points["b"] = [point("b", 20.0, -9), point("b", 70.0, -1), point("b", 80.0, -2)]
+    assert common_scores(points, 0.1, base) == [70.0, 72.5, 75.0, 77.5, 80.0]
+    points["b"] = [point("b", 20.0, -9), point("b", 55.0, -5)]  # all beaten by the pretrained model
+    assert common_scores(points, 0.1, base) == [55.0]
+
+
 def test_compare_fronts_by_hand():
     trade_off = TradeOff(
         points=[

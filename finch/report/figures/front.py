@@ -8,6 +8,9 @@ from pathlib import Path
 from finch.report.figures.style import COLOURS, Drawing, Style, add_legend, label_axes, new_figure, save
 from finch.report.front import Front
 
+MANY = 7
+"""Methods from whose number on markers are smaller."""
+
 
 def draw_front(
     front: Front,
@@ -22,6 +25,7 @@ def draw_front(
     figure, axes = new_figure(3.9)
     methods = [method for method in styles if method in front.methods]
     width = 0.7 / max(1, len(methods))
+    size = 5.5 if len(methods) <= MANY else 4.5
     for order, method in enumerate(methods):
         style = styles[method]
         shift = (order - (len(methods) - 1) / 2) * width
@@ -41,7 +45,7 @@ def draw_front(
                 linestyle="none",
                 color=style.hex,
                 markerfacecolor=face,
-                markersize=5.5,
+                markersize=size,
                 markeredgewidth=1.1,
             )
     for number in range(1, len(front.scores)):

@@ -1,0 +1,75 @@
+"""A report whose old tasks are in nats, and what it says of them and of runs without all evaluations."""
+
+import csv
+import json
+
+import pytest
+from helpers.evaluated_runs import add_losses, make_sweep
+
+pytest.importorskip("matplotlib", reason="the report extra is not installed")
+
+from finch.report.formatting import NONE
+from finch.report.report import write_report
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Of two methods, two learning rates and two seeds; one run has the losses alone, one has nothing."""
+    folder = tmp_path_factory.mktemp("sweep")
+    cells = make_sweep(folder, methods=("sft", "finch"), rates=(3e-5, 1e-4), n=20)
+    add_losses(folder, cells)
+    for path in [*(cells[0] / "evaluation").glob("[!l]*.json"), *(cells[1] / "evaluation").glob("*.json")]:
+        path.unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nats(sweep):
+    write_report([sweep], sweep / "nats", new_task="tofu", old_tasks=["own_answers_kl"])
+    return sweep / "nats"
+
+
+def test_report_in_nats(nats):
+    text = (nats / "report.md").read_text()
+    assert "and the change of own_answers_kl:" in text
+    value = 2 * 0.75 * (1 + 29 / 60)  # of the two runs with the highest rates
+    assert f"; own_answers_kl +{value:.3f} nats a token [" in text
+    assert "compared with SFT: " in text
+    assert "change of own_answers_kl, nats a token" in (nats / "figures" / "trade_off.svg").read_text()
+    assert "--old-tasks own_answers_kl" in text
+    assert "its p says no more than that the model has changed" in text
+    assert f"| own\\_answers\\_kl | old | kl | losses | 30 | {NONE} | {NONE} | 0.000 [0.000, 0.000] |" in text
+
+
+def test_summary_csv_has_units(nats, sweep):
+    with (nats / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["task"]: row["unit"] for row in rows} == {
+        "tofu": "points",
+        **dict.fromkeys(("hellaswag", "winogrande", "mmlu", "ifeval"), "points"),
+        **dict.fromkeys(("truthfulqa", "halueval", "confidence"), "points"),
+        **dict.fromkeys(("own_answers", "own_answers_kl", "mean of old tasks"), "nats"),
+    }
+    tests = {row["task"]: row["test"] for row in rows}
+    assert tests["own_answers_kl"] == tests["own_answers"] != tests["mmlu"]
+    for row in rows:
+        if row["task"] == "mean of old tasks":
+            kl = next(one for one in rows if one["run"] == row["run"] and one["task"] == "own_answers_kl")
+            file = json.loads((sweep / row["run"] / "evaluation" / "losses.json").read_text())
+            assert float(row["delta"]) == pytest.approx(file["tasks"]["own_answers_kl"]["score"])
+            assert float(row["delta"]) == pytest.approx(float(kl["score"]))
+
+
+def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, sweep):
+    text = (nats / "report.md").read_text()
+    assert (
+        "The trade-off's old task is own_answers_kl in nats. In the tables of changes alone: own_answers in nats, hellaswag"
+        in text
+    )
+    assert "1 of 8 runs lacks tofu and is absent from the trade-off: SFT, lr 3e-5." in text
+    assert "1 of 8 runs lacks tofu and own_answers_kl and is absent from the trade-off: SFT, lr 3e-5." in text
+    write_report([sweep], sweep / "points", new_task="tofu")
+    text = (sweep / "points" / "report.md").read_text()
+    assert "own_answers and own_answers_kl in nats, since points and nats have no common mean" in text
+    assert "2 of 8 runs lack tofu, hellaswag, winogrande, mmlu and ifeval and are absent" in text
+    assert "SFT, lr 3e-5 (2 seeds)." in text
