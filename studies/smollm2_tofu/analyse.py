@@ -103,7 +103,7 @@ def analyse(study: Path, out: Path) -> None:
         comparison = compare(sort_runs(read_runs([study / setting])), new_task=NEW)
         rows += [_row(setting, comparison, number) for number in range(len(comparison.runs))]
         for name in OLD:
-            measure = next((one for one in comparison.old if one.name == name), None)
+            measure = next((one for one in (*comparison.old, *comparison.other_old) if one.name == name), None)
             if measure is None:
                 continue
             points = _trade_off(comparison, measure)
@@ -120,7 +120,7 @@ def analyse(study: Path, out: Path) -> None:
 
 
 def _trade_off(comparison: Comparison, measure: Measure) -> TradeOff:
-    cut = replace(comparison, old=[measure])
+    cut = replace(comparison, old=[measure], other_old=[])
     return trade_off(cut, group_settings(cut))
 
 
@@ -255,6 +255,7 @@ def draw(by_score: TradeOff, by_loss: TradeOff, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "finch"  # the same picture, the same bytes
     from matplotlib import pyplot
 
     styles = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import os
 import time
@@ -76,7 +77,7 @@ class Scorer:
         rows["stories"] = [self._story(row["text"]) for row in self._read("stories.jsonl")]
         self._rows = rows
         self._reference = self._log_probs(self._model, rows["own_answers"])
-        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
 
     def score_base(self) -> dict[str, list[Sample]]:
         return self._score(self._model)
