@@ -78,13 +78,13 @@ def common_scores(points: Mapping[str, Sequence[Point]], resolution: float, base
     Args:
         points: by method.
         base: the pretrained model: settings that it beats are on no front.
-        resolution: scores are rounded to it, inwards.
+        resolution: scores are rounded to it, downwards, so that the method whose setting is the first score or the last one reaches it.
     """
     if len(points) < 2:
         return []
     lowest = sorted(_mildest(group, base).new.value for group in points.values())
     highest = sorted((max(point.new.value for point in group) for group in points.values()), reverse=True)
-    start = math.ceil(lowest[1] / resolution - _ROUNDING)
+    start = math.floor(lowest[1] / resolution + _ROUNDING)
     end = math.floor(highest[1] / resolution + _ROUNDING)
     steps = np.linspace(start, end, NUM_SCORES) if start < end else [end]
     return sorted({round(round(step) * resolution, 9) for step in steps})
@@ -130,7 +130,9 @@ def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[st
                 difference = _estimate(change - other, spread, trade_off.has_intervals)
             values.append(
                 FrontValue(
-                    _estimate(change, draws[method][:, number], trade_off.has_intervals), score < mildest, difference
+                    _estimate(change, draws[method][:, number], trade_off.has_intervals),
+                    score < mildest - resolution,
+                    difference,
                 )
             )
         methods[method] = values

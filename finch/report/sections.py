@@ -280,7 +280,7 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
             unit = {
                 "accuracy": "accuracy, %",
                 "loss": "loss, nats a token",
-                "kl": "KL from the pretrained model, nats",
+                "kl": "KL divergence, nats a token",
             }[metric]
             task = "new task" if role == "new" else "old task"
             drawings.append(
@@ -290,7 +290,7 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
                     report.figures,
                     name=f"probe_{name}_{metric}",
                     title=f"Probe {name}, {task}",
-                    caption=f"{metric.capitalize() if metric != 'kl' else 'KL divergence'} on the probe's rows while training; step 0 is the pretrained model."
+                    caption=f"{metric.capitalize() if metric != 'kl' else 'KL divergence from the pretrained model'} on the probe's rows while training; step 0 is the pretrained model."
                     + (" Dotted: the paper's Figure 1." if paper else ""),
                     label=unit,
                 )

@@ -82,8 +82,7 @@ def select_measures(
         UserError: a name is not known, the old tasks have different units, or it is not known which task is new.
     """
     named_probes = _named_probes(runs)
-    tasks = {name for run in runs for result in run.results.values() for name in result.tasks}
-    if new_task in named_probes and new_task not in tasks:
+    if new_task in named_probes:
         new_name: str | None = new_task
     else:
         new_name = find_new_task(runs, new_task, list(named_probes))
@@ -167,16 +166,15 @@ def _probes(runs: Sequence[Run]) -> list[Measure]:
 
 
 def _named_probes(runs: Sequence[Run]) -> dict[str, Measure]:
-    """By the names that an option can give them: PROBE.METRIC, and PROBE for what ``_probes`` takes of it."""
-    every = {one.name: one for one in _probes(runs)}
+    """By the names that an option can give them: PROBE.METRIC, and PROBE for what ``_probes`` takes of it, where no task has its name."""
     tasks = {name for run in runs for result in run.results.values() for name in result.tasks}
+    found = {one.name: one for one in _probes(runs) if one.name not in tasks}
     for probe, metrics in _probe_metrics(runs).items():
         for metric in metrics:
-            name = f"{probe}.{metric}"
-            default = every.get(probe)
-            is_default = default is not None and default.metric == metric and probe not in tasks
-            every[name] = default if is_default and default is not None else _probe(name, probe, metric, OLD)
-    return every
+            measure = _probe(f"{probe}.{metric}", probe, metric, OLD)
+            same = found.get(probe)
+            found[measure.name] = same if same is not None and same.key == measure.key else measure
+    return found
 
 
 def _probe(name: str, probe: str, metric: str, role: str) -> Measure:

@@ -201,7 +201,7 @@ def _which_old_tasks(comparison: Comparison) -> str:
     return (
         f"The trade-off's old {'tasks are' if len(old) > 1 else 'task is'} {by_unit(old)}. In the tables of changes alone: {by_unit(others)}"
         + (", since points and nats have no common mean" if has_no_common_unit else "")
-        + ". The option --old-tasks chooses."
+        + ". The option --old-tasks chooses others."
     )
 
 

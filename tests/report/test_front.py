@@ -72,6 +72,15 @@ def test_compare_fronts_by_hand():
     assert not any(value.is_extrapolated for values in front.methods.values() for value in values)
 
 
+def test_method_of_one_setting_has_a_value_at_its_rounded_score():
+    points = [point("a", 40.0, -1), point("a", 90.0, -9), point("b", 55.08, -5)]
+    front = compare_fronts(TradeOff(points, point(None, 20.0, 0.0), [], False), resolution=0.1, order=["a", "b"])
+    assert front.scores == [55.0]
+    [value] = front.methods["b"]
+    assert value.change.value == pytest.approx(-5, abs=0.02)
+    assert not value.is_extrapolated
+
+
 def test_front_below_the_mildest_setting_is_marked():
     trade_off = TradeOff(
         points=[point("sft", 40.0, -4.0), point("finch", 60.0, -3.0)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 4.7  # inches; a phone shows the text of a figure this narrow at 9 pixels
+
+ROW = 0.19  # inches, of a legend
 
 # Name of a CSS variable to the colour on white; the page's style sheet has those for a dark screen. Hues that differ in lightness as well
 # stay apart for colour-blind readers, and markers differ anyway.
@@ -136,7 +139,7 @@ def label_axes(axes: Axes, x: str, y: str) -> None:
 
 
 def add_legend(figure: Figure, handles: Any = None, columns: int = 3) -> None:
-    """Below the axes, so that it hides nothing."""
+    """Below the axes, so that it hides nothing; a figure with many rows of it is higher."""
     if handles is None:
         found: dict[str, Any] = {}
         for axes in figure.axes:
@@ -146,6 +149,8 @@ def add_legend(figure: Figure, handles: Any = None, columns: int = 3) -> None:
     else:
         labels = [handle.get_label() for handle in handles]
     if handles:
+        rows = math.ceil(len(handles) / columns)
+        figure.set_figheight(figure.get_figheight() + ROW * max(0, rows - 2))
         figure.legend(
             handles,
             labels,
