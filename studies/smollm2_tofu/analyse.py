@@ -30,6 +30,8 @@ PRIMARY = "own_answers_kl"
 OLD = (PRIMARY, "own_answers", "stories", "hellaswag", "winogrande")
 OTHERS = ("train", "paraphrases", "held_out")
 NUM_SCORES = 5
+FLOOR = 1e-6
+"""Of a draw's forgetting in a quotient, in nats."""
 PAIRS = (  # the one, the other: less forgetting of the one is a ratio below 1
     ("finch", "sft"),
     ("constant", "sft"),
@@ -146,9 +148,9 @@ def _compare(setting: str, new: str, measure: Measure, points: TradeOff, names: 
     (value, draws), (other_value, other_draws) = (_forgetting(group, points.base, scores) for group in both)
     difference = Interval.of(float((value - other_value).mean()), (draws - other_draws).mean(axis=1))
     ratio = None
-    if measure.name == PRIMARY:  # of others a rise near 0 makes quotients meaningless
-        floor = 1e-6
-        log = np.log(draws.clip(floor)) - np.log(other_draws.clip(floor))
+    # Of other measures a rise near 0 makes quotients meaningless; a score that the pretrained model has costs nothing.
+    if measure.name == PRIMARY and min(value.min(), other_value.min()) > 0:
+        log = np.log(draws.clip(FLOOR)) - np.log(other_draws.clip(FLOOR))
         quotient = math.exp(float((np.log(value) - np.log(other_value)).mean()))
         ratio = Interval.of(quotient, np.exp(log.mean(axis=1)))
     counts = [sum(len(point.setting.runs) for point in group if point.setting) for group in both]
@@ -225,16 +227,13 @@ def _table(pairs: Sequence[Pair]) -> str:
             for other in pairs
             if other.new == NEW and (other.setting, other.one, other.other) == (pair.setting, pair.one, pair.other)
         }
-        assert pair.ratio is not None
+        ratio = "" if pair.ratio is None else pair.ratio.text(2)
         cells = [
-            same[name].difference.text(1 if name in ("hellaswag", "winogrande") else 3) for name in OLD if name in same
+            same[name].difference.text(1 if name in ("hellaswag", "winogrande") else 3) if name in same else ""
+            for name in OLD
         ]
         scores = f"{pair.lowest:.1f} to {pair.highest:.1f}"
-        lines.append(
-            f"| {pair.setting} | {pair.one} / {pair.other} | {scores} | {pair.ratio.text(2)} | "
-            + " | ".join(cells)
-            + " |"
-        )
+        lines.append(f"| {pair.setting} | {pair.one} / {pair.other} | {scores} | {ratio} | " + " | ".join(cells) + " |")
     lines += ["", "| setting | pair | loss of the learned answers, nats | runs | KL, ratio |", "|---|---|---|---|---|"]
     for pair in pairs:
         if pair.new == EXPLORATORY and pair.ratio is not None:
@@ -245,7 +244,7 @@ def _table(pairs: Sequence[Pair]) -> str:
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, list(rows[0]) if rows else (), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

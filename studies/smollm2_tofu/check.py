@@ -16,10 +16,17 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 SUITES = {"tofu": "knowledge", "hellaswag": "forgetting", "winogrande": "forgetting"}  # all others: losses
 SIGN = {"hellaswag": -1, "winogrande": -1}  # a lower accuracy is forgetting
 PERCENT = ("tofu", "hellaswag", "winogrande")
+PLACES = {"lowest_score": 2, "highest_score": 2, "difference": 4, "ratio": 4}
+"""Decimals in comparisons.csv."""
+
+Point = tuple[float, float]
+"""Score on the new task, forgetting."""
+Array = NDArray[np.float64]
 
 
 def scores(folder: Path, task: str) -> list[float] | None:
@@ -28,22 +35,24 @@ def scores(folder: Path, task: str) -> list[float] | None:
     return [json.loads(line)["score"] for line in path.read_text().splitlines()] if path.exists() else None
 
 
-def front(points: list[tuple[float, float]], at: np.ndarray) -> np.ndarray:
-    """Forgetting at scores, by straight lines between the points that none beats; points are (score, forgetting)."""
+def front(points: list[Point], at: Array) -> Array:
+    """Forgetting at scores, by straight lines between the points that none beats."""
     kept = [one for one in points if not any(o[0] >= one[0] and o[1] <= one[1] and o != one for o in points)]
     kept.sort()
     return np.interp(at, [one[0] for one in kept], [one[1] for one in kept])
 
 
-def settings(
-    sweep: Path, new_task: str, measure: str
-) -> tuple[tuple[float, float], dict[str, list[tuple[float, float]]]]:
+def settings(sweep: Path, new_task: str, measure: str) -> tuple[Point, dict[str, list[Point]]]:
     """The pretrained model's point, and each method's points, means over seeds."""
-    groups = defaultdict(list)
+    groups: dict[tuple[str, float], list[Point]] = defaultdict(list)
     base_folder = {"losses": sweep / "base_losses"} | {
         suite: path.parent for suite in ("knowledge", "forgetting") for path in sweep.glob(f"base-*/{suite}.json")
     }
-    base = {name: np.mean(scores(base_folder[SUITES.get(name, "losses")], name)) for name in (new_task, measure)}
+    base = {}
+    for name in (new_task, measure):
+        values_of_base = scores(base_folder[SUITES.get(name, "losses")], name)
+        assert values_of_base is not None
+        base[name] = float(np.mean(values_of_base))
     scale = 100 if new_task in PERCENT else -1  # of a loss less is more
     for cell in sorted(sweep.glob("*/cell.json")):
         values = json.loads(cell.read_text())["values"]
@@ -52,10 +61,11 @@ def settings(
             continue
         method = values.get("label", values["method"])
         change = SIGN.get(measure, 1) * (np.mean(old) - base[measure]) * (100 if measure in PERCENT else 1)
-        groups[method, values["optimizer.lr"]].append((scale * np.mean(new), change))
-    methods = defaultdict(list)
+        groups[method, values["optimizer.lr"]].append((scale * float(np.mean(new)), float(change)))
+    methods: dict[str, list[Point]] = defaultdict(list)
     for (method, _), runs in groups.items():
-        methods[method].append(tuple(np.mean(runs, axis=0)))
+        new_mean, change = np.mean(runs, axis=0).tolist()
+        methods[method].append((new_mean, change))
     return (scale * base[new_task], 0.0), methods
 
 
@@ -76,7 +86,7 @@ def check_comparisons(study: Path, results: Path) -> int:
         if line["ratio"]:
             found["ratio"] = np.exp(np.log(values / other_values).mean())
         for key, value in found.items():
-            if abs(value - float(line[key])) > 0.006:
+            if not abs(value - float(line[key])) <= 0.6 * 10.0 ** -PLACES[key]:  # a NaN is no number
                 raise SystemExit(
                     f"{line['setting']} {line['measure']} {line['one']} / {line['other']}: {key} is {line[key]}, found {value:.4f}"
                 )

@@ -56,7 +56,9 @@ def _dequantise(source: Path, out: Path) -> None:
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))  # a folder without a word of GGUF
     plain.load_state_dict(model.state_dict())
     plain.tie_weights()
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(plain.config.eos_token_id)  # some versions read another one
+    end = plain.config.eos_token_id
+    assert isinstance(end, int)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)  # some versions read another one
     partial = out.with_name(f"{out.name}.partial")
     plain.save_pretrained(partial)
     tokenizer.save_pretrained(partial)

@@ -166,7 +166,7 @@ class Scorer:
         return [json.loads(line) for line in (self._data / name).read_text(encoding="utf-8").splitlines()]
 
     def _load(self, folder: Path) -> Any:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return model.to(self._device).eval()
 
 
