@@ -1,0 +1,204 @@
+"""The study's comparisons on sweeps whose fronts are known lines, and their independent check."""
+
+import csv
+import json
+
+import pytest
+
+from finch.evaluation.results import SuiteResult, TaskResult, write_result
+from studies.smollm2_tofu.analyse import analyse
+from studies.smollm2_tofu.check import check_comparisons, check_probes
+
+BASE_SCORE = 20  # percent of the new task
+DOCUMENTS = 400
+LINES = {  # KL a point of score above the pretrained model's, and the scores of the settings
+    "sft": (0.01, (40, 60, 80)),
+    "finch": (0.005, (50, 70, 90)),
+    "kl": (0.02, (92, 95)),  # begins where sft and finch end
+}
+TASKS = {  # suite, role, is_higher_better, score at (percent of the new task, KL)
+    "tofu": ("knowledge", "new", True, lambda score, kl: score / 100),
+    "hellaswag": ("forgetting", "old", True, lambda score, kl: 0.6 - kl / 2),
+    **dict.fromkeys(
+        ("train", "paraphrases", "held_out"),
+        ("losses", "new", False, lambda score, kl: 3 - (score - BASE_SCORE) / 40),
+    ),
+    "own_answers": ("losses", "old", False, lambda score, kl: 1 + 2 * kl),
+    "own_answers_kl": ("losses", "old", False, lambda score, kl: kl),
+}
+
+
+def make_samples(task, mean, method_number):
+    """Documents with this mean: right or wrong ones, or losses a tenth above or below it, other ones for each method."""
+    samples = []
+    for number in range(DOCUMENTS):
+        if task in ("tofu", "hellaswag"):
+            score = float(number < round(mean * DOCUMENTS))
+        else:
+            score = mean * (1 + 0.1 * (-1) ** (number >> method_number))
+        samples.append({"doc_id": number, "doc_hash": str(number), "score": score})
+    return samples
+
+
+def write_suites(folder, base, score, kl, method_number=0):
+    """
+    Args:
+        base: relative path of the folder of the pretrained model's results; None: these are they.
+    """
+    for suite in ("knowledge", "forgetting", "losses"):
+        tasks, samples = {}, {}
+        for name, (home, role, is_higher_better, value) in TASKS.items():
+            if home != suite:
+                continue
+            samples[name] = make_samples(name, value(score, kl), method_number)
+            mean = sum(sample["score"] for sample in samples[name]) / DOCUMENTS
+            tasks[name] = TaskResult(
+                role,
+                "acc" if is_higher_better else "loss",
+                name,
+                mean,
+                DOCUMENTS,
+                f"{suite}.{name}.jsonl",
+                is_higher_better=is_higher_better,
+                unit="points" if is_higher_better else "nats",
+            )
+        home = {"losses": "base_losses"}.get(suite, "base-0123")
+        target = folder if base else folder / home
+        path = f"{base}/{home}/{suite}.json" if base else None
+        write_result(target, SuiteResult(suite, "model", "0" * 64, base is None, path, {}, {}, tasks), samples)
+
+
+def make_sweep(sweep, lines=LINES):
+    """Two seeds a setting, on either side of a point of its line."""
+    write_suites(sweep, None, BASE_SCORE, 0.0)
+    for method_number, (method, (slope, scores)) in enumerate(lines.items()):
+        for number, score in enumerate(scores):
+            kl = max(slope * (score - BASE_SCORE), 0.01)
+            for seed, side in enumerate((1, -1)):
+                cell = sweep / f"{method}_{number}_{seed}"
+                write_suites(cell / "evaluation", "../..", score + side, kl * (1 + 0.1 * side), method_number)
+                values = {"method": method, "optimizer.lr": 1e-5 * 2**number, "seed": seed}
+                content = {"values": values, "task": "knowledge", "source": None, "status": "evaluated"}
+                (cell / "cell.json").write_text(json.dumps(content))
+
+
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    make_sweep(folder / "smooth")
+    analyse(folder, folder / "results")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def comparisons(study):
+    return {(line["new"], line["measure"]): line for line in read(study / "results" / "comparisons.csv")}
+
+
+def numbers(line, *keys):
+    return [float(line[key]) for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("new", "measure", "scores", "difference"),
+    [
+        # At 50, ..., 80 percent, 45 points above the pretrained model on average
+        ("tofu", "own_answers_kl", (50, 80), 45 * (0.005 - 0.01)),
+        ("tofu", "own_answers", (50, 80), 2 * 45 * (0.005 - 0.01)),
+        ("tofu", "hellaswag", (50, 80), 100 / 2 * 45 * (0.005 - 0.01)),
+        ("train", "own_answers_kl", (1.5, 2.25), 45 * (0.005 - 0.01)),
+    ],
+)
+def test_differences_of_known_lines(comparisons, new, measure, scores, difference):
+    line = comparisons[new, measure]
+    assert (line["setting"], line["one"], line["other"]) == ("smooth", "finch", "sft")
+    assert (line["runs_of_one"], line["runs_of_other"]) == ("6", "6")
+    assert numbers(line, "lowest_score", "highest_score") == list(scores)
+    value, low, high = numbers(line, "difference", "difference_low", "difference_high")
+    assert value == pytest.approx(difference, abs=6e-5)
+    assert low < value < high
+
+
+@pytest.mark.parametrize("new", ["tofu", "train"])
+def test_ratio_of_known_lines(comparisons, new):
+    ratio, low, high = numbers(comparisons[new, "own_answers_kl"], "ratio", "ratio_low", "ratio_high")
+    assert ratio == 0.5
+    assert low < 0.5 < high < 1
+    assert comparisons["tofu", "own_answers"]["ratio"] == ""
+
+
+def test_no_pair_without_common_scores(study, comparisons):
+    assert len(comparisons) == len(read(study / "results" / "comparisons.csv")) == 4  # of finch and sft, none of kl
+    assert sum(line["method"] == "kl" for line in read(study / "results" / "results.csv")) == 4
+
+
+def test_one_setting_gives_no_pair(tmp_path):
+    make_sweep(tmp_path / "quick", {"finch": (0.005, (50,))})
+    analyse(tmp_path, tmp_path / "results")
+    assert read(tmp_path / "results" / "comparisons.csv") == []
+    assert len(read(tmp_path / "results" / "results.csv")) == 2
+
+
+def test_results_have_every_run(study):
+    lines = read(study / "results" / "results.csv")
+    assert len(lines) == 16
+    line = next(
+        line for line in lines if (line["method"], line["seed"], line["optimizer.lr"]) == ("finch", "0", "2e-05")
+    )
+    assert numbers(line, "tofu", "own_answers_kl", "own_answers", "train") == [0.71, 0.275, 1.55, 1.725]
+
+
+def test_table_and_figure(study):
+    table = (study / "results" / "comparisons.md").read_text()
+    line = next(line for line in table.splitlines() if line.startswith("| smooth | finch / sft | 50.0 to 80.0 |"))
+    values = [cell.partition("[")[0].strip() for cell in line.split("|")[4:-1]]
+    assert values == ["0.50", "-0.225", "-0.450", "", "-11.2", ""]  # neither stories nor WinoGrande were evaluated
+    assert "| smooth | finch / sft | 1.50 to 2.25 | 6, 6 | 0.50 [" in table
+    assert {path.name for path in (study / "results").glob("front*")} == {"front_smooth.svg", "front_smooth.png"}
+
+
+def test_no_ratio_at_scores_of_the_pretrained_model(tmp_path):
+    make_sweep(tmp_path / "blocks", {"sft": (0.01, (10, 60)), "finch": (0.005, (15, 60))})
+    analyse(tmp_path, tmp_path / "results")
+    line = read(tmp_path / "results" / "comparisons.csv")[0]
+    assert (line["lowest_score"], line["ratio"]) == ("15.00", "")
+    assert "nan" not in (tmp_path / "results" / "comparisons.csv").read_text()
+    assert "| blocks | finch / sft | 15.0 to 60.0 |  | -0." in (tmp_path / "results" / "comparisons.md").read_text()
+    assert check_comparisons(tmp_path, tmp_path / "results") > 0
+
+
+def test_check_agrees(study):
+    assert check_comparisons(study, study / "results") == 4
+
+
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+@pytest.mark.parametrize("column", ["ratio", "difference", "lowest_score", "highest_score"])
+def test_check_finds_a_changed_number(study, tmp_path, column, factor):
+    lines = read(study / "results" / "comparisons.csv")
+    changed = next(line for line in lines if line["ratio"])
+    changed[column] = str(float(changed[column]) * factor)
+    with (tmp_path / "comparisons.csv").open("w") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    with pytest.raises(SystemExit, match=f"finch / sft: {column} is"):
+        check_comparisons(study, tmp_path)
+
+
+def test_check_compares_probes_with_samples(tmp_path):
+    run = tmp_path / "smooth" / "sft"
+    (run / "evaluation").mkdir(parents=True)
+    rows = [{"nats": 2.0 * number, "tokens": number} for number in range(1, 17)]
+    rows.append({"nats": 900.0, "tokens": 1})  # the probe has 16 rows
+    (run / "evaluation" / "losses.stories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [{"step": 0, "probe/stories/loss": 3.0}, {"step": 60, "probe/stories/loss": 2.0}, {"step": 60, "loss": 1.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert check_probes(tmp_path) == (1, 0)
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 60, "probe/stories/loss": 2.001}) + "\n")
+    with pytest.raises(SystemExit, match=r"a story loss differs by 5\.0e-04"):
+        check_probes(tmp_path)

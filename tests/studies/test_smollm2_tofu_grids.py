@@ -1,0 +1,117 @@
+"""The study's grids: their cells as README.md has them, and configs that the recipe accepts."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.runs import ROOT
+
+from finch.config.parser import read
+from finch.config.schema import FULL_FINETUNE
+from finch.sweep.cells import RUN
+from finch.sweep.grid import cells_of, read_grid
+
+STUDY = Path("studies/smollm2_tofu")
+THREE = {"sft": 12, "finch": 12, "constant": 12}
+CELLS = {
+    "GRID.yaml": {
+        "sft": 18,
+        "wise_ft": 18,
+        "finch": 18,
+        "constant": 18,
+        "replayed_curve": 12,
+        "linear_ramp": 12,
+        "mean_rate": 12,
+        "finch_cap_5e-5": 4,
+        "kl": 4,
+    },
+    "GRID_blocks.yaml": THREE,
+    "GRID_wrong.yaml": THREE,
+    "GRID_precision.yaml": {
+        "sft": 12,
+        "finch": 12,
+        "sft_bf16": 12,
+        "finch_bf16": 12,
+        "sft_bf16_stochastic": 12,
+        "finch_bf16_stochastic": 12,
+    },
+    "GRID_quick.yaml": {"sft": 2, "wise_ft": 2, "finch": 1},
+}
+
+
+def arm(cell):
+    return cell.values.get("label", cell.values["method"])
+
+
+@pytest.fixture(autouse=True)
+def _in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)  # from where the grids name their config
+
+
+def test_every_grid_is_listed():
+    assert {path.name for path in STUDY.glob("GRID*.yaml")} == CELLS.keys()
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_numbers_of_cells(name):
+    cells = cells_of(read_grid(str(STUDY / name)))
+    assert Counter(map(arm, cells)) == CELLS[name]
+    assert len({cell.folder for cell in cells}) == len(cells)
+
+
+@pytest.mark.parametrize("name", ["GRID.yaml", "GRID_blocks.yaml", "GRID_wrong.yaml", "GRID_precision.yaml"])
+def test_every_rate_has_every_seed(name):
+    seeds = {}
+    for cell in cells_of(read_grid(str(STUDY / name))):
+        seeds.setdefault((arm(cell), cell.values["optimizer.lr"]), []).append(cell.values["seed"])
+    for (method, _), drawn in seeds.items():
+        assert sorted(drawn) == ([0] if method in ("finch_cap_5e-5", "kl") else [0, 1, 2])
+
+
+def test_controls_follow_finch_of_another_seed():
+    cells = {cell.folder: cell for cell in cells_of(read_grid(str(STUDY / "GRID.yaml")))}
+    shapes = {"replayed_curve": "curve", "linear_ramp": "linear", "mean_rate": "mean"}
+    controls = [cell for cell in cells.values() if arm(cell) in shapes]
+    for cell in controls:
+        source = cells[cell.source]
+        assert "label" not in source.values
+        assert source.values["method"] == "finch"
+        assert source.values["optimizer.lr"] == cell.values["optimizer.lr"]
+        assert source.values["seed"] != cell.values["seed"]
+        assert cell.values["lr_scheduler.shape"] == shapes[arm(cell)]
+    for name in shapes:  # each seed's curve is used once at a rate
+        assert len({cell.source for cell in controls if arm(cell) == name}) == 12
+
+
+def test_wise_ft_averages_sft_of_its_rate_and_seed():
+    cells = {cell.folder: cell for cell in cells_of(read_grid(str(STUDY / "GRID.yaml")))}
+    for cell in cells.values():
+        if arm(cell) == "wise_ft":
+            assert cells[cell.source].values == {**cell.values, "method": "sft"}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_configs_of_all_arms_are_accepted(name, tmp_path):
+    grid = read_grid(str(STUDY / name), [f"model_dir={tmp_path}", f"data={tmp_path}"], str(tmp_path))
+    one_of_each = {arm(cell): cell for cell in cells_of(grid) if cell.kind == RUN}
+    for method, cell in one_of_each.items():
+        cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FULL_FINETUNE)
+        assert cfg.output_dir == str(cell.folder)
+        assert cfg.optimizer.lr == cell.values["optimizer.lr"]
+        assert cfg.seed == cell.values["seed"]
+        assert cfg.dtype == cell.values.get("dtype", "fp32")
+        assert cfg.dataset.data_files.startswith(f"{tmp_path}/train")
+        assert (cfg.get("lr_scheduler") is None) == (method == "constant")
+        if method.startswith("finch"):
+            assert cfg.lr_scheduler._component_ == "finch.FinchLR"
+
+
+def test_blocks_are_read_in_their_order(tmp_path):
+    grid = read_grid(str(STUDY / "GRID_blocks.yaml"), [f"model_dir={tmp_path}", f"data={tmp_path}"])
+    seeds = set()
+    for cell in cells_of(grid)[:3]:
+        cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FULL_FINETUNE)
+        assert cfg.dataset.data_files == f"{tmp_path}/train_blocks_{cell.values['seed']}.jsonl"
+        assert (cfg.shuffle, cfg.epochs) == (False, 1)
+        seeds.add(cell.values["seed"])
+    assert seeds == {0, 1, 2}
