@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finch.report.front import non_dominated
-from finch.report.measures import Comparison, Measure, compare
+from finch.report.measures import Comparison, compare
 from finch.report.runs import Run, read_runs, sort_runs
+from finch.report.selection import Measure
 from finch.report.settings import Point, TradeOff, group_settings, trade_off
 
 SETTINGS = ("smooth", "blocks", "wrong", "quick")
