@@ -27,16 +27,9 @@ CELLS = {
     },
     "GRID_blocks.yaml": THREE,
     "GRID_wrong.yaml": THREE,
-    "GRID_precision.yaml": {
-        "sft": 12,
-        "finch": 12,
-        "sft_bf16": 12,
-        "finch_bf16": 12,
-        "sft_bf16_stochastic": 12,
-        "finch_bf16_stochastic": 12,
-    },
     "GRID_quick.yaml": {"sft": 2, "wise_ft": 2, "finch": 1},
 }
+PRECISION = "GRID_precision.yaml"
 
 
 def arm(cell):
@@ -49,7 +42,7 @@ def _in_root(monkeypatch):
 
 
 def test_every_grid_is_listed():
-    assert {path.name for path in STUDY.glob("GRID*.yaml")} == CELLS.keys()
+    assert {path.name for path in STUDY.glob("GRID*.yaml")} == {*CELLS, PRECISION}
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -59,13 +52,24 @@ def test_numbers_of_cells(name):
     assert len({cell.folder for cell in cells}) == len(cells)
 
 
-@pytest.mark.parametrize("name", ["GRID.yaml", "GRID_blocks.yaml", "GRID_wrong.yaml", "GRID_precision.yaml"])
-def test_every_rate_has_every_seed(name):
+def seeds_of(name):
+    """Seeds by arm and learning rate."""
     seeds = {}
     for cell in cells_of(read_grid(str(STUDY / name))):
         seeds.setdefault((arm(cell), cell.values["optimizer.lr"]), []).append(cell.values["seed"])
-    for (method, _), drawn in seeds.items():
-        assert sorted(drawn) == ([0] if method in ("finch_cap_5e-5", "kl") else [0, 1, 2])
+    return seeds
+
+
+@pytest.mark.parametrize("name", ["GRID.yaml", "GRID_blocks.yaml", "GRID_wrong.yaml"])
+def test_every_rate_has_every_seed(name):
+    for (method, _), seeds in seeds_of(name).items():
+        assert sorted(seeds) == ([0] if method in ("finch_cap_5e-5", "kl") else [0, 1, 2])
+
+
+def test_precision_has_four_rates_of_three_seeds():
+    complete = Counter(method for (method, _), seeds in seeds_of(PRECISION).items() if sorted(seeds) == [0, 1, 2])
+    arms = [f"{method}{dtype}" for method in ("sft", "finch") for dtype in ("", "_bf16", "_bf16_stochastic")]
+    assert complete == dict.fromkeys(arms, 4)  # other cells may stand beside them
 
 
 def test_controls_follow_finch_of_another_seed():
@@ -90,7 +94,7 @@ def test_wise_ft_averages_sft_of_its_rate_and_seed():
             assert cells[cell.source].values == {**cell.values, "method": "sft"}
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", [*CELLS, PRECISION])
 def test_configs_of_all_arms_are_accepted(name, tmp_path):
     grid = read_grid(str(STUDY / name), [f"model_dir={tmp_path}", f"data={tmp_path}"], str(tmp_path))
     one_of_each = {arm(cell): cell for cell in cells_of(grid) if cell.kind == RUN}
