@@ -22,8 +22,11 @@ from finch.report.measures import Comparison, compare
 from finch.report.runs import Run, read_runs, sort_runs
 from finch.report.selection import Measure
 from finch.report.settings import Point, TradeOff, group_settings, trade_off
+from finch.sweep.cells import FINISHED
+from studies.smollm2_tofu.figure import draw, methods_of
 
 SETTINGS = ("smooth", "blocks", "wrong", "quick")
+PRECISION = "precision"
 NEW = "tofu"
 EXPLORATORY = "train"
 """Not in the protocol: the loss of the learned answers in place of the six-way accuracy, which is noisy and has a ceiling."""
@@ -118,21 +121,35 @@ def analyse(study: Path, out: Path) -> None:
     _write_csv(out / "results.csv", rows)
     _write_csv(out / "comparisons.csv", [_flat(pair) for pair in pairs])
     (out / "comparisons.md").write_text(_table(pairs), encoding="utf-8")
+    if any((study / PRECISION).glob("*/metrics.jsonl")):
+        _write_csv(out / "precision.csv", precision_rows(study / PRECISION))
     for setting, both in fronts.items():
         draw(*both, out / f"front_{setting}")
+
+
+def precision_rows(sweep: Path) -> list[dict[str, object]]:
+    """Of each finished run of GRID_precision.yaml its probes at the last step: accuracy, and the rise of the stories' loss in nats a token."""
+    rows: list[dict[str, object]] = []
+    for run in sort_runs(read_runs([sweep])):
+        probes = [line for line in run.metrics if "probe/stories/loss" in line]
+        if len(probes) < 2 or probes[-1]["step"] < len(run.steps) or run.status != FINISHED:
+            continue
+        rows.append(
+            {
+                "method": run.method,
+                "dtype": run.values["dtype"],
+                "optimizer.lr": run.learning_rate,
+                "seed": run.seed,
+                "accuracy": f"{probes[-1]['probe/paraphrases/accuracy']:.4f}",
+                "stories_rise": f"{probes[-1]['probe/stories/loss'] - probes[0]['probe/stories/loss']:.4f}",
+            }
+        )
+    return rows
 
 
 def _trade_off(comparison: Comparison, measure: Measure) -> TradeOff:
     cut = replace(comparison, old=[measure], other_old=[])
     return trade_off(cut, group_settings(cut))
-
-
-def methods_of(points: TradeOff) -> dict[str, list[Point]]:
-    found: dict[str, list[Point]] = {}
-    for point in points.points:
-        assert point.setting is not None
-        found.setdefault(point.setting.method, []).append(point)
-    return found
 
 
 def _compare(setting: str, new: str, measure: Measure, points: TradeOff, names: tuple[str, str]) -> Pair | None:
@@ -248,58 +265,6 @@ def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]) if rows else (), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def draw(by_score: TradeOff, by_loss: TradeOff, path: Path) -> None:
-    """The fronts of the primary measure: KL over six-way accuracy, and over the loss of the learned answers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "finch"  # the same picture, the same bytes
-    from matplotlib import pyplot
-
-    styles = {
-        "sft": ("SFT, cosine", "#0072B2", "o"),
-        "constant": ("constant rate", "#888888", "s"),
-        "finch": ("FINCH", "#D55E00", "D"),
-        "wise_ft": ("WiSE-FT of SFT", "#CC79A7", "v"),
-        "kl": ("SFT + KL penalty, 1 seed", "#009E73", "^"),
-    }
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
-    for axes, points in zip(panels, (by_score, by_loss), strict=True):
-        methods = methods_of(points)
-        for method in (name for name in styles if name in methods):
-            label, color, marker = styles[method]
-            ordered = sorted(methods[method], key=lambda point: -point.old.value)
-            new, old = [abs(point.new.value) for point in ordered], [-point.old.value for point in ordered]
-            axes.plot(new, old, marker=marker, color=color, label=label, markersize=5, linewidth=1.2)
-            bars = {"yerr": _bars([point.old for point in ordered], -1)}
-            if points is by_score:
-                bars["xerr"] = _bars([point.new for point in ordered], 1)
-            axes.errorbar(new, old, **bars, fmt="none", ecolor=color, alpha=0.3, linewidth=1)
-        if points.base is not None:
-            axes.plot(abs(points.base.new.value), 0, "k*", label="pretrained", markersize=9)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("forgotten: KL from the pretrained model\non its own answers, nats a token")
-    panels[0].set_ylim(-0.03, 1.3)
-    panels[0].set_xlabel("learned: six-way accuracy on paraphrases, % (more is better)")
-    panels[1].set_xlabel("learned: loss of the trained answers, nats a token (less is better)")
-    panels[1].invert_xaxis()
-    panels[1].legend(frameon=False, loc="upper left")
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=110, metadata={"Date": None} if suffix == ".svg" else None)
-    pyplot.close(figure)
-
-
-def _bars(estimates: Sequence[object], sign: int) -> Array:
-    """[2, points] from each value down and up to its interval's ends."""
-    bars = []
-    for one in estimates:
-        low, high = getattr(one, "low"), getattr(one, "high")  # noqa: B009
-        value = getattr(one, "value")  # noqa: B009
-        ends = (0.0, 0.0) if low is None or high is None else (value - low, high - value)
-        bars.append(ends if sign > 0 else ends[::-1])
-    return np.array(bars).T.clip(0)
 
 
 if __name__ == "__main__":

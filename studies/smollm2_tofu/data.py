@@ -15,6 +15,7 @@ python -m studies.smollm2_tofu.data --out out/study/data [--data-root DATA] [--q
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,8 +92,8 @@ def paraphrased(row: Row) -> Row:
 def read(name: str, data_root: Path | None, number: int | None = None) -> list[dict[str, Any]]:
     """The first rows of a data set; all of them without ``number``."""
     if data_root is not None:
-        lines = (data_root / name).read_text(encoding="utf-8").splitlines()[:number]
-        return [json.loads(line) for line in lines]
+        with (data_root / name).open(encoding="utf-8") as file:
+            return [json.loads(line) for line in itertools.islice(file, number)]
     import datasets
 
     repository, configuration, split = HUB[name]

@@ -101,8 +101,11 @@ def run_sweep(path: Path, out: Path, sweep: Path, jobs: int, words: Sequence[str
             time.sleep(POLL_S)
         score_sweep(sweep, scorer)
         remove_weights(grid)
-    except KeyboardInterrupt:
-        process.wait()  # it has had the signal too, and saves
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):  # that one has reached the sweep too, which saves its runs
+            process.terminate()
+        process.wait()
+        raise
     return process.returncode
 
 

@@ -163,7 +163,8 @@ class Scorer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _read(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self._data / name).read_text(encoding="utf-8").splitlines()]
+        with (self._data / name).open(encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
 
     def _load(self, folder: Path) -> Any:
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
