@@ -1,11 +1,15 @@
 """The study's command: which files of a sweep are removed, and what it says before it starts."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from finch.sweep.cells import write_cell
 from finch.sweep.grid import cells_of, read_grid
+from studies.smollm2_tofu import run, score
 from studies.smollm2_tofu.run import GRIDS, QUICK, cost, remove_weights
 
 GRID = """
@@ -95,3 +99,12 @@ def test_cost_has_the_numbers_of_cells():
     assert cost(GRIDS, is_quick=False).startswith("188 cells, 170 of them trained: ")
     assert cost({"blocks": GRIDS["blocks"]}, is_quick=False).startswith("36 cells, 36 of them trained: ")
     assert cost(QUICK, is_quick=True).startswith("the quick study: ")
+
+
+def test_an_error_while_scoring_ends_the_sweep(tmp_path, monkeypatch):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(run, "finch", lambda *words: process)
+    monkeypatch.setattr(score, "Scorer", lambda *folders: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.run_sweep(run.HERE / "GRID.yaml", tmp_path, tmp_path / "smooth", 1, [])
+    assert process.returncode == -signal.SIGTERM
