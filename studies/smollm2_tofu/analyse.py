@@ -26,7 +26,8 @@ from finch.sweep.cells import FINISHED
 from studies.smollm2_tofu.figure import draw, methods_of
 
 SETTINGS = ("smooth", "blocks", "wrong", "quick")
-PRECISION = "precision"
+PROBED = ("precision", "blocks_stories260k")
+"""Sweeps of stories260k, whose probes at the last step are all that is measured."""
 NEW = "tofu"
 EXPLORATORY = "train"
 """Not in the protocol: the loss of the learned answers in place of the six-way accuracy, which is noisy and has a ceiling."""
@@ -121,14 +122,15 @@ def analyse(study: Path, out: Path) -> None:
     _write_csv(out / "results.csv", rows)
     _write_csv(out / "comparisons.csv", [_flat(pair) for pair in pairs])
     (out / "comparisons.md").write_text(_table(pairs), encoding="utf-8")
-    if any((study / PRECISION).glob("*/metrics.jsonl")):
-        _write_csv(out / "precision.csv", precision_rows(study / PRECISION))
+    for name in PROBED:
+        if any((study / name).glob("*/metrics.jsonl")):
+            _write_csv(out / f"{name}.csv", probe_rows(study / name))
     for setting, both in fronts.items():
         draw(*both, out / f"front_{setting}")
 
 
-def precision_rows(sweep: Path) -> list[dict[str, object]]:
-    """Of each finished run of GRID_precision.yaml its probes at the last step: accuracy, and the rise of the stories' loss in nats a token."""
+def probe_rows(sweep: Path) -> list[dict[str, object]]:
+    """Of each finished run its probes at the last step: accuracy, and the rise of the stories' loss in nats a token."""
     rows: list[dict[str, object]] = []
     for run in sort_runs(read_runs([sweep])):
         probes = [line for line in run.metrics if "probe/stories/loss" in line]
@@ -137,7 +139,7 @@ def precision_rows(sweep: Path) -> list[dict[str, object]]:
         rows.append(
             {
                 "method": run.method,
-                "dtype": run.values["dtype"],
+                "dtype": run.values.get("dtype", "fp32"),
                 "optimizer.lr": run.learning_rate,
                 "seed": run.seed,
                 "accuracy": f"{probes[-1]['probe/paraphrases/accuracy']:.4f}",

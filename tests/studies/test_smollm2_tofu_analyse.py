@@ -6,7 +6,7 @@ import json
 import pytest
 
 from finch.evaluation.results import SuiteResult, TaskResult, write_result
-from studies.smollm2_tofu.analyse import analyse, precision_rows
+from studies.smollm2_tofu.analyse import analyse, probe_rows
 from studies.smollm2_tofu.check import check_comparisons, check_probes
 
 BASE_SCORE = 20  # percent of the new task
@@ -204,7 +204,7 @@ def test_check_compares_probes_with_samples(tmp_path):
         check_probes(tmp_path)
 
 
-def test_precision_rows_are_the_last_probes_of_finished_runs(tmp_path):
+def test_probe_rows_are_the_last_probes_of_finished_runs(tmp_path):
     values = {"method": "sft", "dtype": "bf16", "optimizer.lr": 1e-3}
     for seed, status in enumerate(("finished", "waiting")):
         run = tmp_path / f"sft_{seed}"
@@ -217,5 +217,5 @@ def test_precision_rows_are_the_last_probes_of_finished_runs(tmp_path):
         steps = [{"step": step, "loss": 1.0, "lr": 1e-3} for step in (1, 2)]
         lines = [probes[0], steps[0], probes[1], steps[1], probes[2]]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (row,) = precision_rows(tmp_path)
+    (row,) = probe_rows(tmp_path)
     assert (row["dtype"], row["seed"], row["accuracy"], row["stories_rise"]) == ("bf16", 0, "0.7000", "0.7500")
