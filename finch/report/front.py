@@ -96,20 +96,26 @@ def _mildest(points: Sequence[Point], base: Point | None) -> Point:
     return front[0] if front else max(points, key=lambda one: one.new.value)
 
 
+def points_by_method(trade_off: TradeOff) -> dict[str, list[Point]]:
+    """Each method's settings, in the order of the trade-off."""
+    groups: dict[str, list[Point]] = {}
+    for point in trade_off.points:
+        assert point.setting is not None
+        groups.setdefault(point.setting.method, []).append(point)
+    return groups
+
+
 def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[str]) -> Front:
     """
     Args:
         resolution: of the scores, 0.1 for percent.
         order: methods, the reference first.
     """
-    groups: dict[str, list[Point]] = {}
-    for point in trade_off.points:
-        assert point.setting is not None
-        groups.setdefault(point.setting.method, []).append(point)
+    groups = points_by_method(trade_off)
     groups = {method: groups[method] for method in order if method in groups}
     scores = common_scores(groups, resolution, trade_off.base)
     highest = {method: max(point.new.value for point in points) for method, points in groups.items()}
-    draws = {method: _draws(points, trade_off.base, scores) for method, points in groups.items()}
+    draws = {method: front_draws(points, trade_off.base, scores) for method, points in groups.items()}
     reference = next(iter(groups), None)
     methods = {}
     for method, points in groups.items():
@@ -149,8 +155,8 @@ def _value(points: Sequence[Point], score: float) -> float:
     return interpolate([point.new.value for point in points], [point.old.value for point in points], score)
 
 
-def _draws(points: Sequence[Point], base: Point | None, scores: Sequence[float]) -> Array:
-    """[draws, scores]"""
+def front_draws(points: Sequence[Point], base: Point | None, scores: Sequence[float] | Array) -> Array:
+    """[draws, scores]: the change at each score on the front of each draw of the bootstrap."""
     every = [*points, base] if base is not None else list(points)
     new = np.stack([point.new_draws for point in every], axis=1)
     old = np.stack([point.old_draws for point in every], axis=1)

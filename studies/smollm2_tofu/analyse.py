@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from finch.report.front import non_dominated
+from finch.report.front import front_draws, interpolate, points_by_method
 from finch.report.measures import Comparison, compare
 from finch.report.runs import Run, read_runs, sort_runs
 from finch.report.selection import Measure
 from finch.report.settings import Point, TradeOff, group_settings, trade_off
 from finch.sweep.cells import FINISHED
-from studies.smollm2_tofu.figure import draw, methods_of
+from studies.smollm2_tofu.figure import draw
 
 SETTINGS = ("smooth", "blocks", "wrong", "quick")
 PROBED = ("precision", "blocks_stories260k")
@@ -156,7 +156,7 @@ def _trade_off(comparison: Comparison, measure: Measure) -> TradeOff:
 
 def _compare(setting: str, new: str, measure: Measure, points: TradeOff, names: tuple[str, str]) -> Pair | None:
     one, other = names
-    methods = methods_of(points)
+    methods = points_by_method(points)
     if one not in methods or other not in methods or points.base is None:
         return None
     both = (methods[one], methods[other])
@@ -182,15 +182,9 @@ def _compare(setting: str, new: str, measure: Measure, points: TradeOff, names: 
 def _forgetting(group: Sequence[Point], base: Point, scores: Array) -> tuple[Array, Array]:
     """[scores] and [draws, scores]: a method's forgetting at each score, on the front through its settings and the pretrained model."""
     every = [base, *group]
-    value = _on_front([point.new.value for point in every], [point.old.value for point in every], scores)
-    new = np.stack([point.new_draws for point in every], axis=1).tolist()
-    old = np.stack([point.old_draws for point in every], axis=1).tolist()
-    return -value, -np.stack([_on_front(*pair, scores) for pair in zip(new, old, strict=True)])
-
-
-def _on_front(new: Sequence[float], old: Sequence[float], scores: Array) -> Array:
-    kept = non_dominated(new, old)
-    return np.interp(scores, [new[index] for index in kept], [old[index] for index in kept])
+    new, old = [point.new.value for point in every], [point.old.value for point in every]
+    value = np.array([interpolate(new, old, score) for score in scores])
+    return -value, -front_draws(group, base, scores)
 
 
 def _row(setting: str, comparison: Comparison, number: int) -> dict[str, object]:

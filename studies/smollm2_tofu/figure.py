@@ -8,19 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from finch.report.front import points_by_method
 from finch.report.measures import Estimate
-from finch.report.settings import Point, TradeOff
+from finch.report.settings import TradeOff
 
 Array = NDArray[np.float64]
-
-
-def methods_of(points: TradeOff) -> dict[str, list[Point]]:
-    """A method's points, by method."""
-    found: dict[str, list[Point]] = {}
-    for point in points.points:
-        assert point.setting is not None
-        found.setdefault(point.setting.method, []).append(point)
-    return found
 
 
 def draw(by_score: TradeOff, by_loss: TradeOff, path: Path) -> None:
@@ -40,7 +32,7 @@ def draw(by_score: TradeOff, by_loss: TradeOff, path: Path) -> None:
     }
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
     for axes, points in zip(panels, (by_score, by_loss), strict=True):
-        methods = methods_of(points)
+        methods = points_by_method(points)
         for method in (name for name in styles if name in methods):
             label, color, marker = styles[method]
             ordered = sorted(methods[method], key=lambda point: -point.old.value)

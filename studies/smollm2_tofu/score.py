@@ -33,8 +33,9 @@ from torch.nn import functional as F
 
 from finch.evaluation.fingerprint import hash_weights
 from finch.evaluation.model_folders import ModelFolder
-from finch.evaluation.results import NEW, OLD, Sample, SuiteResult, TaskResult, write_result
-from finch.run_files import EVALUATION, chosen_model
+from finch.evaluation.results import NATS, NEW, OLD, Sample, SuiteResult, TaskResult, write_result
+from finch.run_files import CELL, EVALUATION, chosen_model
+from finch.sweep.cells import EVALUATED, FINISHED, read_cell
 
 SUITE, BASE = "losses", "base_losses"
 MAX_NEW_TOKENS = 64
@@ -67,7 +68,7 @@ class Scorer:
 
     def __init__(self, base: Path, data: Path, *, batch_tokens: int = 4096) -> None:
         transformers.utils.logging.disable_progress_bar()
-        self._base, self._data, self._batch_tokens = base, data, batch_tokens
+        self.base, self._data, self._batch_tokens = base, data, batch_tokens
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         self._model = self._load(base)
@@ -195,7 +196,7 @@ def write(folder: Path, model: Path, base: str | None, samples: dict[str, list[S
             n=len(lines),
             samples=f"{SUITE}.{name}.jsonl",
             is_higher_better=False,
-            unit="nats",
+            unit=NATS,
         )
         for name, lines in samples.items()
     }
@@ -210,12 +211,12 @@ def score_sweep(sweep: Path, scorer: Scorer) -> int:
     """Scores the cells that have a model and no scores. Returns how many."""
     base = sweep / BASE
     if not (base / f"{SUITE}.json").exists():
-        write(base, scorer._base, None, scorer.score_base(), scorer)
+        write(base, scorer.base, None, scorer.score_base(), scorer)
     number = 0
-    for cell in sorted(path.parent for path in sweep.glob("*/cell.json")):
+    for cell in sorted(path.parent for path in sweep.glob(f"*/{CELL}")):
         model = chosen_model(cell)
         target = cell / EVALUATION / f"{SUITE}.json"
-        is_finished = json.loads((cell / "cell.json").read_text())["status"] in ("finished", "evaluated")
+        is_finished = read_cell(cell)["status"] in (FINISHED, EVALUATED)
         if not is_finished or model is None or target.exists() or not any(model.glob("*.safetensors")):
             continue
         start = time.perf_counter()
