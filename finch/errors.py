@@ -58,6 +58,11 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
         except KeyboardInterrupt:
             _print("finch: interrupted")
             _exit(130)
+        except BrokenPipeError:
+            if not _is_reader_gone():
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the last flush would complain
+            _exit(1)
         except Exception as error:
             if "LOCAL_RANK" not in os.environ:
                 raise
@@ -91,6 +96,15 @@ def exit_without_teardown() -> None:
 
 def _print(message: str) -> None:
     print(f"\n{message}", file=sys.stderr, flush=True)  # on a line of its own, after a progress bar
+
+
+def _is_reader_gone() -> bool:
+    """Whether nobody reads standard output any more: `finch ... | head`."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _write_error_file(message: str) -> None:

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from finch.errors import UserError, report_user_errors
@@ -26,6 +30,34 @@ def test_ctrl_c_exits_with_130(capsys, tmp_path, monkeypatch):
     assert exit_code_of(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err.strip() == "finch: interrupted"
     assert not (tmp_path / "error").exists()
+
+
+def test_output_that_nobody_reads_any_more_is_no_error():
+    program = """
+from finch.errors import report_user_errors
+
+@report_user_errors
+def main():
+    while True:
+        print("a line")
+
+main()
+"""
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], env=os.environ, **pipe) as process:
+        assert process.stdout.readline() == "a line\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_a_pipe_of_somebody_else_keeps_its_traceback():
+    @report_user_errors
+    def main():
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        main()
 
 
 def test_other_errors_keep_their_traceback():
