@@ -96,12 +96,11 @@ def check_comparisons(study: Path, results: Path) -> int:
 def check_probes(study: Path) -> tuple[int, float]:
     """How many values were compared, and the largest relative difference of a loss."""
     number, worst = 0, 0.0
-    for metrics in sorted(study.glob("smooth/*/metrics.jsonl")):
-        folder = metrics.parent / "evaluation"
+    for metrics in sorted(study.glob("*/*/metrics.jsonl")):
+        stories = metrics.parent / "evaluation" / "losses.stories.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        last = [line for line in lines if "probe/stories/loss" in line][-1]
-        stories = folder / "losses.stories.jsonl"
-        if last["step"] == 0 or not stories.exists():
+        probes = [line for line in lines if "probe/stories/loss" in line]
+        if not stories.exists() or not probes or (last := probes[-1])["step"] == 0:
             continue
         rows = [json.loads(line) for line in stories.read_text().splitlines()][:16]
         loss = sum(row["nats"] for row in rows) / sum(row["tokens"] for row in rows)

@@ -19,6 +19,7 @@ NAMES = {  # of the pages' tables
     "constant rate": "constant",
     "FINCH's mean rate": "mean_rate",
     "linear ramp": "linear_ramp",
+    "FINCH's curve of another seed": "replayed_curve",
     "FINCH, cap 5e-5": "finch_cap_5e-5",
     "WiSE-FT": "wise_ft",
     "WiSE-FT of SFT": "wise_ft",
@@ -39,7 +40,7 @@ def test_numbers_are_those_of_the_runs(tmp_path):
 def test_ratios_of_a_page_are_those_of_the_comparisons(page, num_ratios):
     lines = list(csv.DictReader((RESULTS / "comparisons.csv").open(encoding="utf-8")))
     known = {
-        (line["new"], line["one"], line["other"]): "{:.2f} [{:.2f}, {:.2f}]".format(
+        (line["setting"], line["new"], line["one"], line["other"]): "{:.2f} [{:.2f}, {:.2f}]".format(
             *(float(line[key]) for key in ("ratio", "ratio_low", "ratio_high"))
         )
         for line in lines
@@ -48,11 +49,12 @@ def test_ratios_of_a_page_are_those_of_the_comparisons(page, num_ratios):
     found = 0
     for row in page.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        one, _, other = cells[0].removesuffix(" (one seed)").partition(" / ")
+        pair, _, setting = cells[0].removesuffix(" (one seed)").partition(", in ")
+        one, _, other = pair.partition(" / ")
         if one not in NAMES or other not in NAMES:
             continue
         for new, cell in (("tofu", cells[1]), ("train", cells[-1])):
             if RATIO.fullmatch(cell):
-                assert cell == known[new, NAMES[one], NAMES[other]]
+                assert cell == known[setting or "smooth", new, NAMES[one], NAMES[other]]
                 found += 1
     assert found == num_ratios
