@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
@@ -52,7 +52,7 @@ from finch.training.monitoring import build_metrics_log, build_profiler
 from finch.training.nonfinite_guard import NonfiniteGuard
 from finch.training.objective import build_objective, micro_batch_loss, prepare_objective, token_losses
 from finch.training.optimizer import build_optimizers
-from finch.training.reference_loss import ReferenceLossCache, ReferenceLosses, fingerprint_of
+from finch.training.reference_loss import ReferenceLossCache, ReferenceLosses
 from finch.training.resume import resume_point
 from finch.training.run_folder import RunFolder
 from finch.training.run_lock import RunLock
@@ -194,10 +194,7 @@ class FinchFullFinetune(FTRecipeInterface):
         is_new = self._resume is None
         cache = reference = None
         if "pretrained_token_loss" in self._objective.needs or (is_new and uses_dataset_init(cfg)):
-            assert self._data.stats is not None
-            settings = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype}
-            fingerprint = fingerprint_of(self._base.files, self._data.stats.digest, settings)
-            cache = ReferenceLossCache(self._run / run_files.REFERENCE_LOSSES, fingerprint, self._base.folder)
+            cache = ReferenceLossCache(cfg, self._base, self._data, self._run)
             reference = cache.load(self._parallel)
         self._kl_penalty.load_cache(cfg, self._base, self._data, self._run)
         needs_losses = cache is not None and reference is None
@@ -207,8 +204,7 @@ class FinchFullFinetune(FTRecipeInterface):
             self._load_base()
         self._kl_penalty.prepare(self._model, self._data)
         if cache is not None and reference is None:
-            title = "pretrained model's loss over the training rows"
-            reference = cache.compute(self._model, self._data.eval_loader(self._data.samples, title))
+            reference = cache.compute(self._model)
         self._forgetting.start(self._model)
         prepare_objective(self._objective, reference, self._data.samples, self._median.mode)
         if self._regularizer is not None:

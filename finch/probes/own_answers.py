@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from finch import files
 from finch.data.order import EMPTY
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
@@ -25,7 +22,7 @@ from finch.probes.rows import ProbeRows, Sample, num_targets
 from finch.probes.settings import ProbeSettings
 from finch.training.chunked_loss import TokenLoss
 from finch.training.dataset_loss import iter_outputs
-from finch.training.reference_loss import fingerprint_of
+from finch.training.reference_file import ReferenceFile, fingerprint_of
 
 
 class OwnAnswers:
@@ -43,11 +40,11 @@ class OwnAnswers:
         self, name: str, run: Path, rows: ProbeRows, settings: ProbeSettings, tokenizer: Any, dtype: torch.dtype
     ) -> None:
         self._name, self._rows, self._settings = name, rows, settings
-        self._file = run / f"own_answers_{name}.safetensors"
+        self._path = run / f"own_answers_{name}.safetensors"
         self._prompts = [sample["tokens"] for sample in rows.samples]
         self._stop_tokens = list(getattr(tokenizer, "stop_tokens", None) or [tokenizer.eos_id])
         self._dtype = dtype
-        self._fingerprint = ""
+        self._file: ReferenceFile | None = None
 
     def load(self, weight_files: Iterable[Path], model_settings: dict[str, Any], parallel: Parallel) -> bool:
         """Takes the answers of an earlier start of this run; a collective. Returns whether every rank could read them.
@@ -59,12 +56,12 @@ class OwnAnswers:
         settings = {**model_settings, "max_new_tokens": self._settings.max_new_tokens, "top_k": self._settings.top_k}
         prompts = json.dumps([self._prompts, self._stop_tokens]).encode()
         digest = int.from_bytes(hashlib.blake2b(prompts, digest_size=8).digest(), "little")
-        self._fingerprint = fingerprint_of(weight_files, digest, settings)
-        samples = self._read()
-        if not parallel.all_true(samples is not None) or samples is None:
+        self._file = ReferenceFile(self._path, fingerprint_of(weight_files, digest, settings))
+        tensors = self._file.load(parallel)
+        if tensors is None:
             return False
-        self._rows.samples = samples
-        logger.info(f"probes.{self._name}: the pretrained model's answers are read from {self._file}")
+        self._rows.samples = self._samples(tensors)
+        logger.info(f"probes.{self._name}: the pretrained model's answers are read from {self._path}")
         return True
 
     def generate(self, model: TokenLoss, settings: EvalSettings) -> None:
@@ -93,37 +90,28 @@ class OwnAnswers:
             f"probes.{self._name}: the pretrained model's greedy answers to {len(samples)} prompts, {number:,} tokens, in "
             f"{time.perf_counter() - start:.1f} s"
         )
+        assert self._file is not None, "load() comes first"
         if parallel.is_rank_zero:
-            self._save()
+            self._file.save(self._tensors())
 
-    def _save(self) -> None:
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The answers and the distributions at their tokens, one after the other."""
         samples = self._rows.samples
-        lengths = torch.tensor([num_targets(sample) for sample in samples])
         answers = [sample["tokens"][len(prompt) :] for prompt, sample in zip(self._prompts, samples, strict=True)]
-        tensors = {
+        return {
             "answers": torch.tensor([token for answer in answers for token in answer], dtype=torch.int32),
-            "lengths": lengths,
+            "lengths": torch.tensor([num_targets(sample) for sample in samples]),
             **{key: torch.cat([sample[key] for sample in samples]) for key in REFERENCES},
         }
-        with files.atomic_file(self._file) as partial:
-            save_file(tensors, partial, metadata={"fingerprint": self._fingerprint})
 
-    def _read(self) -> list[Sample] | None:
-        try:
-            with safe_open(self._file, framework="pt") as content:
-                if (content.metadata() or {}).get("fingerprint") != self._fingerprint:
-                    return None
-                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-            lengths = tensors.pop("lengths").tolist()
-            parts = {name: tensor.split(lengths) for name, tensor in tensors.items()}
-            return [
-                {**_sample(prompt, parts["answers"][index].tolist()), **{key: parts[key][index] for key in REFERENCES}}
-                for index, prompt in enumerate(self._prompts)
-            ]
-        except (
-            Exception
-        ):  # safetensors has no class of its own for a truncated file; the answers are then generated again
-            return None
+    def _samples(self, tensors: dict[str, torch.Tensor]) -> list[Sample]:
+        """What :meth:`_tensors` holds."""
+        lengths = tensors["lengths"].tolist()
+        parts = {name: tensors[name].split(lengths) for name in ("answers", *REFERENCES)}
+        return [
+            {**_sample(prompt, parts["answers"][index].tolist()), **{key: parts[key][index] for key in REFERENCES}}
+            for index, prompt in enumerate(self._prompts)
+        ]
 
 
 def _sample(prompt: Sequence[int], answer: Sequence[int]) -> Sample:

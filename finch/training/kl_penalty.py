@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from finch import run_files
@@ -21,8 +22,8 @@ from finch.log import logger
 from finch.models.lora import adapter_layers
 from finch.objectives.kl import KL
 from finch.training.chunked_loss import TokenLoss
-from finch.training.reference_loss import fingerprint_of
-from finch.training.reference_top_k import ReferenceTopK, ReferenceTopKCache
+from finch.training.reference_file import ReferenceFile
+from finch.training.reference_top_k import ReferenceTopK, compute_reference_top_k
 from finch.weights.base import PretrainedFolder
 
 
@@ -70,7 +71,7 @@ class KLPenalty:
         self.is_cached = self._settings is not None and not self._settings.is_online
         self.has_reference = needs_reference(self._settings, decoder)
         self._targets = self._sum = torch.zeros((), dtype=torch.float64)
-        self._cache: ReferenceTopKCache | None = None
+        self._cache: ReferenceFile | None = None
         self._top_k: ReferenceTopK | None = None
         vocabulary = decoder.tok_embeddings.weight.shape[0]
         if self._settings is not None and self.is_cached and self._settings.top_k > vocabulary:
@@ -87,14 +88,10 @@ class KLPenalty:
         """Reads cached distributions, if an earlier start has computed them; a collective."""
         if self._settings is None or not self.is_cached:
             return
-        assert data.stats is not None
-        model = OmegaConf.to_container(cfg.model, resolve=True)
-        settings = {"model": model, "dtype": cfg.dtype, "top_k": self._settings.top_k}
-        file = run / run_files.REFERENCE_TOP_K
-        self._cache = ReferenceTopKCache(file, fingerprint_of(base.files, data.stats.digest, settings))
-        self._top_k = self._cache.load(self._parallel)
-        if self._top_k is not None:
-            logger.info(f"the pretrained model's most likely tokens are read from {file}")
+        path, top_k = run / run_files.REFERENCE_TOP_K, self._settings.top_k
+        self._cache = ReferenceFile.of_training_rows(path, cfg, base, data, top_k=top_k)
+        if self._load():
+            logger.info(f"the pretrained model's most likely tokens are read from {path}")
 
     def prepare(self, model: TokenLoss, data: TrainingData) -> None:
         """Computes what is cached and not there yet, and logs what the reference costs on this rank; a collective.
@@ -107,9 +104,7 @@ class KLPenalty:
         start = f"KL penalty {self._settings.strength:g} x the mean token KL from the pretrained model:"
         if self._cache is not None:
             if self._top_k is None:
-                title = "pretrained model's most likely tokens on the training rows"
-                loader = data.eval_loader(data.samples, title)
-                self._top_k = self._cache.compute(model, loader, self._settings.top_k)
+                self._compute(model, data, self._settings.top_k, self._cache)
             reference = f"{self._settings.top_k} cached tokens and the rest as one, a lower bound"
         elif model.reference is None:
             reference = "the model without its adapters, a second forward pass and no further weights"
@@ -118,6 +113,27 @@ class KLPenalty:
             size = sum(to_local(weight).numel() * weight.element_size() for weight in weights)
             reference = f"a second forward pass, and {size / 1e6:,.1f} MB of frozen weights on each rank"
         logger.info(f"{start} {reference}")
+
+    def _load(self) -> bool:
+        """Takes what the cache holds; a collective."""
+        tensors = None if self._cache is None else self._cache.load(self._parallel)
+        self._top_k = None if tensors is None else ReferenceTopK(**tensors)
+        return self._top_k is not None
+
+    def _compute(self, model: TokenLoss, data: TrainingData, top_k: int, cache: ReferenceFile) -> None:
+        """Computes the pretrained model's distributions and saves them; a collective."""
+        start = time.perf_counter()
+        loader = data.eval_loader(data.samples, "pretrained model's most likely tokens on the training rows")
+        computed = compute_reference_top_k(model, loader, top_k)
+        if self._parallel.is_rank_zero:
+            cache.save(vars(computed))
+        self._parallel.all_true(True)  # the others read what is complete
+        logger.info(
+            f"pretrained model's {top_k} most likely tokens at {len(computed.log_probs):,} target tokens: {computed.num_bytes / 1e6:,.1f} MB in "
+            f"{cache.path} ({time.perf_counter() - start:.1f} s)"
+        )
+        if not self._load():  # else the ranks of a machine share the file's pages
+            self._top_k = computed
 
     def batches(self, data: TrainingData, epoch: int, consumed: int) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch after its first ``consumed`` samples, with the distributions that are cached."""

@@ -6,30 +6,27 @@ beside the run under a fingerprint, and is never computed with tuned weights.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from omegaconf import DictConfig
 from torch import nn
 
-from finch import files
+from finch import run_files
 from finch.data.loader import Batch, EvalLoader
 from finch.data.order import EMPTY
+from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX, Objective
 from finch.training.dataset_loss import iter_token_losses, no_targets_error
-
-_NUM_PIECES, _PIECE_BYTES = 64, 65536
+from finch.training.reference_file import ReferenceFile
+from finch.weights.base import PretrainedFolder
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,9 @@ class ReferenceLosses:
         weights = self.draws.repeat_interleave(self.ends.diff(prepend=self.ends.new_zeros(1)))
         return float((self.losses.double() * weights).sum() / weights.sum())
 
-    def save(self, file: Path, fingerprint: str) -> None:
-        tensors = {"losses": self.losses, "ends": self.ends, "sequence_losses": self.sequence_losses}
-        if self.draws is not None:
-            tensors["draws"] = self.draws
-        with files.atomic_file(file) as partial:
-            save_file(tensors, partial, metadata={"fingerprint": fingerprint})
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What there is, by attribute."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 def row_span(ends: torch.Tensor, index: int) -> slice:
@@ -85,64 +79,39 @@ def row_span(ends: torch.Tensor, index: int) -> slice:
     return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
 
 
-def load_reference_losses(file: Path, fingerprint: str) -> ReferenceLosses | None:
-    """What an earlier run saved, or None: no file, of another model or other rows, or damaged."""
-    try:
-        with safe_open(file, framework="pt") as content:
-            if (content.metadata() or {}).get("fingerprint") != fingerprint:
-                return None
-            return ReferenceLosses(**{name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118
-    except Exception:  # safetensors has no class of its own for a truncated file; the losses are then computed again
-        return None
-
-
-def fingerprint_of(files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:
-    """What reference losses belong to.
-
-    Args:
-        files: the pretrained weights; their sizes and 64 pieces spread over each are read, since tuning changes every
-            weight and reading complete files would take minutes.
-        rows: digest of all tokenized rows, which depend on tokenizer, template and max_seq_len.
-        settings: whatever else decides the losses, as JSON: the model's block, the dtype.
-    """
-    digest = hashlib.sha256(json.dumps([rows, settings], sort_keys=True).encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as content:
-            for piece in range(_NUM_PIECES):
-                content.seek(size * piece // _NUM_PIECES)
-                digest.update(content.read(_PIECE_BYTES))
-    return digest.hexdigest()
-
-
 class ReferenceLossCache:
-    """A run's reference losses, kept in a file under their fingerprint and reused where it matches.
+    """A run's reference losses: those of an earlier start, or computed before training.
 
     Args:
-        file: where they are kept.
-        fingerprint: see :func:`fingerprint_of`.
-        model_folder: of the pretrained model, for error messages.
+        cfg: a recipe's config.
+        base: the pretrained model.
+        data: with statistics of the training rows.
+        run: the run's folder.
     """
 
-    def __init__(self, file: Path, fingerprint: str, model_folder: Path) -> None:
-        self._file, self._fingerprint, self._model_folder = file, fingerprint, model_folder
+    def __init__(self, cfg: DictConfig, base: PretrainedFolder, data: TrainingData, run: Path) -> None:
+        self._file = ReferenceFile.of_training_rows(run / run_files.REFERENCE_LOSSES, cfg, base, data)
+        self._data, self._model_folder = data, base.folder
 
     def load(self, parallel: Parallel) -> ReferenceLosses | None:
-        """The cached losses, if every rank can read them."""
-        cached = load_reference_losses(self._file, self._fingerprint)
-        if not parallel.all_true(cached is not None):
+        """The losses of an earlier start, if every rank can read them; a collective."""
+        tensors = self._file.load(parallel)
+        if tensors is None:
             return None
-        logger.info(f"the pretrained model's losses are read from {self._file}")
-        return cached
+        logger.info(f"the pretrained model's losses are read from {self._file.path}")
+        return ReferenceLosses(**tensors)
 
-    def compute(self, model: nn.Module, loader: EvalLoader) -> ReferenceLosses:
+    def compute(self, model: nn.Module) -> ReferenceLosses:
         """Computes and saves them; a collective.
+
+        Args:
+            model: with the pretrained weights.
 
         Raises:
             UserError: no row has a target token, or the mean is not finite.
         """
         start = time.perf_counter()
+        loader = self._data.eval_loader(self._data.samples, "pretrained model's loss over the training rows")
         reference = compute_reference_losses(model, loader)
         if not math.isfinite(reference.mean):
             raise UserError(
@@ -154,7 +123,7 @@ class ReferenceLossCache:
             f"({time.perf_counter() - start:.1f} s)"
         )
         if loader.parallel.is_rank_zero:
-            reference.save(self._file, self._fingerprint)
+            self._file.save(reference.tensors())
         return reference
 
 

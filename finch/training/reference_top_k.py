@@ -6,27 +6,18 @@ and is never computed with tuned weights.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
-from finch import files
 from finch.data.loader import Batch, EvalLoader
 from finch.data.order import EMPTY
-from finch.distributed.parallel import Parallel
-from finch.log import logger
 from finch.objectives import IGNORE_INDEX
 from finch.training.dataset_loss import iter_token_losses
 from finch.training.reference_loss import row_span
-
-_NAMES = ("log_probs", "tokens", "ends")
 
 
 @dataclass(frozen=True)
@@ -61,56 +52,6 @@ class ReferenceTopK:
             "reference_log_probs": torch.cat([self.log_probs[span] for span in spans]),
             "reference_tokens": torch.cat([self.tokens[span] for span in spans]),
         }
-
-    def save(self, file: Path, fingerprint: str) -> None:
-        with files.atomic_file(file) as partial:
-            save_file({name: getattr(self, name) for name in _NAMES}, partial, metadata={"fingerprint": fingerprint})
-
-
-class ReferenceTopKCache:
-    """A run's :class:`ReferenceTopK`, kept in a file under its fingerprint and reused where it matches.
-
-    The file is mapped into memory: the ranks of a machine share its pages, and what is not in use need not be in memory.
-
-    Args:
-        file: where it is kept.
-        fingerprint: see :func:`finch.training.reference_loss.fingerprint_of`.
-    """
-
-    def __init__(self, file: Path, fingerprint: str) -> None:
-        self._file, self._fingerprint = file, fingerprint
-
-    def load(self, parallel: Parallel) -> ReferenceTopK | None:
-        """The cached distributions, if every rank can read them; a collective."""
-        cached = self._read()
-        return cached if parallel.all_true(cached is not None) else None
-
-    def compute(self, model: nn.Module, loader: EvalLoader, top_k: int) -> ReferenceTopK:
-        """Computes and saves them; a collective.
-
-        Args:
-            model: with the pretrained weights; see :class:`finch.training.chunked_loss.TokenLoss`.
-            top_k: at most the size of the vocabulary.
-        """
-        start = time.perf_counter()
-        reference = compute_reference_top_k(model, loader, top_k)
-        if loader.parallel.is_rank_zero:
-            reference.save(self._file, self._fingerprint)
-        loader.parallel.all_true(True)  # the others read what is complete
-        logger.info(
-            f"pretrained model's {top_k} most likely tokens at {len(reference.log_probs):,} target tokens: {reference.num_bytes / 1e6:,.1f} MB in "
-            f"{self._file} ({time.perf_counter() - start:.1f} s)"
-        )
-        return self.load(loader.parallel) or reference
-
-    def _read(self) -> ReferenceTopK | None:
-        try:
-            with safe_open(self._file, framework="pt") as content:
-                if (content.metadata() or {}).get("fingerprint") != self._fingerprint:
-                    return None
-                return ReferenceTopK(*(content.get_tensor(name) for name in _NAMES))
-        except Exception:  # safetensors has no class of its own for a truncated file; it is then computed again
-            return None
 
 
 def compute_reference_top_k(model: nn.Module, loader: EvalLoader, top_k: int) -> ReferenceTopK:
