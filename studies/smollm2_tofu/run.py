@@ -29,7 +29,7 @@ QUICK = {"quick": "GRID_quick.yaml"}
 PRECISION = "precision", "GRID_precision.yaml"
 POLL_S = 2.0
 GPU_SECONDS, CPU_MINUTES, QUICK_MINUTES = 8, 12, 16
-"""A cell on an H100 that 13 cells share through MPS, measured; on two CPU cores, extrapolated from the quick study; that one, measured."""
+"""A cell on an H100 that 13 cells share through MPS, measured; on two CPU cores, the sum of parts measured in blocks; the quick study, measured."""
 
 
 @report_user_errors

@@ -26,7 +26,7 @@ CELLS = {
         "kl": 4,
     },
     "GRID_blocks.yaml": THREE,
-    "GRID_blocks_stories260k.yaml": THREE,
+    "GRID_blocks_stories260k.yaml": {**THREE, "finch_ema_0": 12},
     "GRID_wrong.yaml": THREE,
     "GRID_quick.yaml": {"sft": 2, "wise_ft": 2, "finch": 1},
 }
