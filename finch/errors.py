@@ -58,12 +58,10 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
         except KeyboardInterrupt:
             _print("finch: interrupted")
             _exit(130)
-        except BrokenPipeError:
-            if not _is_reader_gone():
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the last flush would complain
-            _exit(1)
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and _is_reader_gone():
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the last flush would complain
+                _exit(1)
             if "LOCAL_RANK" not in os.environ:
                 raise
             reason = str(error) if isinstance(error, RuntimeError) else ""

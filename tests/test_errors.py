@@ -60,6 +60,12 @@ def test_a_pipe_of_somebody_else_keeps_its_traceback():
         main()
 
 
+def test_a_rank_ends_after_the_pipe_of_somebody_else(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert exit_code_of(BrokenPipeError()) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_other_errors_keep_their_traceback():
     @report_user_errors
     def main():

@@ -18,6 +18,7 @@ from finch.data.training_data import TrainingData
 from finch.distributed import parallel
 from finch.errors import UserError
 from finch.training.chunked_loss import TokenLoss
+from finch.training.reference_file import ReferenceFile
 from finch.training.reference_loss import ReferenceLosses, compute_reference_losses
 
 
@@ -151,5 +152,9 @@ def test_mixture_reads_the_rows_it_draws_and_weighs_them(packed, config, tmp_pat
     with torch.no_grad():
         sums = [(float(model(**model_inputs(batch)).sum()), batch["targets"].numel()) for batch in samples]
     assert result.mean == pytest.approx(sum(loss for loss, _ in sums) / sum(number for _, number in sums), rel=1e-6)
-    kept = ReferenceLosses(**result.tensors())
+    file = ReferenceFile(tmp_path / "kept", "a")
+    file.save(result.tensors())
+    kept = ReferenceLosses(**file.load(alone))
     assert kept.mean == result.mean
+    for name in ("losses", "ends", "sequence_losses"):
+        assert torch.equal(getattr(kept, name), getattr(result, name))

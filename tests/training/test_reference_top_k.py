@@ -1,4 +1,4 @@
-"""One pass with the pretrained model: each row's most likely tokens, whatever the batch."""
+"""One pass with the pretrained model: each row's most likely tokens, whatever the batch, kept and read again."""
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from finch.data.loader import EvalLoader, collator, loader
 from finch.data.order import EMPTY, GlobalOrder
 from finch.distributed.parallel import Parallel
 from finch.training.chunked_loss import TokenLoss
-from finch.training.reference_top_k import compute_reference_top_k
+from finch.training.reference_file import ReferenceFile
+from finch.training.reference_top_k import ReferenceTopK, compute_reference_top_k
 
 TOP_K = 4
 
@@ -72,3 +73,14 @@ def test_reference_top_k_of_each_row(samples, batch_size):
                 one = found[name].exp() if name == "reference_log_probs" else found[name].long()
                 torch.testing.assert_close(one, values, rtol=0, atol=1e-12)
             assert len(found["reference_tokens"]) == len(batch["targets"])
+
+
+def test_reference_top_k_is_kept_bit_for_bit(samples, tmp_path):
+    samples, collate = samples
+    parallel = Parallel(torch.device("cpu"))
+    result = compute_reference_top_k(small_model(), EvalLoader(samples, collate, parallel, 4), TOP_K)
+    file = ReferenceFile(tmp_path / "top_k.safetensors", "a")
+    file.save(vars(result))
+    again = ReferenceTopK(**file.load(parallel))
+    for name in ("log_probs", "tokens", "ends"):
+        assert torch.equal(getattr(again, name), getattr(result, name))
