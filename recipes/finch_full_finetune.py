@@ -319,9 +319,8 @@ class FinchFullFinetune(FTRecipeInterface):
                 fsdp.reduce_gradients(self._model, is_reduced=number == len(batches))
             token_loss, share = self._losses(batch, scale)
             loss_sum += token_loss.sum(dtype=torch.float64)
-            if (
-                self._cfg.optimizer_in_bwd
-            ):  # the only micro-batch; its backward updates, so the learning rate comes first
+            if self._cfg.optimizer_in_bwd:
+                # The only micro-batch: its backward updates the weights, so the learning rate comes first.
                 loss = self._mean_loss(loss_sum, targets)
                 if not self._schedule.step(loss, denominator):
                     fsdp.reshard(self._model)

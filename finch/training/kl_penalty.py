@@ -90,7 +90,7 @@ class KLPenalty:
             return
         path, top_k = run / run_files.REFERENCE_TOP_K, self._settings.top_k
         self._cache = ReferenceFile.of_training_rows(path, cfg, base, data, top_k=top_k)
-        if self._load():
+        if self._load(self._cache):
             logger.info(f"the pretrained model's most likely tokens are read from {path}")
 
     def prepare(self, model: TokenLoss, data: TrainingData) -> None:
@@ -114,9 +114,9 @@ class KLPenalty:
             reference = f"a second forward pass, and {size / 1e6:,.1f} MB of frozen weights on each rank"
         logger.info(f"{start} {reference}")
 
-    def _load(self) -> bool:
+    def _load(self, cache: ReferenceFile) -> bool:
         """Takes what the cache holds; a collective."""
-        tensors = None if self._cache is None else self._cache.load(self._parallel)
+        tensors = cache.load(self._parallel)
         self._top_k = None if tensors is None else ReferenceTopK(**tensors)
         return self._top_k is not None
 
@@ -132,7 +132,7 @@ class KLPenalty:
             f"pretrained model's {top_k} most likely tokens at {len(computed.log_probs):,} target tokens: {computed.num_bytes / 1e6:,.1f} MB in "
             f"{cache.path} ({time.perf_counter() - start:.1f} s)"
         )
-        if not self._load():  # else the ranks of a machine share the file's pages
+        if not self._load(cache):  # else the ranks of a machine share the file's pages
             self._top_k = computed
 
     def batches(self, data: TrainingData, epoch: int, consumed: int) -> Iterator[Batch]:

@@ -63,23 +63,21 @@ class ReferenceFile:
                 if (content.metadata() or {}).get("fingerprint") != self._fingerprint:
                     return None
                 return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-        except (
-            Exception
-        ):  # safetensors has no class of its own for a truncated file; the tensors are then computed again
-            return None
+        except Exception:
+            return None  # safetensors has no class of its own for a truncated file; the tensors are computed again
 
 
-def fingerprint_of(files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:
+def fingerprint_of(weight_files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:
     """What tensors of the pretrained model belong to.
 
     Args:
-        files: the pretrained weights; their sizes and 64 pieces spread over each are read, since tuning changes every
+        weight_files: of the pretrained model; their sizes and 64 pieces spread over each are read, since tuning changes every
             weight and reading complete files would take minutes.
         rows: digest of all tokenized rows, which depend on tokenizer, template and max_seq_len.
         settings: whatever else decides the tensors, as JSON: the model's block, the dtype.
     """
     digest = hashlib.sha256(json.dumps([rows, settings], sort_keys=True).encode())
-    for file in files:
+    for file in weight_files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as content:

@@ -98,9 +98,11 @@ def check_probes(study: Path) -> tuple[int, float]:
     number, worst = 0, 0.0
     for metrics in sorted(study.glob("*/*/metrics.jsonl")):
         stories = metrics.parent / "evaluation" / "losses.stories.jsonl"
+        if not stories.exists():
+            continue
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
         probes = [line for line in lines if "probe/stories/loss" in line]
-        if not stories.exists() or not probes or (last := probes[-1])["step"] == 0:
+        if not probes or (last := probes[-1])["step"] == 0:
             continue
         rows = [json.loads(line) for line in stories.read_text().splitlines()][:16]
         loss = sum(row["nats"] for row in rows) / sum(row["tokens"] for row in rows)
