@@ -1,3 +1,0 @@
-from benchmarks.methods.sweep import main
-
-main()
