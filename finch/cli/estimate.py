@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finch.cli.early_checks import read_job
-from finch.config.registry import find_config
+from finch.config.instantiate import find_config
 from finch.errors import UserError
 from finch.log import logger
 

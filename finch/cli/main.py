@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def list_configs(_: argparse.Namespace) -> None:
     """Prints each config's name and the first line of its header, then those of the grids for `finch sweep`."""
-    from finch.config.registry import config_names, grid_names
+    from finch.config.instantiate import config_names, grid_names
 
     names = {**config_names(), **grid_names()}
     for name, path in names.items():
@@ -204,8 +204,8 @@ def show_config(parsed: argparse.Namespace) -> None:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from finch.config.instantiate import find_config
     from finch.config.parser import complete, merge, recipe_of
-    from finch.config.registry import find_config
     from finch.config.schema import RECIPES, REQUIRED
     from finch.config.validation import check, drop_null_blocks
 
@@ -233,7 +233,7 @@ def show_config(parsed: argparse.Namespace) -> None:
 
 def copy_config(parsed: argparse.Namespace) -> None:
     """Copies a config to a new file."""
-    from finch.config.registry import find_config
+    from finch.config.instantiate import find_config
 
     source = find_config(parsed.name)
     if parsed.file.exists():

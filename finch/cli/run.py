@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from finch import run_files
 from finch.cli import launcher
 from finch.cli.early_checks import build_model, config_checks, machine_checks, read_job
-from finch.config.registry import find_config
+from finch.config.instantiate import find_config
 from finch.config.unknown_keys import key_hint
 from finch.errors import ERROR_FILE, UserError
 from finch.log import logger

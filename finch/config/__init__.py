@@ -2,5 +2,5 @@
 (parser), validation, the methods by name, building components (instantiate), and the resolved config saved beside a run.
 
 May import errors, log and torchtune_names. Knows nothing of ranks, models or a run's files; must not import distributed or anything
-above. schema, keys, methods and registry load without torch.
+above. schema, methods and instantiate load without torch.
 """

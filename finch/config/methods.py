@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from finch.config.instantiate import component_of, locate
-from finch.config.suggestions import did_you_mean
+from finch.config.instantiate import component_of, did_you_mean, locate
 from finch.errors import UserError
 from finch.log import logger
 

@@ -15,9 +15,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from finch.config import methods
-from finch.config.instantiate import component_of, first_line, locate
+from finch.config.instantiate import component_of, find_config, first_line, locate
 from finch.config.key_help import recipe_help
-from finch.config.registry import find_config
 from finch.config.schema import FULL_FINETUNE, Option
 from finch.config.validation import check, referred_keys
 from finch.errors import UserError, report_user_errors

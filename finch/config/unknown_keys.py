@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-from finch.config.suggestions import did_you_mean
+from finch.config.instantiate import did_you_mean
 
 _LR = "use optimizer.lr"
 _WARMUP = "use lr_scheduler.warmup_fraction, which method=sft has; FINCH has no warm-up"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 
-from finch.config.suggestions import did_you_mean
+from finch.config.instantiate import did_you_mean
 from finch.errors import UserError
 from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finch.config.suggestions import did_you_mean
+from finch.config.instantiate import did_you_mean
 from finch.errors import UserError
 from finch.evaluation.results import NEW, OLD, Sample
 from finch.evaluation.tasks.task import Records, Task

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finch.config.registry import download_command
+from finch.config.instantiate import download_command
 from finch.errors import UserError
 from finch.models.family_table import FAMILIES
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from finch.config.instantiate import locate
-from finch.config.suggestions import did_you_mean
+from finch.config.instantiate import did_you_mean, locate
 from finch.data.validation_sets import validation_sets
 from finch.errors import UserError
 from finch.log import logger

@@ -14,7 +14,7 @@ import torch
 from torchtune.models.llama2 import llama2
 from torchtune.modules import TransformerDecoder
 
-from finch.config.registry import find_config
+from finch.config.instantiate import find_config
 from finch.errors import UserError
 from finch.quickstart.launch import tune_run
 from finch.quickstart.world import World, new_world, old_world

@@ -26,10 +26,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from finch.config.instantiate import did_you_mean, find_grid
 from finch.config.methods import METHODS, OLD_NAMES, split_name
-from finch.config.registry import find_grid
 from finch.config.schema import RECIPES
-from finch.config.suggestions import did_you_mean
 from finch.errors import UserError
 from finch.evaluation.results import NEW
 from finch.evaluation.tasks.registry import ALL, SUITES, TASKS

@@ -14,8 +14,7 @@ from torch import nn
 from torchtune import modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
-from finch.config.instantiate import build, component_of
-from finch.config.suggestions import did_you_mean
+from finch.config.instantiate import build, component_of, did_you_mean
 from finch.distributed import fsdp, watchdog
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision

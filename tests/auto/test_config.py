@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_text import WORDS
+from finch.config.instantiate import find_config
 from finch.config.parser import read
-from finch.config.registry import find_config
 from finch.config.schema import FULL_FINETUNE
 from finch.errors import UserError
 

@@ -11,7 +11,7 @@ import yaml
 from helpers.runs import ROOT, finch
 
 from finch.cli import doctor
-from finch.config.registry import config_names, find_config, grid_names
+from finch.config.instantiate import config_names, find_config, grid_names
 from finch.models.family_table import FAMILIES
 
 

@@ -11,10 +11,9 @@ from helpers.runs import finch as finch_command
 from omegaconf import OmegaConf
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
-from finch.config.instantiate import locate
+from finch.config.instantiate import config_names, locate
 from finch.config.methods import METHODS
 from finch.config.parser import merge, read
-from finch.config.registry import config_names
 from finch.config.schema import FULL_FINETUNE, LORA_FINETUNE
 from finch.errors import UserError
 from finch.optim.cosine import cosine_with_warmup

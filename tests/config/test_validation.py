@@ -4,7 +4,6 @@ import pytest
 from helpers.runs import MINIMAL
 from omegaconf import OmegaConf
 
-from finch.config.instantiate import build
 from finch.config.resolved import redacted
 from finch.config.schema import FULL_FINETUNE, REQUIRED, UNSUPPORTED_KEYS
 from finch.config.validation import check
@@ -72,11 +71,6 @@ def test_check_drops_torchtune_keys_without_effect(key):
 def test_check_applies_torchtune_aliases():
     cfg = checked(dataset_val=MINIMAL["dataset"], run_val_every_n_steps=5)
     assert (cfg.dataset_validation, cfg.validate_every_n_steps) == (MINIMAL["dataset"], 5)
-
-
-def test_build_names_the_key_of_a_failing_component():
-    with pytest.raises(UserError, match=r"model: torchtune\.models\.llama2\.llama2 cannot be built: TypeError"):
-        build({"_component_": "torchtune.models.llama2.llama2"}, "model")
 
 
 def test_redacted_masks_secrets():

@@ -16,8 +16,7 @@ from helpers.tokenizers import write_qwen3_tokenizer
 from omegaconf import OmegaConf
 
 from benchmarks.tiny_text import WORDS
-from finch.config.instantiate import build
-from finch.config.registry import find_config
+from finch.config.instantiate import build, find_config
 from finch.data.dataset import load_dataset
 from finch.data.formats import FIELDS, detect
 from finch.errors import UserError

@@ -10,7 +10,7 @@ import yaml
 from helpers.runs import run_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finch.config.registry import find_config
+from finch.config.instantiate import find_config
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from helpers.runs import run_here, tune_run
 from torchtune.models.llama2 import llama2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finch.config.registry import find_config
+from finch.config.instantiate import find_config
 from finch.weights.huggingface import HuggingFaceFolder
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from helpers.tokenizers import write_llama3_tokenizer, write_qwen3_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.tiny_text import WORDS
+from finch.config.instantiate import config_names, find_config
 from finch.config.parser import read
-from finch.config.registry import config_names, find_config
 from finch.config.schema import FULL_FINETUNE
 
 LARGE = ["qwen3/4B_finch", "qwen3/4B_sft", "llama3/8B_finch", "llama3/8B_sft"]

@@ -3,7 +3,7 @@
 import pytest
 
 from finch.cli.sweep_jobs import compose
-from finch.config.registry import grid_names
+from finch.config.instantiate import grid_names
 from finch.sweep.cells import METHOD, RUN
 from finch.sweep.gpu_hours import PARAMETERS, SHARE_OF_PEAK, TASKS, disk_terabytes, gpu_hours, header
 from finch.sweep.grid import cells_of, read_grid

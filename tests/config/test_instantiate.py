@@ -1,9 +1,10 @@
+"""Configs by name, and components by their dotted path."""
+
 from pathlib import Path
 
 import pytest
 
-from finch.config.registry import config_names, download_command, find_config
-from finch.config.suggestions import did_you_mean
+from finch.config.instantiate import build, config_names, did_you_mean, download_command, find_config
 from finch.errors import UserError
 
 
@@ -42,3 +43,8 @@ def test_did_you_mean():
     assert did_you_mean("ocean", ["epochs", "seed"]) == ""
     assert did_you_mean("epoch", ["epochs", "seed"]) == ", did you mean epochs?"
     assert did_you_mean("Adamw", ["Adam", "AdamW"], prefix="torch.optim.") == ", did you mean torch.optim.AdamW?"
+
+
+def test_build_names_the_key_of_a_failing_component():
+    with pytest.raises(UserError, match=r"model: torchtune\.models\.llama2\.llama2 cannot be built: TypeError"):
+        build({"_component_": "torchtune.models.llama2.llama2"}, "model")
