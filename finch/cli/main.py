@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from finch import __version__
-from finch.cli.data import add_arguments as add_translate_arguments
 from finch.cli.evaluate import add_arguments as add_evaluate_arguments
-from finch.cli.judge import add_arguments as add_judge_arguments
+from finch.cli.judge import add_judge_arguments, add_translate_arguments
 from finch.cli.report import add_arguments as add_report_arguments
 from finch.cli.select_lr import add_arguments as add_select_lr_arguments
 from finch.cli.slurm import add_arguments as add_submit_arguments
@@ -158,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         report(parsed)
     elif parsed.command == "data":
-        from finch.cli.data import translate
+        from finch.cli.judge import translate
 
         translate(parsed)
     elif parsed.command == "evaluate":

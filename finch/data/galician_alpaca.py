@@ -32,19 +32,11 @@ def galician_alpaca_dataset(
     is a machine translation of the same Alpaca rows.
 
     Args:
-        tokenizer: a torchtune model tokenizer.
         source: a hub name; ignored with ``data_files``.
-        name: the hub's configuration.
-        data_files: local rows, as for ``finch.data.rows.rows_dataset``.
-        part: ``train``, ``validation``, ``test``, or ``all`` rows.
         validation_fraction: share of the rows, in [0, 1).
         test_fraction: share of the rows, in [0, 1).
-        split_seed: of the hash that chooses them.
-        split: the hub's or file's split, torchtune's ``train[:400]`` form included; it is made before the parts.
         column_map: ``{instruction, input, output}`` to other names.
-        train_on_input: whether the instruction is a target too.
-        new_system_prompt: a system turn before each row.
-        packed: whether rows are packed to ``tokenizer.max_seq_len``.
+        part, data_files, split and the others: as for ``finch.data.rows.rows_dataset``.
 
     Raises:
         UserError: no rows are named, rows without the fields, an argument out of range, an empty part, or packing without max_seq_len.

@@ -70,23 +70,6 @@ _JUDGED = "; judged: "  # in a definition, between how the answers were made and
 
 
 @dataclass(frozen=True)
-class Judge:
-    """
-    Attributes:
-        model: its name on the server.
-        max_answer_tokens: of a judgement.
-    """
-
-    model: str
-    max_answer_tokens: int
-
-    def request(self, instruction: str, first: str, second: str) -> ChatRequest:
-        texts = {"instruction": instruction, "first": first, "second": second}
-        encodable = {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
-        return ChatRequest(self.model, SYSTEM, USER.format(**encodable), self.max_answer_tokens)
-
-
-@dataclass(frozen=True)
 class Answers:
     """A model's answers, as ``finch evaluate`` wrote them.
 
@@ -111,47 +94,46 @@ class Comparison:
 
     Attributes:
         base: the base model's.
-        tuned: the tuned model's, of the same documents in the same order.
-        judge: that compares them.
+        tuned: the tuned model's, to the same documents in the same order.
+        model: the judge's name on the server.
+        max_answer_tokens: of a judgement.
         limit: of documents, the first ones; None: all.
     """
 
     base: Answers
     tuned: Answers
-    judge: Judge
+    model: str
+    max_answer_tokens: int
     limit: int | None = None
 
-    @property
-    def num_documents(self) -> int:
-        """That are judged."""
-        return len(self._orders)
+    @cached_property
+    def orders(self) -> dict[int, dict[str, ChatRequest]]:
+        """By doc_id, the request with either answer first."""
+        pairs = zip(self.base.samples[: self.limit], self.tuned.samples[: self.limit], strict=True)
+        return {
+            base["doc_id"]: {
+                TUNED_FIRST: self._request(base["prompt"], tuned["response"], base["response"]),
+                BASE_FIRST: self._request(base["prompt"], base["response"], tuned["response"]),
+            }
+            for base, tuned in pairs
+        }
 
     @cached_property
     def requests(self) -> dict[str, ChatRequest]:
         """By key: equal ones, such as of two equal answers in both orders, are sent once."""
-        return {request.key: request for orders in self._orders.values() for request in orders.values()}
+        return {request.key: request for orders in self.orders.values() for request in orders.values()}
 
     def verdicts(self, judgements: Mapping[str, str]) -> dict[int, Verdicts]:
-        """By doc_id.
-
-        Args:
-            judgements: the judge's answers by the requests' keys.
-        """
+        """By doc_id; ``judgements`` are the judge's answers by the requests' keys."""
         return {
             doc_id: {order: parse_verdict(judgements.get(request.key, "")) for order, request in orders.items()}
-            for doc_id, orders in self._orders.items()
+            for doc_id, orders in self.orders.items()
         }
 
-    @cached_property
-    def _orders(self) -> dict[int, dict[str, ChatRequest]]:
-        pairs = zip(self.base.samples[: self.limit], self.tuned.samples[: self.limit], strict=True)
-        return {
-            base["doc_id"]: {
-                TUNED_FIRST: self.judge.request(base["prompt"], tuned["response"], base["response"]),
-                BASE_FIRST: self.judge.request(base["prompt"], base["response"], tuned["response"]),
-            }
-            for base, tuned in pairs
-        }
+    def _request(self, instruction: str, first: str, second: str) -> ChatRequest:
+        texts = {"instruction": instruction, "first": first, "second": second}
+        encodable = {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
+        return ChatRequest(self.model, SYSTEM, USER.format(**encodable), self.max_answer_tokens)
 
 
 def parse_verdict(text: str) -> str | None:
@@ -163,8 +145,8 @@ def parse_verdict(text: str) -> str | None:
 
 def score_documents(verdicts: Mapping[int, Verdicts]) -> dict[int, float | None]:
     """By doc_id, the mean over both orders of the tuned model's score: win 1, tie 0.5, loss 0; None unless both have a verdict."""
-    outcomes = {doc_id: _outcomes(each) for doc_id, each in verdicts.items()}
-    return {doc_id: None if pair is None else sum(pair) / 2 for doc_id, pair in outcomes.items()}
+    pairs = {doc_id: _scores_in_both_orders(each) for doc_id, each in verdicts.items()}
+    return {doc_id: None if pair is None else sum(pair) / 2 for doc_id, pair in pairs.items()}
 
 
 def summarize(verdicts: Iterable[Verdicts]) -> dict[str, float | None]:
@@ -172,7 +154,7 @@ def summarize(verdicts: Iterable[Verdicts]) -> dict[str, float | None]:
     agree, of judgements without a verdict, and of the verdicts the score of the answer that came first (0.5: the place does not matter).
     """
     documents = list(verdicts)
-    pairs = [pair for pair in map(_outcomes, documents) if pair is not None]
+    pairs = [pair for pair in map(_scores_in_both_orders, documents) if pair is not None]
     outcomes = [outcome for pair in pairs for outcome in pair]
     return {
         "strict_win_rate": _mean([outcome == 1.0 for outcome in outcomes]),
@@ -184,7 +166,7 @@ def summarize(verdicts: Iterable[Verdicts]) -> dict[str, float | None]:
     }
 
 
-def _outcomes(verdicts: Verdicts) -> tuple[float, float] | None:
+def _scores_in_both_orders(verdicts: Verdicts) -> tuple[float, float] | None:
     """The tuned model's score with its answer first, and second."""
     first, second = verdicts[TUNED_FIRST], verdicts[BASE_FIRST]
     return None if first is None or second is None else (VERDICTS[first], 1.0 - VERDICTS[second])
@@ -195,11 +177,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def find_answers(path: Path) -> Path:
-    """The language suite's JSON of a run, of a folder of results, or itself.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The language suite's JSON of a run, of a folder of results, or itself."""
     name = f"{SUITE}.json"
     for file in (path / EVALUATION / name, path / name, path):
         if file.is_file():
@@ -207,37 +185,26 @@ def find_answers(path: Path) -> Path:
     raise UserError(f"{path} has no answers of the language task; {_REMEDY}")
 
 
-def read_answers(path: Path) -> Answers:
-    """
-    Args:
-        path: of the suite's JSON.
-
-    Raises:
-        UserError: it has no answers, or cannot be read.
-    """
-    result = read_result(path)
-    if TASK not in result.tasks:
-        raise UserError(f"{path} has no answers of the language task; {_REMEDY}")
-    samples = sorted(read_samples(path.parent, result.tasks[TASK]), key=lambda sample: sample["doc_id"])
-    if not samples or not all(isinstance(sample.get(key), str) for sample in samples for key in ("prompt", "response")):
-        raise UserError(f"{path.parent / result.tasks[TASK].samples} has documents without an answer; {_REMEDY}")
-    return Answers(path, result, samples)
-
-
-def read_comparison(path: Path, judge: Judge, limit: int | None = None) -> Comparison:
+def read_comparison(
+    path: Path, model: str, max_answer_tokens: int, limit: int | None = None, *, is_control: bool = False
+) -> Comparison:
     """A tuned model's answers and those of the base model that its result names.
 
     Args:
-        path: of the tuned model's JSON.
+        path: of the tuned model's JSON; in the control also of the base model's.
+        is_control: whether the base model's answers are compared with themselves.
 
     Raises:
         UserError: answers that are missing, of the base model itself, or to other prompts than the base model's.
     """
-    tuned = read_answers(path)
-    base_file = base_path(path, tuned.result)
+    base_file = base_path(path, read_result(path))
+    if is_control:
+        base = _read_answers(base_file or path)
+        return Comparison(base, base, model, max_answer_tokens, limit)
+    tuned = _read_answers(path)
     if base_file is None:
         raise UserError(f"{path} is the base model's; name a tuned model's results, or add --control")
-    base = read_answers(base_file)
+    base = _read_answers(base_file)
     before, after = (
         [(sample["doc_id"], sample["doc_hash"], sample["prompt"]) for sample in answers.samples]
         for answers in (base, tuned)
@@ -247,27 +214,24 @@ def read_comparison(path: Path, judge: Judge, limit: int | None = None) -> Compa
             f"{path} and {base_file} answer different prompts ({len(set(before) & set(after))} in common, of {len(after)} and {len(before)}); "
             "evaluate both again with the same data, --limit and chat template"
         )
-    return Comparison(base, tuned, judge, limit)
+    return Comparison(base, tuned, model, max_answer_tokens, limit)
 
 
-def read_control(path: Path, judge: Judge, limit: int | None = None) -> Comparison:
-    """The base model's answers against themselves.
-
-    Args:
-        path: of the JSON of the base model, or of a tuned one.
-    """
-    base = read_answers(base_path(path, read_result(path)) or path)
-    return Comparison(base, base, judge, limit)
+def _read_answers(path: Path) -> Answers:
+    result = read_result(path)
+    if TASK not in result.tasks:
+        raise UserError(f"{path} has no answers of the language task; {_REMEDY}")
+    samples = sorted(read_samples(path.parent, result.tasks[TASK]), key=lambda sample: sample["doc_id"])
+    if not samples or not all(isinstance(sample.get(key), str) for sample in samples for key in ("prompt", "response")):
+        raise UserError(f"{path.parent / result.tasks[TASK].samples} has documents without an answer; {_REMEDY}")
+    return Answers(path, result, samples)
 
 
 def write_scores(comparison: Comparison, judgements: Mapping[str, str]) -> dict[str, float | None]:
-    """Writes the tuned model's scores into its result.
+    """Writes the tuned model's scores into its result and returns the metrics next to the score, see ``summarize``.
 
     Args:
         judgements: the judge's answers by the requests' keys.
-
-    Returns:
-        The metrics beside the score, see ``summarize``.
     """
     verdicts = comparison.verdicts(judgements)
     scores = score_documents(verdicts)
@@ -276,7 +240,7 @@ def write_scores(comparison: Comparison, judgements: Mapping[str, str]) -> dict[
         for sample in comparison.tuned.samples
     ]
     definition = (
-        f"(W + T/2)/N against the base model, W wins and T ties in N judgements of {comparison.judge.model} with prompt {PROMPT_VERSION}: "
+        f"(W + T/2)/N against the base model, W wins and T ties in N judgements of {comparison.model} with prompt {PROMPT_VERSION}: "
         "both orders of each pair, five verdicts folded to win, tie and loss; documents without a verdict in both orders are left out"
     )
     metrics = summarize(verdicts.values())
@@ -294,7 +258,7 @@ def write_base_scores(comparison: Comparison, control: Mapping[str, float | None
     samples = [{**sample, "score": BASE_SCORE} for sample in base.samples]
     definition = "(W + T/2)/N of the base model against itself, 0.5 by definition"
     if control is not None:
-        definition += f"; control by {comparison.judge.model} with prompt {PROMPT_VERSION}"
+        definition += f"; control by {comparison.model} with prompt {PROMPT_VERSION}"
     elif _JUDGED in base.task.definition:
         definition = base.task.definition.partition(_JUDGED)[2]
     others = {f"control_{name}": value for name, value in (control or {}).items()}

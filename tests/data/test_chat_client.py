@@ -17,8 +17,7 @@ from helpers.runs import finch
 pytest.importorskip("openai", reason="the openai extra is not installed")
 
 from finch.data import chat_client
-from finch.data.request_log import RequestLog, read_answers
-from finch.data.translation import Translation
+from finch.data.chat_client import RequestLog, Translation, read_answers
 
 KEY = "sk-secret-0123456789"
 ROWS = [
