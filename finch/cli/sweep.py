@@ -104,9 +104,11 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
 
 
 def _print_commands(jobs: Sequence[Job]) -> None:
+    from finch.sweep.grid import SMALL_LR
+
     for job in jobs:
-        if job.cell.candidates:
-            names = ", ".join(path.name for path in job.cell.candidates)
+        if job.cell.kind == SMALL_LR:
+            names = ", ".join(path.name for path in job.cell.dependencies)
             print(f"# {job.cell.name}: the run that finch select-lr chooses of {names}")
         elif job.is_trained() and not job.overwrites:
             print(f"# {job.cell.name}: trained")

@@ -10,10 +10,8 @@ from finch import run_files
 from finch.cli.early_checks import config_checks, machine_checks, read_job
 from finch.errors import UserError
 from finch.log import logger
-from finch.sweep.cells import RUN, Cell
-from finch.sweep.grid import Grid
-from finch.sweep.job import Job, run_words
-from finch.sweep.run_state import different_key
+from finch.sweep.grid import RUN, Cell, Grid
+from finch.sweep.job import Job, different_key, run_words
 
 
 def compose(
@@ -52,7 +50,7 @@ def _compose(
     num_ranks: int | None,
 ) -> Job:
     if cell.kind != RUN:  # it stands on a run of the grid
-        source = jobs[cell.waits_for[0]]
+        source = jobs[cell.dependencies[0]]
         return Job(grid, cell, source.recipe, source.cfg)
     recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
     if grid.recipe is not None and recipe != grid.recipe:

@@ -12,8 +12,7 @@ from finch.cli.slurm import SCRIPT, JobOptions, complete_options, read_script, r
 from finch.cli.sweep_jobs import compose, warn_of_missing_validation
 from finch.errors import UserError
 from finch.files import atomic_file, write_text
-from finch.sweep.cells import RUN, WAITING, write_cell
-from finch.sweep.grid import Grid, cells_of
+from finch.sweep.grid import RUN, WAITING, Grid, cells_of, write_cell
 from finch.sweep.job import Job, is_overwrite, run_words
 
 SWEEP_SCRIPT = "sweep.sbatch"

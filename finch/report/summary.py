@@ -12,7 +12,7 @@ from finch.report.measures import Comparison, Estimate
 from finch.report.selection import Measure
 from finch.report.settings import Point, Setting, TradeOff
 from finch.report.tables import Names, flip, shown_sign, units
-from finch.sweep.cells import EVALUATED, FINISHED
+from finch.sweep.grid import EVALUATED, FINISHED
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""GRID.yaml: a config, the values that its keys take, and how the runs are evaluated.
+"""GRID.yaml: a config, the values that its keys take, and how the runs are evaluated; the cells, each one run.
 
 config: qwen3/4B_sft                 a file, or a name of `finch configs`
 out: out/sweeps/mine                 each cell is a folder in it
@@ -19,6 +19,7 @@ evaluate:                            arguments of `finch evaluate`, after traini
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,30 +27,34 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from finch import run_files
 from finch.config.instantiate import did_you_mean, find_grid
 from finch.config.methods import METHODS, OLD_NAMES, split_name
 from finch.config.schema import RECIPES
 from finch.errors import UserError
+from finch.evaluation.custom_tasks import CUSTOM
 from finch.evaluation.results import NEW
 from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
-from finch.sweep.cells import (
-    ALPHA,
-    LABEL,
-    LOG,
-    LR,
-    METHOD,
-    RUN,
-    SEED,
-    SMALL_LR,
-    WISE_FT,
-    Cell,
-    cell_names,
-    override_words,
-)
+from finch.files import atomic_file, write_text
+
+METHOD = "method"
+LABEL = "label"
+"""A grid's name for the method of some cells, in folders and reports; no key of the config."""
+LR = "optimizer.lr"
+SEED = "seed"
+ALPHA = "alpha"
+"""A key of WiSE-FT's cells only: the tuned model's share."""
+LOG = "lr_scheduler.log"
+DEFAULT_ALPHA = 0.5
+
+RUN, WISE_FT, SMALL_LR = "run", "wise_ft", "small_lr"
+"""Kinds of cells: a training run; an interpolation of a trained cell; a link to the trained cell that `finch select-lr` chooses."""
+
+WAITING, RUNNING, FINISHED, EVALUATED, FAILED = "waiting", "running", "finished", "evaluated", "failed"
+"""A cell's status in cell.json."""
+
 
 KEYS = ("recipe", "config", "out", "overrides", "grid", "evaluate")
-CUSTOM = "custom"
-"""The suite of lm-eval's tasks that finch does not know."""
 _OWN_KEYS = {
     "output_dir": "each cell has its own folder in out",
     "resume_from_checkpoint": "a cell that was cut off is resumed",
@@ -62,13 +67,142 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+        values: of the grid's keys.
+        folder: RUN.
+        kind: ``run``, ``wise_ft`` or ``small_lr``.
+        dependencies: folders of the cells that come first: WiSE-FT's tuned model; the run that lr_replay replays; the SFT cells
+            that small_lr's learning rate is chosen from.
+    """
+
+    values: Mapping[str, Any]
+    folder: Path
+    kind: str = RUN
+    dependencies: tuple[Path, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def source(self) -> Path | None:
+        """The one cell that WiSE-FT or lr_replay needs."""
+        return self.dependencies[0] if self.dependencies and self.kind != SMALL_LR else None
+
+    @property
+    def log(self) -> Path:
+        """The output of the cell's processes."""
+        return self.folder.with_name(f"{self.name}.log")
+
+    def overrides(self) -> list[str]:
+        """``key=value`` of the cell's run, its folder included."""
+        words = override_words({key: value for key, value in self.values.items() if key not in (ALPHA, LOG, LABEL)})
+        if LOG in self.values:
+            words.append(f"{LOG}={self.values[LOG] if self.source is None else self.source}")
+        return [*words, f"output_dir={self.folder}"]
+
+
+def override_words(block: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """``key=value`` of each value. A mapping's keys are dotted, since a block on the command line would replace only a component's name."""
+    words: list[str] = []
+    for key, value in block.items():
+        if isinstance(value, Mapping) and value:
+            words += override_words(value, f"{prefix}{key}.")
+        else:
+            is_json = value is None or isinstance(value, (list, dict, bool))  # YAML's flow style
+            words.append(f"{prefix}{key}={json.dumps(value) if is_json else value}")
+    return words
+
+
+def cell_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A folder's name for each cell's values, such as ``finch_lr2e-5_seed0``, of letters that neither shells nor lm-eval's arguments treat
+    specially. A label replaces the method. Of a key only the last part is written, unless two cells would then have the same name.
+    """
+    short = [_name(values, is_full=False) for values in cells]
+    names = [
+        name if short.count(name) == 1 else _name(values, is_full=True)
+        for name, values in zip(short, cells, strict=True)
+    ]
+    for index, name in enumerate(names):  # values that differ only in what a name leaves out
+        if name in names[:index]:
+            names[index] = f"{name}_{names[:index].count(name) + 1}"
+    return names
+
+
+def _name(values: Mapping[str, Any], *, is_full: bool) -> str:
+    parts = [_as_text(values[key]) for key in (LABEL, METHOD) if key in values][:1]
+    for key, value in values.items():
+        if key not in (LABEL, METHOD):
+            text = _as_text(value)
+            key = key if is_full else key.removesuffix("._component_").rpartition(".")[2]
+            parts.append(f"{_as_text(key)}{'' if re.match('-?[0-9]', text) else '-'}{text}")
+    return "_".join(parts) or "run"
+
+
+def _as_text(value: Any) -> str:
+    """``2e-5`` of 2e-05, ``finch-seed1`` of {cell: {method: finch, seed: 1}}."""
+    if isinstance(value, Mapping):
+        inner = value.get("cell", value)
+        return "-".join(
+            _as_text(each) if key in (LABEL, METHOD) else f"{_as_text(key)}{_as_text(each)}"
+            for key, each in inner.items()
+        )
+    if isinstance(value, float):
+        return re.sub(r"e([+-])0+", r"e\1", f"{value:g}").replace("e+", "e")
+    if isinstance(value, int):
+        return str(value)
+    _, slash, text = str(value).rpartition("/")
+    if not slash and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", text):  # a component: its last name
+        text = text.rpartition(".")[2]
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-") or "empty"
+
+
+def write_cell(cell: Cell, *, task: str | None, status: str, source: Path | None = None) -> None:
+    """Writes RUN/cell.json, and creates RUN.
+
+    Args:
+        task: the new task's suite or name.
+        source: replaces the cell's own.
+    """
+    source = source or cell.source
+    content = {
+        "values": dict(cell.values),
+        "task": task,
+        "source": None if source is None else f"../{source.name}",
+        "status": status,
+    }
+    try:
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_file(cell.folder / run_files.CELL) as partial:
+            write_text(partial, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"{cell.folder} cannot be written ({error.strerror}); give another folder: out") from error
+
+
+def read_cell(folder: Path) -> dict[str, Any]:
+    """The content of RUN/cell.json: ``values``, ``task``, ``source`` and ``status``.
+
+    Raises:
+        UserError: the file is missing or broken.
+    """
+    path = folder / run_files.CELL
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {"values": dict(content["values"]), **{key: content.get(key) for key in ("task", "source", "status")}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); start finch sweep again, it writes the file") from error
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The arguments of `finch evaluate`.
 
     Attributes:
-        base: the pretrained model's folder; None: the config's ``checkpointer.checkpoint_dir``.
-        suites, tasks: at least one of them is given; tasks may be others of lm-eval, and of the user's own in ``include_path``.
-        data_root, limit, include_path, new_task: as `finch evaluate` has them.
+        base: the pretrained model's folder. None: the config's ``checkpointer.checkpoint_dir``.
+        suites, tasks: at least one of both. Tasks may be any of lm-eval's, and the user's own in ``include_path``.
     """
 
     base: str | None = None
@@ -80,7 +214,7 @@ class Evaluation:
     new_task: str | None = None
 
     def results(self) -> dict[str, set[str]]:
-        """The suites that it writes, each a JSON in RUN/evaluation, and their tasks."""
+        """The suites, each a JSON file in RUN/evaluation, and their tasks."""
         suites = ALL if "all" in self.suites else self.suites
         results = {suite: set(SUITES[suite]) for suite in suites}
         for task in self.tasks:
@@ -90,7 +224,7 @@ class Evaluation:
 
     @property
     def task(self) -> str | None:
-        """What the runs learn: the suite of a new task, or the name of one of the user's."""
+        """What the runs learn: a suite, or the name of a task of the user's."""
         tasks = [task for names in self.results().values() for task in names if task in TASKS]
         return next((TASKS[task].suite for task in tasks if TASKS[task].role == NEW), self.new_task)
 
@@ -100,12 +234,11 @@ class Grid:
     """A grid as read.
 
     Attributes:
-        path: of the file.
-        recipe: the name that every cell's must be; None: each cell's is chosen by its model.
+        recipe: every cell's. None: the cell's model decides.
         config: a path or a name of `finch configs`.
         out: the cells' parent folder, an absolute path.
         overrides: ``key=value`` of all cells.
-        mappings: of key to values; the cells are the union of their products.
+        mappings: of key to values. The cells are the union of their products.
         evaluation: None: the cells are not evaluated.
     """
 
@@ -126,8 +259,8 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
     """
     Args:
         name: a path, or a grid of finch.
-        overrides: the command line's, for all cells; ``evaluate.KEY=value`` changes the grid's block ``evaluate``.
-        out: in place of the file's.
+        overrides: the command line's, for all cells. ``evaluate.KEY=value`` changes the grid's block ``evaluate``.
+        out: replaces the file's.
 
     Raises:
         UserError: the file cannot be read, has an unknown key, or a value of the wrong kind.
@@ -172,56 +305,45 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
 
 
 def cells_of(grid: Grid) -> list[Cell]:
-    """The grid's cells, each once, those that others wait for before them.
+    """The grid's cells, each once, after those that they depend on.
 
-    A cell of WiSE-FT waits for the cell with the same values and its method without ``wise_ft`` (sft), which is added where the grid
-    does not have it; one with a label counts only where there is no other. A cell of lr_replay waits for the cell that
+    A cell of WiSE-FT depends on the cell with the same values and its method without ``wise_ft`` (sft), which is added where the grid
+    does not have it. One with a label is used only where there is no other. A cell of lr_replay depends on the cell that
     ``lr_scheduler.log: {cell: VALUES}`` describes. A cell of small_lr without optimizer.lr is the SFT cell of the rate that
     `finch select-lr` chooses, if the grid evaluates SFT cells without a label.
 
     Raises:
         UserError: an unknown method; no cell, or several, that a cell of lr_replay could replay.
     """
-    all_values = _unique(_products(grid))
-    all_values = _unique([*all_values, *_sources_of_wise_ft(all_values)])
-    folders = [grid.out / name for name in cell_names(all_values)]
-    cells = []
-    for values, folder in zip(all_values, folders, strict=True):
-        methods = _methods(values)
-        if WISE_FT in methods:
-            source = folders[all_values.index(_tuned_values(values, all_values))]
-            cells.append(Cell(values, folder, WISE_FT, source))
-        elif isinstance(values.get(LOG), Mapping):
-            source = folders[all_values.index(_replayed(values, all_values))]
-            cells.append(Cell(values, folder, RUN, source))
-        elif methods == [SMALL_LR] and LR not in values and grid.evaluation is not None:
-            candidates = _sft_cells(values, all_values)
-            cells.append(
-                Cell(values, folder, SMALL_LR, candidates=tuple(folders[all_values.index(each)] for each in candidates))
-                if candidates
-                else Cell(values, folder)
-            )
-        else:
-            cells.append(Cell(values, folder))
-    return _sources_first(cells)
-
-
-def is_variant(values: Mapping[str, Any], other: Mapping[str, Any], *, but: Iterable[str]) -> bool:
-    """Whether two cells have the same values, but for some keys."""
-    ignored = set(but)
-    one = {key: value for key, value in values.items() if key not in ignored}
-    return one == {key: value for key, value in other.items() if key not in ignored}
-
-
-def _products(grid: Grid) -> list[Values]:
-    return [
+    all_values = _unique(
         dict(zip(mapping, product, strict=True))
         for mapping in grid.mappings
         for product in itertools.product(*mapping.values())
-    ]
+    )
+    sources = [_tuned_values(values, all_values) for values in all_values if WISE_FT in _methods(values)]
+    all_values = _unique([*all_values, *sources])
+    folders = [grid.out / name for name in cell_names(all_values)]
+    cells = []
+    for values, folder in zip(all_values, folders, strict=True):
+        kind, needed, methods = RUN, [], _methods(values)
+        if WISE_FT in methods:
+            kind, needed = WISE_FT, [_tuned_values(values, all_values)]
+        elif isinstance(values.get(LOG), Mapping):
+            needed = [_replayed(values, all_values)]
+        elif methods == [SMALL_LR] and LR not in values and grid.evaluation is not None:
+            needed = _sft_cells(values, all_values)
+            kind = SMALL_LR if needed else RUN
+        cells.append(Cell(values, folder, kind, tuple(folders[all_values.index(each)] for each in needed)))
+    return _dependencies_first(cells)
 
 
-def _unique(cells: Sequence[Values]) -> list[Values]:
+def _is_variant(values: Mapping[str, Any], other: Mapping[str, Any], *, but: Sequence[str]) -> bool:
+    """Whether two cells have the same values, except for some keys."""
+    one, two = ({key: value for key, value in each.items() if key not in but} for each in (values, other))
+    return one == two
+
+
+def _unique(cells: Iterable[Values]) -> list[Values]:
     unique: list[Values] = []
     for values in cells:
         if values not in unique:
@@ -234,20 +356,16 @@ def _methods(values: Mapping[str, Any]) -> list[str]:
 
 
 def _tuned_values(values: Values, cells: Sequence[Values]) -> Values:
-    """Of the run whose weights a cell of WiSE-FT interpolates: one without a label, else one that differs in its label alone."""
+    """Of the run whose weights a cell of WiSE-FT interpolates: one without a label, else one that differs only in its label."""
     methods = [name for name in _methods(values) if name != WISE_FT] or ["sft"]
     tuned = {**{key: value for key, value in values.items() if key not in (ALPHA, LABEL)}, METHOD: "+".join(methods)}
     if tuned in cells:
         return tuned
-    return next((other for other in cells if is_variant(other, tuned, but=(LABEL,))), tuned)
-
-
-def _sources_of_wise_ft(cells: Sequence[Values]) -> list[Values]:
-    return [_tuned_values(values, cells) for values in cells if WISE_FT in _methods(values)]
+    return next((other for other in cells if _is_variant(other, tuned, but=(LABEL,))), tuned)
 
 
 def _replayed(values: Values, cells: Sequence[Values]) -> Values:
-    """The cell that one of lr_replay replays; one with a label only where the label is named."""
+    """The cell that a cell of lr_replay replays. One with a label must be described with it."""
     described = values[LOG].get("cell")
     if set(values[LOG]) != {"cell"} or not isinstance(described, Mapping):
         raise UserError(
@@ -274,26 +392,26 @@ def _replayed(values: Values, cells: Sequence[Values]) -> Values:
 
 
 def _sft_cells(values: Values, cells: Sequence[Values]) -> list[Values]:
-    """The SFT cells without a label of any learning rate and seed and of the same other values."""
+    """The SFT cells without a label that differ only in learning rate and seed."""
     return [
         other
         for other in cells
         if other.get(METHOD) == "sft"
         and LABEL not in other
         and LR in other
-        and is_variant(values, other, but=(METHOD, LABEL, LR, SEED))
+        and _is_variant(values, other, but=(METHOD, LABEL, LR, SEED))
     ]
 
 
-def _sources_first(cells: Sequence[Cell]) -> list[Cell]:
+def _dependencies_first(cells: Sequence[Cell]) -> list[Cell]:
     ordered: list[Cell] = []
     left = list(cells)
     while left:
         placed = {cell.folder for cell in ordered}
-        ready = [cell for cell in left if placed.issuperset(cell.waits_for)]
+        ready = [cell for cell in left if placed.issuperset(cell.dependencies)]
         if not ready:
             raise UserError(
-                f"{left[0].name} waits for {left[0].waits_for[0].name}, which waits for it; change the grid"
+                f"{left[0].name} waits for {left[0].dependencies[0].name}, which waits for it; change the grid"
             )
         ordered += ready
         left = [cell for cell in left if cell not in ready]
@@ -332,12 +450,11 @@ def _mapping(block: Any, path: Path) -> dict[str, list[Any]]:
             raise UserError(f"{path}: grid.{key}: {_OWN_KEYS[key]}; leave it out")
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid.{key}={values} must be a list of values, such as [{values}]")
-    methods = [name for method in mapping.get(METHOD, []) for name in split_name(str(method))]
-    mapping_methods = mapping.get(METHOD)
-    if mapping_methods is not None:  # an earlier name and its present one are one cell
-        mapping[METHOD] = [OLD_NAMES.get(str(name), name) for name in mapping_methods]
-    if ALPHA in mapping and not (methods and all(WISE_FT in split_name(str(one)) for one in mapping[METHOD])):
-        raise UserError(f"{path}: grid.{ALPHA} is WiSE-FT's; give it a mapping of its own with method: [wise_ft]")
+    if METHOD in mapping:  # an earlier name and its present one are one cell
+        mapping[METHOD] = [OLD_NAMES.get(str(name), name) for name in mapping[METHOD]]
+    methods = [split_name(str(method)) for method in mapping.get(METHOD, [])]
+    if ALPHA in mapping and not (methods and all(WISE_FT in names for names in methods)):
+        raise UserError(f"{path}: grid.{ALPHA} is WiSE-FT's; give it a separate mapping with method: [wise_ft]")
     for alpha in mapping.get(ALPHA, []):
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise UserError(f"{path}: grid.{ALPHA}={alpha} must be a number in [0, 1]: the tuned model's share")
@@ -350,12 +467,12 @@ def _label(label: Any, path: Path) -> str:
             f"{path}: grid.{LABEL}={label} must be one name of letters, digits, _, - and ., which begins with a letter, such as constant"
         )
     if label.lower() in _RESERVED_LABELS:
-        raise UserError(f"{path}: grid.{LABEL}={label} has a meaning of its own in reports; give another name")
+        raise UserError(f"{path}: grid.{LABEL}={label} has another meaning in reports; give another name")
     return label
 
 
 def _check_labels(mappings: Sequence[Mapping[str, Sequence[Any]]], path: Path) -> None:
-    """A label stands for one method: its cells are one front of a report."""
+    """A label has one method: its cells are one front of a report."""
     methods: dict[str, set[str]] = {}
     for mapping in mappings:
         for label in mapping.get(LABEL, ()):
@@ -363,7 +480,7 @@ def _check_labels(mappings: Sequence[Mapping[str, Sequence[Any]]], path: Path) -
     for label, names in methods.items():
         if len(names) > 1:
             raise UserError(
-                f"{path}: grid.{LABEL}={label} has several methods ({', '.join(sorted(names))}); give each a mapping and a label of its own"
+                f"{path}: grid.{LABEL}={label} has several methods ({', '.join(sorted(names))}); give each its mapping and its label"
             )
 
 

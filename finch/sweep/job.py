@@ -1,26 +1,57 @@
-"""What a sweep does for a cell: the commands of its run and of its evaluation."""
+"""What a sweep does for a cell: the commands of its run and of its evaluation, and what its folder says about both."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finch import run_files
+from finch.errors import UserError
 from finch.files import atomic_file
-from finch.sweep.cells import ALPHA, DEFAULT_ALPHA, SMALL_LR, WISE_FT, Cell
-from finch.sweep.grid import Grid
-from finch.sweep.run_state import is_trained, mark_results_new, missing_results
+from finch.sweep.grid import (
+    ALPHA,
+    DEFAULT_ALPHA,
+    EVALUATED,
+    FINISHED,
+    SMALL_LR,
+    WISE_FT,
+    Cell,
+    Evaluation,
+    Grid,
+    read_cell,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 FINCH = (sys.executable, "-m", "finch.cli")
 _LINKED = (run_files.CONFIG, run_files.METRICS, run_files.BEST, run_files.EVALUATION)
+# Keys that do not change what a run computes, or that a finished run may have had otherwise.
+_IGNORED = frozenset(
+    [
+        "output_dir",
+        "resume_from_checkpoint",
+        "overwrite",
+        "epochs",
+        "checkpoint",
+        "checkpointer",
+        "save_last_epoch_only",
+        "metric_logger",
+        "log_every_n_steps",
+        "log_level",
+        "log_peak_memory_stats",
+        "profiler",
+        "num_workers",
+        "distributed_timeout",
+        "device",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -28,10 +59,8 @@ class Job:
     """A cell with its checked config.
 
     Attributes:
-        grid, cell: what it is of.
-        recipe: of the cell's run.
-        cfg: the complete config; WiSE-FT's and small_lr's is that of the run that they stand on.
-        launcher: options of `finch run` that start its ranks.
+        cfg: the complete config. WiSE-FT's and small_lr's is that of the run that they depend on.
+        launcher: options of `finch run` that start the run's ranks.
     """
 
     grid: Grid
@@ -49,8 +78,12 @@ class Job:
         return str(self.cfg.checkpointer.checkpoint_dir)
 
     @property
+    def alpha(self) -> float:
+        return float(self.cell.values.get(ALPHA, DEFAULT_ALPHA))
+
+    @property
     def has_validation(self) -> bool:
-        """Whether the checkpoint is chosen by validation; else the last epoch's counts."""
+        """Whether the checkpoint is chosen by validation. Without, it is the last epoch's."""
         return self.cfg.dataset_validation is not None or self.cfg.select_by is not None
 
     def is_trained(self) -> bool:
@@ -76,30 +109,25 @@ class Job:
 
     def evaluate_commands(self) -> list[list[str]]:
         """`finch evaluate` where results are missing: once for the grid's suites, and once for its tasks."""
-        evaluation, missing = self.grid.evaluation, self.missing_results()
-        if evaluation is None or not missing:
+        evaluation = self.grid.evaluation
+        if evaluation is None or not self.missing_results():
             return []
         command = [*FINCH, "evaluate", "--base", evaluation.base or self.pretrained, "--tuned", str(self.cell.folder)]
-        command += ["--out", str(self.grid.out)]
-        for option, value in (("--data-root", evaluation.data_root), ("--limit", evaluation.limit)):
-            command += [] if value is None else [option, str(value)]
+        command += ["--out", str(self.grid.out), *_options(data_root=evaluation.data_root, limit=evaluation.limit)]
         commands = []
         if evaluation.suites:
             commands.append([*command, "--suite", ",".join(evaluation.suites)])
         if evaluation.tasks:
-            own = [("--include-path", evaluation.include_path), ("--new-task", evaluation.new_task)]
-            options = [word for option, value in own if value is not None for word in (option, value)]
+            options = _options(include_path=evaluation.include_path, new_task=evaluation.new_task)
             commands.append([*command, "--tasks", ",".join(evaluation.tasks), *options])
         return commands
 
     def end_evaluation(self) -> None:
-        """After its last command."""
+        """Marks the results as new: `finch evaluate` leaves a result as it is where the model's weights are those that it was made with."""
         assert self.grid.evaluation is not None
-        mark_results_new(self.cell.folder, self.grid.evaluation)
-
-    @property
-    def alpha(self) -> float:
-        return float(self.cell.values.get(ALPHA, DEFAULT_ALPHA))
+        for suite in self.grid.evaluation.results():
+            if (path := _result_path(self.cell.folder, suite)).exists():
+                path.touch()
 
     def prepare(self) -> None:
         """Removes what an earlier WiSE-FT left, whose source has changed since."""
@@ -113,7 +141,7 @@ class Job:
             _link(self.cell.folder / run_files.BEST, Path(f"alpha_{self.alpha:g}"))
 
     def link_to(self, source: Path) -> None:
-        """Makes small_lr's folder stand for the run that was chosen: its files are links to that run's."""
+        """Makes small_lr's folder the run that was chosen: its files are links to that run's."""
         for name in _LINKED:
             target = run_files.chosen_model(source) if name == run_files.BEST else source / name
             assert target is not None
@@ -135,6 +163,118 @@ def run_words(grid: Grid, cell: Cell) -> list[str]:
 def is_overwrite(grid: Grid) -> bool:
     """Whether earlier runs are replaced."""
     return any(word.lower() == "overwrite=true" for word in grid.overrides)
+
+
+def is_trained(run: Path, cfg: DictConfig) -> bool:
+    """Whether the run has taken all of its steps, and the model of its last epoch is written.
+
+    The recipe writes the last epoch's folder, which appears complete or not at all, then the state after it. Both must be there.
+    Where there is no state, as checkpoints have been removed to save room, the folder is enough. Where of the epochs only ``best`` is left,
+    state or cell.json is enough. A run that ``forgetting_budget`` has stopped is finished too. A run that should be started again
+    (RUN/REQUEUE) is not.
+    """
+    if (run / run_files.REQUEUE).exists():
+        return False
+    last = run / f"epoch_{cfg.epochs - 1}"
+    is_exported = last.is_dir() or last.with_name(f"{last.name}_adapter").is_dir()
+    has_best = (run / run_files.BEST).exists()
+    state = _newest_state(run)
+    if state is None:
+        return is_exported or (has_best and _was_finished(run, cfg))
+    return (state["epoch"] >= cfg.epochs and (is_exported or has_best)) or _is_stopped_by_budget(state, cfg)
+
+
+def missing_results(run: Path, evaluation: Evaluation) -> list[str]:
+    """The suites whose results are absent, lack a task, are older than the run's model, or are of another limit."""
+    model = run_files.chosen_model(run)
+    written = 0.0 if model is None else max((path.stat().st_mtime for path in model.iterdir()), default=0.0)
+    return [
+        suite
+        for suite, tasks in evaluation.results().items()
+        if not _is_result(_result_path(run, suite), tasks, evaluation.limit, written)
+    ]
+
+
+def slurm_error(run: Path) -> str:
+    """The user's mistake that ended the last start of the run's Slurm jobs; empty if it ended otherwise."""
+    starts = sorted((run / "slurm").glob("*/start_*"), key=lambda path: path.stat().st_mtime)
+    error = starts[-1] / "error" if starts else run / "absent"
+    return error.read_text(encoding="utf-8", errors="replace").strip() if error.is_file() else ""
+
+
+def different_key(run: Path, cfg: DictConfig) -> tuple[str, Any, Any] | None:
+    """A key in which the folder's run differs from a config, the run's value and the config's. None: there is no run, or no such key."""
+    from omegaconf import OmegaConf
+
+    from finch.config.resolved import redacted
+
+    path = run / run_files.CONFIG
+    if not path.is_file():
+        return None
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:
+        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); remove {run}") from error
+    config = OmegaConf.to_container(redacted(cfg), resolve=True)
+    assert isinstance(saved, dict)
+    assert isinstance(config, dict)
+    for key in sorted(saved.keys() & config.keys() - _IGNORED, key=str):
+        if saved[key] != config[key]:
+            return str(key), saved[key], config[key]
+    old, new = (str(each["checkpointer"]["checkpoint_dir"]) for each in (saved, config))
+    if Path(old).resolve() != Path(new).resolve():
+        return "checkpointer.checkpoint_dir", old, new
+    return None
+
+
+def _newest_state(run: Path) -> dict[str, Any] | None:
+    from finch.checkpoint.reader import list_checkpoints, read_state
+
+    for folder in list_checkpoints(run):
+        try:
+            return read_state(folder)
+        except (OSError, ValueError):  # the recipe reports a damaged one
+            continue
+    return None
+
+
+def _was_finished(run: Path, cfg: DictConfig) -> bool:
+    """Whether an earlier call has seen the end of a run of as many epochs."""
+    from omegaconf import OmegaConf
+
+    try:
+        epochs = OmegaConf.select(OmegaConf.load(run / run_files.CONFIG), "epochs")
+        return epochs == cfg.epochs and read_cell(run)["status"] in (FINISHED, EVALUATED)
+    except (OSError, UserError):
+        return False
+
+
+def _is_stopped_by_budget(state: dict[str, Any], cfg: DictConfig) -> bool:
+    from finch.probes.settings import read_budget
+
+    budget, last = read_budget(cfg), state.get("forgetting_budget")
+    if budget is None or budget.action != "stop" or last is None:
+        return False
+    return not last["value"] <= budget.max_increase  # a NaN is outside
+
+
+def _result_path(run: Path, suite: str) -> Path:
+    return run / run_files.EVALUATION / f"{suite}.json"
+
+
+def _is_result(path: Path, tasks: set[str], limit: int | None, written: float) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        is_complete = tasks <= content["tasks"].keys() and content["settings"].get("limit") == limit
+        return is_complete and path.stat().st_mtime >= written
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def _options(**values: str | int | None) -> list[str]:
+    """``--data-root DATA`` of each value that is set."""
+    given = {name: str(value) for name, value in values.items() if value is not None}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def _link(link: Path, target: Path) -> None:

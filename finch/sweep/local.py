@@ -1,25 +1,29 @@
-"""Runs a sweep on this machine: some cells at a time, each a process of its own; then their evaluations."""
+"""Runs a sweep on this machine: some cells at a time, each in a separate process, then their evaluations."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from finch.errors import UserError
-from finch.sweep.cells import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, write_cell
-from finch.sweep.display import Display, last_error, progress_of
-from finch.sweep.job import Job
-from finch.sweep.run_state import slurm_error
+from finch.sweep.grid import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, write_cell
+from finch.sweep.job import Job, slurm_error
 from finch.sweep.select_lr import MAX_FORGETTING, rates_of, select_rate
 
 _POLL_S = 0.2
 _PROGRESS_S = 1.0
+_LINE_INTERVAL_S = 60.0
+_PROGRESS = re.compile(r"(\w+ [\d,]+ of [\d,]+)\b.*?(\d+:\d\d:\d\d) left")
+_TAIL_BYTES = 20_000
 _EVALUATING = "evaluating"
 
 
@@ -41,7 +45,7 @@ class _Running:
 
 @dataclass
 class _State:
-    """A cell's."""
+    """The state of a cell."""
 
     status: str = WAITING
     reason: str = ""
@@ -60,10 +64,10 @@ class LocalSweep:
     others. Until the pretrained model has been evaluated on all suites, one evaluation runs at a time, since it is evaluated once for all.
 
     Args:
-        jobs: the cells, those that others wait for before them.
+        jobs: the cells, each after those that it depends on.
         num_parallel: processes at a time.
-        num_gpus: that the processes share, one each in turn; 0 or 1: all see the same devices.
-        trains: whether cells are trained; else only those that are finished are evaluated.
+        num_gpus: shared by the processes, one each in turn. 0 or 1: all see the same devices.
+        trains: whether cells are trained. If not, only those that are finished are evaluated.
     """
 
     def __init__(self, jobs: Sequence[Job], *, num_parallel: int, num_gpus: int = 0, trains: bool = True) -> None:
@@ -72,7 +76,7 @@ class LocalSweep:
         self._num_parallel, self._num_gpus, self._trains = num_parallel, num_gpus, trains
         self._is_base_evaluated = False
         self._shown_at = 0.0
-        self._display = Display([job.cell.name for job in jobs])
+        self._display = _Display([job.cell.name for job in jobs])
 
     def run(self) -> int:
         """Returns the number of cells that failed. Ctrl-C, SIGTERM and SIGHUP stop the runs, which save, and end the process with 128 + the
@@ -81,7 +85,7 @@ class LocalSweep:
         previous = {number: signal.signal(number, _raise_stopped) for number in numbers}
         try:
             for folder, job in self._jobs.items():
-                self._look(folder, job)
+                self._poll_run(folder, job)
             while self._step():
                 time.sleep(_POLL_S)
         except _Stopped as stopped:
@@ -96,11 +100,11 @@ class LocalSweep:
         """The reason of each cell that failed."""
         return {folder.name: state.reason for folder, state in self._states.items() if state.status == FAILED}
 
-    def _look(self, folder: Path, job: Job) -> None:
-        """The state that an earlier call has left."""
-        if (
-            job.overwrites and self._trains
-        ) or job.cell.kind == SMALL_LR:  # chosen anew, as the grid may have more rates
+    def _poll_run(self, folder: Path, job: Job) -> None:
+        """Reads the state that an earlier call has left."""
+        if job.cell.kind == SMALL_LR:  # chosen again, as the grid may have more rates
+            return
+        if job.overwrites and self._trains:
             return
         if job.is_trained():
             self._set_trained(folder)
@@ -109,7 +113,7 @@ class LocalSweep:
             self._fail(folder, "it is not trained to the end" + (f": {message}" if message else ""))
 
     def _step(self) -> bool:
-        """Takes note of processes that have ended and starts others. Returns whether anything is left to wait for."""
+        """Handles processes that have ended and starts others. Returns whether anything is left to wait for."""
         for folder, state in self._states.items():
             if state.running is not None and state.running.process.poll() is not None:
                 self._end(folder, state, state.running)
@@ -128,19 +132,20 @@ class LocalSweep:
         if state.running is not None or state.status == FAILED:
             return
         if state.status == WAITING:
-            if not all(self._is_settled(source, job) for source in job.cell.waits_for):
+            needed = job.cell.dependencies
+            if not all(self._is_finished(source, job) for source in needed):
                 return
             if job.cell.kind == SMALL_LR:
                 self._select(folder, job)
-            elif not all(self._states[source].is_trained for source in job.cell.waits_for):
-                self._fail(folder, f"{job.cell.waits_for[0].name}, which it needs, has failed")
+            elif not all(self._states[source].is_trained for source in needed):
+                self._fail(folder, f"{needed[0].name}, which it needs, has failed")
             else:
                 self._start(folder, job.run_command(), RUNNING)
         elif state.commands and (self._is_base_evaluated or not self._is_any_evaluating()):
             self._start(folder, state.commands[0], _EVALUATING)
 
-    def _is_settled(self, source: Path, job: Job) -> bool:
-        """Whether a cell that another one waits for is trained, for small_lr also evaluated, or has failed."""
+    def _is_finished(self, source: Path, job: Job) -> bool:
+        """Whether a cell that a job depends on is trained (for small_lr also evaluated) or has failed."""
         state = self._states[source]
         return state.status in (EVALUATED, FAILED) or (state.is_trained and job.cell.kind != SMALL_LR)
 
@@ -149,7 +154,7 @@ class LocalSweep:
 
     def _select(self, folder: Path, job: Job) -> None:
         """Links small_lr's folder to the SFT run of the rate that the paper's rule chooses, with this cell's seed where it has one."""
-        evaluated = [source for source in job.cell.candidates if self._states[source].status == EVALUATED]
+        evaluated = [source for source in job.cell.dependencies if self._states[source].status == EVALUATED]
         try:
             rates = rates_of(evaluated, "sft") if evaluated else []
             rate = select_rate(rates, MAX_FORGETTING)
@@ -187,7 +192,7 @@ class LocalSweep:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C in the terminal reaches this process alone, which passes it on once
+                start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which passes it on once
             )
         state.running, state.status, state.reason = _Running(process, start, slot), status, ""
 
@@ -198,13 +203,13 @@ class LocalSweep:
         if code != 0:
             what = "evaluation: " if state.status == _EVALUATING else ""
             killed = f"killed by {signal.Signals(-code).name}; " if code < 0 else ""
-            self._fail(folder, f"{what}{killed}{last_error(job.cell.log, running.start)}; {job.cell.log}")
+            self._fail(folder, f"{what}{killed}{_last_error(job.cell.log, running.start)}; {job.cell.log}")
         elif state.status == _EVALUATING:
             state.commands.pop(0)
             if not state.commands:
                 job.end_evaluation()
                 self._set_trained(folder)
-                if state.commands:  # else it would be started for ever
+                if state.commands:  # else it would be started again and again
                     self._fail(folder, f"evaluation: it has written no result to {job.cell.folder}; {job.cell.log}")
         else:
             job.finish()
@@ -233,7 +238,7 @@ class LocalSweep:
             return
         self._shown_at = now
         progress = {
-            folder.name: progress_of(self._jobs[folder].cell.log, state.running.start)
+            folder.name: _progress_of(self._jobs[folder].cell.log, state.running.start)
             for folder, state in self._states.items()
             if state.running is not None
         }
@@ -262,7 +267,7 @@ class LocalSweep:
 
 
 def _linked_source(job: Job) -> Path | None:
-    """Of a cell of small_lr: the run that its folder stands for."""
+    """The run that a folder of small_lr links to."""
     if job.cell.kind != SMALL_LR:
         return None
     return job.cell.folder.parent / (job.cell.folder / "best").readlink().parts[1]
@@ -275,3 +280,72 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
     raise _Stopped(number)
+
+
+class _Display:
+    """The cells of a running sweep: a table that is redrawn in a terminal, or lines in a log file."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._width = max(map(len, names), default=0)
+        self._names, self._shown = names, dict.fromkeys(names, "")
+        self._is_terminal, self._num_lines = sys.stdout.isatty(), 0
+        self._last_time = time.monotonic()
+
+    def update(self, states: Mapping[str, str], progress: Mapping[str, str]) -> None:
+        """
+        Args:
+            states: of each cell, in a few words.
+            progress: step and time left of the running cells.
+        """
+        if self._is_terminal:
+            self._redraw({name: " ".join(filter(None, [states[name], progress.get(name)])) for name in self._names})
+            return
+        for name in self._names:
+            if states[name] != self._shown[name] and (states[name] != "waiting"):
+                print(f"{name:<{self._width}}  {states[name]}", flush=True)
+            self._shown[name] = states[name]
+        if time.monotonic() - self._last_time >= _LINE_INTERVAL_S:
+            self._last_time = time.monotonic()
+            done = sum(not state.startswith(("waiting", "running", "evaluating")) for state in states.values())
+            running = ", ".join(f"{name} {text}" for name, text in progress.items() if text)
+            print(f"{done} of {len(states)} cells done{'; ' if running else ''}{running}", flush=True)
+
+    def _redraw(self, texts: Mapping[str, str]) -> None:
+        size = shutil.get_terminal_size()
+        names = list(texts)
+        if len(names) > size.lines - 3:  # those that have work left or have failed
+            names = [name for name in names if not texts[name].startswith(("waiting", "finished", "evaluated"))]
+            names = names[: max(size.lines - 3, 1)]
+        lines = [f"{name:<{self._width}}  {texts[name]}"[: size.columns - 1] for name in names]
+        if len(names) < len(texts):
+            counts = {
+                word: sum(text.startswith(word) for text in texts.values())
+                for word in ("waiting", "finished", "evaluated")
+            }
+            lines.append(", ".join(f"{number} {word}" for word, number in counts.items() if number))
+        up = f"\x1b[{self._num_lines}A" if self._num_lines else ""
+        print(up + "".join(f"\x1b[2K{line}\n" for line in lines) + "\x1b[J", end="", flush=True)
+        self._num_lines = len(lines)
+
+
+def _progress_of(log: Path, start: int) -> str:
+    """``step 25 of 300, 0:01:10 left``, of the log after its first ``start`` bytes; empty before its first line of progress."""
+    matches = _PROGRESS.findall(_tail(log, start))
+    return f"{matches[-1][0]}, {matches[-1][1]} left" if matches else ""
+
+
+def _last_error(log: Path, start: int) -> str:
+    """The reason of a failure: the line of a user's mistake, else the last line."""
+    lines = [line.strip() for line in _tail(log, start).replace("\r", "\n").splitlines() if line.strip()]
+    errors = [line.removeprefix("finch: error: ") for line in lines if line.startswith("finch: error: ")]
+    return (errors or lines or ["no output"])[-1]
+
+
+def _tail(log: Path, start: int) -> str:
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - _TAIL_BYTES, start, 0))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -12,7 +12,7 @@ from typing import Any
 from finch import run_files
 from finch.errors import UserError
 from finch.evaluation.results import OLD, base_path, read_result, read_results
-from finch.sweep.cells import LABEL, LR, METHOD, SEED, read_cell
+from finch.sweep.grid import LABEL, LR, METHOD, SEED, read_cell
 
 MAX_FORGETTING = 2.0
 """Points of average forgetting that the paper allows."""

@@ -22,7 +22,7 @@ from finch.report.measures import Comparison, compare
 from finch.report.runs import Run, read_runs, sort_runs
 from finch.report.selection import Measure
 from finch.report.settings import Point, TradeOff, group_settings, trade_off
-from finch.sweep.cells import FINISHED
+from finch.sweep.grid import FINISHED
 from studies.smollm2_tofu.figure import draw
 
 SETTINGS = ("smooth", "blocks", "wrong", "quick")

@@ -18,9 +18,8 @@ from pathlib import Path
 from finch.errors import UserError, report_user_errors
 from finch.progress import duration
 from finch.run_files import CHECKPOINTS, EVALUATION, chosen_model
-from finch.sweep.cells import EVALUATED, FINISHED, RUN, WISE_FT, Cell, read_cell
-from finch.sweep.grid import Grid, cells_of, read_grid
-from finch.sweep.run_state import missing_results
+from finch.sweep.grid import EVALUATED, FINISHED, RUN, WISE_FT, Cell, Grid, cells_of, read_cell, read_grid
+from finch.sweep.job import missing_results
 from studies.smollm2_tofu import data, model
 
 HERE = Path(__file__).parent

@@ -35,7 +35,7 @@ from finch.evaluation.fingerprint import hash_weights
 from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.results import NATS, NEW, OLD, Sample, SuiteResult, TaskResult, write_result
 from finch.run_files import CELL, EVALUATION, chosen_model
-from finch.sweep.cells import EVALUATED, FINISHED, read_cell
+from finch.sweep.grid import EVALUATED, FINISHED, read_cell
 
 SUITE, BASE = "losses", "base_losses"
 MAX_NEW_TOKENS = 64

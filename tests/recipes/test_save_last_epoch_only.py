@@ -7,7 +7,7 @@ import torch
 from helpers.runs import llama_args, make_config, run_broken, run_here, weights
 
 from finch.report.runs import read_runs
-from finch.sweep.run_state import is_trained
+from finch.sweep.job import is_trained
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,7 @@ from helpers.runs import ROOT
 
 from finch.config.parser import read
 from finch.config.schema import FULL_FINETUNE
-from finch.sweep.cells import RUN
-from finch.sweep.grid import cells_of, read_grid
+from finch.sweep.grid import RUN, cells_of, read_grid
 
 STUDY = Path("studies/smollm2_tofu")
 THREE = {"sft": 12, "finch": 12, "constant": 12}

@@ -4,8 +4,7 @@ import pytest
 import yaml
 
 from finch.errors import UserError
-from finch.sweep.cells import WAITING, read_cell, write_cell
-from finch.sweep.grid import cells_of, read_grid
+from finch.sweep.grid import WAITING, cells_of, read_cell, read_grid, write_cell
 
 BASE = {"config": "qwen3/4B_sft", "out": "/out/mine"}
 
@@ -70,7 +69,7 @@ def test_names_are_unique_and_free_of_special_characters(read):
     ]
 
 
-def test_wise_ft_waits_for_its_sft_run_which_is_added(read):
+def test_wise_ft_needs_its_sft_run_which_is_added(read):
     found = cells(
         read(
             grid=[
@@ -86,7 +85,7 @@ def test_wise_ft_waits_for_its_sft_run_which_is_added(read):
     assert len(found) == 8
 
 
-def test_lr_replay_waits_for_the_cell_described(read):
+def test_lr_replay_needs_the_cell_described(read):
     mappings = [
         {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch"}}], "seed": [0, 1]},
         {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch", "seed": 1}}], "seed": [0]},
@@ -168,10 +167,10 @@ def test_small_lr_stands_on_evaluated_sft_runs(read):
         {"label": "constant", "method": ["sft"], "optimizer.lr": [9e-5], "batch_size": [8], "seed": [1]},
     ]
     cell = cells(read(grid=mappings, evaluate={"suites": ["forgetting"]}))["small_lr_batch_size8_seed1"]
-    names = {path.name for path in cell.candidates}
+    names = {path.name for path in cell.dependencies}
     assert names == {f"sft_lr{lr}_batch_size8_seed{seed}" for lr in ("1e-5", "2e-5") for seed in (0, 1)}
     without = cells(read(grid=mappings))["small_lr_batch_size8_seed1"]  # the methods' stand-in
-    assert (without.kind, without.candidates) == ("run", ())
+    assert (without.kind, without.dependencies) == ("run", ())
 
 
 def test_command_line_overrides_runs_and_evaluation(read):
@@ -220,7 +219,7 @@ def test_command_line_overrides_runs_and_evaluation(read):
             "grid.label=['a'] must be one name of letters, digits, _, -",
         ),
         ({"grid": {"label": "a b", "method": ["sft"]}}, (), "grid.label=a b must be one name of letters, digits, _, -"),
-        ({"grid": {"label": "finch", "method": ["sft"]}}, (), "grid.label=finch has a meaning of its own in reports"),
+        ({"grid": {"label": "finch", "method": ["sft"]}}, (), "grid.label=finch has another meaning in reports"),
         ({"grid": {"label": "a", "method": ["sft", "dft"]}}, (), "grid.label=a has several methods (dft, sft); give"),
         (
             {"grid": [{"label": "a", "method": ["sft"]}, {"label": "a", "method": ["dft"]}]},

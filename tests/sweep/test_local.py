@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finch.sweep.cells import Cell
+from finch.sweep.grid import Cell
 from finch.sweep.job import Job
 from finch.sweep.local import LocalSweep
 
@@ -66,7 +66,12 @@ def sweep(tmp_path, monkeypatch):
             monkeypatch.setattr(SmallJob, name, value)
         grid = SimpleNamespace(task=None, evaluation="yes" if SmallJob.is_evaluated_too else None, overrides=())
         jobs = [
-            SmallJob(grid, Cell({"name": name}, tmp_path / name, source=source and tmp_path / source), "", CFG)
+            SmallJob(
+                grid,
+                Cell({"name": name}, tmp_path / name, dependencies=(tmp_path / source,) if source else ()),
+                "",
+                CFG,
+            )
             for name, source in cells.items()
         ]
         (tmp_path / "events").write_text("")
