@@ -1,8 +1,7 @@
-"""FINCH in training loops of other libraries, one module a library: ``transformers`` (TRL's trainers as well) and ``lightning``.
+"""FINCH in training loops of other libraries: ``transformers`` (TRL's trainers as well) and ``lightning``, one module per library.
 
-``step_loss`` is for Accelerate and for loops of your own: it sums loss and target tokens over micro-batches and ranks, and needs torch
-alone, as does ``objective_loss``, the objectives as a loss of transformers' Trainer. ``causal_lm`` reads losses from the outputs of
-models, ``dataset_loss`` is the pass over the training rows ahead of the first step.
+``step_loss``, for Accelerate and loops of your own, sums loss and target tokens over micro-batches and ranks. ``objective_loss`` has the
+objectives as a loss of transformers' Trainer, and reads losses from the outputs of its models. Both need only torch.
 
 May import errors, extras, files, log, optim and objectives; must not import anything above, nor torchtune.
 """

@@ -78,7 +78,7 @@ def _check(trainer: Trainer, pl_module: LightningModule, resumed: Any) -> None:
         )
     if trainer.lr_scheduler_configs:
         raise UserError(
-            "lr_scheduler: FINCH sets the learning rate alone; return the optimizer alone from configure_optimizers"
+            "lr_scheduler: FINCH is the only one to set the learning rate; return only the optimizer from configure_optimizers"
         )
     if trainer.precision == "16-mixed":
         raise UserError(

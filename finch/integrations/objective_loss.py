@@ -1,15 +1,18 @@
-"""finch's objectives as ``compute_loss_func`` of transformers' Trainer and TRL's SFTTrainer."""
+"""Losses from the outputs of transformers' models: the cross-entropies of target tokens, and finch's objectives as ``compute_loss_func``
+of the Trainer and TRL's SFTTrainer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from finch.errors import UserError
-from finch.integrations.causal_lm import shift, token_losses
 from finch.integrations.step_loss import StepLoss
-from finch.objectives import IGNORE_INDEX, Objective
+from finch.objectives import EAFT, IGNORE_INDEX, Objective
+
+_AGREEMENT = 1e-3  # relative; an auxiliary or smoothed loss differs by more
 
 
 class ObjectiveLoss:
@@ -72,5 +75,77 @@ class ObjectiveLoss:
         batch = {"labels": targets}
         if "top_logits" in self.objective.needs:
             logits = outputs.logits[:, -targets.shape[1] :].detach()
-            batch["top_logits"] = logits.topk(min(20, logits.shape[-1]), dim=-1).values
+            batch["top_logits"] = logits.topk(min(EAFT.num_logits, logits.shape[-1]), dim=-1).values
         return (self.objective.weights(losses.detach(), batch) * losses).sum() / denominator
+
+
+def shift(labels: torch.Tensor) -> torch.Tensor:
+    """[batch, seq] labels of transformers, each moved to the token that predicts it; -100 at a row's last."""
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+
+
+def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropies, graph attached.
+
+    Args:
+        logits: [batch, seq, vocab]; only the last positions are used where there are more than targets, as with PEFT's virtual tokens.
+        targets: [batch, seq], shifted, -100 where ignored.
+
+    Returns:
+        [batch, seq] fp32 or wider in nats; 0 where ignored.
+    """
+    logits = logits[:, -targets.shape[1] :]
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    targets = targets.to(logits.device)
+    losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    return losses.view_as(targets)
+
+
+class LossReader:
+    """Sums the unweighted cross-entropies of a batch, without a second pass over the logits where the model's own loss will do.
+
+    The first batch with targets decides: if the model's loss equals the mean cross-entropy of its logits it is used from then on, else
+    (an auxiliary loss of experts, a model with a loss of its own) the logits are.
+    """
+
+    def __init__(self) -> None:
+        self._is_model_loss_plain: bool | None = None
+
+    @torch.no_grad()
+    def read(self, output: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums the losses of a batch.
+
+        Args:
+            output: of the model: TRL's with ``log_probs``, or one with ``logits``, [batch, seq, vocab].
+            batch: the model's arguments: ``labels`` or ``shift_labels``, [batch, seq], and ``num_items_in_batch``, by which the model
+                divides its loss, if not by the batch's own target tokens.
+
+        Returns:
+            loss_sum: [] in nats.
+            num_targets: [].
+
+        Raises:
+            UserError: the output has neither log-probabilities nor logits, nor a loss.
+        """
+        if (log_probs := getattr(output, "log_probs", None)) is not None:
+            return -log_probs.double().sum(), output.label_mask.sum()
+        shifted = batch.get("shift_labels")
+        targets = shift(batch["labels"]) if shifted is None else shifted
+        num_targets = (targets != IGNORE_INDEX).sum()
+        loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+        num_items = batch.get("num_items_in_batch")
+        model_sum = None if loss is None else loss.double() * (num_targets if num_items is None else num_items)
+        if logits is None:
+            if model_sum is None:
+                raise UserError(
+                    f"model={type(output).__name__}: FINCH needs logits, a loss or log_probs in the model's output; leave return_dict on"
+                )
+            return model_sum, num_targets  # a fused loss, as Liger's
+        if model_sum is not None and self._is_model_loss_plain:
+            return model_sum, num_targets
+        exact = token_losses(logits, targets).double().sum()
+        if model_sum is not None and self._is_model_loss_plain is None and int(num_targets) > 0:
+            self._is_model_loss_plain = bool((model_sum - exact).abs() <= _AGREEMENT * exact.abs())
+            if self._is_model_loss_plain:  # as for the batches after it: a resumed run has another first batch
+                return model_sum, num_targets
+        return exact, num_targets

@@ -10,25 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
 from finch.errors import UserError
 from finch.extras import require_extras
 from finch.files import atomic_file, write_text
-from finch.integrations.causal_lm import LossReader
-from finch.integrations.objective_loss import ObjectiveLoss
+from finch.integrations.objective_loss import LossReader, ObjectiveLoss
 from finch.integrations.step_loss import StepLoss
 from finch.log import logger
 from finch.optim.finch_lr import ETA_MAX, FinchLR
 
 require_extras("finch.integrations.transformers", "hf")
 
+from accelerate.utils import send_to_device
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from finch.integrations.dataset_loss import mean_dataset_loss
 
 STATE_FILE = "finch_state.json"
 """FINCH's state in each of the Trainer's checkpoint folders."""
@@ -44,10 +43,10 @@ class FinchCallback(TrainerCallback):
         args = TrainingArguments(..., learning_rate=2e-5, lr_scheduler_type="constant")
         Trainer(model, args, ..., callbacks=[FinchCallback(eta_max=5e-5, init="dataset")])
 
-    - **Loss.** A forward hook on the model sums the cross-entropies of the target tokens over the micro-batches, in training alone;
+    - **Loss.** A forward hook on the model sums the cross-entropies of the target tokens over the micro-batches, only in training;
       ``on_pre_optimizer_step`` adds up the ranks and sets the learning rate. With label smoothing, or with an objective, FINCH still
-      sees the unweighted cross-entropy; the labels, which the model then does not get, reach the hook in the batch, under a key of
-      their own, which the data loader's collator adds and a hook removes.
+      sees the unweighted cross-entropy. The model then does not get the labels: they reach the hook in the batch, under a separate key
+      that the data loader's collator adds and a hook removes.
     - **Skipped updates.** A step without target tokens, or with a non-finite loss under ``on_nonfinite="skip"``, drops its gradients.
     - **Logs.** ``learning_rate`` is the one that the step was taken with, in every logger. ``ema_loss`` is in ``log_history`` and in
       what callbacks after this one see. The first step is always logged, to compare the Trainer's loss with FINCH's.
@@ -190,9 +189,9 @@ class FinchCallback(TrainerCallback):
 
     def _check_options(self) -> None:
         """Raises FinchLR's ValueError now, and not when training begins."""
-        stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         with warnings.catch_warnings(action="ignore"):
-            FinchLR(stand_in, init="first_batch" if self._init == "dataset" else self._init, **self._options)
+            FinchLR(unused, init="first_batch" if self._init == "dataset" else self._init, **self._options)
 
     def _check_trainer(self, args: TrainingArguments, state: TrainerState, lr_scheduler: Any) -> None:
         """Raises UserError where FINCH cannot work; before the first step, and where possible in the Trainer's constructor."""
@@ -276,6 +275,58 @@ class FinchCallback(TrainerCallback):
             ) from None
 
 
+@torch.no_grad()
+def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: torch.device) -> tuple[float, int]:
+    """One pass in evaluation mode over the rows of a loader, each once, shared by the ranks.
+
+    The pass has a separate loader, without shuffling, so that the training order and the global random state stay as they are. Every
+    rank runs the same number of forward passes, since those of a sharded model are collective.
+
+    Args:
+        model: as the Trainer calls it.
+        loader: the Trainer's, for its dataset and collator.
+        batch_size: rows per forward pass on each rank.
+        device: of the batches.
+
+    Returns:
+        Mean over the target tokens in nats, and their number; the same on every rank.
+
+    Raises:
+        UserError: the dataset has no length, or no target tokens.
+    """
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise UserError(
+            f"init=dataset: {type(dataset).__name__} has no length, so a pass over all rows may never end; pass the mean loss as a number, "
+            "or init='first_batch'"
+        )
+    is_parallel = distributed.is_available() and distributed.is_initialized()
+    rank, num_ranks = (distributed.get_rank(), distributed.get_world_size()) if is_parallel else (0, 1)
+    starts = range(rank * batch_size, len(dataset) + rank * batch_size, batch_size * num_ranks)
+    shares = [list(range(start, min(start + batch_size, len(dataset)))) for start in starts]
+    rows = DataLoader(
+        dataset,
+        batch_sampler=[share or [0] for share in shares],  # a rank without rows reads any row and does not count it
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        generator=torch.Generator(),
+    )
+    step_loss, reader = StepLoss(), LossReader()
+    was_training = model.training
+    model.eval()
+    for share, batch in zip(shares, rows, strict=True):
+        batch = send_to_device(batch, device)
+        loss_sum, num_targets = reader.read(model(**batch), batch)
+        step_loss.update(loss_sum, num_targets if share else 0)
+    model.train(was_training)
+    loss, num_targets = step_loss.compute()
+    if num_targets == 0:
+        raise UserError(
+            "init=dataset: the training rows have no target token (label -100 everywhere); check the data collator"
+        )
+    return float(loss), int(num_targets)
+
+
 class _AddLabels:
     """A collator that adds a batch's labels a second time: the Trainer removes the first where it computes the loss itself."""
 
@@ -289,7 +340,7 @@ class _AddLabels:
         return batch
 
 
-_CONSTANT = "FINCH sets the learning rate alone; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler of your own"
+_CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler object"
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -25,13 +25,7 @@ _ROPE_TYPES = {"default": "none", "llama3": "llama", "yarn": "yarn"}
 
 
 def check_config(config: Any) -> None:
-    """
-    Args:
-        config: a ``FinchTrainer.Config``.
-
-    Raises:
-        UserError: a setting that FINCH cannot work with.
-    """
+    """Raises UserError for a setting of a ``FinchTrainer.Config`` that FINCH cannot work with."""
     _check_parallelism(config.parallelism)
     _check_schedule(config)
     _check_loss(config.loss, config.parallelism)
@@ -47,7 +41,7 @@ def _check_parallelism(parallelism: Any) -> None:
     if parallelism.pipeline_parallel_degree > 1:
         raise UserError(
             f"parallelism.pipeline_parallel_degree={parallelism.pipeline_parallel_degree} is not supported: the loss of a step, which its "
-            "learning rate comes from, exists on the last stage alone; set 1"
+            "learning rate comes from, exists on the last stage only; set 1"
         )
 
 
@@ -109,7 +103,7 @@ def _check_checkpoint(config: Any) -> None:
             "FINCH starts as lr_scheduler.init says"
         )
     raise UserError(
-        f"{folder} has no state of a scheduler: it holds the model alone, as the last step of a finished run; start from it with "
+        f"{folder} has no state of a scheduler: it holds only the model, as the last step of a finished run; start from it with "
         "--checkpoint.initial_load_path in another --dump_folder, or write it with --checkpoint.no-last_save_model_only"
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from finch.errors import report_user_errors
-from finch.titan.version import check_version
+from finch.titan import check_version
 
 report_user_errors(check_version)()  # before the imports that another version may not have
 
@@ -16,6 +16,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.validate import Validator
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models import llama3, qwen3
@@ -23,10 +24,8 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from finch.titan.conversion import to_finch_config
 from finch.titan.dataloader import RowsDataLoader
-from finch.titan.trainer import FinchTrainer
-from finch.titan.validator import FinchValidator
+from finch.titan.trainer import FinchTrainer, to_finch_config
 
 
 def finch_sft_llama3_8b() -> FinchTrainer.Config:
@@ -53,7 +52,7 @@ def finch_sft_qwen3_8b() -> FinchTrainer.Config:
 
 
 def _sft(spec: ModelSpec, assets: str) -> FinchTrainer.Config:
-    """TOFU's question-answer pairs, 16 an optimizer step on 8 ranks, 5 epochs, with the paper's rates."""
+    """TOFU's question-answer pairs, 16 per optimizer step on 8 ranks, 5 epochs, with the paper's rates."""
     rows = RowsDataLoader.Config(source="locuslab/TOFU", name="full", part="train")
     config = Trainer.Config(
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))),
@@ -69,7 +68,7 @@ def _sft(spec: ModelSpec, assets: str) -> FinchTrainer.Config:
             enable=True, interval=225, initial_load_in_hf=True, last_save_in_hf=True, export_dtype="bfloat16"
         ),
         activation_checkpoint=SelectiveAC.Config(),
-        validator=FinchValidator.Config(
+        validator=Validator.Config(
             enable=True, freq=225, dataloader=dataclasses.replace(rows, part="validation", is_shuffled=False)
         ),
     )

@@ -25,13 +25,8 @@ class RowsDataLoader(ParallelAwareDataloader):
     Step i takes the samples [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, on any number of ranks, as in
     finch's recipe. With gradient accumulation the last step of an epoch may continue with the next one's first samples.
 
-    Args:
-        config: the rows and how they are prepared.
-        dp_world_size, dp_rank: of the data-parallel ranks.
-        tokenizer: TorchTitan's; its folder is read again by :func:`finch.models.auto_tokenizer`.
-        seq_len: tokens a sequence; longer rows are truncated, shorter ones padded.
-        local_batch_size: sequences a micro-batch and rank.
-        snapshot_every_n_steps: see ``StatefulDataLoader``.
+    Rows longer than ``seq_len`` are truncated, shorter ones padded. The folder of TorchTitan's tokenizer is read again by
+    :func:`finch.models.auto_tokenizer`.
 
     Raises:
         UserError: rows that cannot be used, or fewer than one micro-batch of all ranks needs.
@@ -117,7 +112,7 @@ class RowSequences(IterableDataset[Sequence], Stateful):
     The state is the epoch and how many of its sequences the rank has had.
 
     Attributes:
-        rounds_per_epoch: micro-batches a rank and epoch. In the last one, rows without targets stand for what is missing.
+        rounds_per_epoch: micro-batches per rank and epoch. In the last one, rows without targets take the place of what is missing.
     """
 
     def __init__(
@@ -194,7 +189,7 @@ def to_sequence(sample: dict[str, Any], seq_len: int, pad_id: int) -> Sequence:
 
     Args:
         sample: ``tokens`` and ``labels``, [row]; a pack's ``input_pos`` restarts at 0 with each row.
-        seq_len: tokens of the result. What follows the row is padding, a document of its own without targets.
+        seq_len: tokens of the result. What follows the row is padding, a separate document without targets.
 
     Returns:
         input and positions, [seq_len], and labels, [seq_len], shifted to the token that predicts them. The end of a row predicts

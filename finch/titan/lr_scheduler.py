@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,13 +25,8 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
     Fused optimizers get their learning rate as a 0-d tensor on the device of their parameters: FINCH then never waits for a GPU, and a
     non-finite step is skipped inside the optimizer.
 
-    Args:
-        config: FINCH's settings.
-        optimizers: TorchTitan's; the first param group's ``lr`` is eta_base.
-
     Attributes:
         init: Lbar_0 as configured, in nats or by its name.
-        schedule: the FinchLR.
         has_state: whether a checkpoint was loaded.
 
     Raises:
@@ -73,7 +67,7 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
 
     def __init__(self, config: FINCHConfig, optimizers: OptimizersContainer) -> None:
         self._config, self._optimizers = config, list(optimizers)
-        self._has_tensor_lr = all(self._is_fused(optimizer) for optimizer in self._optimizers)
+        self._has_tensor_lr = all(map(_is_fused, self._optimizers))
         for optimizer in self._optimizers if self._has_tensor_lr else ():
             # torch sets it where `fused` is an argument of the optimizer; TorchTitan gives it to the param groups.
             vars(optimizer).update(_step_supports_amp_scaling=True)
@@ -107,12 +101,9 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
     def step(self) -> None:
         """Nothing: see the class."""
 
-    def get_metrics(self) -> Mapping[str, float]:
-        """``lr``, ``ema_loss`` in nats, and ``lr_is_capped``, read when the mapping is.
-
-        TorchTitan takes it before a step and logs it after, so that it logs the rate of that step; on the other steps nothing is read.
-        """
-        return _Metrics(self)
+    def get_metrics(self) -> dict[str, float]:
+        """Nothing: TorchTitan asks before the step, whose rate is not known then. The trainer's RunMetrics adds it to what is logged."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return self.schedule.state_dict()
@@ -121,12 +112,6 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
         self._hold_lr_as_tensors()
         self.schedule.load_state_dict(state_dict)
         self.has_state = True
-
-    def _is_fused(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it skips a step by ``found_inf``; with parameters on one device, since a captured step cannot move its learning rate."""
-        groups = optimizer.param_groups
-        devices = {parameter.device for group in groups for parameter in group["params"]}
-        return len(devices) == 1 and all(group.get("fused") for group in groups)
 
     def _hold_lr_as_tensors(self) -> None:
         if not self._has_tensor_lr:
@@ -137,22 +122,11 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
                     group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
 
 
-class _Metrics(Mapping[str, float]):
-    """A view of a schedule's metrics of the last step."""
-
-    _NAMES = ("lr", "ema_loss", "lr_is_capped")
-
-    def __init__(self, container: FinchLRSchedulersContainer) -> None:
-        self._container = container
-
-    def __getitem__(self, name: str) -> float:
-        return float(self._container.schedule.metrics()[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._NAMES)
-
-    def __len__(self) -> int:
-        return len(self._NAMES)
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it skips a step by ``found_inf``; with parameters on one device, since a captured step cannot move its learning rate."""
+    groups = optimizer.param_groups
+    devices = {parameter.device for group in groups for parameter in group["params"]}
+    return len(devices) == 1 and all(group.get("fused") for group in groups)
 
 
 def build_schedule(

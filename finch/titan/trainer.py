@@ -6,23 +6,22 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.components.metrics import BaseLogger
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
 from finch.dtensor import to_local
 from finch.errors import UserError, report_user_errors
 from finch.log import logger
+from finch.metrics import MetricsLog
 from finch.titan.config_checks import check_config
-from finch.titan.dataset_loss import initial_loss
-from finch.titan.losses import objective_of
+from finch.titan.losses import initial_loss, objective_of
 from finch.titan.lr_scheduler import FinchLRSchedulersContainer
-from finch.titan.run_metrics import RunMetrics
-from finch.titan.validator import FinchValidator
 
 
 class FinchTrainer(Trainer):
@@ -33,9 +32,6 @@ class FinchTrainer(Trainer):
 
     Supported: FSDP, HSDP, tensor parallel, gradient accumulation, resume, synchronous and asynchronous checkpoints. Written for, but never
     run: context parallel and CUDA graphs. Refused: pipeline parallel and ``full_dtensor``.
-
-    Args:
-        config: see :func:`finch.titan.to_finch_config`.
 
     Raises:
         UserError: a setting that FINCH cannot work with, before anything is built.
@@ -53,13 +49,9 @@ class FinchTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         check_config(config)
         Trainer.__init__(self, config)
-        self.run_metrics = RunMetrics(
-            self.metrics_processor.logger, Path(config.dump_folder), every=config.metrics.log_freq
-        )
+        self.run_metrics = RunMetrics(self, self.metrics_processor.logger)
         self.metrics_processor.logger = self.run_metrics
         self._objective = objective_of(self.loss_fn)
-        validator = self.validator if config.validator.enable else None
-        self._finch_validator = validator if isinstance(validator, FinchValidator) else None
         self._step_loss: torch.Tensor | None = None
         self._has_begun = False
         self.optimizers.register_step_pre_hook(self._set_lr)
@@ -68,32 +60,18 @@ class FinchTrainer(Trainer):
         """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete."""
         _report_under_torchrun(lambda: Trainer.train(self))
         checkpoint = self.config.checkpoint
-        if self._is_over_budget() and self.step < self.config.training.steps:
-            self.checkpointer.save(self.step, last_step=True)
         if checkpoint.enable and checkpoint.last_save_in_hf and torch.distributed.get_rank() == 0:
             complete_folder(
                 Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}",
                 Path(self.config.hf_assets_path),
             )
 
-    def should_continue_training(self) -> bool:
-        """As TorchTitan's; a run also ends where it exceeds its forgetting budget."""
-        return Trainer.should_continue_training(self) and not self._is_over_budget()
-
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         """As TorchTitan's. Before the first one of this start, what needs the loaded weights is measured."""
         if not self._has_begun:
             self._begin()
         Trainer.train_step(self, data_iterator)
-        self.run_metrics.add(
-            self.step,
-            {
-                "epoch": self._epoch(),
-                "loss": self._loss,
-                **self.lr_schedulers.schedule.metrics(),
-                "num_target_tokens": self._num_targets,
-            },
-        )
+        self.run_metrics.add_step()
         if self.metrics_processor.should_log(self.step):
             num_skipped = self.lr_schedulers.schedule.check()
             if num_skipped:
@@ -112,12 +90,22 @@ class FinchTrainer(Trainer):
             self, input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
         loss = to_local(loss.detach())  # a DTensor under tensor parallel, whose local values TorchTitan sums as well
-        share = loss.double()  # a copy: a CUDA graph writes the next loss where this one stands
+        share = loss.double()  # a copy: a CUDA graph writes the next loss to the same memory
         if self._objective is not None:
-            share = self._objective.pop_cross_entropy() / global_valid_tokens
+            share = self._objective.read_and_reset() / global_valid_tokens
         self._step_loss = share if self._step_loss is None else self._step_loss + share
         self._num_targets = global_valid_tokens
         return loss.nan_to_num(0.0, 0.0, 0.0)
+
+    def step_metrics(self) -> dict[str, Any]:
+        """Of the last step: numbers, or tensors that stay unread. The epoch is 0 where the dataloader has no length of an epoch."""
+        rounds = getattr(self.dataloader, "rounds_per_epoch", None)
+        return {
+            "epoch": 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds,
+            "loss": self._loss,
+            **self.lr_schedulers.schedule.metrics(),
+            "num_target_tokens": self._num_targets,
+        }
 
     def _begin(self) -> None:
         """Measures the loss that the average starts from, and opens the metrics; a collective."""
@@ -125,17 +113,7 @@ class FinchTrainer(Trainer):
         if self.lr_schedulers.init == "dataset" and not self.lr_schedulers.has_state:
             self.lr_schedulers.start(initial_loss(self))
         self.run_metrics.open(self.step - 1)
-        if self._finch_validator is not None:
-            self._finch_validator.start(self.model_parts, self.step - 1, Path(self.config.dump_folder))
         self.metrics_processor.time_last_log = time.perf_counter()
-
-    def _is_over_budget(self) -> bool:
-        return self._finch_validator is not None and self._finch_validator.has_ended_run
-
-    def _epoch(self) -> int:
-        """From 0; always 0 where the dataloader does not know the length of an epoch."""
-        rounds = getattr(self.dataloader, "rounds_per_epoch", None)
-        return 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds
 
     def _set_lr(self, *_: Any) -> None:
         """Sets the learning rate of the step; a collective. Called by the optimizers right before their step."""
@@ -162,8 +140,99 @@ class FinchTrainer(Trainer):
         return torch.nn.utils.get_total_norm(gradients, foreach=True).to(self.device, torch.float64)
 
 
+class RunMetrics(BaseLogger):
+    """metrics.jsonl in the dump folder, with the names of finch's recipe; TorchTitan's own loggers get what it logs, and FINCH's rate.
+
+    A step's ``grad_norm`` is known where TorchTitan logs it, and null elsewhere.
+    """
+
+    def __init__(self, trainer: FinchTrainer, inner: BaseLogger) -> None:
+        self._trainer, self._inner = trainer, inner
+        self._folder, self._is_writer = Path(trainer.config.dump_folder), torch.distributed.get_rank() == 0
+        self._lines = MetricsLog(
+            self._folder,
+            None,
+            is_writer=self._is_writer,
+            every=trainer.config.metrics.log_freq,
+            world_size=torch.distributed.get_world_size(),
+        )
+        self._grad_norms: dict[int, float] = {}
+
+    def open(self, first_step: int) -> None:
+        """Opens the file; lines after ``first_step``, of an earlier attempt, are dropped."""
+        if self._is_writer:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._lines.open(first_step=first_step)
+
+    def add_step(self) -> None:
+        """Adds the trainer's step, after TorchTitan has logged it."""
+        step = self._trainer.step
+        self._lines.add(step, {**self._trainer.step_metrics(), "grad_norm": self._grad_norms.pop(step, None)})
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Called by TorchTitan at the steps that it logs, and after validation."""
+        if "grad_norm" in metrics:
+            self._grad_norms[step] = metrics["grad_norm"]
+            schedule = self._trainer.lr_schedulers.schedule.metrics()
+            metrics = {**metrics, **{name: float(schedule[name]) for name in ("lr", "ema_loss", "lr_is_capped")}}
+        if "validation_metrics/loss" in metrics:
+            self._lines.write_event({"step": step, "validation_loss": metrics["validation_metrics/loss"]})
+            self._lines.reset_timer()
+        self._inner.log(metrics, step)
+
+    def close(self) -> None:
+        self._lines.close()
+        self._inner.close()
+
+
+def to_finch_config(config: Trainer.Config, **schedule: Any) -> FinchTrainer.Config:
+    """A FINCH run of what ``config`` trains; ``config`` stays as it is.
+
+        config = to_finch_config(llama3_8b(), eta_max=5e-5, init="dataset")
+
+    The optimizer's ``lr`` is eta_base. Settings that FINCH cannot work with are refused when the trainer is built, since the command line
+    may still change them.
+
+    Args:
+        schedule: fields of :class:`FinchLRSchedulersContainer.Config`.
+
+    Raises:
+        UserError: an unknown field, a config of another trainer's class, or one that is FINCH's already.
+    """
+    if isinstance(config, FinchTrainer.Config):
+        raise UserError(
+            "config has FINCH already: set the fields of config.lr_scheduler instead of converting it a second time"
+        )
+    if type(config) is not Trainer.Config:
+        owner = getattr(config, "_owner", None)
+        name = type(config).__qualname__ if owner is None else f"{owner.__name__}.Config"
+        raise UserError(
+            f"config={name}: its trainer may have another training step; derive a trainer from finch.titan.FinchTrainer instead"
+        )
+    known = [field.name for field in fields(FinchLRSchedulersContainer.FINCHConfig)]
+    for key in schedule:
+        if key not in known:
+            raise UserError(f"{key}={schedule[key]!r} is no setting of FINCH; its settings are {', '.join(known)}")
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values["lr_scheduler"] = FinchLRSchedulersContainer.FINCHConfig(**schedule)
+    return FinchTrainer.Config(**values)
+
+
+def complete_folder(folder: Path, assets: Path) -> None:
+    """Adds config and tokenizer of the pretrained folder to exported weights, so that transformers loads the folder."""
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return
+    for file in assets.glob("*"):
+        is_text = file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json")
+        if is_text and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
 def _report_under_torchrun(action: Callable[[], Any]) -> None:
-    """Runs an action; under torchrun, where nobody catches a UserError, it becomes one line and exit code 1."""
+    """Runs an action; under torchrun, where nobody catches a UserError, it becomes one line and exit code 1.
+
+    Other errors pass through to TorchTitan, which records them.
+    """
     try:
         action()
     except UserError as error:
@@ -175,13 +244,3 @@ def _report_under_torchrun(action: Callable[[], Any]) -> None:
             raise mistake
 
         report_user_errors(fail)()
-
-
-def complete_folder(folder: Path, assets: Path) -> None:
-    """Adds config and tokenizer of the pretrained folder to exported weights, so that transformers loads the folder."""
-    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-        return
-    for file in assets.glob("*"):
-        is_text = file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json")
-        if is_text and not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)

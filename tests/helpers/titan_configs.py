@@ -12,6 +12,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.validate import Validator
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
@@ -118,24 +119,12 @@ def _with_objective(name: str, **options: float) -> Trainer.Config:
     return config
 
 
-def probed() -> Trainer.Config:
-    """FINCH with a validation set, probes of each kind, a budget that the stories exceed, and Hugging Face weights at the end."""
+def validated() -> Trainer.Config:
+    """FINCH with a validation set, and Hugging Face weights at the end."""
     from finch.titan.dataloader import RowsDataLoader
-    from finch.titan.validator import FinchValidator
 
-    rows, data = os.environ["FINCH_TEST_ROWS"], Path(os.environ["FINCH_TEST_ROWS"]).parents[1]
+    rows = RowsDataLoader.Config(data_files=os.environ["FINCH_TEST_ROWS"], split="train[64:73]", is_shuffled=False)
     config = finch()
-    config.validator = FinchValidator.Config(
-        enable=True,
-        freq=2,
-        dataloader=RowsDataLoader.Config(data_files=rows, split="train[64:73]", is_shuffled=False),
-        probes={
-            "stories": {"data_files": str(data / "tinystories/stories.jsonl"), "rows": 3},
-            "answers": {"data_files": rows, "split": "train[64:73]", "rows": 9},
-            "endings": {"data_files": str(data / "hellaswag/validation.jsonl"), "rows": 1},
-        },
-        forgetting_budget={"probe": "stories", "max_increase": 0.1, "action": "stop"},
-    )
-    config.training.seq_len = 256
+    config.validator = Validator.Config(enable=True, freq=2, dataloader=rows)
     config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
     return config

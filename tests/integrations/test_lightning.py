@@ -84,7 +84,7 @@ def test_checkpoint_without_finch_is_refused(tmp_path):
 
 def test_mistakes_are_refused(tmp_path):
     decaying = Module(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
-    with pytest.raises(UserError, match=r"^lr_scheduler: FINCH sets the learning rate alone"):
+    with pytest.raises(UserError, match=r"^lr_scheduler: FINCH is the only one to set the learning rate"):
         fit(tmp_path, finch(), module=decaying)
     with pytest.raises(
         RuntimeError, match="more than one stateful callback of type `FinchCallback`"

@@ -39,7 +39,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> dic
         job("skipped", "--lr_scheduler.on_nonfinite", "skip", *short, nonfinite={3: "loss", 5: "gradient"}),
         job("raised", *short, nonfinite={3: "gradient"}),
         *(job(name, *dataset, "--training.steps", "4", config=name) for name in ("dft", "eaft", "talr")),
-        job("probed", config="probed"),
+        job("validated", "--training.steps", "4", config="validated"),
         job("cached_first", *dataset, "--training.steps", "1", folder="cached"),
         job("cached", *dataset, "--training.steps", "1", "--checkpoint.folder", "second", folder="cached"),
         job("changed", *dataset, *changed, "--training.steps", "1", "--checkpoint.folder", "third", folder="cached"),
@@ -62,7 +62,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> di
         job("resumed_first", *dataset, *half, *saved, "--training.steps", "12", folder="resumed"),
         job("resumed", *dataset, *half, *saved, "--checkpoint.load_step", "10"),
         job("skipped", *half, *skip, nonfinite={3: "gradient"}),
-        job("probed", *half, "--training.steps", "2", config="probed"),
+        job("validated", *half, "--training.steps", "2", config="validated"),
         job("tensor_skipped", "--parallelism.tensor_parallel_degree", "2", *skip, nonfinite={3: "gradient"}),
     ]
     return run_jobs(2, jobs, folder, shared_data)

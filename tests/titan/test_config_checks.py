@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from finch import titan
 from finch.errors import UserError
-from finch.titan import version
 
 
 @pytest.fixture
@@ -66,13 +66,10 @@ def test_setting_is_refused(check, path, value, message):
     assert message in check(setter(path, value))
 
 
-def test_other_scheduler_is_refused(check, plain):
-    assert "make the config with finch.titan.to_finch_config" in check(setter("lr_scheduler", plain().lr_scheduler))
-
-
-def test_other_loss_is_refused(check):
+def test_other_component_is_refused(check, plain):
     from torchtitan.components.loss import MSELoss
 
+    assert "make the config with finch.titan.to_finch_config" in check(setter("lr_scheduler", plain().lr_scheduler))
     assert "FINCH needs the mean cross-entropy over the target tokens" in check(setter("loss", MSELoss.Config()))
 
 
@@ -90,19 +87,16 @@ def test_objective_is_refused(check, arguments, message):
     assert message in check(setter("loss", ObjectiveLoss.Config(**arguments)))
 
 
-def test_model_of_another_size_is_refused(check):
-    def change(config):
+def test_other_model_is_refused(check):
+    def drop_layer(config):
         config.model_spec.model.layers.pop()
 
-    assert "num_hidden_layers=5" in check(change)
-
-
-def test_rope_of_another_model_is_refused(check):
-    def change(config):
+    def scale_rope(config):
         for layer in config.model_spec.model.layers:
             layer.attention.rope = dataclasses.replace(layer.attention.rope, scaling="llama")
 
-    assert "rope" in check(change)
+    assert "num_hidden_layers=5" in check(drop_layer)
+    assert "rope" in check(scale_rope)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +106,7 @@ def test_rope_of_another_model_is_refused(check):
         ({"lr_scheduler": {"last_epoch": 3}}, {"exclude_from_loading": ["lr_scheduler"]}, None),
         ({"lr_scheduler": {"last_epoch": 3}}, {"load_step": 4}, None),  # which there is not: TorchTitan's own error
         ({"lr_scheduler": {"ema_loss": 1.5}}, {}, None),
-        ({"norm.weight": torch.ones(2)}, {}, "it holds the model alone"),
+        ({"norm.weight": torch.ones(2)}, {}, "it holds only the model"),
     ],
 )
 def test_checkpoint_of_another_run_is_refused(plain, tmp_path, state, arguments, message):
@@ -154,24 +148,27 @@ def test_conversion_refuses_a_second_time_and_unknown_settings(plain):
 
 
 @pytest.mark.parametrize(
-    ("installed", "is_supported"), [("0.2.9", False), ("0.3.0", True), ("0.3.7", True), ("0.4.0", False)]
+    ("installed", "message"),
+    [
+        ("0.2.9", "torchtitan=0.2.9 is not supported: finch.titan needs >=0.3,<0.4"),
+        ("0.3.0", None),
+        ("0.3.7", None),
+        ("0.4.0", "torchtitan=0.4.0 is not supported"),
+        (None, r"which is not installed: pip install 'finch-finetune\[titan\]'"),
+    ],
 )
-def test_version_is_checked(monkeypatch, installed, is_supported):
-    monkeypatch.setattr(version, "version", lambda _: installed)
-    if is_supported:
-        version.check_version()
+def test_version_is_checked(monkeypatch, installed, message):
+    def version(name):
+        if installed is None:
+            raise metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(titan, "version", version)
+    if message is None:
+        titan.check_version()
         return
-    with pytest.raises(UserError, match=f"torchtitan={installed} is not supported: finch.titan needs >=0.3,<0.4"):
-        version.check_version()
-
-
-def test_missing_torchtitan_is_one_line(monkeypatch):
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(version, "version", missing)
-    with pytest.raises(UserError, match=r"which is not installed: pip install 'finch-finetune\[titan\]'"):
-        version.check_version()
+    with pytest.raises(UserError, match=message):
+        titan.check_version()
 
 
 @pytest.mark.parametrize(

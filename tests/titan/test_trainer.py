@@ -6,7 +6,12 @@ import math
 
 import pytest
 import torch
+import transformers
 from helpers.runs import run_here
+from helpers.titan_runs import start
+
+from finch.data.rows import rows_dataset
+from finch.models import auto_tokenizer
 
 ETA_BASE, ETA_MAX, EMA, EPS = 1e-3, 2.5e-3, 0.9, 1e-8
 LAYOUTS = ("fsdp", "hsdp", "tensor")
@@ -143,3 +148,37 @@ def test_nonfinite_gradient_ends_the_run(one_rank):
     assert "not finite" in run.result()["error"]
     assert run.column("step")[-1] == 3
     assert all(value.isfinite().all() for value in run.weights().values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_validation_loss_is_the_exported_folders(one_rank, two_ranks, shared_data, ranks):
+    """Against transformers on the folder of the last step: 9 rows, an odd number, and no padding."""
+    run = (one_rank if ranks == 1 else two_ranks)["validated"]
+    losses = {line["step"]: line["validation_loss"] for line in run.lines() if "validation_loss" in line}
+    last = run.column("step")[-1]
+    assert list(losses) == ([1, 2, 4] if ranks == 1 else [1, 2])
+    base = str(shared_data / "stories260k")
+    rows = rows_dataset(
+        auto_tokenizer(base, max_seq_len=128), data_files=str(shared_data / "tofu/full.jsonl"), split="train[64:73]"
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        run.folder / f"checkpoint/step-{last}", dtype=torch.float32
+    )
+    loss_sum, num_targets = 0.0, 0
+    for row in rows:
+        with torch.no_grad():
+            logits = model(torch.tensor([row["tokens"]])).logits[0, :-1]
+        labels = torch.tensor(row["labels"][1:])
+        loss_sum += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        num_targets += int((labels != -100).sum())
+    assert losses[last] == pytest.approx(loss_sum / num_targets, rel=1e-5)
+
+
+def test_mistake_is_one_line(shared_data, tmp_path):
+    arguments = ["--module", "helpers.titan_configs", "--config", "finch", "--dump_folder", str(tmp_path)]
+    done = start(1, [*arguments, "--parallelism.spmd_backend", "full_dtensor"], shared_data)
+    assert done.returncode == 1
+    lines = [line for line in done.stdout.splitlines() if "finch: error" in line]
+    assert len(lines) == 1, done.stdout[-3000:]
+    assert lines[0].startswith("finch: error: parallelism.spmd_backend=full_dtensor is not supported")
+    assert "UserError" not in done.stdout

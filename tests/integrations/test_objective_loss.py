@@ -1,4 +1,4 @@
-"""The losses that are read from a model's output, against its logits."""
+"""Losses read from a model's output, against its logits, and the objectives that are refused. test_transformers trains with the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from helpers.causal_lm import collate, make_model, make_token_rows, mean_loss
 
 from finch.errors import UserError
-from finch.integrations.causal_lm import LossReader
+from finch.integrations.objective_loss import LossReader, ObjectiveLoss
+from finch.objectives import FLOW, STM, TALR
 
 ROWS = make_token_rows(6)
 
@@ -44,3 +45,16 @@ def test_logits_of_virtual_tokens_are_left_out():
 def test_output_without_loss_and_logits_is_refused():
     with pytest.raises(UserError, match=r"^model=SimpleNamespace: FINCH needs logits"):
         read(LossReader(), ROWS, loss=None, logits=None)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (STM(), "needs pretrained_token_loss"),
+        (FLOW(tau=1.0), "needs pretrained_token_loss"),
+        (TALR(), "statistic=auto"),
+    ],
+)
+def test_objective_that_needs_more_is_refused(objective, message):
+    with pytest.raises(UserError, match=message):
+        ObjectiveLoss(objective)

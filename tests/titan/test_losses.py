@@ -24,7 +24,7 @@ def test_mean_loss_is_the_same_on_every_layout(one_rank, two_ranks):
 
 
 def test_identity_is_the_same_in_another_process(titan_configs):
-    from finch.titan.dataset_loss import identity_of
+    from finch.titan.losses import identity_of
 
     identity = identity_of(titan_configs.finch())
     assert " at 0x" not in json.dumps(identity)  # an address would never be found again
