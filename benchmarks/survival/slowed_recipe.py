@@ -26,7 +26,7 @@ from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
 from finch.config.schema import FULL_FINETUNE
 from finch.errors import exit_without_teardown
-from finch.weights.safetensors_writer import SafetensorsWriter
+from finch.weights.files import SafetensorsWriter
 
 STEP_S = 0.1
 PAUSE_S = 0.04

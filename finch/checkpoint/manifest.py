@@ -34,11 +34,7 @@ def write(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The entries by file name.
-
-    Raises:
-        CorruptCheckpoint: the manifest is missing, or a byte of it has changed.
-    """
+    """The entries by file name. Raises CorruptCheckpoint if the manifest is missing, or a byte of it has changed."""
     try:
         text = (folder / FILE_NAME).read_bytes().decode()
         entries = json.loads(text)["files"]
@@ -51,11 +47,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def verify(folder: Path, names: Iterable[str], entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compares the files ``names`` of ``folder`` with their entries.
-
-    Raises:
-        CorruptCheckpoint: a file is missing or differs from its entry.
-    """
+    """Raises CorruptCheckpoint if one of the files ``names`` is missing or differs from its entry."""
     for name in names:
         file = folder / name
         try:

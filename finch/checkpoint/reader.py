@@ -13,7 +13,10 @@ manifest.json            size and SHA-256 of these files; written last, so a fol
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import random
 import re
 import shutil
 import warnings
@@ -21,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -30,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer
 
 from finch import run_files
-from finch.checkpoint import manifest, rng
+from finch.checkpoint import manifest
 from finch.checkpoint.manifest import CorruptCheckpoint
 from finch.distributed.parallel import Parallel
 from finch.dtensor import to_local
@@ -123,9 +127,53 @@ def load_rng_state(folder: Path, state: dict[str, Any], parallel: Parallel) -> N
     """Restores this rank's random states. A checkpoint of another number of ranks has none for this layout: new ones are
     seeded from the run's seed and step."""
     if state["world_size"] == parallel.world_size:
-        rng.set_state(json.loads((folder / rng_file_name(parallel.rank)).read_text(encoding="utf-8")), parallel.device)
+        _set_random_state(
+            json.loads((folder / rng_file_name(parallel.rank)).read_text(encoding="utf-8")), parallel.device
+        )
     else:
-        rng.seed_all(f"{state['seed']} {state['step']} {parallel.rank}")
+        _seed_all(f"{state['seed']} {state['step']} {parallel.rank}")
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of all random number generators of this process as plain JSON: Python, NumPy, torch on the CPU and on ``device``, this
+    rank's GPU."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": _to_text(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _to_text(torch.cuda.get_rng_state(device))
+    return state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restores what ``random_state`` returned. A GPU's generator is unchanged where its state was not saved."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_to_tensor(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_to_tensor(state["cuda"]), device)
+
+
+def _seed_all(text: str) -> None:
+    """Seeds all generators, torch's on every device, from a text."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _to_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def load_tensors(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], parallel: Parallel) -> None:

@@ -1,5 +1,9 @@
-"""Writing checkpoints that are complete or absent: into a folder beside, synced, then renamed. With ``asynchronous`` a thread with its
-own process group writes while training continues."""
+"""Writing checkpoints that are complete or absent: into a folder next to their place, synced, then renamed.
+
+With ``asynchronous`` a thread with a separate process group writes while training continues. torch's ``dcp.async_save`` is not used: its
+future ends with the tensors, before manifest and rename, and its thread is no daemon, so that a rank that has lost another one would wait
+for the save's timeout before it ends.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from finch import files, run_files
-from finch.checkpoint import manifest, rng
+from finch.checkpoint import manifest
 from finch.checkpoint.reader import (
     REPLACED,
     STATE_FILE,
     ignore_one_process_warning,
     list_checkpoints,
+    random_state,
     remove_checkpoint,
     rng_file_name,
     tensor_state_dict,
@@ -45,8 +50,6 @@ class CheckpointWriter:
     """Saves the state of a run when it is due. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`.
 
     Args:
-        run: the run's folder.
-        parallel: the ranks, which save together.
         every_n_steps, every_n_minutes: when a save is due; None: not for this reason.
         keep_last: number of complete checkpoints to keep.
         asynchronous: whether ``save`` may return before everything is on the disk.
@@ -107,7 +110,7 @@ class CheckpointWriter:
         self._last_save_time = time.monotonic()
         tensors = tensor_state_dict(model, optimizers)
         state_text = json.dumps({**state, "world_size": self._parallel.world_size}, indent=2) + "\n"
-        rng_text = json.dumps(rng.get_state(self._parallel.device)) + "\n"
+        rng_text = json.dumps(random_state(self._parallel.device)) + "\n"
         if wait or not self._asynchronous:
             self._write(step, tensors, state_text, rng_text)
             return self.finish()

@@ -58,7 +58,7 @@ class ObjectiveLoss:
 
         Args:
             outputs: of the model, with ``logits``, [batch, seq, vocab].
-            labels: [batch, seq] int64, not shifted, -100 where ignored.
+            labels: [batch, seq], not shifted, -100 where ignored.
             num_items_in_batch: [] target tokens of the step; None divides by the micro-batch's own, as in evaluation.
 
         Returns:
@@ -105,7 +105,7 @@ class LossReader:
     """Sums the unweighted cross-entropies of a batch, without a second pass over the logits where the model's own loss will do.
 
     The first batch with targets decides: if the model's loss equals the mean cross-entropy of its logits it is used from then on, else
-    (an auxiliary loss of experts, a model with a loss of its own) the logits are.
+    (an auxiliary loss of experts, a model with another loss) the logits are.
     """
 
     def __init__(self) -> None:

@@ -241,7 +241,7 @@ class FinchCallback(TrainerCallback):
         if batch["labels"] is None and "shift_labels" not in batch:
             raise UserError(
                 "labels: they did not reach the model, so that FINCH cannot see the loss; the data collator must return them, and a "
-                "compute_loss of your own must pass on the complete batch"
+                "custom compute_loss must pass on the complete batch"
             )
         self._step_loss.update(*self._reader.read(output, batch))
 

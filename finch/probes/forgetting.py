@@ -18,7 +18,7 @@ from finch.probes.probes import Probes
 from finch.probes.settings import read_budget, selection_key
 from finch.training.chunked_loss import TokenLoss
 from finch.training.run_folder import RunFolder
-from finch.weights.base import PretrainedFolder
+from finch.weights.huggingface import PretrainedFolder
 
 
 class Forgetting:

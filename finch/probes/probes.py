@@ -24,7 +24,7 @@ from finch.probes.rows import ProbeRows, read_rows
 from finch.probes.schedule import default_interval, eval_cost
 from finch.probes.settings import read_probes
 from finch.training.chunked_loss import TokenLoss
-from finch.weights.base import PretrainedFolder
+from finch.weights.huggingface import PretrainedFolder
 
 SECONDS = "probe_seconds"
 _NUM_ROWS_FOR_MEAN = 256

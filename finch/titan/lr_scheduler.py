@@ -83,7 +83,7 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
         self.schedulers = [self.schedule]
 
     def set_lr(self, loss: torch.Tensor, targets: torch.Tensor) -> bool:
-        """Sets the learning rate of the step whose loss is given.
+        """Sets the learning rate of the step whose loss is given; errors as in :meth:`finch.FinchLR.step`.
 
         Args:
             loss: [] mean cross-entropy over the target tokens of the step in nats, of all ranks; NaN also where a gradient is not finite.
@@ -91,9 +91,6 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
 
         Returns:
             Whether to take the step; True where the optimizers decide by themselves.
-
-        Raises:
-            FloatingPointError: see :class:`finch.FinchLR`.
         """
         self._hold_lr_as_tensors()  # a loaded state replaces the param groups
         return self.schedule.step(loss, targets)

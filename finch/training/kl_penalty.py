@@ -24,7 +24,7 @@ from finch.objectives.kl import KL
 from finch.training.chunked_loss import TokenLoss
 from finch.training.reference_file import ReferenceFile
 from finch.training.reference_top_k import ReferenceTopK, compute_reference_top_k
-from finch.weights.base import PretrainedFolder
+from finch.weights.huggingface import PretrainedFolder
 
 
 def build_kl(cfg: DictConfig) -> KL | None:

@@ -26,8 +26,8 @@ from finch.models.rotary import use_complex_product
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import check_text_decoder
 from finch.training.padding_free_attention import accept_padding_free
-from finch.weights.base import PretrainedFolder
 from finch.weights.formats import open_checkpoint
+from finch.weights.huggingface import PretrainedFolder
 
 
 def build_decoder(

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from finch import files
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
-from finch.weights.base import PretrainedFolder
+from finch.weights.huggingface import PretrainedFolder
 
 _NUM_PIECES, _PIECE_BYTES = 64, 65536
 

@@ -26,7 +26,7 @@ from finch.log import logger
 from finch.objectives import IGNORE_INDEX, Objective
 from finch.training.dataset_loss import iter_token_losses, no_targets_error
 from finch.training.reference_file import ReferenceFile
-from finch.weights.base import PretrainedFolder
+from finch.weights.huggingface import PretrainedFolder
 
 
 @dataclass(frozen=True)

@@ -50,17 +50,9 @@ class Conversion:
     fused: tuple[tuple[str, ...], ...] = ()
 
     def rows_to_torchtune(self, name: str, num_rows: int, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Which rows of a stored weight each of torchtune's weights in it consists of.
+        """Which rows of a stored weight each of torchtune's weights in it consists of; see ``StoredWeight.rows``.
 
         Conversions rename weights, permute and split their rows, and leave columns as they are.
-
-        Args:
-            name: the stored weight's.
-            num_rows: its number of rows.
-            config: the content of config.json.
-
-        Returns:
-            By torchtune's names: row i of the weight is row ``rows[i]`` of the stored one.
         """
         # A fused weight is split by the true hidden size; where rows are permuted it is the number of columns.
         config = config if self.fused else with_columns(config, 1)
@@ -73,7 +65,6 @@ class Conversion:
 
         Args:
             weights: torchtune's names, in any order, and tensors on the meta device.
-            config: the content of config.json.
 
         Raises:
             ValueError: the weights end before a group is complete.
@@ -165,11 +156,7 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def conversion_for(config: dict[str, Any], folder: str) -> Conversion:
-    """The conversion of a folder's family.
-
-    Args:
-        config: the content of the folder's config.json.
-        folder: its path, for messages.
+    """The conversion of the family that a folder's config.json names.
 
     Raises:
         UserError: finch has no conversion for the family.

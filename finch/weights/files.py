@@ -1,12 +1,15 @@
-"""Files of a model's folder: weight files and their index, tokenizer files. Needs torch and safetensors alone."""
+"""Files of a model's folder: weight files and their index, tokenizer files. Needs only torch and safetensors."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,14 +22,12 @@ SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_METADATA = {"format": "pt"}  # without it transformers refuses a file
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # in file order
+_ALIGNMENT = 8  # bytes
 
 
 def check_files(folder: Path, names: list[str]) -> list[Path]:
-    """The paths of the named weight files.
-
-    Raises:
-        UserError: names the first one that is missing.
-    """
+    """The paths of the named weight files. Raises UserError for the first one that is missing."""
     for name in names:
         if not (folder / name).is_file():
             raise UserError(
@@ -68,14 +69,10 @@ def copy_side_files(source: Path, target: Path, without: tuple[str, ...] = ()) -
 
 
 def open_safetensors(file: Path) -> Any:
-    """A safetensors file mapped into memory: safetensors' ``safe_open``.
-
-    Raises:
-        UserError: the file is broken.
-    """
+    """A safetensors file mapped into memory. Raises UserError if it is broken."""
     try:
         return safe_open(file, framework="pt", device="cpu")
-    except Exception as error:  # the library has an exception of its own for each way a file can be broken
+    except Exception as error:  # the library has a separate exception for each way a file can be broken
         raise UserError(
             f"{file} is not a complete safetensors file ({' '.join(str(error).split())}); write or download it again"
         ) from error
@@ -83,12 +80,7 @@ def open_safetensors(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a weight file, of which nothing has been read.
-
-    Attributes:
-        name: in the file.
-        shape: of the complete tensor.
-    """
+    """A tensor in a weight file, of which nothing has been read."""
 
     name: str
     shape: tuple[int, ...]
@@ -100,12 +92,7 @@ class StoredTensor:
         return part
 
     def read_rows(self, rows: torch.Tensor, columns: tuple[slice, ...]) -> torch.Tensor:
-        """Rows in any order; only the range that they lie in is read.
-
-        Args:
-            rows: [n] their numbers.
-            columns: a slice for each dimension but the first.
-        """
+        """Rows [n] in any order; only the range that they lie in is read. ``columns``: a slice for each further dimension."""
         if len(rows) == 0:
             return self.read((slice(0, 0), *columns))
         first, end = int(rows.min()), int(rows.max()) + 1
@@ -133,16 +120,12 @@ def stored_tensors(file: Path) -> Iterator[StoredTensor]:
         ) from error
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            raise UserError(f"{file} holds {name}, which is not a weight; give a file of the model's weights alone")
+            raise UserError(f"{file} holds {name}, which is not a weight; give a file of only the model's weights")
         yield StoredTensor(name, tuple(tensor.shape), tensor)
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight file's complete tensors, one at a time, under the names in the file, on the CPU.
-
-    Raises:
-        UserError: the file is broken, or holds more than weights.
-    """
+    """The complete tensors of :func:`stored_tensors`, one at a time, on the CPU."""
     for stored in stored_tensors(file):
         yield stored.name, stored.read(tuple(slice(0, size) for size in stored.shape))
 
@@ -150,3 +133,72 @@ def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def read_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names and shapes of :func:`stored_tensors`; of a safetensors file only the header is read."""
     return ((stored.name, stored.shape) for stored in stored_tensors(file))
+
+
+class SafetensorsWriter:
+    """A safetensors file that is written in parts, a context manager: the header first, then rows of its tensors in any order.
+
+    ``safetensors.torch.save_file`` needs all tensors of a file in memory. The file is the same, byte for byte.
+
+    Args:
+        path: the file, which must not exist.
+        tensors: of the file's shapes and dtypes, by name; may be on the meta device.
+
+    Raises:
+        OSError: the file cannot be written; from ``write_rows`` as well.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors, self._path, dtypes = tensors, path, list(_DTYPES)
+        self._offsets: dict[str, int] = {}
+        header: dict[str, object] = {"__metadata__": SAFETENSORS_METADATA}
+        end = 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: (dtypes.index(item[1].dtype), item[0])):
+            start, end = end, end + tensor.nbytes
+            self._offsets[name] = start
+            header[name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text = text.ljust(math.ceil(len(text) / _ALIGNMENT) * _ALIGNMENT)
+        self._header = len(text).to_bytes(8, "little") + text
+
+    def __enter__(self) -> SafetensorsWriter:
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._write(memoryview(self._header), 0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def write_rows(self, name: str, rows: torch.Tensor, columns: tuple[slice, ...], values: torch.Tensor) -> None:
+        """Writes a part of a tensor.
+
+        Args:
+            rows: [n] numbers of the tensor's rows, in any order.
+            columns: a slice for each of its dimensions but the first.
+            values: [n, ...] of those rows and columns, on the CPU; cast to the file's dtype.
+        """
+        tensor = self._tensors[name]
+        rows, order = rows.sort()
+        if not torch.equal(order, torch.arange(len(order))):
+            values = values[order]
+        data = values.to(tensor.dtype).contiguous().flatten().view(torch.uint8).numpy().data
+        row_bytes = tensor[0].nbytes
+        # Within a row, the part is contiguous if it has one dimension, or all columns.
+        start = columns[0].start * tensor[0, 0].nbytes if columns else 0
+        part_bytes = len(data) // max(1, len(rows))
+        is_next = rows.diff() == 1 if part_bytes == row_bytes else torch.zeros(max(0, len(rows) - 1), dtype=torch.bool)
+        first_of_runs = [0, *((~is_next).nonzero().squeeze(1) + 1).tolist()]
+        for first, end in zip(first_of_runs, [*first_of_runs[1:], len(rows)], strict=True):
+            place = len(self._header) + self._offsets[name] + int(rows[first]) * row_bytes + start
+            self._write(data[first * part_bytes : end * part_bytes], place)
+
+    def _write(self, data: memoryview, place: int) -> None:
+        while len(data):
+            written = os.pwrite(self._descriptor, data, place)
+            data, place = data[written:], place + written

@@ -15,11 +15,9 @@ from finch.config.instantiate import build, locate
 from finch.errors import UserError
 from finch.files import is_disk_error
 from finch.models.hf_config import CONFIG, check_folder, read_json
-from finch.weights.base import Part, PretrainedFolder
 from finch.weights.conversion import HEAD, StateDict, rows_of
 from finch.weights.files import check_files, copy_side_files, read_shapes
-from finch.weights.huggingface import HuggingFaceFolder
-from finch.weights.validation import validate_against_hf_config
+from finch.weights.huggingface import HuggingFaceFolder, Part, PretrainedFolder, validate_against_hf_config
 
 PARAMS = "params.json"
 _EMBEDDING = "tok_embeddings.weight"
@@ -50,11 +48,7 @@ def open_checkpoint(block: Mapping[str, Any]) -> PretrainedFolder:
 
 
 def meta_folder(checkpoint_dir: str, checkpoint_files: list[str], **_: Any) -> PretrainedFolder:
-    """A folder in Meta's format, such as ``original/`` with consolidated.00.pth and params.json.
-
-    Args:
-        checkpoint_dir: the folder.
-        checkpoint_files: its one weight file.
+    """A folder in Meta's format, such as ``original/`` with one weight file, consolidated.00.pth, and params.json.
 
     The other keys of torchtune's block are ignored; a config's check refuses those that its checkpointer does not accept.
 
@@ -86,12 +80,10 @@ def _folder(
 
 
 class ConvertedFolder(HuggingFaceFolder):
-    """Weights in another format with a Hugging Face config.json beside or above them; written as a Hugging Face folder.
+    """Weights in another format with a Hugging Face config.json next to or above them; written as a Hugging Face folder.
 
     Args:
         home: the folder with config.json and the tokenizer files.
-        files: the weight files.
-        to_torchtune: converts from their format to torchtune's.
     """
 
     def __init__(self, home: Path, files: list[Path], to_torchtune: _Convert) -> None:
@@ -109,14 +101,7 @@ class ConvertedFolder(HuggingFaceFolder):
 class NativeFolder(PretrainedFolder):
     """Weights in Meta's or torchtune's format without a config.json; the tuned ones are written in the same format.
 
-    Args:
-        folder: with the weights and, in Meta's format, params.json.
-        files: the one weight file.
-        to_torchtune: converts from its format to torchtune's.
-        from_torchtune: converts back.
-
-    Raises:
-        UserError: params.json is not JSON.
+    In Meta's format the folder has a params.json. Raises UserError if that is not JSON.
     """
 
     def __init__(self, folder: Path, files: list[Path], to_torchtune: _Convert, from_torchtune: _Convert) -> None:
@@ -127,11 +112,7 @@ class NativeFolder(PretrainedFolder):
             self._params = read_json(folder / PARAMS)
 
     def check_model(self, model: TransformerDecoder, component: str) -> None:
-        """Compares the model with params.json where there is one, then with the stored shapes.
-
-        Raises:
-            UserError: names the first difference.
-        """
+        """Compares the model with params.json where there is one, then with the stored shapes."""
         if self._params:
             validate_against_hf_config(model, component, _to_hf_config(self._params), str(self.folder), PARAMS)
         self.check_shapes(model)

@@ -1,4 +1,5 @@
-"""Hugging Face folders in and out: safetensors, config.json, tokenizer files.
+"""A pretrained model's folder: the interface that all formats share, Hugging Face folders in and out, and the check of a model against
+config.json, in the settings that tensor shapes do not show.
 
 Accepts torchtune's `checkpointer:` block for every model that finch can convert. Weights are read from safetensors, or
 by torch.load with weights_only; no code in a folder is ever run.
@@ -7,30 +8,193 @@ by torch.load with weights_only; no code in a folder is ever run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torchtune.modules import TransformerDecoder
+from torch import nn
+from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
+from torchtune.modules import TiedLinear, TransformerDecoder
 
-from finch.errors import UserError
-from finch.models.hf_config import CONFIG, check_folder, is_tied, read_config
-from finch.weights.base import Part, PretrainedFolder
-from finch.weights.conversion import StateDict, StoredWeight, conversion_for
+from finch.dtensor import each_shard, local_block, to_local
+from finch.errors import UserError, WriteFailed
+from finch.files import atomic_folder
+from finch.log import logger
+from finch.models.family_table import FAMILIES
+from finch.models.hf_config import CONFIG, check_folder, is_tied, read_config, rope_settings
+from finch.models.lora import adapter_parameters
+from finch.torchtune_names import Gemma2Attention
+from finch.weights.conversion import HEAD, StateDict, StoredWeight, conversion_for, rows_of
 from finch.weights.files import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
+    SafetensorsWriter,
     check_files,
     copy_side_files,
     indexed_shards,
+    read_shapes,
+    read_tensors,
+    stored_tensors,
     write_json,
 )
-from finch.weights.safetensors_writer import SafetensorsWriter
-from finch.weights.validation import validate_against_hf_config
 
 MAX_SHARD_BYTES = 5 * 10**9
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json; newer and older transformers
+# Families whose builders in torchtune 0.6.1 differ from the published models; finch has builders of the same names.
+_REBUILT = ("gemma2", "phi4")
+# Llama 3.1's rope scaling: the keys of config.json, and the attributes of torchtune's module.
+_ROPE_SCALING = {
+    "factor": "scale_factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "old_context_len",
+}
+
+Part = tuple[str, tuple[slice, ...], torch.Tensor]
+"""A weight's name, a part of it as a slice for each dimension, and the values there."""
+
+
+class PretrainedFolder(ABC):
+    """A folder that training starts from: checks the model against it, reads its weights, writes a folder like it.
+
+    Attributes:
+        folder: its path, for messages.
+        files: the weight files; safetensors, or pickled ones that are read as weights only. No code in them is run.
+    """
+
+    folder: Path
+    files: list[Path]
+
+    @abstractmethod
+    def check_model(self, model: TransformerDecoder, component: str) -> None:
+        """Compares the model with the folder's config, then with the shapes of its weights.
+
+        Args:
+            component: the dotted path of the model's builder.
+
+        Raises:
+            UserError: names the first difference.
+        """
+
+    @abstractmethod
+    def _to_torchtune(self, weights: StateDict) -> StateDict:
+        """Any part of the stored weights under torchtune's names and in its layout."""
+
+    @abstractmethod
+    def _is_head_tied(self) -> bool:
+        """Whether a stored output layer is a copy of the embedding."""
+
+    @abstractmethod
+    def _write_into(self, target: Path, like: StateDict, parts: Iterator[Part]) -> None:
+        """Writes a model into an empty folder. ``like``: tensors of its shapes and dtypes, on the meta device."""
+
+    def _rows_to_torchtune(self, name: str, num_rows: int) -> dict[str, torch.Tensor]:
+        """See :meth:`finch.weights.conversion.Conversion.rows_to_torchtune`."""
+        return rows_of(self._to_torchtune, name, num_rows)
+
+    def check_shapes(self, model: nn.Module) -> None:
+        """Compares names and shapes of the stored weights with the model's, LoRA left out; only file headers are read.
+
+        Raises:
+            UserError: a weight that is missing, unexpected, or of another shape.
+        """
+        adapters = adapter_parameters(model)
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in adapters}
+        stored: dict[str, tuple[int, ...]] = {}
+        for name, shape in (item for file in self.files for item in read_shapes(file)):
+            # Conversions rename tensors and permute elements; on the meta device they cost nothing.
+            try:
+                converted = self._to_torchtune({name: torch.empty(shape, device="meta")})
+            except Exception as error:  # torchtune's converter knows each name and each head of the family, or fails
+                raise UserError(
+                    f"checkpointer.checkpoint_dir={self.folder} holds {name} of shape {list(shape)}, which does not belong to "
+                    f"{self._model_name()}; download the folder again"
+                ) from error
+            stored.update({key: tuple(tensor.shape) for key, tensor in converted.items()})
+        if HEAD in stored and HEAD not in expected and self._is_head_tied():
+            del stored[HEAD]
+        for name in sorted(expected.keys() | stored.keys()):
+            if expected.get(name) != stored.get(name):
+                there = f"has shape {list(stored[name])}" if name in stored else "is missing"
+                here = f"expects {list(expected[name])}" if name in expected else "has no such weight"
+                raise UserError(
+                    f"model does not fit checkpointer.checkpoint_dir={self.folder}: there {name} {there}, the model {here}; give the builder of this checkpoint"
+                )
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stored weights under torchtune's names, one at a time, on the CPU."""
+        for file in self.files:
+            for name, tensor in read_tensors(file):
+                yield from self._to_torchtune({name: tensor}).items()
+
+    def load_into(self, parameters: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Copies the stored weights into parameters, in place and without communication.
+
+        Each rank reads the rows and columns of its own shards. Where a conversion permutes rows within a head it reads the
+        range that its rows lie in, at most to the ends of the heads.
+
+        Args:
+            parameters: of one or more decoders, by torchtune's names; sharded or not, of any dtype and device.
+        """
+        for stored in (stored for file in self.files for stored in stored_tensors(file)):
+            for name, rows in self._rows_to_torchtune(stored.name, stored.shape[0]).items():
+                for parameter in (each[name] for each in parameters if name in each):
+                    local_rows, *columns = local_block(parameter)
+                    with torch.no_grad():
+                        to_local(parameter).copy_(stored.read_rows(rows[local_rows], tuple(columns)))
+
+    def write(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        target: Path,
+        *,
+        is_writer: bool,
+        dtype: torch.dtype | None = None,
+        like: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Writes a folder of the tuned weights; it is complete or absent.
+
+        Every rank must call it: the others send their shards to the writer, one at a time, which puts each into its place in
+        the file. No rank holds a complete tensor, unless ``weights`` has it.
+
+        Args:
+            weights: torchtune's names and tensors, sharded or not.
+            target: the folder; replaced if it is there.
+            is_writer: whether this rank writes.
+            dtype: of the stored weights; None: as they are.
+            like: tensors of the names, shapes and dtypes that ``weights`` will yield; None: all of ``weights`` are taken at once.
+
+        Raises:
+            WriteFailed: on the writer, after all ranks have sent.
+        """
+        if like is None:
+            weights = list(weights)
+            like = dict(weights)
+        parts = (
+            (name, block, shard.to("cpu", dtype or shard.dtype) if is_writer else shard)
+            for name, tensor in weights
+            for block, shard in each_shard(tensor.detach())
+        )
+        if not is_writer:
+            for _ in parts:
+                pass
+            return
+        like = {
+            name: torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta") for name, tensor in like.items()
+        }
+        try:
+            with atomic_folder(target) as partial:
+                self._write_into(partial, like, parts)
+        except OSError as error:
+            for _ in parts:  # the other ranks still send
+                pass
+            raise WriteFailed(str(error)) from error
+
+    def _model_name(self) -> str:
+        """The model that a stored weight should belong to, for messages."""
+        return "a model that torchtune knows"
 
 
 class HuggingFaceFolder(PretrainedFolder):
@@ -67,11 +231,7 @@ class HuggingFaceFolder(PretrainedFolder):
         self.files = check_files(self.folder, self._file_names(checkpoint_files))
 
     def check_model(self, model: TransformerDecoder, component: str) -> None:
-        """Compares the model with config.json, then with the stored shapes.
-
-        Raises:
-            UserError: see :func:`finch.weights.validation.validate_against_hf_config` and ``check_shapes``.
-        """
+        """Compares the model with config.json, then with the stored shapes."""
         validate_against_hf_config(model, component, self.config, str(self.folder))
         self.check_shapes(model)
 
@@ -102,13 +262,13 @@ class HuggingFaceFolder(PretrainedFolder):
                 target / SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
             )
         with contextlib.ExitStack() as stack:
-            place_of = {}
+            file_of = {}
             for name, shard in zip(names, shards, strict=True):
                 file = SafetensorsWriter(target / name, {weight.name: weight.tensor for weight in shard})
                 stack.enter_context(file)
-                place_of.update({member: (file, weight) for weight in shard for member in weight.rows})
+                file_of.update({member: (file, weight) for weight in shard for member in weight.rows})
             for name, (rows, *columns), values in parts:
-                file, weight = place_of[name]
+                file, weight = file_of[name]
                 file.write_rows(weight.name, weight.rows[name][rows], tuple(columns), values)
         dtype = stored_weights[-1].tensor.dtype
         copy_side_files(self.folder, target, without=(CONFIG,))
@@ -148,3 +308,110 @@ def _shards(weights: list[StoredWeight]) -> list[list[StoredWeight]]:
         shards[-1].append(weight)
         num_bytes += weight.tensor.nbytes
     return shards
+
+
+def validate_against_hf_config(
+    decoder: TransformerDecoder, component: str, config: dict[str, Any], folder: str, file: str = "config.json"
+) -> None:
+    """Compares family, heads, norms and rotary embedding: weights of the right shapes could otherwise be silently misused.
+
+    A sliding attention window that the model lacks is only a warning: rows within the window give the same losses.
+
+    Args:
+        component: the dotted path of the decoder's builder.
+        config: the content of ``file`` in ``folder``; keys that are missing are not compared.
+
+    Raises:
+        UserError: the builder is of another family, or a setting differs; names the first.
+    """
+    parts = component.split(".")
+    family = parts[2] if parts[:2] in (["torchtune", "models"], ["finch", "models"]) and len(parts) > 3 else None
+    known = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and known is not None and family not in known.packages:
+        raise UserError(
+            f"model._component_={component} builds a {family} model, but checkpointer.checkpoint_dir={folder} holds a {config['model_type']} "
+            f"model ({', '.join(config.get('architectures') or [])}); give a builder of {' or '.join(known.packages)}"
+        )
+    rope_type = rope_settings(config)["rope_type"]
+    if rope_type not in ("default", "llama3"):
+        raise UserError(
+            f"{file} of checkpointer.checkpoint_dir={folder} has rope scaling {rope_type!r}, which torchtune's models lack; "
+            "give a checkpoint without it, or remove it for sequences within the original context"
+        )
+    remedy = "give the builder and the settings of this checkpoint"
+    if parts[0] == "torchtune" and family in _REBUILT:
+        remedy = f"give finch.models.{family}.{parts[-1]}, which is correct"
+        if "lora" in parts[-1]:
+            remedy = f"finch has no LoRA builder for it, fine-tune it in full with finch.models.{family}"
+    if isinstance(decoder.norm, Gemma2FinalNorm):
+        raise UserError(
+            f"model._component_={component} caps hidden states where the Gemma 2 of checkpointer.checkpoint_dir={folder} caps logits; {remedy}"
+        )
+    for name, built, stored in _settings(decoder, config):
+        if stored is not None and not _is_same(built, stored):
+            raise UserError(
+                f"model._component_={component} has {name} {_format(built)}, {file} of checkpointer.checkpoint_dir={folder} says {_format(stored)}; {remedy}"
+            )
+    _warn_about_sliding_window(decoder, component, config, folder)
+
+
+def _warn_about_sliding_window(
+    decoder: TransformerDecoder, component: str, config: dict[str, Any], folder: str
+) -> None:
+    uses_window = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
+    window = config.get("sliding_window") if uses_window else None
+    if window and decoder.max_seq_len > window and not isinstance(decoder.layers[0].attn, Gemma2Attention):
+        logger.warning(
+            f"config.json of {folder} limits attention to the last {window} tokens, {component} does not: longer rows are trained "
+            f"with more context than the checkpoint uses; tokenizer.max_seq_len={window} avoids it"
+        )
+
+
+def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:
+    """(setting, the model's value, config.json's value or None where it has none)."""
+    attention = decoder.layers[0].attn
+    heads = config.get("num_attention_heads")
+    yield "number of attention heads", attention.num_heads, heads
+    yield "number of key-value heads", attention.num_kv_heads, config.get("num_key_value_heads", heads)
+    yield "head dimension", attention.head_dim, config.get("head_dim")
+    yield "norm epsilon", decoder.norm.eps, config.get("rms_norm_eps")
+    if "model_type" in config:
+        tied = isinstance(decoder.output, TiedLinear)
+        yield "tied embeddings (1: the output layer is the embedding)", float(tied), float(is_tied(config))
+    rope = attention.pos_embeddings
+    settings = rope_settings(config)
+    yield "rope base", rope.base, settings.get("rope_theta")
+    yield "rotated fraction of each head", 1.0, settings["partial_rotary_factor"]
+    is_scaled = settings["rope_type"] == "llama3" and settings.get("factor") != 1
+    # Scaled by 1 is not scaled: so Llama 3.2's builder makes a tied Llama without rope scaling.
+    yield "Llama 3.1's rope scaling (1: on)", float(getattr(rope, "scale_factor", 1) != 1), float(is_scaled)
+    if is_scaled:
+        for key, attribute in _ROPE_SCALING.items():
+            yield f"rope scaling {key}", getattr(rope, attribute), settings.get(key)
+    if isinstance(attention, Gemma2Attention):
+        yield from _gemma2_settings(decoder, attention, config)
+
+
+def _gemma2_settings(
+    decoder: TransformerDecoder, attention: Gemma2Attention, config: dict[str, Any]
+) -> Iterator[tuple[str, float, float | None]]:
+    """To transformers null means none, and a missing key means the value that Gemma 2 was published with."""
+    for key, built, default in (
+        ("attn_logit_softcapping", attention.softcapping, 50.0),
+        ("final_logit_softcapping", getattr(decoder.output, "cap", None), 30.0),
+        ("sliding_window", attention.sliding_window_size, 4096),
+    ):
+        yield f"{key} (0: none)", built or 0, config.get(key, default) or 0
+    yield "query scale", attention.scaling, config.get("query_pre_attn_scalar", 256) ** -0.5
+
+
+def _is_same(built: float, stored: float) -> bool:
+    """Compared in fp32: a config.json made from GGUF has the epsilon 1e-5 as 9.999999747378752e-06."""
+    if not isinstance(stored, (int, float)):
+        return built == stored
+    first, second = torch.tensor([built, stored], dtype=torch.float32, device="cpu").tolist()
+    return first == second
+
+
+def _format(value: object) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)

@@ -15,10 +15,9 @@ from finch.dtensor import full_tensor
 from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder
 from finch.models.lora import AdapterLayer, adapter_layers, scaling
-from finch.weights.base import PretrainedFolder
 from finch.weights.conversion import Conversion, StateDict, conversion_for, with_columns
 from finch.weights.files import SAFETENSORS_METADATA, write_json
-from finch.weights.huggingface import HuggingFaceFolder
+from finch.weights.huggingface import HuggingFaceFolder, PretrainedFolder
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -64,9 +63,7 @@ class PeftFolder:
         Every rank must call it, since sharded tensors are gathered one at a time; only the writer keeps them.
 
         Args:
-            decoder: the one that was checked.
-            target: the folder; replaced if it is there.
-            is_writer: whether this rank writes.
+            target: replaced if it is there.
             dtype: of the stored tensors; None: as they are.
 
         Raises:

@@ -85,16 +85,7 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
 
 
 class _Weights:
-    """A folder's safetensors, mapped into memory.
-
-    Args:
-        option: the command's option that the folder was given by, for messages.
-        folder: its path.
-
-    Attributes:
-        shards: the open files by file name.
-        names: of all tensors.
-    """
+    """A folder's safetensors, mapped into memory. ``option``: of the command, by which the folder was given, for messages."""
 
     def __init__(self, option: str, folder: Path) -> None:
         self.label = f"{option}={check_folder(folder, option)}"

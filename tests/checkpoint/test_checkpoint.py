@@ -266,7 +266,7 @@ def test_check_identity_refuses_another_run(tmp_path):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_save_before_the_first_update_changes_nothing(kind, tmp_path):
-    """torch creates the optimizer's state by a step of its own."""
+    """torch creates the optimizer's state by a step."""
     saved, unsaved, loaded = (nn.Linear(3, 2) for _ in range(3))
     unsaved.load_state_dict(saved.state_dict())
     options = {"lr": 0.1} if kind is torch.optim.AdamW else {"lr": 0.1, "momentum": 0.9}

@@ -1,4 +1,4 @@
-"""Runs TorchTitan 0.3 on a CPU: what it asks of a GPU is replaced here, for tests alone.
+"""Runs TorchTitan 0.3 on a CPU: what it asks of a GPU is replaced here, only for tests.
 
 python -m helpers.titan_cpu ARGUMENTS of torchtitan.train
 python -m helpers.titan_cpu JOBS.json         # several runs, one after the other, in one process group
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 class _Monitor:
-    """Stands for TorchTitan's monitor of a GPU's memory."""
+    """In place of TorchTitan's monitor of a GPU's memory."""
 
     device_name = "cpu"
 

@@ -12,7 +12,6 @@ from torchtune.models.llama2 import llama2
 from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.training import FullModelMetaCheckpointer, FullModelTorchTuneCheckpointer
-from transformers import AutoModelForCausalLM
 
 from finch.errors import UserError, WriteFailed
 from finch.weights.formats import open_checkpoint
@@ -85,10 +84,10 @@ def test_meta_weights_equal_torchtunes(base_folder, meta, tmp_path):
     assert_equal(weights, hugging_face)
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_meta_with_config_json_writes_hugging_face(base_folder, meta, tmp_path, beside):
-    home = meta / "original" if beside else meta
-    if beside:
+@pytest.mark.parametrize("is_same_folder", [False, True])
+def test_meta_with_config_json_writes_hugging_face(base_folder, meta, tmp_path, is_same_folder):
+    home = meta / "original" if is_same_folder else meta
+    if is_same_folder:
         (meta / "config.json").rename(home / "config.json")
     folder = open_checkpoint(block(meta / "original"))
     folder.write(folder.weights(), tmp_path / "out", is_writer=True)
@@ -96,10 +95,6 @@ def test_meta_with_config_json_writes_hugging_face(base_folder, meta, tmp_path, 
     assert_equal(written, original)
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (home / "tokenizer.model").read_bytes()
     assert not list((tmp_path / "out").glob("*.pth"))
-    tokens = torch.arange(20).view(1, 20)
-    models = [AutoModelForCausalLM.from_pretrained(place) for place in (tmp_path / "out", base_folder)]
-    with torch.no_grad():
-        assert torch.equal(*(model(tokens).logits for model in models))
 
 
 def test_meta_without_config_json_writes_meta(meta, tmp_path):

@@ -26,7 +26,7 @@ LORA = {"lora_rank": 6, "lora_alpha": 9}
 
 @pytest.fixture(autouse=True)
 def no_torchao(monkeypatch):
-    """PEFT from 0.19 refuses to run beside torchao below 0.16, which torchtune 0.6.1 needs. No weights here are torchao's."""
+    """PEFT from 0.19 refuses to run with torchao below 0.16, which torchtune 0.6.1 needs. No weights here are torchao's."""
     for module in ("peft.tuners.lora.torchao", "peft.utils.quantization_utils"):
         with contextlib.suppress(ImportError):  # the second is newer
             monkeypatch.setattr(importlib.import_module(module), "is_torchao_available", lambda: False)
@@ -39,7 +39,7 @@ LORA_BUILDERS = {
     "qwen3 tied": "finch.models.qwen3.lora_qwen3",
     "qwen2": "torchtune.models.qwen2.lora_qwen2",  # biases
     "mistral": "torchtune.models.mistral.lora_mistral",
-    "gemma": "torchtune.models.gemma.lora_gemma",  # heads of their own width
+    "gemma": "torchtune.models.gemma.lora_gemma",  # heads of another width
 }
 
 
@@ -116,7 +116,7 @@ def test_adapter_config_names_the_trained_modules(tmp_path):
         torch.testing.assert_close(model(tokens).logits, decoder(tokens), rtol=0, atol=0.05)
 
 
-def test_folder_is_replaced_by_the_writer_alone(tmp_path):
+def test_folder_is_replaced_by_the_writer_only(tmp_path):
     base, decoder = random_adapter("qwen3", tmp_path / "base")
     target = tmp_path / "adapter"
     target.mkdir()

@@ -138,13 +138,13 @@ def test_command_prints_a_one_line_error(capsys):
     assert finch(capsys, "wise-ft", *arguments) == (1, "", error)
 
 
-def test_tied_head_stored_by_one_folder_alone(folders, tmp_path):
+def test_tied_head_stored_by_one_folder_only(folders, tmp_path):
     base, tuned = folders
     rewrite(base, lambda weights: weights.pop(HEAD))
     (half,) = wise_ft.wise_ft(base, tuned, [0.5], tmp_path / "out")
     expected = (0.5 * read(base)[EMBEDDING] + 0.5 * read(tuned)[HEAD].float()).bfloat16()
     assert torch.equal(read(half)[HEAD], expected)
-    # By the base alone: refused unless it is a copy of the embedding.
+    # Only by the base: refused unless it is a copy of the embedding.
     rewrite(base, lambda weights: weights.update({HEAD: 2 * weights[EMBEDDING]}))
     rewrite(tuned, lambda weights: weights.pop(HEAD))
     message = r"has its own output layer lm_head\.weight, --tuned=.* ties it to model\.embed_tokens"
@@ -215,7 +215,7 @@ def test_alphas_out_of_range_or_written_already_are_refused(folders, tmp_path, a
     with pytest.raises(UserError, match=message):
         wise_ft.wise_ft(*folders, alphas, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").rglob("*")] == ["alpha_0.75", "other"]
-    wise_ft.wise_ft(*folders, [0.5], tmp_path / "out")  # other alphas are written beside it
+    wise_ft.wise_ft(*folders, [0.5], tmp_path / "out")  # other alphas are written next to it
 
 
 def test_full_disk_leaves_no_folder(folders, tmp_path):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finch.weights.files import SAFETENSORS_METADATA
-from finch.weights.safetensors_writer import SafetensorsWriter
+from finch.weights.files import SAFETENSORS_METADATA, SafetensorsWriter
 
 
 def test_parts_make_the_file_of_save_file(tmp_path):
