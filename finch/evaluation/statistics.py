@@ -39,7 +39,7 @@ class Delta:
         delta: mean of tuned minus base.
         standard_error: sd(differences) / sqrt(n_clusters); NaN for a single cluster.
         low, high: 95% BCa bootstrap interval; both equal ``delta`` where all differences are equal, NaN for a single cluster.
-        p_value: two-sided, of no change.
+        p_value: two-sided, for the hypothesis of no change.
         test: that gave it: ``exact McNemar`` for scores of 0 and 1, else ``sign-flip permutation``.
         n: documents that have a score from both models.
         n_clusters: independent units among them; ``n`` where there are no clusters.
@@ -176,28 +176,14 @@ def half_width(p: float, n: int) -> float:
     return _Z * math.sqrt(p * (1 - p) / n)
 
 
-def brier(confidences: Sequence[float], correct: Sequence[float]) -> float | None:
-    """Mean of (confidence - correct)^2; None without answers.
-
-    Args:
-        confidences: in [0, 1].
-        correct: 1 for a correct answer, else 0.
-    """
-    if not len(confidences):
-        return None
-    return float(np.mean((np.asarray(confidences, dtype=float) - np.asarray(correct, dtype=float)) ** 2))
-
-
-def confidence_bins(confidences: Sequence[float], bins: int = CALIBRATION_BINS) -> NDArray[np.int64]:
-    """[answers] the bin of each confidence in [0, 1], from 0: bin m of M, from 1, has those in ((m - 1)/M, m/M], the first one 0 as well."""
+def confidence_bins(confidences: Sequence[float]) -> NDArray[np.int64]:
+    """[answers] the bin of each confidence in [0, 1]: bin m of M, counted from 0, has those in (m/M, (m + 1)/M], the first one 0 as well."""
     # 0.7 * 10 is 7.000000000000001, and stated confidences are mostly such round numbers.
-    numbers = np.ceil(np.round(np.asarray(confidences, dtype=float) * bins, 9)).astype(np.int64) - 1
-    return np.clip(numbers, 0, bins - 1)
+    numbers = np.ceil(np.round(np.asarray(confidences, dtype=float) * CALIBRATION_BINS, 9)).astype(np.int64) - 1
+    return np.clip(numbers, 0, CALIBRATION_BINS - 1)
 
 
-def expected_calibration_error(
-    confidences: Sequence[float], correct: Sequence[float], bins: int = CALIBRATION_BINS
-) -> float | None:
+def expected_calibration_error(confidences: Sequence[float], correct: Sequence[float]) -> float | None:
     """Mean distance between confidence and accuracy over bins of equal width, weighted by their answers (Guo et al., 2017,
     arXiv:1706.04599); None without answers.
 
@@ -208,9 +194,8 @@ def expected_calibration_error(
     if not len(confidences):
         return None
     values = np.asarray(confidences, dtype=float)
-    gaps = np.bincount(
-        confidence_bins(confidences, bins), weights=np.asarray(correct, dtype=float) - values, minlength=bins
-    )
+    weights = np.asarray(correct, dtype=float) - values
+    gaps = np.bincount(confidence_bins(confidences), weights=weights, minlength=CALIBRATION_BINS)
     return float(np.abs(gaps).sum() / len(values))
 
 
@@ -227,7 +212,7 @@ def _by_document(samples: Sequence[Mapping[str, Any]], model: str) -> dict[tuple
 
 
 def _cluster_means(values: Array, samples: Sequence[Mapping[str, Any]]) -> Array:
-    """One value a cluster; a document without a cluster is one of its own."""
+    """One value per cluster; a document without a cluster is a separate one."""
     clusters: defaultdict[Any, list[float]] = defaultdict(list)
     for number, (value, sample) in enumerate(zip(values.tolist(), samples, strict=True)):
         cluster = sample.get("cluster")

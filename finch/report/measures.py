@@ -1,4 +1,7 @@
-"""What a report compares: the new task, the old tasks and the reliability tasks of its runs, each with its score, its base and its change."""
+"""What a report compares: the new task, the old tasks and the reliability tasks of its runs, each with its score, its base and its change.
+
+Runs can be compared that have one model and one pretrained model, evaluated alike.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from finch.errors import UserError
-from finch.evaluation.results import POINTS, Sample, SuiteResult, read_samples
+from finch.evaluation.judge import answers_definition
+from finch.evaluation.results import POINTS, Sample, SuiteResult, base_path, read_result, read_samples
 from finch.evaluation.statistics import Delta, Mean, holm, mean_interval, paired_delta
-from finch.report.comparability import base_file, check_models, read_bases
-from finch.report.runs import Run
+from finch.report.runs import Run, base_builder
 from finch.report.selection import Measure, select_measures
 
 BaseSamples = dict[tuple[Path, str], tuple[list[Sample], Mean]]
@@ -28,6 +31,13 @@ class Estimate:
     standard_error: float | None = None
     low: float | None = None
     high: float | None = None
+
+    def times(self, factor: float) -> Estimate:
+        """In another unit, or with the other sign."""
+        ends = (self.low, self.high) if factor > 0 else (self.high, self.low)
+        low, high = (None if end is None else factor * end for end in ends)
+        error = None if self.standard_error is None else abs(factor) * self.standard_error
+        return Estimate(factor * self.value, error, low, high)
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class Comparison:
         old: the old tasks of the trade-off, all of one unit.
         outcomes: for each run, its outcomes by measure's name.
         bases: the pretrained model's result of each suite.
-        other_old: old tasks that have their changes in the tables alone.
+        other_old: old tasks that have their changes only in the tables.
     """
 
     runs: Sequence[Run]
@@ -85,13 +95,13 @@ class Comparison:
 
     def is_complete(self, run: int) -> bool:
         """Whether a run has the new task and every old one: a place in the trade-off."""
-        return self.new is not None and bool(self.old) and not self.lacks(run)
+        return self.new is not None and bool(self.old) and not self.missing_measures(run)
 
     def has_change(self, run: int, measure: Measure) -> bool:
         outcome = self.outcomes[run].get(measure.name)
         return outcome is not None and outcome.delta is not None
 
-    def lacks(self, run: int) -> list[Measure]:
+    def missing_measures(self, run: int) -> list[Measure]:
         """What keeps a run out of the trade-off: the new task without a score, and old tasks without a change."""
         outcomes = self.outcomes[run]
         old = [one for one in self.old if not self.has_change(run, one)]
@@ -115,12 +125,12 @@ def compare(
         UserError: the runs cannot be compared: other new tasks, other pretrained weights or models, or evaluations with other settings; or a
             name of a task is not known, or the old tasks have different units.
     """
-    check_models(runs)
-    bases = read_bases(runs, base)
+    _check_models(runs)
+    bases = _read_bases(runs, base)
     chosen = select_measures(runs, new_task=new_task, old_tasks=old_tasks)
     measures = [*([chosen.new] if chosen.new else []), *chosen.old, *chosen.other_old, *chosen.reliability]
     samples: BaseSamples = {}
-    outcomes = [_outcomes(run, measures, bases, base, samples) for run in runs]
+    outcomes = [_outcomes_of_run(run, measures, bases, base, samples) for run in runs]
     return Comparison(runs, chosen.new, chosen.old, chosen.reliability, outcomes, bases, chosen.other_old)
 
 
@@ -129,7 +139,7 @@ def probe_values(run: Run, key: str) -> list[tuple[int, float]]:
     return [(line["step"], line[key]) for line in run.metrics if line.get(key) is not None]
 
 
-def _outcomes(
+def _outcomes_of_run(
     run: Run,
     measures: Sequence[Measure],
     bases: Mapping[str, SuiteResult],
@@ -138,10 +148,11 @@ def _outcomes(
 ) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for measure in measures:
-        if measure.is_probe:
-            outcome = _probe_outcome(run, measure)
-        else:
-            outcome = _task_outcome(run, measure, bases, folder, base_samples)
+        outcome = (
+            _probe_outcome(run, measure)
+            if measure.is_probe
+            else _task_outcome(run, measure, bases, folder, base_samples)
+        )
         if outcome is not None:
             found[measure.name] = outcome
     tested = {name: outcome.paired.p_value for name, outcome in found.items() if outcome.paired is not None}
@@ -180,7 +191,7 @@ def _task_outcome(
     mean = mean_interval(samples, is_share=measure.unit == POINTS)
     outcome = Outcome(
         measure,
-        Estimate(mean.mean, finite(mean.standard_error), finite(mean.low), finite(mean.high)),
+        _estimate(mean.mean, mean),
         n=mean.n,
         n_clusters=mean.n_clusters,
         samples=samples,
@@ -188,7 +199,7 @@ def _task_outcome(
     )
     if run.results[suite].base is None or measure.name not in _tasks(bases, suite):
         return outcome
-    key = (base_file(run, suite, folder).parent, measure.name)
+    key = (_base_file(run, suite, folder).parent, measure.name)
     if key not in cache:
         read = _reduce(read_samples(key[0], bases[suite].tasks[measure.name]))
         cache[key] = read, mean_interval(read, is_share=measure.unit == POINTS)
@@ -199,11 +210,15 @@ def _task_outcome(
         raise UserError(f"{run.folder}, {measure.name}: {error}") from error
     return replace(
         outcome,
-        base=Estimate(before.mean, finite(before.standard_error), finite(before.low), finite(before.high)),
-        delta=Estimate(delta.delta, finite(delta.standard_error), finite(delta.low), finite(delta.high)),
+        base=_estimate(before.mean, before),
+        delta=_estimate(delta.delta, delta),
         paired=delta,
         base_samples=base_samples,
     )
+
+
+def _estimate(value: float, one: Mean | Delta) -> Estimate:
+    return Estimate(value, finite(one.standard_error), finite(one.low), finite(one.high))
 
 
 def _tasks(results: Mapping[str, SuiteResult], suite: str) -> Mapping[str, Any]:
@@ -218,3 +233,70 @@ def _reduce(samples: Sequence[Sample]) -> list[Sample]:
 def finite(value: float) -> float | None:
     """None for NaN and infinity."""
     return value if math.isfinite(value) else None
+
+
+def _check_models(runs: Sequence[Run]) -> None:
+    builders = {base_builder(run.config): run for run in runs if run.config}
+    if len(builders) > 1:
+        (one, run), (other, other_run) = list(builders.items())[:2]
+        raise UserError(
+            f"model: {run.folder} has {one}, {other_run.folder} has {other}; their changes have no common base: report on one model at a time"
+        )
+
+
+def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResult]:
+    """The pretrained model's results by suite."""
+    bases: dict[str, SuiteResult] = {}
+    first: dict[str, tuple[Run, SuiteResult]] = {}
+    weights: tuple[Run, str] | None = None
+    for run in runs:
+        for suite, result in run.results.items():
+            other_run, other = first.setdefault(suite, (run, result))
+            _check_settings(suite, (str(run.folder), result), (str(other_run.folder), other))
+            if result.base is None:
+                continue
+            path = _base_file(run, suite, folder)
+            found = read_result(path)
+            _check_settings(suite, (str(run.folder), result), (str(path.parent), found))
+            weights = weights or (run, found.weights)
+            if found.weights != weights[1]:
+                raise UserError(
+                    f"base: {weights[0].folder} and {run.folder} were compared with different pretrained weights ({weights[1][:12]} and "
+                    f"{found.weights[:12]}); report on runs of one pretrained model at a time"
+                )
+            bases[suite] = found
+    return bases
+
+
+def _base_file(run: Run, suite: str, folder: Path | None) -> Path:
+    """The pretrained model's JSON that a run's was compared with; ``folder``, or the folder in it, where it has been moved."""
+    path = base_path(run.result_path(suite), run.results[suite])
+    assert path is not None
+    if folder is not None:
+        candidates = [folder / path.name, folder / path.parent.name / path.name]
+        path = next((one for one in candidates if one.exists()), path)
+    if not path.exists():
+        raise UserError(
+            f"{path} does not exist: the pretrained model's results that {run.folder} was compared with; give their folder by --base"
+        )
+    return path
+
+
+def _check_settings(suite: str, one: tuple[str, SuiteResult], other: tuple[str, SuiteResult]) -> None:
+    (name, result), (other_name, other_result) = one, other
+    # Where the data lie may differ: the documents' hashes have to be the same.
+    for key in sorted((result.settings.keys() | other_result.settings.keys()) - {"data"}):
+        value, other_value = result.settings.get(key), other_result.settings.get(key)
+        if value != other_value:
+            raise UserError(
+                f"{suite}: {name} was evaluated with {key}={value}, {other_name} with {key}={other_value}; evaluate both alike"
+            )
+    for task in result.tasks.keys() & other_result.tasks.keys():
+        definition, other_definition = result.tasks[task].definition, other_result.tasks[task].definition
+        if result.is_base != other_result.is_base:  # the base model's answers are not judged
+            definition, other_definition = answers_definition(definition), answers_definition(other_definition)
+        if definition != other_definition:
+            raise UserError(
+                f"{suite}: {task} has another definition in {name} than in {other_name} (such as a chat template in one of them); "
+                "evaluate both alike"
+            )

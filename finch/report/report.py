@@ -1,21 +1,26 @@
-"""`finch report`: reads runs, compares them, and writes report.md, report.html, summary.csv and the figures."""
+"""`finch report`: reads runs, compares them, and writes report.md, report.html, summary.csv and the figures.
+
+report.html is one file that needs nothing else: no script, no font, no image from elsewhere.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from finch import __version__, files
 from finch.errors import UserError
-from finch.report.figures.style import method_styles
-from finch.report.formatting import digits
-from finch.report.front import compare_fronts
+from finch.evaluation.results import NATS
+from finch.report.front import compare_fronts, group_settings, trade_off
 from finch.report.measures import compare
-from finch.report.page import FIGURES, Page, render_html, render_markdown
 from finch.report.runs import read_runs, sort_runs
 from finch.report.sections import (
     Report,
+    Section,
     changes_section,
     curves_section,
     origin_section,
@@ -23,13 +28,30 @@ from finch.report.sections import (
     reliability_section,
     trade_off_sections,
 )
-from finch.report.settings import group_settings, trade_off
-from finch.report.summary import join, notes, summarize
-from finch.report.summary_csv import summary_csv
-from finch.report.tables import make_names
+from finch.report.style import COLOURS, method_styles
+from finch.report.summary import Paragraph, join, notes, summarize
+from finch.report.tables import make_names, summary_csv
 
-RESOLUTIONS = {1: 0.1, 3: 0.001}
-"""Decimal places of a score to the step of the common scores."""
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+FIGURES = "figures"
+"""Folder of the figures, next to report.md."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """The report, as its templates see it.
+
+    Attributes:
+        notes: what a reader has to know before comparing numbers.
+    """
+
+    title: str
+    summary: Sequence[Paragraph]
+    notes: Sequence[str]
+    sections: Sequence[Section]
+    footer: str
 
 
 def write_report(
@@ -68,7 +90,8 @@ def write_report(
         settings = group_settings(comparison)
         names = make_names(settings, method_styles(run.method for run in runs))
         points = trade_off(comparison, settings)
-        resolution = RESOLUTIONS[digits(comparison.new.unit)] if comparison.new is not None else 0.1
+        # The common scores are in steps of the last decimal that is shown.
+        resolution = 0.001 if comparison.new is not None and comparison.new.unit == NATS else 0.1
         front = compare_fronts(points, resolution=resolution, order=list(names.styles))
         report = Report(comparison, settings, points, front, names, figures)
         sections = [
@@ -88,15 +111,43 @@ def write_report(
             notes(comparison, settings, names),
             sections,
             f"Written by finch report {__version__}. Figures: {FIGURES}/*.svg and *.png; numbers: summary.csv.",
-            list(names.styles.values()),
         )
         for name, text in {
             "summary.csv": summary_csv(comparison),
-            "report.md": render_markdown(page),
-            "report.html": render_html(page),
+            "report.md": _render_markdown(page),
+            "report.html": _render_html(page),
         }.items():
             with files.atomic_file(out / name) as partial:
                 files.write_text(partial, text)
     except OSError as error:
         raise UserError(f"--out={out} cannot be written ({error.strerror or error}); give another folder") from error
     return out / "report.html"
+
+
+def _render_markdown(page: Page) -> str:
+    return _templates(is_html=False).get_template("report.md.j2").render(page=page, figures=FIGURES).strip() + "\n"
+
+
+def _render_html(page: Page) -> str:
+    return _templates(is_html=True).get_template("report.html.j2").render(page=page, colours=COLOURS).strip() + "\n"
+
+
+@cache
+def _templates(*, is_html: bool) -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("finch.report"),
+        autoescape=is_html,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["cell"] = _markdown_cell
+    return environment
+
+
+def _markdown_cell(text: Any) -> str:
+    """Text that cannot end a cell of a Markdown table, or be read as emphasis."""
+    escaped = str(text).replace("\\", "\\\\").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
+    return escaped.replace("<", "&lt;").replace("\n", " ")

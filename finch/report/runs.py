@@ -14,8 +14,9 @@ from finch.config.instantiate import component_of
 from finch.config.methods import METHODS, OLD_NAMES
 from finch.errors import UserError
 from finch.evaluation.results import SuiteResult, read_results
+from finch.sweep.grid import LABEL, LR, METHOD, SEED
 
-LEARNING_RATE, BATCH_SIZE, SEED, METHOD, LABEL = "optimizer.lr", "batch_size", "seed", "method", "label"
+BATCH_SIZE = "batch_size"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Run:
         metrics: lines of metrics.jsonl; empty before the first step.
         results: of evaluations, by suite.
         task: a sweep's name of what is learned, such as ``knowledge``.
-        status: a sweep's; None for a run of its own.
+        status: a sweep's; None for a single run.
         best_epoch: from 0, the epoch that RUN/best links; None without validation, or before the first epoch has ended.
     """
 
@@ -54,7 +55,7 @@ class Run:
 
     @property
     def learning_rate(self) -> float | None:
-        return self.values.get(LEARNING_RATE)
+        return self.values.get(LR)
 
     @property
     def seed(self) -> int | None:
@@ -67,7 +68,7 @@ class Run:
 
     @property
     def finished_epochs(self) -> int:
-        """Epochs whose model is there; with ``save_last_epoch_only`` the last one's stands for all."""
+        """Epochs whose model is there; with ``save_last_epoch_only``, which leaves only the last one's, all up to it."""
         epochs = int(self.config.get("epochs") or 0)
         written = [epoch for epoch in range(epochs) if any(self.folder.glob(f"epoch_{epoch}*"))]
         return written[-1] + 1 if written and self.config.get("save_last_epoch_only") else len(written)
@@ -109,7 +110,7 @@ def sort_runs(runs: Iterable[Run]) -> list[Run]:
         names = run.method.split("+")
         known = [order.index(name) if name in order else len(order) for name in names]
         rate = run.learning_rate if isinstance(run.learning_rate, (int, float)) else math.inf
-        others = sorted((key, str(value)) for key, value in run.values.items() if key not in (LEARNING_RATE, SEED))
+        others = sorted((key, str(value)) for key, value in run.values.items() if key not in (LR, SEED))
         seed = run.seed if isinstance(run.seed, int) else -1
         return run.label is not None, len(names), known, run.method, rate, others, seed, str(run.folder)
 
@@ -170,7 +171,7 @@ def _values_of_config(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     yield METHOD, method_of_config(config)
     optimizer = config.get("optimizer")
     if isinstance(optimizer, Mapping) and optimizer.get("lr") is not None:
-        yield LEARNING_RATE, optimizer["lr"]
+        yield LR, optimizer["lr"]
     if config.get("batch_size") is not None:
         yield BATCH_SIZE, config["batch_size"] * (config.get("gradient_accumulation_steps") or 1)
     if config.get("seed") is not None:

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from finch.errors import UserError
+from finch.evaluation.custom_tasks import CUSTOM
 from finch.evaluation.results import NATS, NEW, OLD, POINTS, RELIABILITY
-from finch.report.comparability import find_new_task, task_probes
 from finch.report.runs import Run
 
 PROBE = "probe"
-CUSTOM = "custom"
 _PROBE_METRICS = {
     "accuracy": "accuracy on the rows of the probe {}",
-    "loss": "mean loss on the rows of the probe {}, nats a token",
-    "kl": "KL divergence from the pretrained model on the rows of the probe {}, nats a token",
+    "loss": "mean loss on the rows of the probe {}, nats per token",
+    "kl": "KL divergence from the pretrained model on the rows of the probe {}, nats per token",
 }
 
 
@@ -29,7 +28,7 @@ class Measure:
     Attributes:
         name: the task's, or the probe's, with its metric where several metrics of the probe could be meant (``own_answers.kl``).
         source: the suite, or ``probe``.
-        unit: ``points`` (scores are fractions, shown in percent) or ``nats`` (losses and divergences in nats a token).
+        unit: ``points`` (scores are fractions, shown in percent) or ``nats`` (losses and divergences in nats per token).
         is_higher_better: False for losses, divergences and Brier's error.
         key: of a probe's values in metrics.jsonl; empty for a task.
     """
@@ -48,6 +47,24 @@ class Measure:
     def scale(self) -> float:
         """From a value to what is shown."""
         return 100.0 if self.unit == POINTS else 1.0
+
+    @property
+    def sign(self) -> int:
+        """From a value to one where more is better, and back."""
+        return 1 if self.is_higher_better else -1
+
+    @property
+    def places(self) -> int:
+        """Decimals that are shown."""
+        return 1 if self.unit == POINTS else 3
+
+    @property
+    def score_unit(self) -> str:
+        return "%" if self.unit == POINTS else "nats per token"
+
+    @property
+    def change_unit(self) -> str:
+        return "points" if self.unit == POINTS else "nats per token"
 
     @property
     def is_probe(self) -> bool:
@@ -188,3 +205,91 @@ def _probe_metrics(runs: Sequence[Run]) -> dict[str, list[str]]:
     keys = {key for run in runs for line in run.metrics for key, value in line.items() if value is not None}
     names = sorted({key.split("/")[1] for key in keys if key.startswith("probe/")})
     return {name: [metric for metric in _PROBE_METRICS if f"probe/{name}/{metric}" in keys] for name in names}
+
+
+def find_new_task(runs: Sequence[Run], new_task: str | None, probes: Sequence[str] = ()) -> str | None:
+    """The name of the evaluated task that the runs learned; None: no run has one.
+
+    Args:
+        probes: names of probes that can be the new task too.
+
+    Raises:
+        UserError: the runs learned different tasks, or it is not known which of several.
+    """
+    of_run = {
+        str(run.folder): {
+            name for result in run.results.values() for name, task in result.tasks.items() if task.role == NEW
+        }
+        for run in runs
+    }
+    known = set().union(*of_run.values())
+    if new_task is not None:
+        every = {name for run in runs for result in run.results.values() for name in result.tasks}
+        if new_task not in every:
+            raise UserError(
+                f"--new-task={new_task} was not evaluated; evaluated are {', '.join(sorted(every)) or 'no tasks'}"
+                + (f", probes are {', '.join(sorted(probes))}" if probes else "")
+            )
+        return new_task
+    grids = {run.task: run for run in runs if run.task is not None}
+    if len(grids) > 1:
+        (one, run), (other, other_run) = list(grids.items())[:2]
+        raise UserError(
+            f"{run.folder} learned {one}, {other_run.folder} learned {other}; report on runs of one task at a time, or name what they share by --new-task"
+        )
+    learned = {
+        name
+        for run in runs
+        for suite, result in run.results.items()
+        for name, task in result.tasks.items()
+        if task.role == NEW and not grids.keys().isdisjoint((suite, name))
+    }
+    if len(learned) == 1:
+        return learned.pop()
+    if len(known) <= 1:
+        if not known:
+            _check_training_data(runs)
+        return next(iter(known), None)
+    evaluated = {folder: names for folder, names in of_run.items() if names}
+    shared = set.intersection(*evaluated.values())
+    if len(shared) == 1:
+        return shared.pop()
+    if shared:
+        raise UserError(
+            f"the runs were evaluated on several new tasks: {', '.join(sorted(shared))}; choose one by --new-task"
+        )
+    folders = list(evaluated)
+    other_folder = next(folder for folder in folders if evaluated[folder] != evaluated[folders[0]])
+    raise UserError(
+        f"{folders[0]} was evaluated on {', '.join(sorted(evaluated[folders[0]]))}, {other_folder} on {', '.join(sorted(evaluated[other_folder]))}: "
+        "different new tasks; report on runs of one task at a time"
+    )
+
+
+def _check_training_data(runs: Sequence[Run]) -> None:
+    """Where nothing names the new task: probes marked ``task: True``, else the training data, have to be the same."""
+    marks = {tuple(task_probes(run)): run for run in runs if task_probes(run)}
+    if len(marks) > 1:
+        (one, run), (other, other_run) = list(marks.items())[:2]
+        raise UserError(
+            f"probes: the new task of {run.folder} is {', '.join(one)}, of {other_run.folder} {', '.join(other)}; report on runs of one task at a time"
+        )
+    if marks:
+        return
+    files: dict[str, Run] = {}
+    for run in runs:
+        dataset = run.config.get("dataset")
+        if isinstance(dataset, Mapping):
+            source = dataset.get("data_files") or dataset.get("source") or dataset.get("_component_")
+            files.setdefault(str(source), run)
+    if len(files) > 1:
+        (one_file, run), (other_file, other_run) = list(files.items())[:2]
+        raise UserError(
+            f"dataset: {run.folder} learned {one_file}, {other_run.folder} learned {other_file}; report on runs of one task at a time"
+        )
+
+
+def task_probes(run: Run) -> list[str]:
+    """The run's probes that are marked ``task: True``."""
+    probes = run.config.get("probes")
+    return [name for name, block in probes.items() if (block or {}).get("task")] if isinstance(probes, Mapping) else []

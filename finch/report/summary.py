@@ -1,49 +1,66 @@
-"""What the report says in a paragraph: only differences whose 95% interval leaves 0 out are called one."""
+"""What the report says in words: its summary, the notes before its numbers, and where these come from.
+
+Only a difference whose 95% interval leaves 0 out is called one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from finch.evaluation.results import POINTS
-from finch.report.formatting import digits, estimate, number
-from finch.report.front import Front
+from finch import run_files
+from finch.evaluation.tasks.registry import SUITES
+from finch.report.front import RESAMPLES, Front, Point, Setting, TradeOff
 from finch.report.measures import Comparison, Estimate
 from finch.report.selection import Measure
-from finch.report.settings import Point, Setting, TradeOff
-from finch.report.tables import Names, flip, shown_sign, units
-from finch.sweep.grid import EVALUATED, FINISHED
+from finch.report.tables import Names, equal_score, estimate, number
+from finch.sweep.grid import EVALUATED, FINISHED, METHOD
+
+Paragraph = tuple[str, Sequence[str]]
+"""Its text, and the items below it."""
+
+DEFINITIONS = (
+    "Change: tuned minus pretrained, paired by document. SE = sd(differences) / sqrt(n); the 95% interval is a bootstrap of 10,000 resamples; p is the "
+    "exact McNemar test's where scores are 0 or 1, else that of sign flips. Documents of one cluster, such as two orders of a question, count as one. Holm's "
+    "correction is over the tasks of one run, not over runs.",
+    "Mean of the old tasks: unweighted, of tasks of one unit; for a run SE = sqrt(sum of SE^2) / number of tasks.",
+    f"Intervals of settings and of the front: percentiles of {RESAMPLES:,} draws of the documents of each task and of seeds, the same for all runs, so that "
+    "differences are paired. A bootstrap of k seeds has too little variance: their weights are stretched by sqrt(k / (k - 1)). With two or three seeds an "
+    "interval is still a rough one.",
+    "The front of a method: its settings that no other of its settings beats on both axes, and the pretrained model, joined by straight lines. A draw whose "
+    "front ends below a score has its last value there.",
+)
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The opening, an item for each method, and what can be said of them at an equal new-task score."""
-
-    opening: str
-    items: Sequence[str] = ()
-    closing: str = ""
-
-
-def summarize(comparison: Comparison, trade_off: TradeOff, front: Front, names: Names) -> Summary:
-    methods = {run.method: None for run in comparison.runs}
+def summarize(comparison: Comparison, trade_off: TradeOff, front: Front, names: Names) -> list[Paragraph]:
+    """What each method has learned and forgotten, and how it compares with the reference at an equal new-task score."""
+    methods = {run.method for run in comparison.runs}
     num_seeds = len({run.seed for run in comparison.runs if run.seed is not None})
-    labels = [names.styles[method].label for method in names.styles if method in methods]
+    labels = [style.label for method, style in names.styles.items() if method in methods]
     seeds = f", {num_seeds} seeds" if num_seeds > 1 else ", one seed" if num_seeds else ""
     runs = f"{len(comparison.runs)} runs" if len(comparison.runs) > 1 else "One run"
     opening = f"{runs} of {join(labels)}{seeds}."
     new, old = comparison.new, comparison.old
     if new is None or not old or not trade_off.points:
-        return Summary(f"{opening} {_what_is_missing(comparison)}")
+        return [(f"{opening} {_what_is_missing(comparison)}", [])]
     if trade_off.base is not None:
-        value = number(shown_sign(new) * trade_off.base.new.value, digits(new.unit))
-        opening += f" Before tuning the model has {value}{_unit(new)} on {new.name} ({new.metric})."
+        score = number(new.sign * trade_off.base.new.value, new.places)
+        opening += f" Before tuning the model has {score}{_unit(new)} on {new.name} ({new.metric})."
     tasks = f"the mean change of {len(old)} old tasks" if len(old) > 1 else f"the change of {old[0].name}"
     opening += f" For each method, its setting with the best score there, and {tasks}:"
-    return Summary(opening, _learned(comparison, trade_off, names), _at_equal_score(comparison, front, names))
+    learned = opening, _learned(new, old, trade_off, names)
+    if len(front.methods) < 2:
+        return [learned]
+    return [learned, _at_equal_score(new, old[0], front, names, has_intervals=trade_off.has_intervals)]
 
 
 def join(words: Sequence[str]) -> str:
     return " and ".join(words) if len(words) < 3 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def _unit(measure: Measure) -> str:
+    return measure.score_unit if measure.score_unit == "%" else f" {measure.score_unit}"
 
 
 def _what_is_missing(comparison: Comparison) -> str:
@@ -56,95 +73,63 @@ def _what_is_missing(comparison: Comparison) -> str:
     return "No run has both the new task and all old tasks yet, so there is no trade-off."
 
 
-def _learned(comparison: Comparison, trade_off: TradeOff, names: Names) -> list[str]:
-    """Each method's setting with the best new-task score."""
-    new, old = comparison.new, comparison.old
-    assert new is not None
-    best: dict[str, Point] = {}
+def _learned(new: Measure, old: Sequence[Measure], trade_off: TradeOff, names: Names) -> list[str]:
+    best: dict[str, tuple[Setting, Point]] = {}
     for point in trade_off.points:
         assert point.setting is not None
         method = point.setting.method
-        if method not in best or point.new.value > best[method].new.value:
-            best[method] = point
-    items = []
-    tasks = "old tasks" if len(old) > 1 else old[0].name
-    for method in names.styles:
-        if method in best and (setting := best[method].setting) is not None:
-            learned = estimate(flip(best[method].new, shown_sign(new)), digits(new.unit), unit=_unit(new))
-            change = flip(best[method].old, shown_sign(old[0]))
-            unit = f" {units(old, is_change=True)}"
-            text = f"{estimate(change, digits(old[0].unit), sign=True, unit=unit)}"
-            is_unclear = change.low is not None and change.high is not None and change.low <= 0 <= change.high
-            clause = ", not distinguishable from 0" if is_unclear else ""
-            items.append(f"{names.setting(setting)}: {learned} on {new.name}; {tasks} {text}{clause}")
-    return items
+        if method not in best or point.new.value > best[method][1].new.value:
+            best[method] = point.setting, point
+    lines = []
+    for setting, point in (best[method] for method in names.styles if method in best):
+        learned = estimate(point.new.times(new.sign), new.places, unit=_unit(new))
+        change = estimate(point.old.times(old[0].sign), old[0].places, sign=True, unit=f" {old[0].change_unit}")
+        low, high = point.old.low, point.old.high
+        is_unclear = low is not None and high is not None and low <= 0 <= high
+        lines.append(
+            f"{names.setting(setting)}: {learned} on {new.name}; {'old tasks' if len(old) > 1 else old[0].name} {change}"
+            + (", not distinguishable from 0" if is_unclear else "")
+        )
+    return lines
 
 
-def _unit(measure: Measure) -> str:
-    return "%" if measure.unit == POINTS else " nats a token"
-
-
-def _at_equal_score(comparison: Comparison, front: Front, names: Names) -> str:
+def _at_equal_score(new: Measure, old: Measure, front: Front, names: Names, *, has_intervals: bool) -> Paragraph:
     """At the highest score where half of the methods that can be compared with the reference at all can be."""
-    if len(front.methods) < 2:
-        return ""
     comparable = [
         sum(values[position].difference is not None for values in front.methods.values())
         for position in range(len(front.scores))
     ]
     if not any(comparable):
-        return "No two methods reach a common new-task score, so their forgetting cannot be compared."
+        return "No two methods reach a common new-task score, so their forgetting cannot be compared.", []
     position = max(index for index, count in enumerate(comparable) if 2 * count >= max(comparable))
-    differences = {
-        method: values[position].difference
-        for method, values in front.methods.items()
-        if values[position].difference is not None
-    }
-    new, old = comparison.new, comparison.old
-    assert new is not None
-    sign, places = shown_sign(old[0]), digits(old[0].unit)
-    better, worse, unclear, bare = [], [], [], []
-    for method, difference in differences.items():
-        assert difference is not None
-        label = names.styles[method].label
-        size = Estimate(abs(difference.value))
-        if difference.low is None or difference.high is None:
-            bare.append(f"{label} {estimate(flip(difference, sign), places, sign=True)}")
-        elif difference.low > 0:
-            better.append(
-                f"{label} by {number(size.value, places)} [{number(difference.low, places)}, {number(difference.high, places)}]"
-            )
-        elif difference.high < 0:
-            worse.append(
-                f"{label} by {number(size.value, places)} [{number(-difference.high, places)}, {number(-difference.low, places)}]"
-            )
-        else:
-            unclear.append(label)
+    lines = []
+    for method, values in front.methods.items():
+        label, value = names.styles[method].label, values[position]
+        if value.change is None:
+            lines.append(f"{label} does not reach this score.")
+        elif value.difference is not None:
+            lines.append(_difference_text(label, value.difference, old))
     reference = names.styles[str(front.reference)].label
-    score = (
-        f"{number(shown_sign(new) * front.scores[position], digits(new.unit))}{'%' if new.unit == POINTS else ' nats'}"
-    )
-    unit = units(old, is_change=True)
-    sentences = [f"At an equal {score} on {new.name}, compared with {reference}:"]
-    if better:
-        sentences.append(f"less is forgotten by {join(better)} {unit};")
-    if worse:
-        sentences.append(f"more is forgotten by {join(worse)} {unit};")
-    if unclear:
-        sentences.append(f"no difference can be shown for {join(unclear)};")
-    if bare:
-        sentences.append(f"the change of the old tasks differs by {join(bare)} {unit}, with no interval;")
-    missing = [names.styles[one].label for one, values in front.methods.items() if values[position].change is None]
-    if missing:
-        sentences.append(f"{join(missing)} {'does' if len(missing) == 1 else 'do'} not reach this score;")
-    text = " ".join(sentences)
-    return text[:-1] + "." + (" Intervals are 95%, each for one comparison." if better or worse or unclear else "")
+    score = equal_score(front.scores[position], new)
+    note = " (95% intervals, each for one comparison)" if has_intervals else ""
+    return f"At an equal {score} on {new.name}, compared with {reference}{note}:", lines
+
+
+def _difference_text(label: str, one: Estimate, old: Measure) -> str:
+    unit = f" {old.change_unit}"
+    if one.low is None or one.high is None:
+        text = estimate(one.times(old.sign), old.places, sign=True, unit=unit)
+        return f"{label}: its change of the old tasks differs by {text}, with no interval."
+    if one.low <= 0 <= one.high:
+        return f"{label}: no difference can be shown."
+    is_less = one.low > 0
+    return f"{label} forgets {'less' if is_less else 'more'}, by {estimate(one if is_less else one.times(-1), old.places, unit=unit)}."
 
 
 def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> list[str]:
     """What a reader has to know before comparing numbers."""
-    found = []
     runs = comparison.runs
+    found = []
     if comparison.old and comparison.other_old:
         found.append(_which_old_tasks(comparison))
     unfinished = [
@@ -157,7 +142,7 @@ def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> 
     ]
     if unfinished:
         found.append(
-            f"{len(unfinished)} of {len(runs)} runs have not ended their last epoch; their numbers are those of now."
+            f"{len(unfinished)} of {len(runs)} runs have not ended their last epoch; their numbers are the current ones."
         )
     waiting = [run for run in runs if not run.metrics and not run.results]
     if waiting:
@@ -166,25 +151,26 @@ def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> 
     probes = [measure.name for measure in (comparison.new, *comparison.old) if measure is not None and measure.is_probe]
     if probes:
         found.append(
-            f"{join(probes)}: probes stand in for evaluations. They are small, have no intervals over documents, and their numbers are those at the best epoch, else the last."
+            f"{join(probes)}: probes take the place of evaluations. They are small and have no intervals over documents. Their numbers are those at the "
+            "best epoch, else the last."
         )
     precisions = sorted({str(run.config["dtype"]) for run in runs if run.config.get("dtype")})
     if len(precisions) > 1:
         found.append(
-            f"The runs were trained in different precisions ({join(precisions)}): rounding in bf16 acts like a smaller learning rate, so compare fronts, not equal rates."
+            f"The runs were trained in different precisions ({join(precisions)}): rounding in bf16 acts like a smaller learning rate, so compare fronts, "
+            "not equal rates."
         )
+    results = [result for run in runs for result in run.results.values()]
     versions: dict[str, set[str]] = {}
-    for run in runs:
-        for result in run.results.values():
-            for package, version in result.versions.items():
-                versions.setdefault(package, set()).add(version)
+    for package, version in (item for result in results for item in result.versions.items()):
+        versions.setdefault(package, set()).add(version)
     mixed = [f"{package} {join(sorted(those))}" for package, those in versions.items() if len(those) > 1]
     if mixed:
         found.append(f"The evaluations were made with different versions: {'; '.join(mixed)}.")
-    limits = {result.settings.get("limit") for run in runs for result in run.results.values()} - {None}
+    limits = {result.settings.get("limit") for result in results} - {None}
     if limits:
         found.append(
-            f"Evaluations are limited to {join(sorted(map(str, limits)))} documents a task: numbers of full tasks differ."
+            f"Evaluations are limited to {join(sorted(map(str, limits)))} documents per task: numbers of full tasks differ."
         )
     return found
 
@@ -199,7 +185,7 @@ def _which_old_tasks(comparison: Comparison) -> str:
     old, others = comparison.old, comparison.other_old
     has_no_common_unit = {one.unit for one in old}.isdisjoint(one.unit for one in others)
     return (
-        f"The trade-off's old {'tasks are' if len(old) > 1 else 'task is'} {by_unit(old)}. In the tables of changes alone: {by_unit(others)}"
+        f"The trade-off's old {'tasks are' if len(old) > 1 else 'task is'} {by_unit(old)}. Only in the tables of changes: {by_unit(others)}"
         + (", since points and nats have no common mean" if has_no_common_unit else "")
         + ". The option --old-tasks chooses others."
     )
@@ -209,19 +195,72 @@ def _absent_runs(comparison: Comparison, settings: Sequence[Setting], names: Nam
     """Runs that have no place in the trade-off, by what they lack."""
     if comparison.new is None or not comparison.old:
         return []
-    of_lack: dict[tuple[str, ...], dict[str, int]] = {}
+    absent: dict[tuple[str, ...], Counter[str]] = {}
     for setting in settings:
         for run in setting.runs:
-            lack = tuple(measure.name for measure in comparison.lacks(run))
-            if lack:
-                counts = of_lack.setdefault(lack, {})
-                counts[names.setting(setting)] = counts.get(names.setting(setting), 0) + 1
+            missing = tuple(measure.name for measure in comparison.missing_measures(run))
+            if missing:
+                absent.setdefault(missing, Counter())[names.setting(setting)] += 1
     found = []
-    for lack, counts in of_lack.items():
+    for missing, counts in absent.items():
         those = "; ".join(name + (f" ({count} seeds)" if count > 1 else "") for name, count in counts.items())
         total = sum(counts.values())
         verbs = ("lack", "are") if total > 1 else ("lacks", "is")
         found.append(
-            f"{total} of {len(comparison.runs)} runs {verbs[0]} {join(lack)} and {verbs[1]} absent from the trade-off: {those}."
+            f"{total} of {len(comparison.runs)} runs {verbs[0]} {join(missing)} and {verbs[1]} absent from the trade-off: {those}."
         )
     return found
+
+
+def provenance(comparison: Comparison) -> Mapping[str, Sequence[str]]:
+    """Lists by title: definitions, evaluations with their settings and versions, training data, and how numbers are computed."""
+    runs, measures = comparison.runs, comparison.measures
+    evaluations = []
+    for suite, result in sorted({suite: one for run in reversed(runs) for suite, one in run.results.items()}.items()):
+        base = comparison.bases.get(suite)
+        settings = ", ".join(f"{key}={value}" for key, value in result.settings.items())
+        versions = ", ".join(f"{package} {version}" for package, version in result.versions.items())
+        weights = "" if base is None else f"; pretrained weights {base.weights[:12]} ({base.model})"
+        evaluations.append(f"{suite}: {settings}; {versions}{weights}")
+    steps = sorted({one.step for outcomes in comparison.outcomes for one in outcomes.values() if one.step is not None})
+    if steps:
+        plural = "s" if len(steps) > 1 else ""
+        evaluations.append(f"Probes: evaluated while training; numbers of step{plural} {', '.join(map(str, steps))}.")
+    data: dict[str, None] = {}  # each data set once
+    for dataset in (run.config.get("dataset") for run in runs):
+        if isinstance(dataset, dict):
+            hidden = ("_component_", "column_map")
+            shown = [f"{key}={value}" for key, value in dataset.items() if key not in hidden and value is not None]
+            data[", ".join(shown) or str(dataset.get("_component_"))] = None
+    divergences = ", ".join(measure.name for measure in measures if measure.metric == "kl")
+    explained = f"{divergences}: a divergence from the pretrained model, 0 before tuning and never below it. Its change is its value, and its p only says that the model has changed."
+    return {
+        "Tasks and their definitions": [f"{one.name} ({one.role}, {one.metric}): {one.definition}" for one in measures],
+        "Evaluations": evaluations,
+        "Training data": list(data),
+        "How numbers are computed": [*DEFINITIONS, *([explained] if divergences else [])],
+    }
+
+
+def commands(comparison: Comparison, options: Sequence[str]) -> list[str]:
+    """Of one run's training and evaluation, and of this report.
+
+    Args:
+        options: of the report's own command line.
+    """
+    lines = []
+    run = next((one for one in comparison.runs if one.config), None)
+    if run is not None:
+        recipe = "finch_lora_finetune" if "lora" in str(run.values[METHOD]).split("+") else "finch_full_finetune"
+        lines.append(f"tune run {recipe} --config {shlex.quote(str(run.folder / run_files.CONFIG))}")
+    evaluated = next((one for one in comparison.runs if not SUITES.keys().isdisjoint(one.results)), None)
+    suites = sorted(SUITES.keys() & evaluated.results.keys()) if evaluated is not None else []
+    base = next((comparison.bases[suite].model for suite in suites if suite in comparison.bases), None)
+    if evaluated is not None and base is not None:
+        limit = evaluated.results[suites[0]].settings.get("limit")
+        lines.append(
+            f"finch evaluate --base {shlex.quote(base)} --tuned {shlex.quote(str(evaluated.folder))} --suite {','.join(suites)}"
+            + (f" --limit {limit}" if limit is not None else "")
+        )
+    lines.append(shlex.join(["finch", "report", *options]))
+    return lines

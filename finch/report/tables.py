@@ -1,23 +1,33 @@
-"""What the report's tables are made of: rows of text, the names of settings and runs, and cells that several tables have."""
+"""The report's tables, as rows of text, and summary.csv: how numbers are written, and what settings and runs are called."""
 
 from __future__ import annotations
 
+import csv
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from finch.evaluation.results import POINTS
-from finch.evaluation.statistics import average_delta
-from finch.report.figures.style import Style
-from finch.report.formatting import NONE, digits, estimate, rate
+from finch.evaluation.results import OLD, POINTS, Sample
+from finch.evaluation.statistics import average_delta, expected_calibration_error, half_width
+from finch.evaluation.tasks.confidence import stated_confidences
+from finch.report.front import FOLDER, Front, Setting, TradeOff, non_dominated, points_by_method
 from finch.report.measures import Comparison, Estimate, Outcome, finite
-from finch.report.runs import LEARNING_RATE, Run
+from finch.report.paper import METRICS
+from finch.report.runs import BATCH_SIZE, Run
 from finch.report.selection import Measure
-from finch.report.settings import FOLDER, Setting
+from finch.report.style import Style
+from finch.sweep.grid import LR
 
+MINUS, NONE = "\N{MINUS SIGN}", "\N{EN DASH}"
 SIGNIFICANT = 0.05
 LONG = 24
 """Rows of a table by run from which on it is folded."""
+CSV_COLUMNS = (
+    *("run", "method", "learning_rate", "batch_size", "seed", "task", "role", "source", "metric", "n"),
+    *("score", "score_low", "score_high", "base_score", "delta", "standard_error", "delta_low", "delta_high"),
+    *("p_value", "p_holm", "test", "step", "unit"),
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +62,11 @@ class Names:
 
     def _values(self, values: Mapping[str, object]) -> list[str]:
         texts = []
-        for key in (LEARNING_RATE, *self.varying):
+        for key in (LR, *self.varying):
             value = values.get(key)
             if value is None:
                 continue
-            if key == LEARNING_RATE and isinstance(value, (int, float)):
+            if key == LR and isinstance(value, (int, float)):
                 texts.append(f"lr {rate(float(value))}")
             else:
                 texts.append(str(value) if key == FOLDER else f"{key.rpartition('.')[2].replace('_', ' ')} {value}")
@@ -64,22 +74,44 @@ class Names:
 
 
 def make_names(settings: Sequence[Setting], styles: Mapping[str, Style]) -> Names:
-    keys = {key: None for setting in settings for key in setting.values if key != LEARNING_RATE}
+    keys = {key: None for setting in settings for key in setting.values if key != LR}
     values = {key: {str(one.values[key]) for one in settings if key in one.values} for key in keys}
-    varying = [key for key in keys if len(values[key]) > 1 or key == FOLDER]
-    return Names(styles, varying)
+    return Names(styles, [key for key in keys if len(values[key]) > 1 or key == FOLDER])
 
 
-def units(measures: Sequence[Measure], *, is_change: bool) -> str:
-    """The unit of several measures, which all have the same one."""
-    if not measures or measures[0].unit == POINTS:
-        return "points" if is_change else "%"
-    return "nats a token"
+def number(value: float | None, places: int, *, sign: bool = False) -> str:
+    """A rounded number, zero without a sign; a dash for None."""
+    if value is None:
+        return NONE
+    rounded = round(value, places) + 0.0
+    return f"{rounded:{'+' if sign and rounded else ''}.{places}f}".replace("-", MINUS)
 
 
-def mean_title(old: Sequence[Measure], others: Sequence[Measure]) -> str:
-    """Of a column with the mean over the trade-off's old tasks."""
-    return f"mean of {', '.join(one.name for one in old)}" if others else "mean of old tasks"
+def estimate(one: Estimate | None, places: int, *, sign: bool = False, unit: str = "") -> str:
+    """``-3.1 [-4.0, -2.2]``, with the unit after the number; without brackets where there is no interval."""
+    if one is None:
+        return NONE
+    text = number(one.value, places, sign=sign) + unit
+    if one.low is None or one.high is None:
+        return text
+    return f"{text} [{number(one.low, places, sign=sign)}, {number(one.high, places, sign=sign)}]"
+
+
+def p_value(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def rate(value: float) -> str:
+    """A learning rate: ``2e-5``."""
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def equal_score(value: float, measure: Measure) -> str:
+    """A common score of the fronts: ``70.0%``."""
+    return number(measure.sign * value, measure.places) + ("%" if measure.unit == POINTS else " nats")
 
 
 def average(comparison: Comparison, run: int) -> Estimate | None:
@@ -87,7 +119,7 @@ def average(comparison: Comparison, run: int) -> Estimate | None:
     if not comparison.old or not all(measure.name in comparison.outcomes[run] for measure in comparison.old):
         return None
     found = [comparison.outcomes[run][measure.name] for measure in comparison.old]
-    signs = [shown_sign(measure) * shown_sign(comparison.old[0]) for measure in comparison.old]
+    signs = [measure.sign * comparison.old[0].sign for measure in comparison.old]
     paired = [
         replace(one.paired, delta=sign * one.paired.delta) for one, sign in zip(found, signs, strict=True) if one.paired
     ]
@@ -98,24 +130,397 @@ def average(comparison: Comparison, run: int) -> Estimate | None:
     return Estimate(statistics.fmean(values)) if len(values) == len(found) else None
 
 
-def change_cell(one: Outcome | None, measure: Measure) -> str:
+def _text(value: object) -> str:
+    return NONE if value is None else str(value)
+
+
+def _shown(one: Estimate | None, measure: Measure, *, sign: bool = False) -> str:
+    """An outcome's estimate in the unit that is shown."""
+    return NONE if one is None else estimate(one.times(measure.scale), measure.places, sign=sign)
+
+
+def _change_cell(one: Outcome | None) -> str:
     if one is None or one.delta is None:
         return NONE
     star = "*" if one.p_holm is not None and one.p_holm < SIGNIFICANT else ""
-    return estimate(one.delta, digits(measure.unit), scale=measure.scale, sign=True) + star
+    return _shown(one.delta, one.measure, sign=True) + star
 
 
-def shown_sign(measure: Measure) -> int:
-    """From a value where more is better to the value itself."""
-    return 1 if measure.is_higher_better else -1
+def _mean_title(old: Sequence[Measure], others: Sequence[Measure]) -> str:
+    """Of a column with the mean over the trade-off's old tasks."""
+    return f"mean of {', '.join(one.name for one in old)}" if others else "mean of old tasks"
 
 
-def flip(one: Estimate, sign: int) -> Estimate:
-    """The estimate times 1 or -1."""
-    if sign > 0 or one.low is None or one.high is None:
-        return Estimate(sign * one.value, one.standard_error, one.low, one.high)
-    return Estimate(-one.value, one.standard_error, -one.high, -one.low)
+def _intervals_text(trade_off: TradeOff) -> str:
+    return f", [95% intervals over {trade_off.drawn}]" if trade_off.has_intervals else ""
 
 
-def seed_cell(run: Run) -> str:
-    return NONE if run.seed is None else str(run.seed)
+def settings_table(trade_off: TradeOff, names: Names, new: Measure, old: Sequence[Measure]) -> Table:
+    """Each setting's place in the trade-off: mean over seeds, interval, range, and whether no other setting beats it."""
+    points = list(trade_off.points)
+    front = set(non_dominated([one.new.value for one in points], [one.old.value for one in points]))
+    rows = []
+    for position, point in enumerate(points):
+        assert point.setting is not None
+        seeds = [(one, other) for index, one, other in trade_off.runs if index == position]
+        rows.append(
+            [
+                names.setting(point.setting),
+                str(len(seeds)),
+                estimate(point.new.times(new.sign), new.places),
+                _range([new.sign * one for one, _ in seeds], new.places),
+                estimate(point.old.times(old[0].sign), old[0].places, sign=True),
+                _range([old[0].sign * other for _, other in seeds], old[0].places, sign=True),
+                "yes" if position in front else "",
+            ]
+        )
+    if trade_off.base is not None:
+        base = estimate(trade_off.base.new.times(new.sign), new.places)
+        rows.append(["pretrained", "", base, "", number(0, old[0].places), "", ""])
+    return Table(
+        "Settings",
+        [
+            *("setting", "seeds", f"{new.name}, {new.score_unit}", "range"),
+            *(f"old tasks, {old[0].change_unit}", "range", "not dominated"),
+        ],
+        rows,
+        f"Means over seeds{_intervals_text(trade_off)}. Old tasks: "
+        + ("unweighted mean of the changes of " if len(old) > 1 else "the change of ")
+        + ", ".join(one.name for one in old)
+        + ".",
+    )
+
+
+def _range(values: Sequence[float], places: int, *, sign: bool = False) -> str:
+    if len(values) < 2:
+        return ""
+    return f"{number(min(values), places, sign=sign)} to {number(max(values), places, sign=sign)}"
+
+
+def front_table(front: Front, names: Names, trade_off: TradeOff, new: Measure, old: Sequence[Measure]) -> Table:
+    """A method's change of the old tasks at each common score."""
+    rows = []
+    points = points_by_method(trade_off)
+    for method, values in front.methods.items():
+        cells = [
+            f"reaches {equal_score(front.highest[method], new)}"
+            if value.change is None
+            else estimate(value.change.times(old[0].sign), old[0].places, sign=True)
+            + (" †" if value.is_extrapolated else "")
+            for value in values
+        ]
+        num_runs = sum(any(trade_off.points[index] is one for one in points[method]) for index, _, _ in trade_off.runs)
+        rows.append([names.styles[method].label, str(len(points[method])), str(num_runs), *cells])
+    return Table(
+        f"Change of the old tasks, {old[0].change_unit}, at equal {new.name}",
+        ["method", "settings", "runs", *(f"at {equal_score(score, new)}" for score in front.scores)],
+        rows,
+        (f"[95% intervals of a bootstrap over {trade_off.drawn}.] " if trade_off.has_intervals else "")
+        + "† between the pretrained model and the first setting on the method's front, where a straight line is a guess.",
+    )
+
+
+def difference_table(front: Front, names: Names, new: Measure, old: Sequence[Measure]) -> Table | None:
+    """Each method minus the reference at the same score; None without another method."""
+    if front.reference is None or len(front.methods) < 2:
+        return None
+    rows = [
+        [names.styles[method].label]
+        + [
+            NONE if one.difference is None else estimate(one.difference.times(old[0].sign), old[0].places, sign=True)
+            for one in values
+        ]
+        for method, values in front.methods.items()
+        if method != front.reference
+    ]
+    return Table(
+        f"Difference from {names.styles[front.reference].label}, {old[0].change_unit}",
+        ["method", *(f"at {equal_score(score, new)}" for score in front.scores)],
+        rows,
+        f"{'Above' if old[0].sign > 0 else 'Below'} 0: forgets less. Paired: the same documents and seeds are drawn for both. An interval that "
+        "includes 0 shows no difference.",
+    )
+
+
+def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure], others: Sequence[Measure]) -> Table:
+    """Each setting's change on each old task, mean over seeds.
+
+    Args:
+        old: those of the trade-off.
+        others: further ones; shown where all runs of the trade-off have them.
+    """
+    columns = [*old, *(one for one in others if all(one.name in point.tasks for point in trade_off.points))]
+    rows = []
+    for point in trade_off.points:
+        assert point.setting is not None
+        cells = [
+            estimate(point.tasks[measure.name].times(measure.sign), measure.places, sign=True) for measure in columns
+        ]
+        if len(old) > 1:
+            cells.append(estimate(point.old.times(old[0].sign), old[0].places, sign=True))
+        rows.append([names.setting(point.setting), *cells])
+    titles = [f"{one.name}, {one.change_unit}" for one in columns]
+    return Table(
+        "Old tasks by setting",
+        ["setting", *titles, *([_mean_title(old, others)] if len(old) > 1 else [])],
+        rows,
+        f"Tuned minus pretrained, means over seeds{_intervals_text(trade_off)}.",
+    )
+
+
+def changes_table(comparison: Comparison, names: Names) -> Table:
+    """Each run's change on each task, and the mean over the old tasks."""
+    measures = [measure for measure in comparison.measures if measure not in comparison.reliability]
+    has_mean = len(comparison.old) > 1
+    rows = []
+    for position, run in enumerate(comparison.runs):
+        outcomes = comparison.outcomes[position]
+        if not any(measure.name in outcomes for measure in measures):
+            continue
+        cells = [_change_cell(outcomes.get(measure.name)) for measure in measures]
+        if has_mean:
+            cells.append(_shown(average(comparison, position), comparison.old[0], sign=True))
+        rows.append([names.run(run), _text(run.seed), *cells])
+    titles = [f"{one.name}, {one.change_unit}" for one in measures]
+    return Table(
+        "Changes by run",
+        ["run", "seed", *titles, *([_mean_title(comparison.old, comparison.other_old)] if has_mean else [])],
+        rows,
+        "Tuned minus pretrained, paired by document, [95% intervals]. * differs from 0 after Holm's correction over the run's tasks (p < 0.05).",
+        is_long=len(rows) > LONG,
+    )
+
+
+def tests_table(comparison: Comparison, names: Names) -> Table:
+    """Every change with its standard error and p values."""
+    rows = []
+    for position, run in enumerate(comparison.runs):
+        for measure in comparison.measures:
+            one = comparison.outcomes[position].get(measure.name)
+            if one is None or one.delta is None:
+                continue
+            error = one.delta.standard_error
+            rows.append(
+                [
+                    names.run(run),
+                    _text(run.seed),
+                    measure.name,
+                    _shown(one.base, measure),
+                    _shown(one.score, measure),
+                    _shown(one.delta, measure, sign=True),
+                    number(None if error is None else measure.scale * error, measure.places + 1),
+                    p_value(None if one.paired is None else one.paired.p_value),
+                    p_value(one.p_holm),
+                    NONE if one.paired is None else one.paired.test,
+                ]
+            )
+    return Table(
+        "Every change, with its tests",
+        ["run", "seed", "task", "pretrained", "tuned", "change", "SE", "p", "p, Holm", "test"],
+        rows,
+        "Scores in percent, changes in points. Losses and divergences are in nats per token; they, and Brier's error, are better when lower.",
+        text_columns=(0, 2, 9),
+        is_long=len(rows) > LONG,
+    )
+
+
+def tasks_table(comparison: Comparison) -> Table:
+    """What each task can resolve: documents, half-width, chance, and the pretrained model's score."""
+    rows = []
+    for measure in comparison.measures:
+        found = [one[measure.name] for one in comparison.outcomes if measure.name in one]
+        if not found:
+            continue
+        one = max(found, key=lambda outcome: outcome.n or 0)
+        base = next((outcome.base for outcome in found if outcome.base is not None), None)
+        width = None if one.n_clusters is None or measure.unit != POINTS else 100 * half_width(0.5, one.n_clusters)
+        rows.append(
+            [
+                measure.name,
+                measure.role,
+                measure.metric,
+                measure.source,
+                NONE if one.n is None else f"{one.n:,}",
+                NONE if width is None else f"±{width:.1f}",
+                NONE if measure.chance is None else number(100 * measure.chance, 1),
+                _shown(base, measure),
+            ]
+        )
+    return Table(
+        "Tasks",
+        ["task", "role", "metric", "from", "documents", "half-width", "chance", "pretrained"],
+        rows,
+        "Half-width of a 95% interval of one score at 50%, in points (losses have none): unpaired differences smaller than this mean nothing.",
+        text_columns=(0, 1, 2, 3),
+    )
+
+
+def reliability_table(comparison: Comparison, names: Names) -> Table:
+    """Each run's scores on the reliability tasks, with the calibration error (ECE) of stated confidences."""
+    measures = list(comparison.reliability)
+    has_confidences = any(
+        stated_confidences(one.samples)[0] for outcomes in comparison.outcomes for one in outcomes.values()
+    )
+    rows = []
+    base_scores, base_error = dict.fromkeys((one.name for one in measures), NONE), NONE
+    for position, run in enumerate(comparison.runs):
+        outcomes = comparison.outcomes[position]
+        present = {one.name: outcomes[one.name] for one in measures if one.name in outcomes}
+        if not present:
+            continue
+        error = NONE
+        for name, one in present.items():
+            if base_scores[name] == NONE:
+                base_scores[name] = _shown(one.base, one.measure)
+            if base_error == NONE:
+                base_error = _calibration_cell(one.base_samples)
+            if error == NONE:
+                error = _calibration_cell(one.samples)
+        cells = [_score_and_change(present.get(one.name)) for one in measures]
+        rows.append([names.run(run), _text(run.seed), *cells, error])
+    rows.insert(0, ["pretrained", "", *base_scores.values(), base_error])
+    titles = [f"{one.name}, {one.metric}{'' if one.is_higher_better else ' (lower is better)'}" for one in measures]
+    return Table(
+        "Reliability",
+        ["run", "seed", *titles, *(["ECE"] if has_confidences else [])],
+        rows if has_confidences else [row[:-1] for row in rows],
+        "Score in percent, then its change in points; Brier's error and the expected calibration error (ECE, ten bins) x 100, over answers with a stated "
+        "confidence. * as above.",
+        is_long=len(rows) > LONG,
+    )
+
+
+def _score_and_change(one: Outcome | None) -> str:
+    if one is None:
+        return NONE
+    score = number(one.measure.scale * one.score.value, one.measure.places)
+    return score if one.delta is None else f"{score}, {_change_cell(one)}"
+
+
+def _calibration_cell(samples: Sequence[Sample]) -> str:
+    error = expected_calibration_error(*stated_confidences(samples))
+    return NONE if error is None else number(100 * error, 1)
+
+
+def runs_table(comparison: Comparison, names: Names) -> Table:
+    """Where each run stands."""
+    rows = []
+    for position, run in enumerate(comparison.runs):
+        steps, epochs = run.steps, run.config.get("epochs")
+        probes = [one.step for one in comparison.outcomes[position].values() if one.step is not None]
+        rows.append(
+            [
+                names.run(run),
+                _text(run.seed),
+                _text(run.values.get(BATCH_SIZE)),
+                str(steps[-1]["step"]) if steps else NONE,
+                NONE if epochs is None else f"{run.finished_epochs} of {epochs}",
+                NONE if run.best_epoch is None else str(run.best_epoch + 1),
+                str(probes[0]) if probes else NONE,
+                ", ".join(sorted(run.results)) or "none",
+                run.status or NONE,
+                str(run.folder),
+            ]
+        )
+    return Table(
+        "Runs",
+        ["run", "seed", "batch", "steps", "epochs", "best epoch", "probes at step", "evaluated", "status", "folder"],
+        rows,
+        text_columns=(0, 7, 8, 9),
+        is_long=len(rows) > LONG,
+    )
+
+
+def paper_table(
+    comparison: Comparison, trade_off: TradeOff, names: Names, paper: Mapping[str, Mapping[str, float]]
+) -> Table:
+    """The paper's numbers above those of each setting of the same method. All tasks are evaluated ones in points.
+
+    Args:
+        paper: method to metric to value.
+    """
+    new = comparison.new
+    reliability = [
+        one for one in comparison.reliability if any(METRICS.get(one.name, one.name) in row for row in paper.values())
+    ]
+    columns = [*comparison.old, *reliability]
+    titles = [METRICS.get(one.name, one.name) for one in columns]
+    labels = {run.label for run in comparison.runs}
+    points = points_by_method(trade_off)
+    used = {run.method for run in comparison.runs}
+    rows = []
+    for method in ["base", *(one for one in names.styles if one in used)]:
+        if method in paper and method not in labels:
+            values = [paper[method].get(key) for key in ("task", *titles, "avg_delta")]
+            label = "pretrained" if method == "base" else names.styles[method].label
+            rows.append([label, "paper", *(number(one, 1, sign=index > 0) for index, one in enumerate(values))])
+        if method == "base" and trade_off.base is not None:
+            zeros = [number(0, 1)] * (len(columns) + 1)
+            rows.append(["pretrained", "here", number(trade_off.base.new.value, 1), *zeros])
+        for point in points.get(method, []):
+            assert point.setting is not None
+            members = [comparison.outcomes[run] for run in point.setting.runs if comparison.is_complete(run)]
+            cells = []
+            for measure in columns:
+                deltas = [one.delta.value for run in members if (one := run.get(measure.name)) and one.delta]
+                cells.append(number(100 * statistics.fmean(deltas), 1, sign=True) if deltas else NONE)
+            place = number(point.new.value, 1), *cells, number(point.old.value, 1, sign=True)
+            rows.append([names.setting(point.setting), "here", *place])
+    return Table(
+        "The paper's numbers and those measured here",
+        ["setting", "from", f"{new.name if new else 'new task'}, %", *titles, "mean of old tasks"],
+        rows,
+        "New-task score in percent, changes in points. The paper's are of its tables, each method at its own learning rate.",
+        text_columns=(0, 1),
+    )
+
+
+def summary_csv(comparison: Comparison) -> str:
+    """A row for each run and task, and one for the mean of its old tasks; fractions and nats, unrounded."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for position, run in enumerate(comparison.runs):
+        start = {
+            "run": run.folder,
+            "method": run.method,
+            "learning_rate": run.learning_rate,
+            "batch_size": run.values.get(BATCH_SIZE),
+            "seed": run.seed,
+        }
+        for name, one in comparison.outcomes[position].items():
+            measure, paired = one.measure, one.paired
+            row = {
+                "task": name,
+                "role": measure.role,
+                "source": measure.source,
+                "metric": measure.metric,
+                "n": one.n,
+                "score": one.score.value,
+                "score_low": one.score.low,
+                "score_high": one.score.high,
+                "base_score": None if one.base is None else one.base.value,
+                "p_value": None if paired is None else paired.p_value,
+                "p_holm": one.p_holm,
+                "test": None if paired is None else paired.test,
+                "step": one.step,
+                "unit": measure.unit,
+            }
+            writer.writerow(start | row | _delta_columns(one.delta))
+        mean = average(comparison, position)
+        if mean is not None:
+            sources = {one.source for one in comparison.old}
+            row = {
+                "task": "mean of old tasks",
+                "role": OLD,
+                "source": sources.pop() if len(sources) == 1 else "",
+                "unit": comparison.old[0].unit,
+            }
+            writer.writerow(start | row | _delta_columns(mean))
+    return stream.getvalue()
+
+
+def _delta_columns(one: Estimate | None) -> dict[str, float | None]:
+    if one is None:
+        return {}
+    return {"delta": one.value, "standard_error": one.standard_error, "delta_low": one.low, "delta_high": one.high}

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from finch.report.front import front_draws, interpolate, points_by_method
+from finch.report.front import Point, TradeOff, front_draws, group_settings, interpolate, points_by_method, trade_off
 from finch.report.measures import Comparison, compare
 from finch.report.runs import Run, read_runs, sort_runs
 from finch.report.selection import Measure
-from finch.report.settings import Point, TradeOff, group_settings, trade_off
 from finch.sweep.grid import FINISHED
 from studies.smollm2_tofu.figure import draw
 

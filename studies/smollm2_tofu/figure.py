@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from finch.report.front import points_by_method
+from finch.report.front import TradeOff, points_by_method
 from finch.report.measures import Estimate
-from finch.report.settings import TradeOff
 
 Array = NDArray[np.float64]
 

@@ -26,7 +26,7 @@ def test_report_of_a_run_still_going(capsys, tmp_path):
     assert out == f"{tmp_path}/out/report.html\n"
     text = (tmp_path / "out" / "report.md").read_text()
     assert "1 of 1 runs have not ended their last epoch" in text
-    assert "facts and stories: probes stand in for evaluations" in text
+    assert "facts and stories: probes take the place of evaluations" in text
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "report.md",
         "report.html",

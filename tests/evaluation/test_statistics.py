@@ -17,7 +17,6 @@ from finch.evaluation.statistics import (
     MCNEMAR,
     SIGN_FLIP,
     average_delta,
-    brier,
     expected_calibration_error,
     half_width,
     holm,
@@ -215,13 +214,12 @@ def test_half_width_of_known_sizes(n, points):
     assert round(100 * half_width(0.5, n), 1) == points
 
 
-def test_brier_and_calibration_by_hand():
+def test_calibration_by_hand():
     confidences, correct = [0.9, 0.9, 0.7, 0.65, 0.0, 1.0], [1, 0, 1, 0, 0, 1]
-    assert brier(confidences, correct) == pytest.approx((0.01 + 0.81 + 0.09 + 0.4225 + 0 + 0) / 6)
     # Bins: (0.8, 0.9] two answers, (0.6, 0.7] two, [0, 0.1] one, (0.9, 1] one.
     expected = (2 * abs(0.5 - 0.9) + 2 * abs(0.5 - 0.675) + 0 + 0) / 6
     assert expected_calibration_error(confidences, correct) == pytest.approx(expected)
-    assert (brier([], []), expected_calibration_error([], [])) == (None, None)
+    assert expected_calibration_error([], []) is None
 
 
 @pytest.mark.parametrize("tenths", range(11))

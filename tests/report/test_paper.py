@@ -1,4 +1,4 @@
-"""The paper's numbers beside a run's: only where task, model and method are the same."""
+"""The paper's numbers next to a run's: only where task, model and method are the same."""
 
 import json
 
@@ -6,11 +6,12 @@ import pytest
 import yaml
 from helpers.evaluated_runs import make_base, make_config, make_run
 
-from finch.report.paper.numbers import accuracy_curves, learning_rate_curve, paper_model, paper_results
+from finch.report.paper import accuracy_curves, learning_rate_curve, paper_model, paper_results
 from finch.report.report import write_report
 from finch.report.runs import read_runs
 
 SIZES = {"model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36, "vocab_size": 151936}
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256}
 
 
 @pytest.fixture
@@ -47,17 +48,8 @@ def test_figure_1():
     [
         ({}, "qwen3_4b"),
         ({"hidden_size": 1024}, None),
-        ({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256}, "llama3_8b"),
-        (
-            {
-                "model_type": "llama",
-                "hidden_size": 4096,
-                "num_hidden_layers": 32,
-                "vocab_size": 128256,
-                "rope_scaling": {},
-            },
-            None,  # Llama 3.1
-        ),
+        (LLAMA, "llama3_8b"),
+        (LLAMA | {"rope_scaling": {}}, None),  # Llama 3.1
     ],
 )
 def test_model_is_known_by_its_sizes(run, changes, expected):
@@ -71,7 +63,7 @@ def test_model_is_known_by_its_builder_without_weights(run):
     assert paper_model(read_runs([run])[0]) == "qwen3_4b"
 
 
-def test_paper_stands_beside_the_run(run, tmp_path):
+def test_paper_is_next_to_the_run(run, tmp_path):
     write_report([run], tmp_path / "out")
     text = (tmp_path / "out" / "report.md").read_text()
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "| paper |" in line]

@@ -87,5 +87,7 @@ def test_new_task_among_the_old_ones_is_refused(runs):
     assert "tofu is the new task" in error_of(runs, new_task="tofu", old_tasks=["tofu"])
 
 
-def test_unknown_new_task_lists_probes(runs):
-    assert "probes are facts, facts.accuracy" in error_of(runs, new_task="nothing")
+def test_unknown_new_task_is_refused(runs):
+    message = error_of(runs, new_task="nothing")
+    assert "--new-task=nothing was not evaluated; evaluated are" in message
+    assert "probes are facts, facts.accuracy" in message

@@ -8,13 +8,13 @@ from helpers.evaluated_runs import add_losses, make_sweep
 
 pytest.importorskip("matplotlib", reason="the report extra is not installed")
 
-from finch.report.formatting import NONE
 from finch.report.report import write_report
+from finch.report.tables import NONE
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """Of two methods, two learning rates and two seeds; one run has the losses alone, one has nothing."""
+    """Of two methods, two learning rates and two seeds; one run has only the losses, one has nothing."""
     folder = tmp_path_factory.mktemp("sweep")
     cells = make_sweep(folder, methods=("sft", "finch"), rates=(3e-5, 1e-4), n=20)
     add_losses(folder, cells)
@@ -33,11 +33,11 @@ def test_report_in_nats(nats):
     text = (nats / "report.md").read_text()
     assert "and the change of own_answers_kl:" in text
     value = 2 * 0.75 * (1 + 29 / 60)  # of the two runs with the highest rates
-    assert f"; own_answers_kl +{value:.3f} nats a token [" in text
-    assert "compared with SFT: " in text
-    assert "change of own_answers_kl, nats a token" in (nats / "figures" / "trade_off.svg").read_text()
+    assert f"; own_answers_kl +{value:.3f} nats per token [" in text
+    assert "compared with SFT (95% intervals" in text
+    assert "change of own_answers_kl, nats per token" in (nats / "figures" / "trade_off.svg").read_text()
     assert "--old-tasks own_answers_kl" in text
-    assert "its p says no more than that the model has changed" in text
+    assert "its p only says that the model has changed" in text
     assert f"| own\\_answers\\_kl | old | kl | losses | 30 | {NONE} | {NONE} | 0.000 [0.000, 0.000] |" in text
 
 
@@ -63,7 +63,7 @@ def test_summary_csv_has_units(nats, sweep):
 def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, sweep):
     text = (nats / "report.md").read_text()
     assert (
-        "The trade-off's old task is own_answers_kl in nats. In the tables of changes alone: own_answers in nats, hellaswag"
+        "The trade-off's old task is own_answers_kl in nats. Only in the tables of changes: own_answers in nats, hellaswag"
         in text
     )
     assert "1 of 8 runs lacks tofu and is absent from the trade-off: SFT, lr 3e-5." in text

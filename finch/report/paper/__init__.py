@@ -1,1 +1,94 @@
-"""The paper's numbers, to stand beside a run's: its tables (results.csv) and its Figure 1 (figure1_*.csv), as facts."""
+"""The paper's tables (results.csv) and its Figure 1 (figure1_*.csv), for runs of the same task, model and method.
+
+"Fine-Tuning Without Forgetting via Loss-Adaptive Learning Rates", P. P. Prashant, J. Zhu, A. Creo, B. Salimi, 2026. New-task scores in
+percent, changes in points.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from finch.report.runs import Run, base_builder
+
+TASKS = ("knowledge", "science", "language")
+"""The paper's tasks; its suites have the same names."""
+MODELS = {"qwen3_4b": "Qwen3-4B", "llama3_8b": "Llama-3-8B"}
+METHODS = {"small_lr": "sft_small_lr"}
+"""Ours to the paper's where they differ."""
+METRICS = {"confidence": "brier"}
+"""A task of ours to the paper's column where they differ."""
+
+_SIZES = {  # model_type, hidden_size, num_hidden_layers, vocab_size
+    ("qwen3", 2560, 36, 151936): "qwen3_4b",
+    ("llama", 4096, 32, 128256): "llama3_8b",
+}
+
+
+@dataclass(frozen=True)
+class PaperCurve:
+    """A curve of Figure 1 (knowledge, Qwen3-4B)."""
+
+    method: str
+    steps: list[int]
+    values: list[float]
+
+
+def paper_results(task: str | None, model: str | None) -> dict[str, dict[str, float]]:
+    """Method to metric to value; a metric is ``task``, an old or a reliability task, or ``avg_delta``. Empty without a match."""
+    ours = {paper: method for method, paper in METHODS.items()}
+    found: dict[str, dict[str, float]] = {}
+    for row in _rows("results.csv"):
+        if row["task"] == task and row["model"] == model:
+            found.setdefault(ours.get(row["method"], row["method"]), {})[row["metric"]] = float(row["value"])
+    return found
+
+
+def has_figure(task: str | None, model: str | None) -> bool:
+    return (task, model) == ("knowledge", "qwen3_4b")
+
+
+def accuracy_curves(role: str) -> list[PaperCurve]:
+    """
+    Args:
+        role: ``new`` or ``old``.
+    """
+    rows = _rows("figure1_accuracy.csv")
+    steps = [int(row["step"]) for row in rows]
+    return [PaperCurve(method, steps, [float(row[f"{method}_{role}"]) for row in rows]) for method in ("sft", "finch")]
+
+
+def learning_rate_curve() -> PaperCurve:
+    rows = _rows("figure1_finch_lr.csv")
+    return PaperCurve("finch", [int(row["step"]) for row in rows], [float(row["lr"]) for row in rows])
+
+
+def paper_model(run: Run) -> str | None:
+    """A key of ``MODELS`` where a run's model has the sizes of one: by the config.json of its pretrained weights, else by its builder."""
+    checkpointer = run.config.get("checkpointer")
+    folder = checkpointer.get("checkpoint_dir") if isinstance(checkpointer, Mapping) else None
+    if folder is not None:
+        try:
+            return _by_sizes(json.loads((Path(str(folder)) / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            pass
+    builder = base_builder(run.config)
+    return builder if builder in MODELS else None
+
+
+def _by_sizes(config: Mapping[str, Any]) -> str | None:
+    if config.get("model_type") == "llama" and config.get("rope_scaling") is not None:
+        return None  # Llama 3.1 and later
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    sizes: Any = tuple(config.get(key) for key in keys)
+    return _SIZES.get(sizes)
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    text = files("finch.report.paper").joinpath(name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))

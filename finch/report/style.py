@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 4.7  # inches; a phone shows the text of a figure this narrow at 9 pixels
-
 ROW = 0.19  # inches, of a legend
+LEGEND_COLUMNS = 3
 
 # Name of a CSS variable to the colour on white; the page's style sheet has those for a dark screen. Hues that differ in lightness as well
 # stay apart for colour-blind readers, and markers differ anyway.
@@ -138,24 +138,20 @@ def label_axes(axes: Axes, x: str, y: str) -> None:
     axes.set_ylabel(y, color=COLOURS["ink"], fontsize=9.5)
 
 
-def add_legend(figure: Figure, handles: Any = None, columns: int = 3) -> None:
-    """Below the axes, so that it hides nothing; a figure with many rows of it is higher."""
-    if handles is None:
-        found: dict[str, Any] = {}
-        for axes in figure.axes:
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                found.setdefault(label, handle)
-        labels, handles = list(found), list(found.values())
-    else:
-        labels = [handle.get_label() for handle in handles]
-    if handles:
-        rows = math.ceil(len(handles) / columns)
+def add_legend(figure: Figure) -> None:
+    """Each label once, below the axes, so that it hides nothing; a figure with many rows of it is higher."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        rows = math.ceil(len(found) / LEGEND_COLUMNS)
         figure.set_figheight(figure.get_figheight() + ROW * max(0, rows - 2))
         figure.legend(
-            handles,
-            labels,
+            list(found.values()),
+            list(found),
             loc="outside lower center",
-            ncols=min(columns, len(handles)),
+            ncols=min(LEGEND_COLUMNS, len(found)),
             frameon=False,
             fontsize=9,
             labelcolor=COLOURS["ink"],

@@ -56,15 +56,15 @@ def test_page_in_chromium(page_at, report, width, scheme):
         "[getComputedStyle(document.documentElement).backgroundColor, getComputedStyle(document.querySelector('svg text')).fill]"
     )
     brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 for colour in (background, text)]
-    assert (
-        (brightness[0] > 200 > 100 > brightness[1]) if scheme == "light" else (brightness[0] < 60 < 180 < brightness[1])
-    )
+    light, dark = brightness if scheme == "light" else reversed(brightness)
+    assert light > 180
+    assert dark < 100
     assert errors == []
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
 
 
 def test_page_in_print(page_at, report):
-    page, errors, _ = page_at(794, "dark")  # A4's width at 96 pixels an inch
+    page, errors, _ = page_at(794, "dark")  # A4's width at 96 pixels per inch
     page.emulate_media(media="print")
     check_layout(page, len(list((report / "figures").glob("*.svg"))))
     assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fill") == "rgb(31, 35, 40)"
@@ -96,15 +96,7 @@ def test_html_is_self_contained(report):
 def test_every_figure_is_a_file_and_in_both_texts(report):
     svgs = {path.stem for path in (report / "figures").glob("*.svg")}
     assert svgs == {path.stem for path in (report / "figures").glob("*.png")}
-    assert {
-        "trade_off",
-        "front",
-        "learning_rate",
-        "loss",
-        "eta_sqrt_loss",
-        "calibration",
-        "reliability_halueval",
-    } <= svgs
-    assert {"probe_facts_accuracy", "probe_stories_loss"} <= svgs
+    assert {"trade_off", "front", "calibration", "reliability_halueval"} <= svgs
+    assert {"learning_rate", "loss", "eta_sqrt_loss", "probe_facts_accuracy", "probe_stories_loss"} <= svgs
     html, markdown = (report / "report.html").read_text(), (report / "report.md").read_text()
     assert all(f'id="figure-{name}"' in html and f"figures/{name}.png" in markdown for name in svgs)

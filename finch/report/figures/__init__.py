@@ -1,1 +1,0 @@
-"""Figures of a report: each a file, in one style."""
