@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, compute_logprobs
-from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import utils as dist_utils
 
@@ -121,68 +119,6 @@ def objective_of(loss: BaseLoss) -> ObjectiveLoss | None:
     return inner if isinstance(inner, ObjectiveLoss) else None
 
 
-class DatasetLoss(Validator):
-    """One pass over the rows of a dataloader with TorchTitan's forward pass, each row once, summed in fp64.
-
-    TorchTitan's ``validate`` sums in fp32, and waits for ever where ranks have unequal numbers of batches. Here a rank that runs out of
-    them continues with one that has no targets, since FSDP's forward is a collective.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Validator.Config):
-        pass
-
-    @torch.no_grad()
-    def mean(self, model_parts: list[nn.Module], device: torch.device) -> float:
-        """Token-weighted mean cross-entropy in nats; a collective.
-
-        Raises:
-            UserError: no row has a target.
-        """
-        for part in model_parts:
-            part.eval()
-        batch_mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
-        loss_sum, num_targets = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-        for batch, labels in self._batches(device, batch_mesh):
-            num_targets += (labels != IGNORE_INDEX).sum()
-            inputs, labels, options = self.post_dataloading_process(batch, labels, model_parts)
-            with self.validation_context():
-                loss, _ = self.loss_fn(model_parts[0](inputs, **options), labels)
-            loss_sum += to_local(loss).double()  # a DTensor under tensor parallel
-        targets = dist_utils.dist_sum(num_targets, batch_mesh)
-        total = dist_utils.dist_sum(loss_sum, self.parallel_dims.get_optional_mesh("loss"))
-        for part in model_parts:
-            part.train()
-        if targets == 0:
-            raise UserError(
-                "dataloader: no row has a target token within training.seq_len; raise it, or check the template"
-            )
-        return total / targets
-
-    def _batches(self, device: torch.device, mesh: Any) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """This rank's batches on the device, with as many as the rank that has most."""
-        loader = self.dl_config.build(
-            dp_world_size=self.dp_world_size,
-            dp_rank=self.dp_rank,
-            tokenizer=self.tokenizer,
-            seq_len=self.seq_len,
-            local_batch_size=self.local_batch_size,
-        )
-        batches, last = iter(loader), None
-        while True:
-            batch = next(batches, None)
-            has_batch = torch.tensor(batch is not None, dtype=torch.int64, device=device)
-            if dist_utils.dist_sum(has_batch, mesh) == 0:
-                return
-            if batch is None:
-                if last is None:
-                    raise UserError("dataloader: it has fewer rows than there are data-parallel ranks; use fewer ranks")
-                inputs, labels = last[0], torch.full_like(last[1], IGNORE_INDEX)
-            else:
-                inputs, labels = last = batch
-            yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
-
-
 def initial_loss(trainer: Any) -> float:
     """The mean loss of the weights that a run starts from over its training rows, in nats; a collective.
 
@@ -194,7 +130,7 @@ def initial_loss(trainer: Any) -> float:
     Raises:
         UserError: the dataloader cannot end, or has no target.
     """
-    config, dims = trainer.config, trainer.parallel_dims
+    config = trainer.config
     if not hasattr(config.dataloader, "infinite"):
         raise UserError(
             f"lr_scheduler.init=dataset needs a dataloader that can end, and {type(config.dataloader).__qualname__} has no field infinite; "
@@ -204,31 +140,69 @@ def initial_loss(trainer: Any) -> float:
     fingerprint = identity and hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     value = _load(file, fingerprint) if fingerprint else None
     missing = torch.tensor(value is None, dtype=torch.int64, device=trainer.device)
-    if dist_utils.dist_sum(missing, dims.get_optional_mesh("batch")) == 0 and value is not None:
+    if dist_utils.dist_sum(missing, trainer.parallel_dims.get_optional_mesh("batch")) == 0 and value is not None:
         logger.info(f"mean loss over the training rows before the first step: {value:.4f} nats, from {file}")
         return value
-    ranks = dims.get_mesh("batch") if dims.dp_enabled else None
-    dataset_loss = DatasetLoss.Config(
-        steps=-1, dataloader=dataclasses.replace(config.dataloader, infinite=False, num_workers=0)
-    ).build(
-        parallelism=config.parallelism,
-        dp_world_size=1 if ranks is None else ranks.size(),
-        dp_rank=0 if ranks is None else ranks.get_local_rank(),
-        tokenizer=trainer.tokenizer,
-        parallel_dims=dims,
-        loss_fn=trainer.loss_fn,
-        validation_context=trainer.train_context,
-        metrics_processor=trainer.metrics_processor,
-        seq_len=config.training.seq_len,
-        local_batch_size=config.training.local_batch_size,
-    )
-    value = dataset_loss.mean(trainer.model_parts, trainer.device)
+    value = _mean_loss(trainer)
     logger.info(f"mean loss over the training rows before the first step: {value:.4f} nats")
     if fingerprint and torch.distributed.get_rank() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_file(file) as partial:
             files.write_text(partial, json.dumps({"fingerprint": fingerprint, "mean_loss": value}) + "\n")
     return value
+
+
+@torch.no_grad()
+def _mean_loss(trainer: Any) -> float:
+    """Token-weighted mean cross-entropy in nats, by the trainer's own forward pass in evaluation mode; a collective."""
+    dims, [model] = trainer.parallel_dims, trainer.model_parts
+    batch_mesh = dims.get_mesh("batch") if dims.dp_enabled else None
+    num_tokens_seen = trainer.ntokens_seen
+    # In fp64, for a sum over millions of tokens.
+    loss_sum, num_targets = torch.zeros(2, dtype=torch.float64, device=trainer.device).unbind()
+    model.eval()
+    for batch, labels in _each_row_once(trainer, batch_mesh):
+        num_targets += (labels != IGNORE_INDEX).sum()
+        inputs, labels, options = trainer.post_dataloading_process(batch, labels)
+        with trainer.train_context():
+            loss, _ = trainer.loss_fn(model(inputs, **options), labels)
+        loss_sum += to_local(loss).double()  # a DTensor under tensor parallel
+    model.train()
+    trainer.ntokens_seen = num_tokens_seen
+    targets = dist_utils.dist_sum(num_targets, batch_mesh)
+    if targets == 0:
+        raise UserError(
+            "dataloader: no row has a target token within training.seq_len; raise it, or check the template"
+        )
+    return dist_utils.dist_sum(loss_sum, dims.get_optional_mesh("loss")) / targets
+
+
+def _each_row_once(trainer: Any, mesh: Any) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """This rank's batches on the device, with as many as the rank that has most.
+
+    A rank that runs out of them continues with one that has no targets, since FSDP's forward is a collective.
+    """
+    config = trainer.config
+    loader = dataclasses.replace(config.dataloader, infinite=False, num_workers=0).build(
+        dp_world_size=1 if mesh is None else mesh.size(),
+        dp_rank=0 if mesh is None else mesh.get_local_rank(),
+        tokenizer=trainer.tokenizer,
+        seq_len=config.training.seq_len,
+        local_batch_size=config.training.local_batch_size,
+    )
+    batches, last = iter(loader), None
+    while True:
+        batch = next(batches, None)
+        has_batch = torch.tensor(batch is not None, dtype=torch.int64, device=trainer.device)
+        if dist_utils.dist_sum(has_batch, mesh) == 0:
+            return
+        if batch is None:
+            if last is None:
+                raise UserError("dataloader: it has fewer rows than there are data-parallel ranks; use fewer ranks")
+            inputs, labels = last[0], torch.full_like(last[1], IGNORE_INDEX)
+        else:
+            inputs, labels = last = batch
+        yield {name: value.to(trainer.device) for name, value in inputs.items()}, labels.to(trainer.device)
 
 
 def identity_of(config: Any) -> dict[str, Any] | None:
