@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # A test run starts several torch processes; one thread each keeps two cores from being fought over.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Tests are dealt in two halves, so that files stay whole; a worker that is done takes tests from the other.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install quickstart quickstart-sweep study test test-fast lint format wheel clean
+.PHONY: install quickstart quickstart-sweep study test test-slow lint format wheel clean
 
 install: $(VENV)/.installed
 
@@ -30,10 +31,10 @@ study: install
 	$(BIN)/python -m studies.smollm2_tofu.run $(if $(filter quick,$(STUDY)),--quick) $(STUDY_OPTIONS)
 
 test: install
-	$(PYTEST)
-
-test-fast: install
 	$(PYTEST) -m 'not slow'
+
+test-slow: install
+	$(PYTEST) -m slow
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,12 +1,15 @@
-"""Fixtures: a small random Llama made on the spot, its tokenizer, rows of text, and a way to start `tune run`."""
+"""Fixtures: a small random Llama made on the spot, its tokenizer, rows of text, and finished runs that tests share."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 # Several processes at a time on few cores: one thread each. Nothing may be fetched.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,27 +18,72 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
-from helpers.runs import ROOT, write_rows
+from helpers.ranks import close_rank_servers
+from helpers.runs import FULL, ROOT, Run, run_here, write_rows
 
 from benchmarks.tiny_job import make_base
 
 
+def pytest_sessionfinish() -> None:
+    close_rank_servers()
+
+
 @pytest.fixture(scope="session")
-def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """A folder by its name, which a function fills once for all workers of the session."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    root = root / "shared"
+    root.mkdir(exist_ok=True)
+
+    def get(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with FileLock(root / f"{name}.lock"):
+            if not done.exists():
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def base_folder(once) -> Path:
     """A Hugging Face folder: random Llama weights as transformers saves them, and a SentencePiece tokenizer trained here."""
-    folder = tmp_path_factory.mktemp("base")
-    random.seed(0)  # for tests that draw rows
-    make_base(folder)
-    return folder
+    return once("base", make_base)
 
 
 @pytest.fixture(scope="session")
-def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows_file(once) -> Path:
     """41 question-answer rows of unequal lengths: an odd number, so that two ranks never share evenly."""
-    random.seed(1)
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    write_rows(file, 41)
-    return file
+    return once("rows", lambda folder: write_rows(folder / "rows.jsonl", 41, seed=1)) / "rows.jsonl"
+
+
+@pytest.fixture(scope="session")
+def trained(once) -> Callable[..., Run]:
+    """Finished runs of a recipe in one process, each trained once for all tests of the session; these only read it.
+
+    Takes a config, whose ``output_dir`` is replaced, and overrides.
+    """
+
+    def get(config: dict, *overrides: str, recipe: str = FULL) -> Run:
+        text = json.dumps(config)
+        name = hashlib.sha256(f"{text.replace(config['output_dir'], '')} {overrides} {recipe}".encode()).hexdigest()[
+            :16
+        ]
+
+        def fill(folder: Path) -> None:
+            moved = json.loads(text.replace(config["output_dir"], str(folder / "run")))
+            run = run_here(folder, moved, *overrides, recipe=recipe)
+            assert run.returncode == 0, run.output[-3000:]
+            (folder / "output.txt").write_text(run.output)
+
+        folder = once(f"run_{name}", fill)
+        return Run(0, (folder / "output.txt").read_text(), folder / "run")
+
+    return get
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Configs of a small model, and runs of the recipes on them."""
+"""Configs of a small model, and runs of the recipes on them: in this process, on forked ranks, or by the real `tune run`.
+
+What the tests do inside of a run (stop it, spoil a loss) is done here and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import importlib
 import io
 import json
 import logging
+import math
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,6 +30,10 @@ from benchmarks.tiny_job import llama_args as llama_args
 from benchmarks.tiny_job import make_config as make_config
 from benchmarks.tiny_text import make_rows
 from finch.cli import main as cli
+from helpers.ranks import rank_server
+
+FULL, LORA = "finch_full_finetune", "finch_lora_finetune"
+COSINE = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 3}
 
 
 @dataclass
@@ -49,9 +58,8 @@ class Run:
         return lines[0]
 
 
-def write_rows(file: Path, number: int) -> None:
-    """Rows that follow from where ``random`` stands."""
-    make_rows(file, number, random)
+def write_rows(file: Path, number: int, seed: int = 0) -> None:
+    make_rows(file, number, random.Random(seed))
 
 
 def write_config(folder: Path, config: dict) -> str:
@@ -66,11 +74,11 @@ def tune_run(
     config: dict,
     *overrides: str,
     ranks: int | None = None,
-    recipe: str = "finch_full_finetune",
-    timeout: int = 240,
+    recipe: str = FULL,
+    timeout: int = 600,
     before: Sequence[str] = (),
 ) -> Run:
-    """Starts the real `tune run` in a process of its own, in ``folder``; with ``ranks`` through torchrun. ``before``: a command that starts it."""
+    """Starts the real `tune run` in ``folder``, which takes seconds; with ``ranks`` through torchrun. ``before``: a command that starts it."""
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
     command = [*before, sys.executable, "-m", "torchtune._cli.tune", "run", *launcher, recipe]
     command += ["--config", write_config(folder, config), *overrides]
@@ -78,6 +86,13 @@ def tune_run(
         command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False, env=environment()
     )
     return Run(done.returncode, done.stdout + done.stderr, Path(config["output_dir"]))
+
+
+def run_ranks(ranks: int, folder: Path, config: dict, *overrides: str, recipe: str = FULL, timeout: float = 600) -> Run:
+    """Runs a recipe on forked ranks in ``folder``, as torchrun would: quicker than `tune run`. ``recipe`` may also be a file."""
+    argv = [recipe, "--config", write_config(folder, config), *overrides]
+    codes, output = rank_server().run(ranks, argv, folder, timeout)
+    return Run(max(codes, key=abs), output, Path(config["output_dir"]))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -93,9 +108,8 @@ def relative_l2(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     return (difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
 
 
-def run_here(folder: Path, config: dict, *overrides: str, recipe: str = "finch_full_finetune") -> Run:
-    """Runs the recipe in this process, as `python -m finch_full_finetune` would: quicker than a process of its own."""
-
+def run_here(folder: Path, config: dict, *overrides: str, recipe: str = FULL) -> Run:
+    """Runs the recipe in this process, as `python -m finch_full_finetune` would: quicker than a separate process."""
     output = io.StringIO()
     handler = logging.StreamHandler(output)
     logging.getLogger("finch").addHandler(handler)
@@ -122,27 +136,73 @@ MINIMAL = {
 
 
 class Broken(BaseException):
-    """Stands for a kill: nothing of the run's own clearing up for signals is reached."""
+    """In place of a kill: nothing that a run does at a signal or an error is reached."""
 
 
-def break_at(monkeypatch, step):
-    """The run ends before the step after ``step``; what it has saved by then is on the disk."""
+def before_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], None]) -> None:
+    """Calls ``action(recipe)`` before each training step; ``recipe.state.step`` steps are done by then."""
     import finch_full_finetune
 
     train_step = finch_full_finetune.FinchFullFinetune._train_step
 
-    def broken(recipe, batches):
+    def acted_on(recipe, batches):
+        action(recipe)
+        train_step(recipe, batches)
+
+    monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "_train_step", acted_on)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, *, losses: Sequence[int] = (), gradients: Sequence[int] = ()) -> None:
+    """Makes the losses of some steps NaN, and a gradient of others infinite, which leaves the loss finite. Steps count from 1."""
+    from finch_full_finetune import FinchFullFinetune
+
+    losses_of, clip = FinchFullFinetune._losses, FinchFullFinetune._clip_gradients
+
+    def spoiled_losses(recipe, batch, scale):
+        found = losses_of(recipe, batch, scale)
+        return [each * math.nan for each in found] if recipe.state.step + 1 in losses else found
+
+    def spoiled_gradients(recipe):
+        if recipe.state.step + 1 in gradients:
+            next(recipe._model.parameters()).grad[0] = math.inf
+        return clip(recipe)
+
+    monkeypatch.setattr(FinchFullFinetune, "_losses", spoiled_losses)
+    monkeypatch.setattr(FinchFullFinetune, "_clip_gradients", spoiled_gradients)
+
+
+def fail_while_loading(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Raises where a run reads the pretrained weights, after all of its checks."""
+
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr("finch_full_finetune.FinchFullFinetune._load_base", fail)
+
+
+def weights_now(recipe: Any) -> dict[str, torch.Tensor]:
+    """A copy of a run's weights, for what ``before_steps`` calls."""
+    return {name: weight.detach().clone() for name, weight in recipe._model.named_parameters()}
+
+
+def run_broken(folder, config, monkeypatch, step, *overrides, recipe=FULL):
+    """A run that ends before the step after ``step``, or with "export" after the next export; what it has saved by then is on the disk."""
+    from finch_full_finetune import FinchFullFinetune
+
+    def end(recipe):
         if recipe.state.step == step:
             recipe._checkpoint_writer.finish()
             raise Broken
-        train_step(recipe, batches)
 
-    monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "_train_step", broken)
+    def export_and_end(recipe, name):
+        export(recipe, name)
+        raise Broken
 
-
-def run_broken(folder, config, monkeypatch, step, *overrides, recipe="finch_full_finetune"):
     with monkeypatch.context() as patch:
-        break_at(patch, step)
+        before_steps(patch, end)
+        if step == "export":
+            export = FinchFullFinetune._export
+            patch.setattr(FinchFullFinetune, "_export", export_and_end)
         with pytest.raises(Broken):
             run_here(folder, config, *overrides, recipe=recipe)
 
@@ -158,6 +218,15 @@ def assert_same_run(resumed, straight):
         if (straight.folder / name / "model.safetensors").exists():
             one, other = weights(resumed.folder / name), weights(straight.folder / name)
             assert all(torch.equal(one[key], other[key]) for key in other), name
+
+
+def assert_close_runs(run, expected, tolerance, columns=("loss", "ema_loss", "lr", "grad_norm", "num_target_tokens")):
+    """Columns of the metrics, and the weights of the last epoch in relative L2."""
+    assert run.returncode == 0, run.output[-3000:]
+    for column in columns:
+        assert run.column(column) == pytest.approx(expected.column(column), rel=tolerance, abs=1e-15), column
+    last = sorted(path.name for path in expected.folder.glob("epoch_*[0-9]"))[-1]
+    assert relative_l2(weights(run.folder / last), weights(expected.folder / last)) < tolerance
 
 
 def is_running(process):

@@ -11,8 +11,7 @@ import pytest
 import torch
 import yaml
 from helpers.models import FAMILIES, save
-from helpers.models import llama3_scaling as scaling
-from helpers.runs import environment, run_here, tune_run
+from helpers.runs import environment, run_here
 from helpers.tokenizers import write_llama3_tokenizer, write_qwen3_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -89,7 +88,6 @@ def shrunk(name, folder, rows, run):
     return {**config, "model_dir": str(folder), "output_dir": str(run), "device": "cpu", "max_steps_per_epoch": 1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_config_trains_a_shrunk_model(name, tmp_path, rows_file):
     config = shrunk(name, tmp_path / "base", rows_file, tmp_path / "run")
@@ -99,42 +97,11 @@ def test_config_trains_a_shrunk_model(name, tmp_path, rows_file):
     assert AutoModelForCausalLM.from_pretrained(done.folder / "best").dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    [("qwen3/4B_finch", True), ("qwen3/4B_finch", False), ("llama3/8B_finch", False)],
-)
-def test_config_on_two_ranks_equals_one(name, tied, tmp_path, rows_file):
-    config = shrunk(name, tmp_path / "base", rows_file, tmp_path / "two")
-    if name.startswith("qwen3") and not tied:
-        save("qwen3", tmp_path / "base", vocab_size=320)
-        config["model"]["tie_word_embeddings"] = False
-    if name.startswith("llama3"):  # with the rotary scaling of 3.1, which is built anew after sharding
-        file = tmp_path / "base" / "config.json"
-        stored = json.loads(file.read_text())
-        stored["rope_parameters"] = {"rope_theta": 5e5, **scaling(8.0)}
-        file.write_text(json.dumps(stored))
-        config["model"]["_component_"] = "torchtune.models.llama3_1.llama3_1"
-    config["tokenizer"]["max_seq_len"] = 64
-    # A tied embedding stays in the root's group, where the output layer is used, even if the config wants it apart.
-    config.update(dtype="fp32", epochs=1, max_steps_per_epoch=None, custom_sharded_layers=["tok_embeddings"])
-    two = tune_run(tmp_path, config, "batch_size=2", "gradient_accumulation_steps=4", "debug_checks=True", ranks=2)
-    assert two.returncode == 0, two.output[-3000:]
-    one = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "one")})
-    assert one.returncode == 0, one.output
-    assert len(one.column("loss")) == 3
-    for column in ("loss", "ema_loss", "lr", "grad_norm"):
-        assert one.column(column) == pytest.approx(two.column(column), rel=1e-5)
-    reference = AutoModelForCausalLM.from_pretrained(two.folder / "epoch_0")
-    assert reference.config.tie_word_embeddings == tied
-
-
 def two_node_command(name):
     header = find_config(name).read_text().split("\n\n")[0].replace("#", "")
     return re.search(r"tune run --nnodes 2 .*?\\\n.*?$", header, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ")
 
 
-@pytest.mark.slow
 def test_two_node_command_of_the_header(tmp_path, rows_file):
     """Two torchrun agents on this machine meet as two nodes would, by the very words of the header; equal to one process."""
     name = "qwen3/4B_finch"
@@ -154,9 +121,9 @@ def test_two_node_command_of_the_header(tmp_path, rows_file):
     tune = [sys.executable, "-m", "torchtune._cli.tune", *shlex.split(command)[1:]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [subprocess.Popen(tune, cwd=tmp_path, env=environment(), **pipes) for _ in range(2)]
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    outputs = [node.communicate(timeout=600)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs[0][-2000:] + outputs[1][-2000:]
-    assert sum("2 ranks on cpu" in output for output in outputs) == 1  # rank 0 alone speaks
+    assert sum("2 ranks on cpu" in output for output in outputs) == 1  # only rank 0 speaks
     one = run_here(
         tmp_path, {**config, "output_dir": str(tmp_path / "one")}, "batch_size=2", "gradient_accumulation_steps=1"
     )

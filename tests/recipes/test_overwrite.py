@@ -6,12 +6,9 @@ import shutil
 import sys
 
 import pytest
-from finch_full_finetune import FinchFullFinetune
-from helpers.runs import Broken, make_config, run_here
+from helpers.runs import Broken, fail_while_loading, make_config, run_here
 
 from finch import run_files
-
-pytestmark = pytest.mark.slow
 
 OVERWRITE = "overwrite=True"
 WANDB = "metric_logger=torchtune.training.metric_logging.WandBLogger"
@@ -62,10 +59,7 @@ def test_missing_logger_package_leaves_the_old_run(tmp_path, config, old_run, mo
 
 
 def test_failure_while_loading_weights_leaves_the_old_run(tmp_path, config, old_run, monkeypatch):
-    def fails(recipe):
-        raise MemoryError("weights")
-
-    monkeypatch.setattr(FinchFullFinetune, "_load_base", fails)
+    fail_while_loading(monkeypatch, MemoryError("weights"))
     (old_run / run_files.REQUEUE).touch()
     before = contents(old_run)
     config["metric_logger"] = disk_logger(old_run, filename="new.txt")

@@ -10,33 +10,22 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.runs import assert_same_run, environment, is_running, make_config, run_here
+from helpers.runs import assert_same_run, before_steps, environment, is_running, make_config, run_here
 
 from finch.training import run_lock
 
-pytestmark = pytest.mark.slow
-
 
 def raise_signal_in(monkeypatch, step, number):
-    import finch_full_finetune
-
-    train_step = finch_full_finetune.FinchFullFinetune._train_step
-
-    def signalled(recipe, batches):
-        if recipe.state.step + 1 == step:
-            os.kill(os.getpid(), number)
-        train_step(recipe, batches)
-
-    monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "_train_step", signalled)
+    before_steps(monkeypatch, lambda recipe: recipe.state.step + 1 == step and os.kill(os.getpid(), number))
 
 
-@pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGTERM, 7), (signal.SIGUSR1, 11), (signal.SIGTERM, 22), (signal.SIGINT, 3)]
-)
-def test_resume_after_a_signal_equals_uninterrupted(number, step, tmp_path, base_folder, rows_file, monkeypatch):
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGUSR1, 11), (signal.SIGTERM, 22), (signal.SIGINT, 3)])
+def test_resume_after_a_signal_equals_uninterrupted(
+    number, step, tmp_path, base_folder, rows_file, trained, monkeypatch
+):
     """Also in the last step of an epoch, whose end then comes after the resume, and in the very last step."""
     config = make_config(base_folder, rows_file, tmp_path / "uninterrupted", epochs=2, num_workers=2)
-    uninterrupted = run_here(tmp_path / "s", config)
+    uninterrupted = trained(config)
     config = {**config, "output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto"}
     with monkeypatch.context() as patch:
         raise_signal_in(patch, step, number)
@@ -73,7 +62,7 @@ def start(folder, config, ranks):
     return subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, env=environment())
 
 
-def wait_for_step(run, step, timeout=100):
+def wait_for_step(run, step, timeout=600):
     end = time.monotonic() + timeout
     while True:
         lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
@@ -107,7 +96,7 @@ def test_two_ranks_stop_together_and_die_with_their_launcher(tmp_path, base_fold
     assert f"is in use by process {holder} on " in run_here(tmp_path / "second", config).error()
     launcher.kill()
     launcher.wait()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while any(is_running(worker) for worker in workers):
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -116,7 +105,7 @@ def test_two_ranks_stop_together_and_die_with_their_launcher(tmp_path, base_fold
     launcher = start(tmp_path, slow, ranks=2)
     wait_for_step(tmp_path / "run", len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) + 2)
     launcher.send_signal(signal.SIGTERM)
-    launcher.wait(timeout=40)
+    launcher.wait(timeout=600)
     output = (tmp_path / "output.txt").read_text()
     assert "resumed from step" in output
     assert "stopped by a signal after step" in output, output[-3000:]

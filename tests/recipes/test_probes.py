@@ -5,17 +5,10 @@ import json
 import pytest
 import torch
 import transformers
-from helpers.ranks import on_ranks
-from helpers.runs import llama_args, make_config, run_broken, run_here, weights, write_config
+from helpers.runs import LORA, llama_args, make_config, run_broken, run_here, run_ranks, weights
 from sentencepiece import SentencePieceProcessor
 from torchtune.datasets import instruct_dataset
 from torchtune.models.llama2 import llama2_tokenizer
-
-from finch.config.parser import read
-from finch.config.schema import FULL_FINETUNE
-from finch.errors import UserError
-
-pytestmark = pytest.mark.slow
 
 NAMES = ("texts", "facts", "choices", "own")
 
@@ -25,13 +18,9 @@ def probe_rows(rows_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("probes")
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     texts = [{"text": f"{row['question']} {row['answer']}"} for row in rows[:9]]
+    endings = [[other["answer"] for other in rows[index : index + 3]] for index in range(11)]
     choices = [
-        {
-            "ctx": row["question"],
-            "endings": [other["answer"] for other in rows[index : index + 3]],
-            "label": str(index % 3),
-        }
-        for index, row in enumerate(rows[:11])
+        {"ctx": rows[index]["question"], "endings": endings[index], "label": str(index % 3)} for index in range(11)
     ]
     for name, content in (("texts", texts), ("choices", choices)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
@@ -40,7 +29,7 @@ def probe_rows(rows_file, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(base_folder, rows_file, probe_rows, tmp_path_factory):
-    """6 steps an epoch; the probes every 4 steps and at the ends of epochs."""
+    """6 steps per epoch; the probes every 4 steps and at the ends of epochs."""
     changes = {"batch_size": 8, "epochs": 2, "checkpoint": {"every_n_steps": 2, "async": False, "keep_last": 9}}
     config = make_config(base_folder, rows_file, tmp_path_factory.mktemp("config") / "run", **changes)
     config["probes_every_n_steps"] = 4
@@ -70,8 +59,8 @@ def probed(run):
 
 
 @pytest.fixture(scope="module")
-def straight(config, tmp_path_factory):
-    return finished(tmp_path_factory.mktemp("straight"), config)
+def straight(config, trained):
+    return trained(config)
 
 
 def test_probes_are_evaluated_at_their_steps(straight):
@@ -93,8 +82,8 @@ def test_probes_are_evaluated_at_their_steps(straight):
     assert f"probe/own/kl: {lines[12]['probe/own/kl']:+.4f} at step 12" in straight.output
 
 
-def test_training_does_not_notice_probes(config, straight, tmp_path):
-    plain = finished(tmp_path, {key: value for key, value in config.items() if not key.startswith("probes")})
+def test_training_does_not_notice_probes(config, straight, trained):
+    plain = trained({key: value for key, value in config.items() if not key.startswith("probes")})
     steps = [line for line in all_lines(straight) if "probe_seconds" not in line]
     for column in ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens"):
         assert [line[column] for line in steps] == plain.column(column)
@@ -205,22 +194,11 @@ def test_probe_added_to_a_resumed_run_starts_at_the_pretrained_model(config, str
 
 def test_probes_on_two_ranks_equal_one(config, straight, tmp_path):
     """5 prompts and 9 texts: one rank has an empty row."""
-    config = {**config, "output_dir": str(tmp_path / "run"), "batch_size": 4}
-    write_config(tmp_path, config)
-    code = """
-        import finch_full_finetune
-        sys.argv = ["x", "--config", str(folder / "config.yaml")]
-        finch_full_finetune.recipe_main()
-        tell(True)
-    """
-    on_ranks(2, code, tmp_path)
-    straight_lines = probed(straight)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "probe_seconds" in line]
-    assert [line["step"] for line in lines] == list(straight_lines)
-    for line in lines:
-        for key, value in straight_lines[line["step"]].items():
-            assert line[key] == pytest.approx(value, rel=1e-6, abs=1e-6), key
+    run = run_ranks(2, tmp_path, {**config, "output_dir": str(tmp_path / "run"), "batch_size": 4})
+    assert run.returncode == 0, run.output[-3000:]
+    assert list(probed(run)) == list(probed(straight))
+    for step, line in probed(run).items():
+        assert line == pytest.approx(probed(straight)[step], rel=1e-6, abs=1e-6)
 
 
 def test_selection_and_named_validation_sets(config, rows_file, tmp_path):
@@ -258,11 +236,10 @@ def test_probes_of_adapters_start_at_the_base(config, straight, tmp_path, monkey
     }
     config["lr_scheduler"] = {**config["lr_scheduler"], "eta_max": 5e-2}
     config["forgetting_budget"] = {"probe": "own", "max_increase": 99}
-    recipe = "finch_lora_finetune"
-    run_broken(tmp_path, config, monkeypatch, 5, recipe=recipe)
+    run_broken(tmp_path, config, monkeypatch, 5, recipe=LORA)
     assert (tmp_path / "run" / "within_budget").readlink().name == "within_budget_step_4"
     assert (tmp_path / "run" / "within_budget_step_4_adapter").is_dir()
-    run = run_here(tmp_path, config, "resume_from_checkpoint=True", recipe=recipe)
+    run = run_here(tmp_path, config, "resume_from_checkpoint=True", recipe=LORA)
     assert run.returncode == 0, run.output[-3000:]
     lines = probed(run)
     assert lines[0] == pytest.approx(probed(straight)[0], abs=1e-6)
@@ -293,7 +270,7 @@ def test_budget_stops_the_run(config, straight, tmp_path):
 
 
 @pytest.mark.parametrize("save", ["evaluations", "epochs"])
-def test_budget_of_the_last_epoch_alone(save, config, straight, tmp_path):
+def test_budget_with_the_last_epoch_only(save, config, straight, tmp_path):
     """An epoch inside that has no folder is exported; one that is outside and ends the run has its folder and state."""
     lines = probed(straight)
     limit = (lines[6]["probe/own/kl"] + lines[8]["probe/own/kl"]) / 2
@@ -330,56 +307,3 @@ def test_budget_exports_between_epoch_ends(config, straight, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "within_budget")
     short = finished(tmp_path / "short", {**config, "epochs": 1, "max_steps_per_epoch": 4})
     assert torch.equal(model.lm_head.weight, weights(short.folder / "epoch_0")["lm_head.weight"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["probes.empty.kind=text"], "probes.empty has no rows: set probes.empty.data_files"),
-        (
-            ["probes.texts.kind=story"],
-            "probes.texts.kind=story must be auto, text, question_answer, multiple_choice or self",
-        ),
-        (["probes.texts.row=3"], "unknown key probes.texts.row=3, did you mean probes.texts.rows?"),
-        (["probes.texts.kind=question_answer"], "probes.texts.kind=question_answer, but the rows look like text"),
-        (["probes.texts.data_files=/nowhere.jsonl"], "probes.texts.data_files=/nowhere.jsonl does not exist"),
-        (["probes.texts.kind=multiple_choice"], "probes.texts: row 1 of"),
-        (
-            ["forgetting_budget.probe=text", "forgetting_budget.max_increase=1"],
-            "there is no probe text, did you mean texts?",
-        ),
-        (["forgetting_budget.probe=texts"], "forgetting_budget.max_increase is missing"),
-        (
-            ["forgetting_budget.probe=texts", "forgetting_budget.max_increase=1", "forgetting_budget.metric=kl"],
-            "forgetting_budget.metric=kl needs a probe of kind self",
-        ),
-        (["select_by=probe/fact/loss"], "select_by=probe/fact/loss: there is no probe fact, did you mean facts?"),
-        (
-            ["select_by=probe/texts/accuracy"],
-            "select_by=probe/texts/accuracy: probes.texts is of kind text, which has no accuracy",
-        ),
-        (["select_by=probe/own/accuracy"], "select_by=probe/own/accuracy: probes.own.kind=self has no accuracy"),
-        (
-            ["select_by=validation_loss"],
-            "there is no such validation loss; known are none, since there is no dataset_validation",
-        ),
-        (["select_by=loss"], "select_by=loss must be validation_loss, validation/NAME/loss"),
-        (["probes.own.max_new_tokens=90"], "tokens and its answer of up to 90, the context has 64"),
-        (["tokenizer.max_seq_len=5"], "the context has 5; remove that row"),
-    ],
-)
-def test_mistakes_of_probes_raise_one_line(changes, message, config, tmp_path):
-    run = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "run")}, *changes)
-    assert run.returncode == 1
-    assert message in run.error()
-    assert not run.folder.exists()
-
-
-def test_names_of_probes_are_used_once(config, tmp_path):
-    sets = {"texts": config["dataset"]}
-    run = run_here(tmp_path, {**config, "output_dir": str(tmp_path / "run"), "dataset_validation": sets})
-    assert "probes.texts and dataset_validation.texts have the same name" in run.error()
-    text = "probes:\n  one: {data_files: x.jsonl}\n  one: {data_files: y.jsonl}\n"
-    (tmp_path / "twice.yaml").write_text(text)
-    with pytest.raises(UserError, match="found duplicate key one in line 3"):
-        read(["--config", str(tmp_path / "twice.yaml")], FULL_FINETUNE)

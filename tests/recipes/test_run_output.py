@@ -6,8 +6,6 @@ from helpers.runs import make_config, run_here, tune_run
 from finch import progress
 from finch.training import loss_figure
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def config(tmp_path, base_folder, rows_file):
@@ -17,7 +15,7 @@ def config(tmp_path, base_folder, rows_file):
 
 
 def test_log_file_has_lines_only(tmp_path, config):
-    """Of two ranks; the second one is silent."""
+    """Of two ranks of a real `tune run`; the second one is silent."""
     done = tune_run(tmp_path, config, ranks=2)
     assert done.returncode == 0, done.output
     assert "\r" not in done.output

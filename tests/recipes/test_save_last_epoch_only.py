@@ -1,41 +1,39 @@
 """save_last_epoch_only: one folder and one state, of the same weights; through the recipes, on the CPU."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.runs import llama_args, make_config, run_broken, run_here, weights
+from helpers.runs import FULL, LORA, llama_args, make_config, run_broken, run_here, weights
 
 from finch.report.runs import read_runs
 from finch.sweep.job import is_trained
 
-pytestmark = pytest.mark.slow
-
-LORA = {
+MODEL = {
     "_component_": "torchtune.models.llama2.lora_llama2",
     "lora_attn_modules": ["q_proj"],
     "lora_rank": 4,
     "lora_alpha": 8,
     **llama_args(),
 }
-RECIPES = {"finch_full_finetune": ["epoch_1"], "finch_lora_finetune": ["epoch_1", "epoch_1_adapter"]}
+RECIPES = {FULL: ["epoch_1"], LORA: ["epoch_1", "epoch_1_adapter"]}
 CFG = SimpleNamespace(epochs=2, forgetting_budget=None)
 
 
 @pytest.fixture(scope="module")
-def straight(base_folder, rows_file, tmp_path_factory):
+def straight(base_folder, rows_file, trained):
     """Of each recipe the config, and the run of it that saves every epoch: 2 of 11 steps."""
     runs = {}
     for recipe in RECIPES:
-        folder = tmp_path_factory.mktemp(recipe)
-        changes = {"model": LORA} if "lora" in recipe else {}
-        config = make_config(base_folder, rows_file, folder / "run", epochs=2, **changes)
+        changes = {"model": MODEL} if recipe == LORA else {}
+        config = make_config(base_folder, rows_file, Path("run"), epochs=2, **changes)
         config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
-        runs[recipe] = config, run_here(folder, config, recipe=recipe)
+        runs[recipe] = config, trained(config, recipe=recipe)
     return runs
 
 
-def assert_last_alone(run, recipe, uninterrupted):
+def assert_last_only(run, recipe, uninterrupted):
     assert run.returncode == 0, run.output[-3000:]
     assert sorted(path.name for path in run.folder.glob("epoch_*")) == RECIPES[recipe]
     assert (run.folder / "best").readlink().name == "epoch_1"
@@ -50,20 +48,19 @@ def assert_last_alone(run, recipe, uninterrupted):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_last_epoch_alone_equals_the_run_that_saves_all(recipe, straight, tmp_path):
+def test_last_epoch_only_equals_the_run_that_saves_all(recipe, straight, tmp_path):
     config, uninterrupted = straight[recipe]
     config = {**config, "output_dir": str(tmp_path / "run"), "save_last_epoch_only": True}
     run = run_here(tmp_path, config, recipe=recipe)
-    assert_last_alone(run, recipe, uninterrupted)
+    assert_last_only(run, recipe, uninterrupted)
     assert run.output.count("saved the state of step") == 1
     assert run.output.count("RUN/best is the last epoch, not the one with the best validation loss") == 1
 
 
-@pytest.mark.parametrize(("every", "saved"), [(4, 12), (11, 11), (13, 13), (None, None)])
-def test_last_epoch_alone_resumes_from_a_step(every, saved, straight, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("every", "saved"), [(11, 11), (13, 13), (None, None)])
+def test_last_epoch_only_resumes_from_a_step(every, saved, straight, tmp_path, monkeypatch):
     """A save that is due in the last step of epoch 0 is made at its end; without saves the run starts from scratch."""
-    recipe = "finch_full_finetune"
-    config, uninterrupted = straight[recipe]
+    config, uninterrupted = straight[FULL]
     config = {**config, "output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto"}
     config |= {"checkpoint": {"every_n_steps": every}, "save_last_epoch_only": True}
     run_broken(tmp_path, config, monkeypatch, 14)
@@ -73,11 +70,11 @@ def test_last_epoch_alone_resumes_from_a_step(every, saved, straight, tmp_path, 
     assert not is_trained(folder, CFG)
     run = run_here(tmp_path, config)
     assert (f"resumed from step {saved} of" if saved else "epoch 1") in run.output
-    assert_last_alone(run, recipe, uninterrupted)
+    assert_last_only(run, FULL, uninterrupted)
 
 
-def test_last_epoch_alone_can_be_switched_on_at_a_resume(straight, tmp_path, monkeypatch):
-    config, uninterrupted = straight["finch_full_finetune"]
+def test_last_epoch_only_can_be_switched_on_at_a_resume(straight, tmp_path, monkeypatch):
+    config, uninterrupted = straight[FULL]
     config = {**config, "output_dir": str(tmp_path / "run"), "epochs": 3}
     run_broken(tmp_path, config, monkeypatch, 14)
     assert (tmp_path / "run" / "epoch_0").is_dir()

@@ -28,7 +28,6 @@ COUNT = """
 """
 
 
-@pytest.mark.slow
 def test_step_of_finch_starts_the_collectives_of_plain_sft(tmp_path, base_folder, rows_file):
     """FSDP2's own, one all-reduce of the token counts, one of the loss, one of the gradient's norm: the same with a constant rate."""
     micro_batches, layers = 2, 2
