@@ -23,7 +23,6 @@ def test_parallel_needs_no_group_in_one_process():
     assert type(model) is nn.Linear
 
 
-@pytest.mark.slow
 def test_parallel_on_two_ranks(tmp_path):
     code = """
         from torch import nn

@@ -57,7 +57,6 @@ def run_python(code, *arguments, **changes):
 run_script = functools.partial(run_python, SCRIPT)
 
 
-@pytest.mark.slow
 def test_second_signal_exits_at_once():
     assert run_script("train", "SIGTERM").stdout == "True\n"
     done = run_script("train", "SIGTERM", "SIGINT")
@@ -67,13 +66,11 @@ def test_second_signal_exits_at_once():
     assert (done.returncode, done.stdout) == (0, "True\n")
 
 
-@pytest.mark.slow
 def test_signal_before_training_exits_after_the_callback():
     done = run_script("setup", "SIGUSR1")
     assert (done.returncode, done.stdout) == (0, "before\n")
 
 
-@pytest.mark.slow
 def test_sync_gives_all_ranks_the_same_decision(tmp_path):
     code = """
         import signal
@@ -100,49 +97,46 @@ def test_sync_gives_all_ranks_the_same_decision(tmp_path):
 def sleep_as_worker(is_ready):
     init_loader_worker(0)
     is_ready.set()
-    time.sleep(60)
+    time.sleep(1000)
 
 
-@pytest.mark.slow
 def test_loader_worker_obeys_only_its_trainer():
     context = multiprocessing.get_context("fork")
     is_ready = context.Event()
     worker = context.Process(target=sleep_as_worker, args=(is_ready,))
     worker.start()
-    assert is_ready.wait(20)
+    assert is_ready.wait(300)
     for name in ("TERM", "INT", "USR1"):
         subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # from another process
     worker.join(0.5)
     assert worker.is_alive()
     worker.terminate()
-    worker.join(20)
+    worker.join(300)
     assert worker.exitcode == 143
 
 
 CHILD = """
 import os, subprocess, sys, time
-code = "from finch.distributed.processes import die_with_parent; import time; die_with_parent(); print('up', flush=True); time.sleep(60)"
+code = "from finch.distributed.processes import die_with_parent; import time; die_with_parent(); print('up', flush=True); time.sleep(1000)"
 child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(1000)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_process_dies_with_its_parent():
     parent = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while is_running(child):
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize("launcher", ["runs", "has ended", "is not torchrun"])
 def test_rank_without_its_launcher_exits(launcher):

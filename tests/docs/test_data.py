@@ -74,6 +74,7 @@ def test_page_has_every_format():
     assert all(len(blocks(heading)["json"].splitlines()) == 3 for heading in FORMATS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heading", EXAMPLES)
 def test_example_trains_on_the_rows_of_its_block(heading, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

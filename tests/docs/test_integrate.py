@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import random
 import re
 import shutil
 import sys
@@ -18,7 +17,7 @@ import pytest
 import torch
 import yaml
 from helpers.models import save
-from helpers.runs import ROOT, Run, llama_args, make_config, run_here, tune_run, write_rows
+from helpers.runs import ROOT, Run, llama_args, make_config, run_here, run_ranks, write_rows
 from helpers.tokenizers import write_qwen3_tokenizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtune._cli import tune
@@ -105,9 +104,9 @@ def make_copy(name: str, folder: Path) -> None:
 
 
 def run_copy(name: str, folder: Path, config: dict, *changes: str) -> Run:
-    """`tune run my.py --config config.yaml`, on several ranks through torchrun."""
+    """`tune run my.py --config config.yaml`, on several ranks as through torchrun."""
     if RANKS[name] > 1:
-        run = tune_run(folder, config, *changes, ranks=RANKS[name], recipe="my.py")
+        run = run_ranks(RANKS[name], folder, config, *changes, recipe=str(folder / "my.py"))
         assert run.returncode == 0, run.output[-3000:]
         return run
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -196,11 +195,11 @@ def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     save("qwen3 tied", folder / "MODEL", vocab_size=320, max_position_embeddings=192)
     write_qwen3_tokenizer(folder / "MODEL", WORDS)
-    random.seed(0)
     write_rows(folder / "rows.jsonl", 32)
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heading", "number", "num_steps"),
     [
@@ -258,7 +257,7 @@ def test_optimizer_steps_with_the_logged_rate(name, base_folder, rows_file, tmp_
 @pytest.mark.parametrize("name", ["full_finetune_distributed", "full_finetune_single_device"])
 def test_copy_has_the_rates_of_finch_full_finetune(finished, name, base_folder, rows_file, tmp_path):
     config = config_of(name, base_folder, rows_file, tmp_path / "run")
-    ours = tune_run(tmp_path, config, ranks=RANKS[name]) if RANKS[name] > 1 else run_here(tmp_path, config)
+    ours = run_ranks(RANKS[name], tmp_path, config) if RANKS[name] > 1 else run_here(tmp_path, config)
     assert ours.returncode == 0, ours.output[-3000:]
     assert len(ours.column("lr")) == NUM_STEPS
     assert logged(finished(name), "lr") == pytest.approx(ours.column("lr"), rel=1e-6)

@@ -113,7 +113,7 @@ class Lab:
                 raise NoSlurm(f"{error.cmd[0]} does not answer here: {reason}") from error
             raise
 
-    def run(self, *command: str, check: bool = True, timeout: float = 60) -> str:
+    def run(self, *command: str, check: bool = True, timeout: float = 180) -> str:
         """Runs one of Slurm's commands and returns its stdout."""
         options = {"env": self.environment, "cwd": self._folder, "timeout": timeout}
         done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -161,7 +161,7 @@ class Lab:
         )
 
     def _wait_until_idle(self) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 180
         count_idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
         while self.run(*count_idle, check=False).strip() != str(len(self.nodes)):
             ended = [daemon for daemon in self._daemons if daemon.poll() is not None]
@@ -172,7 +172,7 @@ class Lab:
     def _try_a_job(self) -> None:
         command = (
             "srun",
-            "--immediate=20",
+            "--immediate=120",
             f"--nodes={len(self.nodes)}",
             "--ntasks-per-node=1",
             "--quiet",

@@ -44,7 +44,7 @@ class Job:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=600,
         )
         return done.stdout + done.stderr, done.returncode
 

@@ -32,7 +32,7 @@ def states(lab, job):
     return {each.get("ArrayTaskId", ""): each["JobState"] for each in fields}
 
 
-def wait_for_end(lab, job, timeout=120):
+def wait_for_end(lab, job, timeout=600):
     end = time.monotonic() + timeout
     while not set(states(lab, job).values()) <= ENDED:
         assert time.monotonic() < end, states(lab, job)

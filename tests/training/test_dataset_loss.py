@@ -62,7 +62,6 @@ def test_dataset_loss_equals_the_float64_mean(config, batch_size):
     assert result == pytest.approx(float64_mean(config), rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_dataset_loss_on_several_ranks(config, tmp_path, ranks):
     OmegaConf.save(config, tmp_path / "config.yaml")

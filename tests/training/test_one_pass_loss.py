@@ -186,7 +186,6 @@ def test_loss_memory_is_an_eighth_of_the_logits(name, monkeypatch):
     assert 0 < extra_memory(name, VOCAB, TOKENS, 1024, torch.float32) <= 4 * VOCAB * TOKENS / 8
 
 
-@pytest.mark.slow
 def test_one_pass_on_two_ranks_is_that_of_one(tmp_path):
     """FSDP2 over two ranks: the gradients are the mean over ranks, tied head and adapters in the output layer included."""
     code = """
@@ -242,7 +241,6 @@ def test_one_pass_on_two_ranks_is_that_of_one(tmp_path):
         assert passes == 16
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer_in_bwd", [False, True])
 def test_one_pass_in_the_recipe(optimizer_in_bwd, base_folder, rows_file, tmp_path, monkeypatch, passes):
     """The same losses as with the logits kept."""

@@ -95,7 +95,6 @@ def test_packed_rows_give_the_same_losses(config):
     torch.testing.assert_close(*values, rtol=0, atol=2e-6)
 
 
-@pytest.mark.slow
 def test_reference_losses_two_ranks_equal_one(config, tmp_path):
     OmegaConf.save(config, tmp_path / "config.yaml")
     code = """
