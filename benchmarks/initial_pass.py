@@ -24,7 +24,7 @@ from finch.errors import exit_without_teardown, report_user_errors
 from finch.probes.evaluation import EvalSettings, evaluate
 from finch.probes.rows import ProbeRows
 from finch.training.dataset_loss import dataset_loss
-from finch.training.reference_loss import compute_reference_losses
+from finch.training.reference import compute_reference_losses
 
 
 @report_user_errors

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from finch.errors import UserError
+from finch.errors import UserError, report_user_errors
+from finch.log import quiet_dependencies
 
 PACKAGES = {
     "torchtune": ("torchtune", "torchao"),
@@ -30,3 +31,9 @@ def require_extras(program: str, *extras: str) -> None:
     if any(find_spec(package) is None for extra in extras for package in PACKAGES[extra]):
         names = " and ".join(extras) + (" extras" if len(extras) > 1 else " extra")
         raise UserError(f"{program} needs the {names}: pip install 'finch-finetune[{','.join(extras)}]'")
+
+
+def prepare_recipe() -> None:
+    """Called before a recipe imports torchtune: without it the program ends with one line, and with it the import is quiet."""
+    report_user_errors(require_extras)("the recipe", "torchtune")
+    quiet_dependencies()

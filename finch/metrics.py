@@ -78,10 +78,18 @@ class MetricsLog:
         if self._progress is not None:
             self._progress.end_epoch()
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds a step's metrics: numbers, or 0-d tensors that stay unread until the next report."""
+    def add(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Adds a step's metrics: numbers, or 0-d tensors that stay unread until the next report.
+
+        Returns:
+            The step's line, which may be added to until :meth:`report`.
+        """
         self._pending.append({"step": step, **metrics})
-        if step % self._every == 0:
+        return self._pending[-1]
+
+    def report(self) -> None:
+        """Called after each step; reads and reports the pending ones every ``every`` steps."""
+        if self._pending and self._pending[-1]["step"] % self._every == 0:
             self.flush()
 
     def flush(self) -> None:

@@ -6,18 +6,11 @@ tune run --nproc_per_node 2 finch_full_finetune --config stories260k/tofu_finch 
 
 from __future__ import annotations
 
-from finch.errors import report_user_errors
-from finch.extras import require_extras
-from finch.log import quiet_dependencies
+from finch.extras import prepare_recipe
 
-report_user_errors(require_extras)("the recipe", "torchtune")  # before the imports that fail without it
-quiet_dependencies()
+prepare_recipe()  # before the imports that fail without the extra
 
 import itertools
-import time
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -25,43 +18,17 @@ from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from finch import run_files
-from finch.checkpoint.reader import check_identity, load_rng_state
-from finch.config.instantiate import build
-from finch.config.parser import parse
-from finch.config.resolved import redacted, resolved_config
-from finch.config.schema import FULL_FINETUNE
+from finch.config import instantiate, parser, resolved, schema
 from finch.data.loader import Batch, to_device
 from finch.data.training_data import TrainingData
-from finch.distributed import fsdp, grad_clipping, parallel, watchdog
-from finch.distributed.precision import check_hardware, precision_of
-from finch.distributed.signals import SignalDecision, Signals
+from finch.distributed import fsdp, parallel, precision, watchdog
 from finch.errors import UserError, exit_without_teardown
 from finch.log import logger
 from finch.probes.forgetting import Forgetting
-from finch.probes.settings import check_probes
-from finch.training import config_checks
-from finch.training.checkpointing import build_checkpoint_writer
-from finch.training.disk_room import check_disk_room
-from finch.training.export import export
-from finch.training.identity import identity_of
-from finch.training.kl_penalty import KLPenalty
-from finch.training.loss_figure import update_loss_figure
-from finch.training.lr_scheduler import build_schedule, is_finch, on_nonfinite, uses_dataset_init
-from finch.training.model import allocate, build_decoder, load_pretrained, parallelize
-from finch.training.monitoring import build_metrics_log, build_profiler
-from finch.training.nonfinite_guard import NonfiniteGuard
-from finch.training.objective import build_objective, micro_batch_loss, prepare_objective, token_losses
-from finch.training.optimizer import build_optimizers
-from finch.training.reference_loss import ReferenceLossCache, ReferenceLosses
-from finch.training.resume import resume_point
-from finch.training.run_folder import RunFolder
-from finch.training.run_lock import RunLock
-from finch.training.run_recipe import run
-from finch.training.selection import better
-from finch.training.state import TrainState
-from finch.training.step_median import StepMedian
-from finch.training.summary import log_summary
-from finch.training.validation import validate
+from finch.training import config_checks, hooks, model, optimizer, summary
+from finch.training.checkpointer import Checkpointer, TrainState
+from finch.training.run import Run, run_recipe, update_best
+from finch.training.step_loss import StepLoss
 
 
 class FinchFullFinetune(FTRecipeInterface):
@@ -69,7 +36,8 @@ class FinchFullFinetune(FTRecipeInterface):
 
     The learning rate of a step comes from the loss of that step (``lr_scheduler: finch.FinchLR``); torchtune's schedulers and a
     constant learning rate work as well. Samples have one global order, so that a run is the same on any number of ranks, and
-    a checkpoint resumes it exactly. `finch keys` lists the config's keys; docs/recipe.md explains a step, an epoch and a resume.
+    a checkpoint resumes it exactly. All that happens around a step (validation, probes, signals, what a user adds) is a hook, see
+    :mod:`finch.training.hooks`. `finch keys` lists the config's keys; docs/recipe.md explains a step, an epoch and a resume.
 
     Args:
         cfg: a config that :func:`finch.config.parser.parse` has checked.
@@ -78,343 +46,219 @@ class FinchFullFinetune(FTRecipeInterface):
         UserError: a mistake in the config, a file or the data, in one line and before weights are loaded.
     """
 
-    options = FULL_FINETUNE
-    """The keys of the config, which is saved beside the run."""
+    options = schema.FULL_FINETUNE
+    """The keys of the config, which is saved with the run."""
     saves_all_weights = True
     """Whether a checkpoint holds every weight, or only the trained ones."""
     interrupted = False
     """Whether Ctrl-C has ended the run."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._cfg, self._start_time = cfg, time.perf_counter()
-        self._precision = precision_of(cfg.dtype)
-        self._device = parallel.local_device(cfg.device)
-        check_hardware(cfg.dtype, self._device)
-        check_probes(cfg)
-        config_checks.check_schedule(cfg)
-        config_checks.check_combinations(cfg, self._device)
-        self._run = Path(cfg.output_dir)
-        if parallel.launched_rank() == 0:  # the lock is exclusive: many ranks would wait for each other
-            RunLock(self._run).check()
-        self._resumable = config_checks.check_output_folder(cfg)
-        self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
-        self._export_dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
-        self._mesh_sizes = parallel.MeshSizes(
-            cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim
-        )
+        self.cfg = cfg
+        self.precision = precision.precision_of(cfg.dtype)
+        self.device = parallel.local_device(cfg.device)
+        precision.check_hardware(cfg.dtype, self.device)
+        Forgetting.check(cfg)
+        config_checks.check(cfg, self.device)
+        self.run = Run(cfg)
+        self.export_dtype = None if cfg.export_dtype is None else precision.precision_of(cfg.export_dtype).weights
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything: what is cheap and can fail first, weights last."""
-        self._parallel = parallel.start(
-            self._device,
-            shard=self._precision.is_mixed or cfg.fsdp_cpu_offload,
-            offload=cfg.fsdp_cpu_offload,
-            timeout_s=cfg.distributed_timeout,
-            sizes=self._mesh_sizes,
-        )
-        if self._parallel.world_size > 1:
+        self.parallel = parallel.start_from(cfg, self.device, shard=self.precision.is_mixed or cfg.fsdp_cpu_offload)
+        if self.parallel.world_size > 1:
             watchdog.start(cfg.distributed_timeout)
-        self._folder = RunFolder(self._run, is_writer=self._parallel.is_rank_zero, replace=cfg.overwrite)
-        self._folder.lock_existing()
-        self._resume = resume_point(self._resumable, self._parallel, cfg.resume_from_checkpoint)
-        seed = cfg.seed if cfg.seed is not None or self._resume is None else self._resume.scalars["seed"]
-        self._seed = training.set_seed(seed, cfg.cudnn_deterministic_mode)
-        ranks = f"{self._parallel.world_size} rank{'s' if self._parallel.world_size > 1 else ''}"
-        logger.info(f"{ranks} on {self._device.type}; dtype {cfg.dtype}: {self._precision.description}")
+        self.run.open(self.parallel)
+        self.seed = training.set_seed(self.run.seed, cfg.cudnn_deterministic_mode)
+        ranks = f"{self.parallel.world_size} rank{'s' if self.parallel.world_size > 1 else ''}"
+        logger.info(f"{ranks} on {self.device.type}; dtype {cfg.dtype}: {self.precision.description}")
+        self.build_decoder()
+        self.setup_data()
+        self.setup_hooks()
+        self.setup_model()
+        self.setup_update()
 
-        self._build_decoder(cfg)
-        self._setup_data(cfg)
-        self._setup_monitoring(cfg)
-        self._setup_checkpointing(cfg)
-        reference = self._setup_model(cfg)
-        self._setup_optimizer(cfg, reference)
-        if self._resume is not None:
-            self.load_checkpoint(*self._resume)
-            load_rng_state(*self._resume, self._parallel)
-
-    def _setup_data(self, cfg: DictConfig) -> None:
-        """Tokenizer, objective and rows; with them the run's identity is known."""
-        tokenizer = build(cfg.tokenizer, "tokenizer")
-        self._objective, self._num_chunks = build_objective(cfg)
-        resumed = None if self._resume is None else self._resume.scalars
-        self._median = StepMedian(self._objective, self._parallel, cfg.gradient_accumulation_steps, resumed)
-        self._kl_penalty = KLPenalty(cfg, self._decoder, self._parallel)
-        self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
-        # Reference losses are cached under the digest of the rows.
-        needs_losses = "pretrained_token_loss" in self._objective.needs or uses_dataset_init(cfg)
-        needs_stats = needs_losses or self._kl_penalty.is_cached
-        self._data = TrainingData(cfg, tokenizer, self._parallel, seed=self._seed, needs_stats=needs_stats)
+    def setup_data(self) -> None:
+        """Tokenizer, loss and rows; with them the run's identity is known."""
+        cfg = self.cfg
+        self.tokenizer = instantiate.build(cfg.tokenizer, "tokenizer")
+        self.loss = StepLoss(cfg, self.decoder, self.parallel, self.run.scalars)
+        needs_stats = self.loss.needs_stats
+        self.data = TrainingData(cfg, self.tokenizer, self.parallel, seed=self.seed, needs_stats=needs_stats)
         watchdog.heartbeat()
-        self._num_steps = cfg.epochs * self._data.steps_per_epoch
-        config_checks.check_replay(cfg, self._num_steps)
-        self._forgetting = Forgetting(
+        self.num_steps = cfg.epochs * self.data.steps_per_epoch
+        config_checks.check_replay(cfg, self.num_steps)
+        self.identity = self.run.identify(self.data, self.seed)
+
+    def setup_hooks(self) -> None:
+        """All that observes the run, in the order in which it is called, and the run's folder: what else can fail before weights are loaded."""
+        cfg, self.state = self.cfg, TrainState(self.parallel, self.cfg.distributed_timeout)
+        preemption = hooks.Preemption()
+        first = {"preemption": preemption, "nonfinite": hooks.NonfiniteGuard(), "checks": hooks.StepChecks(cfg)}
+        last = {"profiler": hooks.Profiler(cfg), "validation": hooks.Validation(), "forgetting": Forgetting(self)}
+        last["summary"] = summary.Summary()
+        self.hooks = {**first, **hooks.user_hooks(cfg, first.keys() | last.keys()), **last}
+        self.run.check_disk_room(self.decoder, self.export_dtype)
+        self.metrics_log = hooks.build_metrics_log(cfg, self.run.path, self.parallel, num_steps=self.num_steps)
+        self.run.create()
+        preemption.install(self.run)
+        self.checkpointer = Checkpointer(cfg, self.run.path, self.parallel)
+
+    def setup_model(self) -> None:
+        """The model in memory, with the pretrained weights where a run needs them, and what is measured with them."""
+        cfg, has_reference = self.cfg, self.loss.kl_penalty.has_reference
+        self.model = model.parallelize(
+            self.decoder,
             cfg,
-            tokenizer,
-            self._data,
-            self._parallel,
-            max_seq_len=getattr(self._decoder, "max_seq_len", None),
-            folder=self._folder,
-            export=self._export,
-            exported=self._exported,
-            scalars=None if self._resume is None else self._resume.scalars,
+            self.parallel,
+            self.precision,
+            num_chunks=self.loss.num_chunks,
+            plan=self.tensor_plan,
+            has_reference=has_reference,
         )
-        self._identity = identity_of(cfg, self._data, self._seed)
-        if self._resume is not None:
-            check_identity(self._resume.scalars, self._identity, self._resume.folder)
+        model.allocate(self.model, cfg, self.parallel, self.precision)
+        needs_base = [not self.run.scalars, not self.saves_all_weights]
+        needs_base += [self.loss.load_caches(cfg, self.base, self.data, self.run.path)]
+        needs_base += [hook.needs_pretrained(self) for hook in self.hooks.values()]
+        if any(needs_base):
+            self.load_base()
+        self.loss.prepare(self.model, self.data)
+        for hook in self.hooks.values():
+            hook.prepare(self)
 
-    def _setup_monitoring(self, cfg: DictConfig) -> None:
-        """Disk room, metrics and profiler: what else can fail before weights are loaded."""
-        epoch = 0 if self._resume is None else self._resume.scalars["epoch"]
-        if self._parallel.is_rank_zero and epoch < cfg.epochs:
-            freed = self._folder.replaced_bytes()
-            check_disk_room(cfg, self._decoder, dtype=self._export_dtype, freed_bytes=freed, first_epoch=epoch)
-        self._metrics_log = build_metrics_log(cfg, self._run, self._parallel, num_steps=self._num_steps)
-        self._profiler = build_profiler(cfg)
-
-    def _setup_checkpointing(self, cfg: DictConfig) -> None:
-        """The run's folder, signals, and the writer of checkpoints."""
-        self._folder.create()
-        requeue = self._folder.mark_requeue
-        self._signals = Signals(self._parallel, timeout_s=cfg.distributed_timeout, before_training=requeue)
-        self._signals.install()
-        self._checkpoint_writer = build_checkpoint_writer(cfg, self._run, self._parallel)
-
-    def _setup_model(self, cfg: DictConfig) -> ReferenceLosses | None:
-        """The model in memory, with the pretrained weights where a run needs them; returns their losses on the rows."""
-        self._model = parallelize(
-            self._decoder,
-            cfg,
-            self._parallel,
-            self._precision,
-            num_chunks=self._num_chunks,
-            plan=self._tensor_plan,
-            has_reference=self._kl_penalty.has_reference,
+    def setup_update(self) -> None:
+        """Optimizer and schedule; then the state of the checkpoint, if there is one. A resumed schedule's EMA comes from there too."""
+        reference = self.loss.reference
+        self.update = optimizer.build_update(
+            self.cfg,
+            self.model,
+            self.parallel,
+            self.precision,
+            num_steps=self.num_steps,
+            initial_loss=None if reference is None else reference.mean,
+            is_resumed=bool(self.run.scalars),
         )
-        allocate(self._model, cfg, self._parallel, self._precision)
-        is_new = self._resume is None
-        cache = reference = None
-        if "pretrained_token_loss" in self._objective.needs or (is_new and uses_dataset_init(cfg)):
-            cache = ReferenceLossCache(cfg, self._base, self._data, self._run)
-            reference = cache.load(self._parallel)
-        self._kl_penalty.load_cache(cfg, self._base, self._data, self._run)
-        needs_losses = cache is not None and reference is None
-        has_penalty = self._regularizer is not None or self._kl_penalty.needs_pretrained
-        needs_probes = self._forgetting.needs_pretrained(self._base)
-        if is_new or needs_losses or not self.saves_all_weights or has_penalty or needs_probes:
-            self._load_base()
-        self._kl_penalty.prepare(self._model, self._data)
-        if cache is not None and reference is None:
-            reference = cache.compute(self._model)
-        self._forgetting.start(self._model)
-        prepare_objective(self._objective, reference, self._data.samples, self._median.mode)
-        if self._regularizer is not None:
-            self._regularizer.start(self._model.trained_parameters().items())
-        return reference
-
-    def _setup_optimizer(self, cfg: DictConfig, reference: ReferenceLosses | None) -> None:
-        """Optimizer, learning-rate schedule and the guard against non-finite numbers. A resumed schedule's EMA comes from the checkpoint."""
-        parameters = list(self._model.trained_parameters().values())
-        optimizers = build_optimizers(cfg, parameters, self._precision, self._device, tensor_lr=is_finch(cfg))
-        init = cfg.lr_scheduler.get("init") if is_finch(cfg) else None
-        if self._resume is not None:
-            init = "first_batch"
-        elif uses_dataset_init(cfg) and reference is not None:
-            init = reference.mean
-        schedule = build_schedule(cfg, optimizers, init=init, num_steps=self._num_steps)
-        self._optimizers, self._schedule = optimizers, schedule
-        self.state = TrainState(self._model, optimizers, schedule, self._median, self._seed, self._identity)
-        self._guard = NonfiniteGuard(
-            on_nonfinite(cfg),
-            self.state,
-            self._parallel,
-            self._checkpoint_writer,
-            self._metrics_log,
-            run=self._run,
-            resumed_from=None if self._resume is None else self._resume.folder,
-            load_pretrained=self._load_base,
-        )
-
-    def _begin(self) -> None:
-        """Removes the run that this one replaces and opens the metrics: from here on the folder is this run's."""
-        folder, scalars = (None, {}) if self._resume is None else self._resume
-        self._folder.begin(resolved_config(self._cfg, self.options), resumed_from=folder)
-        lines = scalars.get("metrics_lines")
-        self._metrics_log.open(redacted(self._cfg), first_step=self.state.step, first_lines=lines)
-        self._forgetting.open(self._metrics_log)
+        if self.run.resumed_from is not None:
+            self.load_checkpoint()
 
     def train(self) -> None:
         """The training loop: epochs, steps, and what happens between them."""
-        cfg, state = self._cfg, self.state
+        cfg, state = self.cfg, self.state
+        # From here on the folder is this run's: the one that it replaces is removed.
+        self.run.begin(resolved.resolved_config(cfg, self.options))
+        lines = self.run.scalars.get("metrics_lines")
+        self.metrics_log.open(resolved.redacted(cfg), first_step=state.step, first_lines=lines)
+        for hook in self.hooks.values():
+            hook.start(self)
+        state.agree()
         if state.epoch >= cfg.epochs:
-            logger.info(
-                f"nothing to do: {self._run} has finished its {cfg.epochs} epochs; set epochs higher to continue"
-            )
-        elif self._forgetting.has_ended_run:
-            logger.info(f"nothing to do: {self._run} was stopped by forgetting_budget; raise max_increase to continue")
-        self._signals.start()
-        self._begin()
-        self._profiler.start()
-        while state.epoch < cfg.epochs and not self._forgetting.has_ended_run:
-            if not self._train_epoch():
-                return
-        self._profiler.stop()
-        self._metrics_log.close()
-        if self._parallel.is_rank_zero:
-            last = self._exported(f"epoch_{state.epoch - 1}")
-            log_summary(cfg, state.best, last=last, start_time=self._start_time, **self._forgetting.summary())
+            done = f"has finished its {cfg.epochs} epochs; set epochs higher to continue"
+            logger.info(f"nothing to do: {self.run.path} {done}")
+        elif state.stop is not None:
+            logger.info(f"nothing to do: {self.run.path} was stopped by {state.stop.reason}")
+        while state.epoch < cfg.epochs and state.stop is None:
+            self.train_epoch()
+        if state.stop is not None and not state.stop.is_finished:
+            return
+        self.metrics_log.close()
+        for hook in self.hooks.values():
+            hook.after_training(state)
 
-    def _train_epoch(self) -> bool:
-        """The steps of an epoch and its end, or until the budget is exceeded. Returns False after a signal, which ends the run."""
-        cfg, state, order = self._cfg, self.state, self._data.order
-        steps = self._data.steps_per_epoch
-        first = -(-state.consumed // order.global_batch)  # the last batch of an epoch may be short
-        batches = self._kl_penalty.batches(self._data, state.epoch, state.consumed)
-        self._metrics_log.start_epoch(state.epoch)
-        is_save_due = False
-        for _ in range(first, steps):
-            with watchdog.step():
-                self._train_step(list(itertools.islice(batches, order.micro_batches_in_step(state.consumed))))
-            state.consumed = min(state.consumed + order.global_batch, order.num_samples)
-            self._profiler.step()
-            is_last = state.consumed >= order.samples_in(steps)  # what is due now belongs to the end of the epoch
-            decision = self._signals.sync(self._checkpoint_writer.is_due(state.step))
-            is_validated = cfg.validate_every_n_steps and state.step % cfg.validate_every_n_steps == 0
-            is_probed = self._forgetting.is_due(state.step) and not is_last
-            is_read = state.step % cfg.log_every_n_steps == 0 or not self._schedule.is_on_device
-            if is_read or is_validated or is_probed or decision.save or decision.stop:
-                self._guard.check_losses()
-            if is_validated:
-                self.validate()
-            if is_probed:
-                self._forgetting.evaluate(self._model, state.step, state.epoch)
-            if decision.stop:
-                self._stop(decision)
-                return False
-            if self._forgetting.has_ended_run:
-                self._metrics_log.end_epoch()
-                self.save_checkpoint(wait=True)
-                return True
-            is_save_due = decision.save and is_last  # then it is saved with the epoch
-            if decision.save and not is_last:
+    def train_epoch(self) -> None:
+        """The steps of an epoch and its end, or until the run is stopped."""
+        state, order, steps = self.state, self.data.order, self.data.steps_per_epoch
+        batches = self.loss.batches(self.data, state.epoch, state.consumed)
+        self.metrics_log.start_epoch(state.epoch)
+        while state.consumed < order.samples_in(steps):
+            for hook in self.hooks.values():
+                hook.before_step(state)
+            metrics = self.train_step(list(itertools.islice(batches, order.micro_batches_in_step(state.consumed))))
+            state.advance(order, steps)
+            state.metrics = self.metrics_log.add(state.step, metrics)
+            state.is_synced = any([hook.wants_sync(state.step) for hook in self.hooks.values()])
+            for hook in self.hooks.values():
+                state.metrics.update(hook.after_step(state) or {})
+            self.metrics_log.report()
+            if self.checkpointer.is_due(state.step):
+                state.request_save()
+            state.agree()
+            if state.stop is not None and not (state.stop.is_finished and state.is_epoch_end):
+                return self.stop()
+            if state.is_save_due and not state.is_epoch_end:  # else it is saved with the epoch
                 self.save_checkpoint()
-            self._checkpoint_writer.poll()
-        self._end_epoch(is_save_due)
-        return True
+            self.checkpointer.poll()
+        self.end_epoch()
 
-    def _train_step(self, batches: list[Batch]) -> None:
-        """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here."""
-        num_targets = sum(batch["targets"].numel() for batch in batches)
-        num_counted = sum(self._objective.count(batch) for batch in batches)
-        counts = torch.tensor([num_targets, num_counted], dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        targets, denominator = self._parallel.all_reduce_sum_(counts.to(self._device, non_blocking=True)).unbind()
-        scale = self._parallel.data_parallel_size / denominator.clamp(min=1)  # undoes FSDP2's mean over ranks
-        batches = [to_device(batch, self._device) for batch in batches]
-        self._kl_penalty.start_step(targets)
-        self._median.before_step(batches, partial(token_losses, self._model))
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        loss = None
-        norms: dict[str, torch.Tensor | None] = {"grad_norm": None}
-        for number, batch in enumerate(batches, start=1):
-            if not self._cfg.fsdp_reduce_every_micro_batch:
-                fsdp.reduce_gradients(self._model, is_reduced=number == len(batches))
-            token_loss, share = self._losses(batch, scale)
+    def train_step(self, batches: list[Batch]) -> dict[str, torch.Tensor | float | None]:
+        """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here.
+
+        Returns:
+            The step's line in the metrics, in nats where it is a loss; numbers or 0-d tensors.
+        """
+        counts = self.loss.counts(batches).to(self.device, non_blocking=True)
+        targets, denominator = self.parallel.all_reduce_sum_(counts).unbind()
+        scale = self.parallel.data_parallel_size / denominator.clamp(min=1)  # undoes FSDP2's mean over ranks
+        batches = [to_device(batch, self.device) for batch in batches]
+        self.loss.start(self.model, batches, targets)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in fsdp.reduce_last(self.model, batches, each=self.cfg.fsdp_reduce_every_micro_batch):
+            token_loss, weighted = self.loss(self.model, batch, scale)
             loss_sum += token_loss.sum(dtype=torch.float64)
-            if self._cfg.optimizer_in_bwd:
-                # The only micro-batch: its backward updates the weights, so the learning rate comes first.
-                loss = self._mean_loss(loss_sum, targets)
-                if not self._schedule.step(loss, denominator):
-                    fsdp.reshard(self._model)
-                    break
-            share.backward()
-        if loss is None:
-            loss = self._mean_loss(loss_sum, targets)
-            if self._regularizer is not None:
-                norms.update(self._regularizer.add_gradients())
-            norms["grad_norm"] = norm = self._clip_gradients()
-            # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
-            if self._schedule.step(loss + 0 * norm, denominator):
-                self._optimizers[0].step()
-        self._median.after_step()
-        self.state.step += 1
-        self._log_step(loss, targets, {**norms, **self._kl_penalty.metrics()})
-        self._model.zero_grad(set_to_none=True)
+            if self.update.before_backward(loss_sum, targets, denominator):
+                weighted.backward()
+        loss = self.update.mean_loss(loss_sum, targets)
+        regularizer = self.loss.add_gradients()
+        norms = {"grad_norm": self.update.clip(), **regularizer}
+        self.update.step(loss, norms["grad_norm"], denominator)
+        self.loss.finish()
+        rate = self.update.schedule.metrics()
+        metrics = {"epoch": self.state.epoch, "loss": loss, **rate, **norms, **self.loss.metrics()}
+        self.model.zero_grad(set_to_none=True)
+        return {**metrics, "num_target_tokens": targets}
 
-    def _losses(self, batch: Batch, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[batch, seq] in nats, detached; and [] weighted, times ``scale``, with the KL penalty and its graph."""
-        return micro_batch_loss(self._model, batch, self._objective, self._median, self._kl_penalty, scale)
-
-    def _mean_loss(self, loss_sum: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The step's cross-entropy in nats a target token, whatever the objective; a collective."""
-        return self._parallel.all_reduce_sum_(loss_sum) / targets.clamp(min=1)
-
-    def _clip_gradients(self) -> torch.Tensor:
-        """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, over all ranks' shards."""
-        norm = grad_clipping.clip(self._model.trained_parameters().values(), self._clip_grad_norm)
-        return norm.to(self._device, non_blocking=True)  # offloaded gradients live on the CPU
-
-    def _log_step(self, loss: torch.Tensor, targets: torch.Tensor, norms: dict[str, torch.Tensor | None]) -> None:
-        rate = self._schedule.metrics()
-        metrics = {
-            "epoch": self.state.epoch,
-            "loss": loss,
-            **rate,
-            **norms,
-            **self._median.metrics(),
-            "num_target_tokens": targets,
-        }
-        if self._device.type == "cuda" and self._cfg.log_peak_memory_stats:
-            metrics.update(training.get_memory_stats(device=self._device))
-        if self._cfg.debug_checks:
-            self._parallel.check_equal("the learning rate", rate["lr"])
-            self._parallel.check_equal("the EMA of the loss", rate["ema_loss"])
-        self._metrics_log.add(self.state.step, metrics)
-
-    def validate(self) -> dict[str, float]:
-        """Mean loss over each set of ``dataset_validation`` in nats, written to the metrics; empty without one."""
-        position = {"step": self.state.step, "epoch": self.state.epoch, "epochs": self._cfg.epochs}
-        return validate(self._model, self._data, self._metrics_log, **position)
-
-    def _end_epoch(self, is_save_due: bool) -> None:
-        """Validates, evaluates the probes, exports the epoch's folder, links ``best`` and ``within_budget``, and saves the state."""
-        state = self.state
-        self._metrics_log.end_epoch()
-        self._guard.check_losses()
-        self._guard.check_weights()
-        metrics_lines = self._metrics_log.num_lines()
-        metrics = self.validate()
-        metrics |= self._forgetting.evaluate(self._model, state.step, state.epoch, is_epoch_end=True)
-        if self._parallel.is_rank_zero:
-            update_loss_figure(self._run)
+    def end_epoch(self) -> None:
+        """Exports the epoch's folder, links the best one, and saves the state."""
+        state, cfg = self.state, self.cfg
+        self.metrics_log.end_epoch()
+        lines = self.metrics_log.num_lines()
+        metrics: dict[str, float] = {}
+        for hook in self.hooks.values():
+            metrics.update(hook.after_epoch(state) or {})
+        state.agree()
         name = f"epoch_{state.epoch}"
-        is_last = state.epoch + 1 == self._cfg.epochs
-        is_end = is_last or self._forgetting.has_ended_run
-        is_written = is_end or not self._cfg.save_last_epoch_only
-        if not is_written:
-            self._forgetting.keep_epoch(state.step, None)
-        elif export(lambda: self._export(name), self._run / self._exported(name), self._parallel):
-            state.best = better(state.best, self._forgetting.select_by, name, metrics)
+        is_last = state.epoch + 1 == cfg.epochs
+        is_end = is_last or state.stop is not None
+        is_written = is_end or not cfg.save_last_epoch_only
+        is_exported = is_written and self.export(name)
+        if is_exported:
+            state.best = update_best(state.best, state.select_by, name, metrics)
             if state.best is not None:
-                self._folder.link(run_files.BEST, self._exported(state.best["epoch"]))
-            self._forgetting.keep_epoch(state.step, name)
+                self.run.link(run_files.BEST, self.exported(state.best["epoch"]))
         elif is_last:
-            self.save_checkpoint(wait=True, metrics_lines=metrics_lines)
+            self.save_checkpoint(wait=True, metrics_lines=lines)
             raise UserError(
-                f"output_dir={self._run} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
+                f"output_dir={self.run.path} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
             )
+        if is_exported or not is_written:
+            for hook in self.hooks.values():
+                hook.after_export(state, name if is_exported else None)
         state.epoch, state.consumed = state.epoch + 1, 0
-        if is_written or is_save_due:
+        if is_written or state.is_save_due:
             self.save_checkpoint(wait=is_end)
 
-    def _stop(self, decision: SignalDecision) -> None:
-        """Saves the state after a signal, which has ended the loop."""
-        self._metrics_log.end_epoch()
+    def stop(self) -> None:
+        """Saves the state where a hook has ended the run within an epoch."""
+        state = self.state
+        self.metrics_log.end_epoch()
         is_saved = self.save_checkpoint(wait=True)
-        if decision.requeue:
-            self._folder.mark_requeue()
-        self.interrupted = not decision.requeue
-        step, last = self.state.step, f"step {self.state.step}" if is_saved else "the last checkpoint"
+        if state.stop is None or state.stop.is_finished:
+            return
+        if state.stop.is_requeued:
+            self.run.mark_requeue()
+        self.interrupted = not state.stop.is_requeued
+        last = f"step {state.step}" if is_saved else "the last checkpoint"
         logger.info(
-            f"stopped by a signal after step {step}; the same command with resume_from_checkpoint=True continues from {last}"
+            f"stopped by {state.stop.reason} after step {state.step}; the same command with resume_from_checkpoint=True continues from {last}"
         )
 
     def save_checkpoint(self, wait: bool = False, metrics_lines: int | None = None) -> bool:
@@ -424,27 +268,26 @@ class FinchFullFinetune(FTRecipeInterface):
             wait: until it is on the disk.
             metrics_lines: of metrics.jsonl that belong to the steps so far; None: all.
         """
-        if not self._guard.check_weights():
-            step = self.state.step
-            logger.info(f"the state of step {step} is not saved: no finite step has followed the rollback yet")
+        if not all([hook.may_save(self.state) for hook in self.hooks.values()]):
+            logger.info(f"the state of step {self.state.step} is not saved: a hook has refused")
             return False
-        lines = self._metrics_log.num_lines() if metrics_lines is None else metrics_lines
-        scalars = {**self.state.state_dict(), **self._forgetting.state_dict(), "metrics_lines": lines}
-        is_saved = self._checkpoint_writer.save(self.state.step, self._model, self._optimizers, scalars, wait=wait)
-        self._metrics_log.reset_timer()
+        lines = self.metrics_log.num_lines() if metrics_lines is None else metrics_lines
+        is_saved = self.checkpointer.save(self, metrics_lines=lines, wait=wait)
+        self.metrics_log.reset_timer()
         watchdog.heartbeat()
         return is_saved
 
-    def load_checkpoint(self, folder: Path, scalars: dict[str, Any]) -> None:
-        """Restores weights, optimizer, schedule and position; a collective."""
-        self.state.load(folder, scalars, self._parallel)
+    def load_checkpoint(self) -> None:
+        """Restores weights, optimizer, schedule, position, hooks and random states; a collective."""
+        if self.run.resumed_from is not None:
+            self.checkpointer.load(self, self.run.resumed_from, self.run.scalars)
 
     def close(self) -> None:
         """After any end: writes pending metrics, and waits for a checkpoint that is being written."""
-        ends = {"_metrics_log": "close", "_signals": "restore", "_checkpoint_writer": "close", "_folder": "unlock"}
-        for part, end in ends.items():
-            if hasattr(self, part):  # setup may have failed before
-                getattr(getattr(self, part), end)()
+        parts = [getattr(self, name, None) for name in ("metrics_log", "checkpointer")]  # setup may have failed before
+        for part in [*parts[:1], *getattr(self, "hooks", {}).values(), *parts[1:], self.run]:
+            if part is not None:
+                part.close()
         watchdog.stop()
 
     def cleanup(self) -> None:
@@ -452,28 +295,32 @@ class FinchFullFinetune(FTRecipeInterface):
         self.close()
         parallel.stop()
 
+    def export(self, name: str) -> bool:
+        """Writes the model as it is now to RUN/name; a collective. Returns False if the disk refused a file."""
+        return self.run.export(lambda: self.write_weights(name), self.exported(name), self.parallel)
+
     # What the LoRA recipe does differently
 
-    def _build_decoder(self, cfg: DictConfig) -> None:
+    def build_decoder(self) -> None:
         """The decoder on the meta device, the folder of its pretrained weights, and the tensor-parallel plan."""
-        self._decoder, self._base, self._tensor_plan = build_decoder(cfg, self._precision)
+        self.decoder, self.base, self.tensor_plan = model.build_decoder(self.cfg, self.precision)
 
-    def _load_base(self) -> None:
-        load_pretrained(self._model, self._base)
+    def load_base(self) -> None:
+        model.load_pretrained(self.model, self.base)
 
-    def _export(self, name: str) -> None:
-        """Writes an epoch's folder; a collective."""
-        weights = self._model.decoder.state_dict().items()
-        self._base.write(weights, self._run / name, is_writer=self._parallel.is_rank_zero, dtype=self._export_dtype)
+    def write_weights(self, name: str) -> None:
+        """Writes a Hugging Face folder; a collective."""
+        weights = self.model.decoder.state_dict().items()
+        self.base.write(weights, self.run.path / name, is_writer=self.parallel.is_rank_zero, dtype=self.export_dtype)
 
-    def _exported(self, name: str) -> str:
-        """The name of an epoch's folder."""
+    def exported(self, name: str) -> str:
+        """The name of the folder of an exported model."""
         return name
 
 
-@parse(FULL_FINETUNE)
+@parser.parse(schema.FULL_FINETUNE)
 def recipe_main(cfg: DictConfig) -> None:
-    run(FinchFullFinetune, cfg)
+    run_recipe(FinchFullFinetune, cfg)
 
 
 if __name__ == "__main__":

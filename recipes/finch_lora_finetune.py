@@ -9,20 +9,12 @@ from __future__ import annotations
 from finch_full_finetune import FinchFullFinetune
 from omegaconf import DictConfig
 
+from finch.config import parser, schema
 from finch.config.instantiate import component_of
-from finch.config.parser import parse
-from finch.config.schema import LORA_FINETUNE
 from finch.errors import exit_without_teardown
-from finch.models.lora import (
-    adapter_parameters,
-    check_adapters,
-    check_lora_settings,
-    initialize_adapters,
-    merged,
-    train_adapters_only,
-)
+from finch.models import lora
 from finch.training.config_checks import check_lora_combinations
-from finch.training.run_recipe import run
+from finch.training.run import run_recipe
 from finch.weights.peft import PeftFolder
 
 
@@ -30,7 +22,7 @@ class FinchLoRAFinetune(FinchFullFinetune):
     """Trains the LoRA (or DoRA) layers of a torchtune decoder; everything else is :class:`FinchFullFinetune`.
 
     Each epoch ends with RUN/epoch_N_adapter in PEFT's format and, unless ``save_adapter_weights_only``, the merged model in
-    RUN/epoch_N, which ``best`` links. A checkpoint holds the adapters alone; frozen weights come from the pretrained folder.
+    RUN/epoch_N, which ``best`` links. A checkpoint holds only the adapters; frozen weights come from the pretrained folder.
     Adapters start from the same values on any number of ranks.
 
     Args:
@@ -40,40 +32,40 @@ class FinchLoRAFinetune(FinchFullFinetune):
         UserError: a model without LoRA layers, or an option that has no meaning for adapters.
     """
 
-    options = LORA_FINETUNE
+    options = schema.LORA_FINETUNE
     saves_all_weights = False
 
     def __init__(self, cfg: DictConfig) -> None:
         check_lora_combinations(cfg)
         super().__init__(cfg)
 
-    def _build_decoder(self, cfg: DictConfig) -> None:
-        check_lora_settings(cfg.model)
-        super()._build_decoder(cfg)
-        check_adapters(self._decoder, component_of(cfg.model) or "")
-        self._adapter = PeftFolder(self._decoder, self._base)
-        train_adapters_only(self._decoder)
+    def build_decoder(self) -> None:
+        lora.check_lora_settings(self.cfg.model)
+        super().build_decoder()
+        lora.check_adapters(self.decoder, component_of(self.cfg.model) or "")
+        self.adapter = PeftFolder(self.decoder, self.base)
+        lora.train_adapters_only(self.decoder)
 
-    def _load_base(self) -> None:
-        super()._load_base()
-        initialize_adapters(self._model.decoder, self._seed)
+    def load_base(self) -> None:
+        super().load_base()
+        lora.initialize_adapters(self.model.decoder, self.seed)
 
-    def _export(self, name: str) -> None:
-        dtype = self._export_dtype
-        decoder, is_writer = self._model.decoder, self._parallel.is_rank_zero
-        self._adapter.write(decoder, self._run / f"{name}_adapter", is_writer=is_writer, dtype=dtype)
-        if not self._cfg.save_adapter_weights_only:
-            adapters = adapter_parameters(decoder)
+    def write_weights(self, name: str) -> None:
+        decoder, is_writer, dtype = self.model.decoder, self.parallel.is_rank_zero, self.export_dtype
+        self.adapter.write(decoder, self.run.path / f"{name}_adapter", is_writer=is_writer, dtype=dtype)
+        if not self.cfg.save_adapter_weights_only:
+            adapters = lora.adapter_parameters(decoder)
             like = {key: tensor for key, tensor in decoder.state_dict().items() if key not in adapters}
-            self._base.write(merged(decoder, dtype), self._run / name, is_writer=is_writer, dtype=dtype, like=like)
+            merged = lora.merged(decoder, dtype)
+            self.base.write(merged, self.run.path / name, is_writer=is_writer, dtype=dtype, like=like)
 
-    def _exported(self, name: str) -> str:
-        return f"{name}_adapter" if self._cfg.save_adapter_weights_only else name
+    def exported(self, name: str) -> str:
+        return f"{name}_adapter" if self.cfg.save_adapter_weights_only else name
 
 
-@parse(LORA_FINETUNE)
+@parser.parse(schema.LORA_FINETUNE)
 def recipe_main(cfg: DictConfig) -> None:
-    run(FinchLoRAFinetune, cfg)
+    run_recipe(FinchLoRAFinetune, cfg)
 
 
 if __name__ == "__main__":

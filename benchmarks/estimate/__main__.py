@@ -15,7 +15,7 @@ from finch.cli.early_checks import read_job
 from finch.distributed.parallel import launched_rank, launched_ranks
 from finch.errors import report_user_errors
 from finch.estimate.fake_step import LORA_RECIPE, estimate_step
-from finch.training.run_recipe import run
+from finch.training.run import run_recipe
 
 
 @report_user_errors
@@ -31,7 +31,7 @@ def main() -> None:
     recipe, cfg = read_job(config, [*steps, "overwrite=True", *overrides])
     name = "FinchLoRAFinetune" if recipe == LORA_RECIPE else "FinchFullFinetune"
     with measured_step() as measured:
-        run(getattr(importlib.import_module(recipe), name), cfg)
+        run_recipe(getattr(importlib.import_module(recipe), name), cfg)
     if rank:
         return
     (real,) = measured

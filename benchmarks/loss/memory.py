@@ -47,7 +47,7 @@ class HeadAlone(nn.Module):
 
 
 def weighting_of(objective: Objective, batch: dict[str, torch.Tensor], has_kl: bool) -> Weighting:
-    """As :func:`finch.training.objective.micro_batch_loss` makes it; of an exact statistic, which this forward pass gives."""
+    """As :func:`finch.training.step_loss.micro_batch_loss` makes it; of an exact statistic, which this forward pass gives."""
 
     def weights(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return objective.weights(outputs["loss"], {**batch, **outputs})

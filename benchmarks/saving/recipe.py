@@ -54,7 +54,7 @@ class AlternatingWriter(CheckpointWriter):
 @parse(FULL_FINETUNE)
 def recipe_main(cfg: Any) -> None:
     checkpointing.CheckpointWriter = AlternatingWriter  # type: ignore[misc, assignment]
-    finch_full_finetune.run(FinchFullFinetune, cfg)
+    finch_full_finetune.run_recipe(FinchFullFinetune, cfg)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def slow_down(phases: Phases | None) -> None:
 @parse(FULL_FINETUNE)
 def recipe_main(cfg: Any) -> None:
     slow_down(Phases(phases_file(Path(cfg.output_dir))) if os.environ.get("RANK", "0") == "0" else None)
-    finch_full_finetune.run(FinchFullFinetune, cfg)
+    finch_full_finetune.run_recipe(FinchFullFinetune, cfg)
 
 
 if __name__ == "__main__":

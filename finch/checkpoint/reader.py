@@ -4,8 +4,8 @@ A checkpoint holds what a resumed run needs to continue bit for bit, and nothing
 
 __R_N.distcp, .metadata  trained weights and optimizer state, sharded (torch.distributed.checkpoint). Not the frozen weights, which
                          are the pretrained model's, and not learning rates and other hyperparameters, which are the config's.
-state.json               position (step, epoch, samples consumed in it), seed, learning-rate schedule, best epoch, rollbacks, number of
-                         lines in metrics.jsonl, and the identity of the run. Not the order of the samples, which follows from
+state.json               position (step, epoch, samples consumed in it), seed, learning-rate schedule, best epoch, number of
+                         lines in metrics.jsonl, the hooks, and the identity of the run. Not the order of the samples, which follows from
                          seed and epoch, and no state of the data loader: the position is all it needs, on any number of ranks.
 rng_R.json               random states of rank R, for dropout and stochastic rounding.
 manifest.json            size and SHA-256 of these files; written last, so a folder without it is incomplete.
@@ -20,7 +20,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +176,19 @@ def _to_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def load_tensors(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], parallel: Parallel) -> None:
-    """Loads model and optimizer state in place, on any number of ranks, from a verified folder.
+def load_tensors(
+    folder: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    parallel: Parallel,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Loads model and optimizer state, and ``extra`` tensors, in place, on any number of ranks, from a verified folder.
 
     Raises:
         UserError: a tensor of this model or optimizer is missing or has another shape.
     """
-    tensors = tensor_state_dict(model, optimizers)
+    tensors = tensor_state_dict(model, optimizers, extra)
     # Learning rate and other hyperparameters stay the config's, as the optimizer was built with them.
     groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
     try:
@@ -200,7 +206,7 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path
     """Refuses to resume from another run's checkpoint.
 
     Args:
-        identity: of this run, see :func:`finch.training.identity.identity_of`.
+        identity: of this run, see :func:`finch.training.run.identity_of`.
 
     Raises:
         UserError: names the first key that differs; or the checkpoint has another format.
@@ -235,7 +241,9 @@ def archive_newer(run: Path, folder: Path) -> None:
             path.rename(path.with_name(path.name + ARCHIVED))
 
 
-def tensor_state_dict(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def tensor_state_dict(
+    model: nn.Module, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What torch.distributed.checkpoint saves: trained weights and optimizer state, tensors only, so that loading unpickles no
     object of ours."""
     trained = {
@@ -249,7 +257,7 @@ def tensor_state_dict(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict
         for each in (each for optimizer in uninitialized for each in optimizer.state.values() if "step" in each):
             each["step"] = torch.zeros_like(each["step"]) if isinstance(each["step"], torch.Tensor) else 0
         state = get_optimizer_state_dict(model, optimizers)["state"]
-    return {"model": weights, "optimizer": state}
+    return {"model": weights, "optimizer": state, **({"hooks": dict(extra)} if extra else {})}
 
 
 def all_finite(weights: Iterable[torch.Tensor]) -> bool:

@@ -14,7 +14,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ class CheckpointWriter:
         optimizers: Sequence[Optimizer],
         state: dict[str, Any],
         *,
+        extra: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> bool:
         """Saves everything a run needs to resume after ``step``; a collective. Waits for an earlier save first.
@@ -101,6 +102,7 @@ class CheckpointWriter:
             model: the decoder, sharded or not.
             optimizers: one, or with the optimizer inside the backward one per parameter.
             state: plain JSON: position, schedule, identity of the run. Rank 0's is saved.
+            extra: nested dictionaries of further tensors.
             wait: until everything is on the disk, even with ``asynchronous``.
 
         Returns:
@@ -108,7 +110,7 @@ class CheckpointWriter:
         """
         self.finish()
         self._last_save_time = time.monotonic()
-        tensors = tensor_state_dict(model, optimizers)
+        tensors = tensor_state_dict(model, optimizers, extra)
         state_text = json.dumps({**state, "world_size": self._parallel.world_size}, indent=2) + "\n"
         rng_text = json.dumps(random_state(self._parallel.device)) + "\n"
         if wait or not self._asynchronous:

@@ -229,9 +229,9 @@ class Report:
         self, recipe: str, cfg: DictConfig, decoder: Any, stats: DatasetStats | None, steps: int | None
     ) -> None:
         from finch.distributed.precision import precision_of
-        from finch.training.disk_room import check_disk_room, exported_bytes, num_exports
-        from finch.training.lr_scheduler import on_nonfinite, uses_dataset_init
         from finch.training.memory_estimate import optimizer_bytes
+        from finch.training.optimizer import uses_dataset_init
+        from finch.training.run import check_disk_room, exported_bytes, num_exports
 
         run, precision = Path(cfg.output_dir), precision_of(cfg.dtype)
         dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
@@ -249,7 +249,7 @@ class Report:
         saved = trained if recipe == LORA_RECIPE else list(decoder.parameters())
         number = sum(parameter.numel() for parameter in trained)
         state = sum(each.numel() * each.itemsize for each in saved) + int(number * optimizer_bytes(cfg, precision))
-        kept = max(cfg.checkpoint.keep_last, 2 if on_nonfinite(cfg) == "rollback" else 1) + 1
+        kept = cfg.checkpoint.keep_last + 1
         self._print(f"checkpoints/step_N/: {_gigabytes(state)} each, at most {kept} while one is written")
         if uses_dataset_init(cfg) and stats is not None:
             self._print(f"pretrained.safetensors: {_gigabytes(4 * stats.num_targets)}")
@@ -263,7 +263,7 @@ class Report:
     def _estimate_memory(self, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None) -> None:
         from finch.distributed.precision import precision_of
         from finch.training.memory_estimate import MicroBatch, estimate_memory
-        from finch.training.objective import build_objective
+        from finch.training.step_loss import build_objective
 
         if stats is None or not stats.num_rows:
             return

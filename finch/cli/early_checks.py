@@ -63,7 +63,7 @@ def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:
 def machine_checks(recipe: str, cfg: DictConfig, ranks: int) -> Iterator[Check]:
     """What can be checked of a config where the run will start, besides :func:`config_checks`."""
     from finch.training.config_checks import check_combinations, check_lora_combinations
-    from finch.training.run_lock import RunLock
+    from finch.training.run import RunLock
 
     device = device_of(cfg)
     if recipe == LORA_RECIPE:

@@ -165,9 +165,9 @@ OPTIMIZATION: dict[str, Option] = {
         float | str | None, None, "largest gradient norm; null does not clip; the paper clips to 1.0", above=0
     ),
     "on_nonfinite": Option(
-        Literal["raise", "skip", "rollback"] | None,
+        Literal["raise", "skip"] | None,
         None,
-        "if a loss or gradient is not finite: raise an error, skip the update, or rollback to the last checkpoint and continue after the batch; null: what lr_scheduler sets, else raise",
+        "if a loss or gradient is not finite: raise an error, or skip the update; null: what lr_scheduler sets, else raise",
     ),
     "optimizer_in_bwd": Option(
         bool,
@@ -348,6 +348,11 @@ OUTPUT: dict[str, Option] = {
         "INFO",
         "of finch's logger",
         pattern="(?i)debug|info|warn|warning|error|fatal|critical|notset",
+    ),
+    "hooks": Option(
+        Component | None,
+        None,
+        "your own finch.training.hooks.Hook classes by name, called around each step; docs/recipe.md",
     ),
     "profiler": Option(Component | None, None, "torchtune's profiler block"),
     "export_dtype": Option(

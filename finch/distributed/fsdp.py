@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from finch.distributed.parallel import Parallel
+
+T = TypeVar("T")
 
 
 def shard_model(
@@ -48,10 +50,17 @@ def shard_model(
     model.register_forward_hook(_reshard_without_backward)
 
 
-def reduce_gradients(model: nn.Module, *, is_reduced: bool) -> None:
-    """Whether the next backward reduces gradients over the ranks; otherwise each keeps its complete ones and adds to them."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_reduced)
+def reduce_last(model: nn.Module, batches: Sequence[T], *, each: bool) -> Iterator[T]:
+    """The micro-batches of a step. Gradients are reduced over the ranks in the last one's backward; until then each rank adds to its own,
+    complete ones.
+
+    Args:
+        each: reduce them in every backward, which needs less memory.
+    """
+    for number, batch in enumerate(batches, start=1):
+        if isinstance(model, FSDPModule) and not each:
+            model.set_requires_gradient_sync(number == len(batches))
+        yield batch
 
 
 def reshard(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from finch.errors import UserError
@@ -156,6 +157,13 @@ def start(
     if dist.get_world_size() == 1 and not shard:
         return Parallel(device)
     return join(device, sizes)
+
+
+def start_from(cfg: DictConfig, device: torch.device, *, shard: bool) -> Parallel:
+    """As :func:`start`, with a recipe's config."""
+    sizes = MeshSizes(cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim)
+    offload, timeout_s = cfg.fsdp_cpu_offload, cfg.distributed_timeout
+    return start(device, shard=shard, offload=offload, timeout_s=timeout_s, sizes=sizes)
 
 
 def join(device: torch.device, sizes: MeshSizes) -> Parallel:

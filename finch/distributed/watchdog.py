@@ -6,13 +6,11 @@ for whom.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 
 _SHARE_OF_TIMEOUT = 0.9
 _GRACE_S = 5.0  # for the watching thread to print, if it gets to run
@@ -41,14 +39,10 @@ class Watchdog:
         # The interpreter's own watchdog needs no interpreter lock: it also prints where a call into C blocks the thread below.
         faulthandler.dump_traceback_later(self._limit_s + _GRACE_S, exit=False, file=_STDERR)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a training step."""
+    def mark_step(self, is_inside: bool) -> None:
+        """Called before and after each training step."""
         self.heartbeat()
-        self._in_step = True
-        yield
-        self._in_step = False
-        self.heartbeat()
+        self._in_step = is_inside
 
     @property
     def is_stuck(self) -> bool:
@@ -96,9 +90,15 @@ def heartbeat() -> None:
         _watchdog.heartbeat()
 
 
-def step() -> contextlib.AbstractContextManager[None]:
-    """Around a training step. A no-op without a watchdog."""
-    return contextlib.nullcontext() if _watchdog is None else _watchdog.step()
+def begin_step() -> None:
+    """A training step begins. A no-op without a watchdog."""
+    if _watchdog is not None:
+        _watchdog.mark_step(True)
+
+
+def end_step() -> None:
+    if _watchdog is not None:
+        _watchdog.mark_step(False)
 
 
 def is_stuck() -> bool:

@@ -44,11 +44,10 @@ from finch.models.lora import train_adapters_only
 from finch.objectives import Objective
 from finch.optim.optimizer_in_backward import optimizers_in_backward
 from finch.training.kl_penalty import KLPenalty
-from finch.training.lr_scheduler import build_schedule, is_finch
 from finch.training.memory_estimate import optimizer_bytes
 from finch.training.model import allocate, decoder_on_meta, parallelize
-from finch.training.objective import build_objective
-from finch.training.optimizer import build_optimizers
+from finch.training.optimizer import build_optimizers, build_schedule, is_finch
+from finch.training.step_loss import build_objective
 
 LORA_RECIPE = "finch_lora_finetune"
 HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
@@ -249,7 +248,7 @@ class _ConstantRate:
 
 
 class _FixedStatistic:
-    """Stands for :class:`finch.training.step_median.StepMedian`, which reads the losses on the host."""
+    """Stands for :class:`finch.training.step_loss.StepMedian`, which reads the losses on the host."""
 
     def __init__(self, objective: Objective, micro_batches: int) -> None:
         self._has_statistic = objective.statistic is not None

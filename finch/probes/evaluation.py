@@ -14,8 +14,7 @@ from finch.data.loader import Batch, Collate, EvalLoader
 from finch.data.order import EMPTY
 from finch.distributed.parallel import Parallel
 from finch.objectives import IGNORE_INDEX
-from finch.probes.multiple_choice import Question
-from finch.probes.rows import ProbeRows, Sample, num_targets
+from finch.probes.rows import ProbeRows, Question, Sample, num_targets
 from finch.training.dataset_loss import iter_outputs
 
 REFERENCES = ("reference_log_probs", "reference_tokens")

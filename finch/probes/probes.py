@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,15 +20,19 @@ from finch.distributed.precision import precision_of
 from finch.log import logger
 from finch.metrics import MetricsLog
 from finch.probes.evaluation import EvalSettings, evaluate
-from finch.probes.own_answers import OwnAnswers
+from finch.probes.own_answers import SelfGeneratedProbe
 from finch.probes.rows import ProbeRows, read_rows
-from finch.probes.schedule import default_interval, eval_cost
 from finch.probes.settings import read_probes
 from finch.training.chunked_loss import TokenLoss
 from finch.weights.huggingface import PretrainedFolder
 
 SECONDS = "probe_seconds"
 _NUM_ROWS_FOR_MEAN = 256
+MAX_SHARE = 0.04
+"""Of the time, for all evaluations of an epoch; the estimate may be wrong by a fifth before they take 5%."""
+MAX_PER_EPOCH = 10
+FORWARD_COST = 0.5
+"""Of a token in an evaluation, relative to one in training: a third by the count of operations, more with what each pass costs by itself."""
 
 
 class Probes:
@@ -60,7 +65,7 @@ class Probes:
         collate = locate(cfg.collate_fn, "collate_fn")
         self._eval = EvalSettings(parallel, lambda samples: collator(samples, tokenizer, collate), cfg.batch_size)
         self._answers = {
-            name: OwnAnswers(
+            name: SelfGeneratedProbe(
                 name, Path(cfg.output_dir), rows, self._settings[name], tokenizer, precision_of(cfg.dtype).compute
             )
             for name, rows in self._rows.items()
@@ -185,3 +190,21 @@ class Probes:
                 "(probes_every_n_steps) take less"
             )
         return intervals
+
+
+def default_interval(eval_tokens: int, step_tokens: float, steps_per_epoch: int) -> int:
+    """Steps between two evaluations, so that those of an epoch take less than 5% of its time; at most ten per epoch, at least one at its end.
+
+    They follow from config and rows: a resumed run, or one on another machine, has the same steps.
+
+    Args:
+        eval_tokens: of one evaluation.
+        step_tokens: of an optimizer step, over all ranks.
+    """
+    affordable = math.floor(MAX_SHARE * steps_per_epoch / eval_cost(eval_tokens, step_tokens))
+    return math.ceil(steps_per_epoch / min(max(affordable, 1), MAX_PER_EPOCH))
+
+
+def eval_cost(eval_tokens: int, step_tokens: float) -> float:
+    """The time of an evaluation in optimizer steps, estimated."""
+    return FORWARD_COST * max(eval_tokens, 1) / max(step_tokens, 1.0)

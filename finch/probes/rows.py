@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,31 @@ from finch.data.rows import TextToTokens
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX
-from finch.probes.multiple_choice import Question, is_multiple_choice, question_of
 from finch.probes.settings import ProbeSettings
 
+CONTINUED, QUESTIONS = ("ctx", "prompt"), ("question",)
+CHOICES, ANSWERS = ("choices", "endings", "options"), ("answer", "label", "answerKey")
+_FIELDS = "a question, ctx or prompt, then choices, endings or options, and answer, label or answerKey"
 Sample = dict[str, Any]
 """``tokens`` and ``labels``, lists of equal length; a label that is no target is -100."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row.
+
+    Attributes:
+        context: what comes before a choice.
+        choices: the texts that are compared.
+        answer: index of the right one.
+        is_dialogue: whether the context is a user turn and each choice an assistant turn; otherwise a choice continues the context
+            after a space.
+    """
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+    is_dialogue: bool
 
 
 @dataclass
@@ -230,3 +250,72 @@ def _named(key: str, error: UserError) -> UserError:
         if text.startswith(start):
             return UserError(f"{key}{start.removeprefix('dataset')}{text.removeprefix(start)}")
     return UserError(f"{key}.{text}" if text.startswith("data_files") else f"{key}: {text}")
+
+
+def is_multiple_choice(row: Mapping[str, Any]) -> bool:
+    """Whether a row has the fields of one, whatever their values."""
+    return _is_perturbed(row) or (
+        _first(row, (*CONTINUED, *QUESTIONS)) is not None
+        and _first(row, CHOICES) is not None
+        and _first(row, ANSWERS) is not None
+    )
+
+
+def question_of(row: Mapping[str, Any]) -> Question:
+    """A row as a question.
+
+    TOFU's perturbed rows have their paraphrased question, the paraphrased answer, which is right, and the perturbed answers. HellaSwag's
+    ``activity_label`` goes before its ``ctx``, as in lm-eval.
+
+    Raises:
+        UserError: a field is missing or of another type, or the answer is none of the choices.
+    """
+    if _is_perturbed(row):
+        texts = _texts([row["paraphrased_answer"], *row["perturbed_answer"]], "perturbed_answer")
+        return Question(_text(row["paraphrased_question"], "paraphrased_question"), texts, 0, True)
+    if not is_multiple_choice(row):
+        raise UserError(f"it has the fields {', '.join(row)}; a multiple-choice row has {_FIELDS}")
+    field = _first(row, (*CONTINUED, *QUESTIONS)) or ""
+    context = _text(row[field], field)
+    if field == "ctx" and isinstance(row.get("activity_label"), str):
+        context = f"{row['activity_label']}: {context}"
+    choices_field, answer_field = _first(row, CHOICES) or "", _first(row, ANSWERS) or ""
+    choices: Any = row[choices_field]
+    labels: Any = None
+    if isinstance(choices, Mapping):  # {text: [...], label: [...]}, as in ARC
+        choices, labels = choices.get("text"), choices.get("label")
+    texts = _texts(choices, choices_field)
+    return Question(context, texts, _index(row[answer_field], answer_field, texts, labels), field in QUESTIONS)
+
+
+def _is_perturbed(row: Mapping[str, Any]) -> bool:
+    return all(row.get(field) for field in ("paraphrased_question", "paraphrased_answer", "perturbed_answer"))
+
+
+def _first(row: Mapping[str, Any], fields: Sequence[str]) -> str | None:
+    return next((field for field in fields if row.get(field) is not None), None)
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"its field {field!r} is not text")
+    return value.strip()
+
+
+def _texts(values: Any, field: str) -> tuple[str, ...]:
+    if not isinstance(values, list) or len(values) < 2:
+        raise UserError(f"its field {field!r} is not a list of at least two texts")
+    return tuple(_text(value, field) for value in values)
+
+
+def _index(answer: Any, field: str, choices: Sequence[str], labels: Any) -> int:
+    """The right choice's index from its index, its label (letters where the row has none) or its text."""
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+        return answer
+    text = str(answer).strip()
+    for names in (labels or [], choices, [chr(ord("A") + index) for index in range(len(choices))]):
+        if text in names:
+            return list(names).index(text)
+    if text.isdecimal() and int(text) < len(choices):
+        return int(text)
+    raise UserError(f"its field {field!r} is {text[:40]!r}, which names none of the {len(choices)} choices")

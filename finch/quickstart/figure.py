@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finch.quickstart.evaluate import Scores
-from finch.training.loss_figure import tidy
+from finch.training.summary import tidy
 
 COLOURS = {"SFT": "#b5533c", "FINCH": "#2c6e8f"}
 

@@ -22,7 +22,7 @@ from finch.optim.replay_lr import check_shape
 from finch.optim.stochastic_rounding import stochastic_optimizer
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
 from finch.training.kl_penalty import build_kl
-from finch.training.lr_scheduler import loss_schedule
+from finch.training.optimizer import loss_schedule
 
 _DEFAULT_LOSS_ARGUMENTS = (
     ("ignore_index", -100),
@@ -31,6 +31,12 @@ _DEFAULT_LOSS_ARGUMENTS = (
     ("mask_ignored_tokens", True),  # the last two: torchtune's main branch
     ("tp_enabled", False),
 )
+
+
+def check(cfg: DictConfig, device: torch.device, ranks: int | None = None) -> None:
+    """Checks schedule and combinations of options; see :func:`check_schedule` and :func:`check_combinations`."""
+    check_schedule(cfg)
+    check_combinations(cfg, device, ranks)
 
 
 def check_schedule(cfg: DictConfig) -> None:

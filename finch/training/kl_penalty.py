@@ -22,8 +22,7 @@ from finch.log import logger
 from finch.models.lora import adapter_layers
 from finch.objectives.kl import KL
 from finch.training.chunked_loss import TokenLoss
-from finch.training.reference_file import ReferenceFile
-from finch.training.reference_top_k import ReferenceTopK, compute_reference_top_k
+from finch.training.reference import ReferenceFile, ReferenceTopK, compute_reference_top_k
 from finch.weights.huggingface import PretrainedFolder
 
 

@@ -1,19 +1,125 @@
-"""The optimizers a config asks for: one, or with ``optimizer_in_bwd`` one for each parameter."""
+"""The update of a step: optimizers, learning-rate schedule and clipping, in the order in which a step uses them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from finch import dtensor
-from finch.config.instantiate import build
+from finch import FinchLR, ReplayLR, dtensor
+from finch.config.instantiate import build, component_of, locate
+from finch.distributed import fsdp, grad_clipping
+from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
+from finch.log import logger
 from finch.optim.optimizer_in_backward import optimizers_in_backward
 from finch.optim.stochastic_rounding import adapt, stochastic_optimizer
+from finch.optim.torch_lr import TorchLR
+from finch.training.chunked_loss import TokenLoss
+
+Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
+
+
+class Update:
+    """Updates the weights after the last backward of a step.
+
+    Attributes:
+        optimizers: one; in :class:`UpdateInBackward` one per parameter.
+        schedule: sets the learning rate of a step from its loss.
+    """
+
+    def __init__(
+        self,
+        model: TokenLoss,
+        optimizers: Sequence[Optimizer],
+        schedule: Schedule,
+        parallel: Parallel,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        self.optimizers, self.schedule = optimizers, schedule
+        self._model, self._parallel, self._clip_grad_norm = model, parallel, clip_grad_norm
+
+    def before_backward(self, loss_sum: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor) -> bool:
+        """Whether this micro-batch goes backward. The arguments are those of :meth:`mean_loss` and :meth:`step`."""
+        return True
+
+    def mean_loss(self, loss_sum: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """[] the step's cross-entropy in nats per target token, whatever the objective; a collective.
+
+        Args:
+            loss_sum: [] over this rank's micro-batches so far.
+            targets: [] target tokens of the step, over all ranks.
+        """
+        return self._parallel.all_reduce_sum_(loss_sum) / targets.clamp(min=1)
+
+    def clip(self) -> torch.Tensor | None:
+        """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, [], over all ranks' shards; a collective."""
+        norm = grad_clipping.clip(self._model.trained_parameters().values(), self._clip_grad_norm)
+        return norm.to(self._parallel.device, non_blocking=True)  # offloaded gradients live on the CPU
+
+    def step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, denominator: torch.Tensor) -> None:
+        """Sets the learning rate from the step's loss, and updates the weights.
+
+        Args:
+            denominator: [] what the objective divides by; without any there is no update.
+        """
+        # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
+        if self.schedule.step(loss if grad_norm is None else loss + 0 * grad_norm, denominator):
+            self.optimizers[0].step()
+
+
+class UpdateInBackward(Update):
+    """``optimizer_in_bwd``: the backward of the only micro-batch updates the weights, so that the learning rate comes before it."""
+
+    def before_backward(self, loss_sum: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor) -> bool:
+        self._loss = super().mean_loss(loss_sum, targets)
+        is_taken = self.schedule.step(self._loss, denominator)
+        if not is_taken:
+            fsdp.reshard(self._model)
+        return is_taken
+
+    def mean_loss(self, loss_sum: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self._loss
+
+    def clip(self) -> None:
+        """There is no norm: gradients of the complete model never exist at one time."""
+
+    def step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, denominator: torch.Tensor) -> None:
+        """The backward has done it."""
+
+
+def build_update(
+    cfg: DictConfig,
+    model: TokenLoss,
+    parallel: Parallel,
+    precision: Precision,
+    *,
+    num_steps: int,
+    initial_loss: float | None,
+    is_resumed: bool,
+) -> Update:
+    """The optimizers and the schedule of a run.
+
+    Args:
+        num_steps: of the complete run, for schedulers with an end.
+        initial_loss: the pretrained model's mean loss over the training rows in nats, for FINCH's ``init: dataset``.
+        is_resumed: whether the EMA will come from a checkpoint.
+    """
+    parameters = list(model.trained_parameters().values())
+    optimizers = build_optimizers(cfg, parameters, precision, parallel.device, tensor_lr=is_finch(cfg))
+    init = cfg.lr_scheduler.get("init") if is_finch(cfg) else None
+    if is_resumed:
+        init = "first_batch"
+    elif uses_dataset_init(cfg) and initial_loss is not None:
+        init = initial_loss
+    schedule = build_schedule(cfg, optimizers, init=init, num_steps=num_steps)
+    clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
+    return (UpdateInBackward if cfg.optimizer_in_bwd else Update)(model, optimizers, schedule, parallel, clip_grad_norm)
 
 
 def build_optimizers(
@@ -41,3 +147,63 @@ def build_optimizers(
         return optimizer
 
     return optimizers_in_backward(parameters, make) if cfg.optimizer_in_bwd else [make(list(parameters))]
+
+
+def loss_schedule(cfg: DictConfig) -> type[FinchLR | ReplayLR] | None:
+    """The class of ``lr_scheduler`` if it is stepped with the loss, before the optimizer; None for torch's schedulers or none."""
+    path = component_of(cfg.lr_scheduler)
+    component = None if path is None else locate(path, "lr_scheduler")
+    return component if isinstance(component, type) and issubclass(component, (FinchLR, ReplayLR)) else None
+
+
+def is_finch(cfg: DictConfig) -> bool:
+    kind = loss_schedule(cfg)
+    return kind is not None and issubclass(kind, FinchLR)
+
+
+def uses_dataset_init(cfg: DictConfig) -> bool:
+    """Whether FINCH's EMA starts at the pretrained model's mean loss: ``init: dataset``, the default, as in the paper."""
+    return is_finch(cfg) and cfg.lr_scheduler.get("init", "dataset") == "dataset"
+
+
+def on_nonfinite(cfg: DictConfig) -> str:
+    """What the run does about a non-finite loss: the recipe's key, else the schedule's own."""
+    if cfg.on_nonfinite is None and loss_schedule(cfg) is not None:
+        return cfg.lr_scheduler.get("on_nonfinite", "raise")
+    return cfg.on_nonfinite or "raise"
+
+
+def build_schedule(
+    cfg: DictConfig, optimizers: Sequence[Optimizer], *, init: float | str | None, num_steps: int
+) -> Schedule:
+    """
+    Args:
+        init: FINCH's Lbar_0.
+        num_steps: of the complete run, for schedulers with an end.
+    """
+    action = on_nonfinite(cfg)
+    if loss_schedule(cfg) is None:
+        scheduler = None
+        if cfg.lr_scheduler is None:
+            logger.info(f"constant learning rate {float(optimizers[0].param_groups[0]['lr']):g}")
+        else:
+            scheduler = build(
+                cfg.lr_scheduler, "lr_scheduler", optimizers[0], num_training_steps=num_steps, last_epoch=-1
+            )
+        return TorchLR(optimizers, scheduler, on_nonfinite=action)
+    node = {**cfg.lr_scheduler, "on_nonfinite": action}
+    if not is_finch(cfg):
+        shape = cfg.lr_scheduler.get("shape", "curve")
+        logger.info(f"replaying the learning rates of {cfg.lr_scheduler.log}, shape={shape}")
+        return build(node, "lr_scheduler", optimizers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        finch = build({**node, "init": init}, "lr_scheduler", optimizers)
+    for warning in caught:
+        logger.warning(str(warning.message))
+    start = f", EMA starts at {init:.4f} nats" if isinstance(init, float) else ""
+    logger.info(
+        f"FINCH: eta_base {finch.eta_base:g}, eta_max {finch.eta_max:g} "
+        f"(reached below {(finch.eta_base / finch.eta_max) ** 2:.2g} nats), ema {finch.ema:g}{start}"
+    )
+    return finch

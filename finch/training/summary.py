@@ -1,55 +1,57 @@
-"""What a finished run says at its end: which epoch to use, how to load it, what was forgotten, steps, tokens and time."""
+"""What a run shows at the ends of its epochs and of itself: RUN/loss.png, and which epoch to use, how to load it, what was forgotten."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
-from finch import run_files
+from finch import files, run_files
 from finch.log import logger
 from finch.progress import duration
-from finch.training.selection import describe_best
+from finch.training.checkpointer import TrainState
+from finch.training.hooks import Hook, Trainer
+from finch.training.run import describe_best
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# A palette that is safe for colour-blind readers (Okabe and Ito, 2008)
+_GREY, _BLUE, _ORANGE, _BLACK = "#9a9a9a", "#0072B2", "#D55E00", "#000000"
+_PROBE_COLOURS = ("#009E73", "#CC79A7", "#0072B2", "#E69F00", "#56B4E9", "#D55E00", "#000000")
+_MAX_STEPS_WITH_MARKERS = 60
 
 
-def log_summary(
-    cfg: DictConfig,
-    best: Mapping[str, Any] | None,
-    *,
-    last: str,
-    start_time: float,
-    select_by: str | None,
-    probe_seconds: float = 0.0,
-    budget: str = "",
-) -> None:
-    """Logs the summary; called on one rank.
+class Summary(Hook):
+    """Draws the losses after each epoch, and logs the summary at the end; on one rank."""
 
-    Args:
-        cfg: the recipe's config.
-        best: ``{"epoch": name, metric: value}`` of the best epoch, or None.
-        last: the name of the last epoch's folder.
-        start_time: of this process, by ``time.perf_counter``; earlier attempts of a resumed run are not counted.
-        select_by: the metric that the best epoch is chosen by; None: there is none.
-        probe_seconds: spent on probes since ``start_time``.
-        budget: what became of the forgetting budget; empty without one.
-    """
-    run = Path(cfg.output_dir)
-    for line in epoch_to_use(run, best, last=last, select_by=select_by):
-        logger.info(line)
-    lines = run_files.read_metrics(run / run_files.METRICS)
-    for line in forgetting(lines, None if best is None else int(best["epoch"].split("_")[1])):
-        logger.info(line)
-    if budget:
-        logger.info(f"forgetting_budget: {budget}")
-    steps = [line for line in lines if "num_target_tokens" in line]
-    tokens = sum(line["num_target_tokens"] for line in steps)
-    seconds = time.perf_counter() - start_time
-    if probe_seconds:
-        logger.info(f"probes took {probe_seconds:.1f} s, {probe_seconds / seconds:.1%} of the time since this start")
-    logger.info(f"{len(steps):,} steps, {tokens:,} target tokens; {duration(seconds)} since this start")
+    def start(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def after_epoch(self, state: TrainState) -> None:
+        if self._trainer.parallel.is_rank_zero:
+            update_loss_figure(self._trainer.run.path)
+
+    def after_training(self, state: TrainState) -> None:
+        trainer = self._trainer
+        if not trainer.parallel.is_rank_zero:
+            return
+        run, last = trainer.run.path, trainer.exported(f"epoch_{state.epoch - 1}")
+        lines = run_files.read_metrics(run / run_files.METRICS)
+        steps = [line for line in lines if "num_target_tokens" in line]
+        tokens = sum(line["num_target_tokens"] for line in steps)
+        seconds = time.perf_counter() - trainer.run.start_time  # earlier attempts of a resumed run are not counted
+        for line in (
+            *epoch_to_use(run, state.best, last=last, select_by=state.select_by),
+            *forgetting(lines, None if state.best is None else int(state.best["epoch"].split("_")[1])),
+            *(line for hook in trainer.hooks.values() for line in hook.summary(state)),
+            f"{len(steps):,} steps, {tokens:,} target tokens; {duration(seconds)} since this start",
+        ):
+            logger.info(line)
 
 
 def epoch_to_use(run: Path, best: Mapping[str, Any] | None, *, last: str, select_by: str | None) -> list[str]:
@@ -104,3 +106,106 @@ def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> li
 def _number(name: str) -> int:
     """From 1, of ``epoch_0`` or ``epoch_0_adapter``."""
     return int(name.split("_")[1]) + 1
+
+
+def update_loss_figure(run: Path) -> None:
+    """Draws a run's metrics.jsonl; called on one rank. Without matplotlib nothing happens, and a failure is only a warning."""
+    if find_spec("matplotlib") is None:
+        logger.debug(f"{run / run_files.LOSS_FIGURE} is not drawn: matplotlib is not installed")
+        return
+    try:
+        draw(run_files.read_metrics(run / run_files.METRICS), run / run_files.LOSS_FIGURE)
+    except Exception as error:  # the run matters more than its figure
+        logger.warning(f"{run / run_files.LOSS_FIGURE} could not be drawn ({type(error).__name__}: {error})")
+
+
+def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draws lines of a metrics.jsonl into a PNG file. Nothing of pyplot's is used: a notebook keeps its backend and figures."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps = [line for line in lines if "loss" in line]
+    changes = _changes(lines)
+    figure = Figure(figsize=(8, 8.0 if changes else 5.6))
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(3 if changes else 2, 1, sharex=True, height_ratios=(3, 2.4, 2) if changes else (3, 2))
+    losses, rates = panels[0], panels[-1]
+
+    x = [line["step"] for line in steps]
+    few = {"marker": "."} if len(steps) <= _MAX_STEPS_WITH_MARKERS else {}
+    ema = _column(steps, "ema_loss")
+    has_ema = not all(math.isnan(value) for value in ema)
+    colour, width = (_GREY, 0.8) if has_ema else (_BLUE, 1.4)
+    losses.plot(x, _column(steps, "loss"), color=colour, linewidth=width, label="loss of the step", **few)
+    if has_ema:
+        losses.plot(x, ema, color=_BLUE, linewidth=1.8, label="EMA")
+    for key, style in zip(_validation_keys(lines), itertools.cycle(("-", "--", ":", "-."))):
+        validations = [line for line in lines if line.get(key) is not None]
+        at = [line["step"] for line in validations]
+        label = "validation" if key == "validation_loss" else key.removesuffix("/loss")
+        values = _column(validations, key)
+        losses.plot(at, values, color=_ORANGE, linewidth=1.4, linestyle=style, marker="o", markersize=5, label=label)
+    losses.set_ylabel("loss, nats a token")
+
+    if changes:
+        _draw_changes(panels[1], changes)
+    rates.plot(x, _column(steps, "lr"), color=_BLUE, linewidth=1.4, **few)
+    caps = [line["lr"] for line in steps if line.get("lr_is_capped")]
+    if caps:
+        rates.axhline(max(caps), color=_BLACK, linestyle="--", linewidth=1.0, label=f"eta_max = {max(caps):.3g}")
+    rates.set(xlabel="step", ylabel="learning rate")
+    rates.set_ylim(0, 1.08 * max([line["lr"] for line in steps], default=1.0) or 1.0)
+    rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    rates.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    for axes in panels:
+        tidy(axes)
+        if axes.get_legend_handles_labels()[
+            0
+        ]:  # above the curves; on the left there is the exponent of the learning rate
+            axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, ncols=3)
+    with files.atomic_file(file) as partial:
+        figure.savefig(partial, format="png", dpi=130)
+
+
+def _draw_changes(axes: Axes, changes: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    """The probes' changes since step 0; losses and KL divergences on the left axis, accuracies with a dashed line, in the same numbers."""
+    for (label, (at, values)), colour in zip(changes.items(), itertools.cycle(_PROBE_COLOURS)):
+        style = "--" if label.endswith("accuracy") else "-"
+        axes.plot(at, values, color=colour, linewidth=1.4, linestyle=style, marker="o", markersize=4, label=label)
+    axes.axhline(0, color=_BLACK, linewidth=0.8)
+    has_accuracy = any(label.endswith("accuracy") for label in changes)
+    axes.set_ylabel("change since step 0,\nnats a token" + (" or accuracy" if has_accuracy else ""))
+
+
+def _changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and changes since step 0 of each probe's metrics, by ``NAME loss`` and the like; empty without probes."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for line in lines:
+        for key, value in line.items():
+            if (
+                key.startswith("probe/")
+                and value is not None
+                and (key.endswith(("_change", "/kl")) or line["step"] == 0)
+            ):
+                label = key.removeprefix("probe/").removesuffix("_change").replace("/", " ")
+                at, values = found.setdefault(label, ([], []))
+                at.append(line["step"])
+                values.append(value if key.endswith(("_change", "/kl")) else 0.0)
+    return found
+
+
+def _validation_keys(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = {key: None for line in lines for key, value in line.items() if value is not None}
+    return [key for key in keys if key == "validation_loss" or key.startswith("validation/")]
+
+
+def tidy(axes: Axes) -> None:
+    """A light grid, and no frame above and to the right."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def _column(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [math.nan if line.get(key) is None else line[key] for line in lines]

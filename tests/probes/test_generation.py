@@ -5,7 +5,7 @@ import torch
 from helpers import models
 
 from finch.distributed.parallel import Parallel
-from finch.probes.generation import greedy_answers
+from finch.probes.own_answers import greedy_answers
 from finch.training.chunked_loss import TokenLoss
 
 PROMPTS = [[3, 7, 11], [40, 41, 42, 43, 44, 45, 46, 47], [5], [60, 3, 9, 60, 3]]

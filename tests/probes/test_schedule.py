@@ -1,6 +1,6 @@
 import pytest
 
-from finch.probes.schedule import MAX_SHARE, default_interval, eval_cost
+from finch.probes.probes import MAX_SHARE, default_interval, eval_cost
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100, 5000])

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from helpers.runs import assert_same_run, make_config, run_here, tune_run
 
-from finch.training.run_lock import RunLock
+from finch.training.run import RunLock
 from finch.weights.huggingface import HuggingFaceFolder
 
 pytestmark = pytest.mark.slow

@@ -51,7 +51,7 @@ def test_draw_writes_a_png_with_its_labels(lines, labels, tmp_path, monkeypatch)
 
 def test_pyplot_is_left_alone(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from finch.training.loss_figure import draw; "
+        "import sys; from pathlib import Path; from finch.training.summary import draw; "
         f"draw([], Path({str(tmp_path / 'loss.png')!r})); sys.exit('matplotlib.pyplot' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

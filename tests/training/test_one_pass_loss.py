@@ -17,9 +17,8 @@ from finch.objectives import DFT, EAFT, FLOW, STM, TALR, CrossEntropy
 from finch.training import chunked_loss
 from finch.training.chunked_loss import TokenLoss
 from finch.training.kl_penalty import KLPenalty
-from finch.training.objective import micro_batch_loss
 from finch.training.one_pass_loss import Weighting, one_pass
-from finch.training.step_median import StepMedian
+from finch.training.step_loss import StepMedian, micro_batch_loss
 
 CPU = torch.device("cpu")
 VOCAB, TOKENS = 151_936, 16_384  # Qwen3's vocabulary

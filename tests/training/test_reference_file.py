@@ -1,7 +1,7 @@
 import torch
 
 from finch.distributed.parallel import Parallel
-from finch.training.reference_file import ReferenceFile, fingerprint_of
+from finch.training.reference import ReferenceFile, fingerprint_of
 
 
 def test_file_counts_only_complete_and_under_its_fingerprint(tmp_path):

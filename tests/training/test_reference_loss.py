@@ -18,8 +18,7 @@ from finch.data.training_data import TrainingData
 from finch.distributed import parallel
 from finch.errors import UserError
 from finch.training.chunked_loss import TokenLoss
-from finch.training.reference_file import ReferenceFile
-from finch.training.reference_loss import ReferenceLosses, compute_reference_losses
+from finch.training.reference import ReferenceFile, ReferenceLosses, compute_reference_losses
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from finch.data.loader import EvalLoader, collator, loader
 from finch.data.order import EMPTY, GlobalOrder
 from finch.distributed.parallel import Parallel
 from finch.training.chunked_loss import TokenLoss
-from finch.training.reference_file import ReferenceFile
-from finch.training.reference_top_k import ReferenceTopK, compute_reference_top_k
+from finch.training.reference import ReferenceFile, ReferenceTopK, compute_reference_top_k
 
 TOP_K = 4
 

@@ -11,12 +11,12 @@ import pytest
 
 from finch.errors import UserError
 from finch.training import run_lock
-from finch.training.run_lock import RunLock
+from finch.training.run import RunLock
 
 HOLDER = """
 import multiprocessing, sys, time
 from pathlib import Path
-from finch.training.run_lock import RunLock
+from finch.training.run import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire()
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from finch.training.selection import better, describe_best
+from finch.training.run import better, describe_best
 
 
 @pytest.mark.parametrize(

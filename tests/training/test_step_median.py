@@ -8,7 +8,7 @@ import torch
 
 from finch.distributed.parallel import Parallel
 from finch.objectives import TALR, CrossEntropy
-from finch.training.step_median import StepMedian
+from finch.training.step_loss import StepMedian
 
 
 def batch_of(*losses):

@@ -1,0 +1,219 @@
+"""Where a run stands, what hooks ask of its loop, and the checkpoints from which it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from finch.checkpoint.reader import FORMAT, load_rng_state, load_tensors
+from finch.checkpoint.writer import CheckpointWriter
+from finch.data.order import GlobalOrder
+from finch.distributed.parallel import Parallel
+from finch.log import logger
+from finch.metrics import MetricsLog
+from finch.training.chunked_loss import TokenLoss
+from finch.training.optimizer import Update
+from finch.training.step_loss import StepLoss
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a run ends before its last epoch.
+
+    Attributes:
+        is_finished: whether the run is complete; else it is to be continued.
+        is_requeued: whether it should be started again by who started it.
+    """
+
+    reason: str
+    is_finished: bool = True
+    is_requeued: bool = False
+
+
+@dataclass
+class TrainState:
+    """
+    Attributes:
+        step, epoch: optimizer steps so far; the current epoch, from 0.
+        consumed: samples of this epoch; with the epoch it is the complete position in the data, on any number of ranks.
+        best: ``{"epoch": name, metric: value}`` of the best epoch, or None.
+        select_by: the metric that the best epoch is chosen by; None: there is none.
+        metrics: of the last step, as written to metrics.jsonl; tensors are not read yet.
+        is_epoch_end: whether the last step was the last one of its epoch.
+        is_synced: whether hooks may read tensors of the device after this step, see :meth:`finch.training.hooks.Hook.wants_sync`.
+        stop: set once all ranks have agreed to stop.
+        is_save_due: whether the state is saved after this step, or with the epoch that it ends.
+    """
+
+    parallel: Parallel
+    timeout_s: float = 1800.0
+    step: int = 0
+    epoch: int = 0
+    consumed: int = 0
+    best: dict[str, Any] | None = None
+    select_by: str | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    is_epoch_end: bool = False
+    is_synced: bool = False
+    stop: Stop | None = None
+    is_save_due: bool = False
+    _requested: Stop | None = None
+
+    def __post_init__(self) -> None:
+        # On the host: a request must not wait for the device.
+        timeout = timedelta(seconds=self.timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.parallel.world_size > 1 else None
+
+    def request_save(self) -> None:
+        """Asks for the state to be saved after this step; one rank's request is enough."""
+        self.is_save_due = True
+
+    def request_stop(self, reason: str, *, is_finished: bool = True, is_requeued: bool = False) -> None:
+        """Asks for the run to end after this step, with its state saved; one rank's request is enough. See :class:`Stop`."""
+        self._requested = Stop(reason, is_finished, is_requeued)
+
+    def agree(self) -> None:
+        """Makes the requests of each rank those of all; a collective of four numbers on the host."""
+        asked = self._requested
+        flags = [
+            self.is_save_due,
+            asked is not None,
+            asked is not None and not asked.is_finished,
+            asked is not None and asked.is_requeued,
+        ]
+        if self._group is not None:
+            found = torch.tensor(flags, dtype=torch.int32)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+            flags = [bool(flag) for flag in found.tolist()]
+        self.is_save_due, is_stopped, is_unfinished, is_requeued = flags
+        if is_stopped:
+            reasons = [None if asked is None else asked.reason]
+            if self._group is not None:
+                reasons *= self.parallel.world_size
+                dist.all_gather_object(reasons, reasons[0], group=self._group)
+            self.stop = Stop(next(filter(None, reasons)), not is_unfinished, is_requeued)
+
+    def advance(self, order: GlobalOrder, steps_per_epoch: int) -> None:
+        """Counts a step."""
+        self.step += 1
+        self.consumed = min(self.consumed + order.global_batch, order.num_samples)
+        self.is_epoch_end = self.consumed >= order.samples_in(steps_per_epoch)
+
+
+class Resumable(Protocol):
+    """What a recipe has that a checkpoint holds."""
+
+    model: TokenLoss
+    update: Update
+    loss: StepLoss
+    state: TrainState
+    hooks: Mapping[str, Any]
+    metrics_log: MetricsLog
+    seed: int
+    identity: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves and restores what a run needs to continue bit for bit. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`.
+
+    Args:
+        cfg: a recipe's config.
+        run: the run's folder.
+    """
+
+    def __init__(self, cfg: DictConfig, run: Path, parallel: Parallel) -> None:
+        self._parallel, self._user_hooks = parallel, set(cfg.hooks or ())
+        self._writer = CheckpointWriter(
+            run,
+            parallel,
+            every_n_steps=cfg.checkpoint.every_n_steps,
+            every_n_minutes=cfg.checkpoint.every_n_minutes,
+            keep_last=cfg.checkpoint.keep_last,
+            asynchronous=cfg.checkpoint["async"],
+            timeout_s=cfg.distributed_timeout,
+        )
+        self.is_due, self.poll, self.finish, self.close = (
+            self._writer.is_due,
+            self._writer.poll,
+            self._writer.finish,
+            self._writer.close,
+        )
+
+    def save(self, trainer: Resumable, *, metrics_lines: int, wait: bool) -> bool:
+        """A collective. Returns whether the disk has refused no file so far; without ``wait`` the save may have only begun.
+
+        Args:
+            metrics_lines: of metrics.jsonl that belong to the steps so far.
+            wait: until it is on the disk.
+        """
+        state = trainer.state
+        state.is_save_due = False
+        tensors, hooks = {}, {}
+        for name in self._user_hooks:
+            tensors[name], hooks[name] = _split(trainer.hooks[name].state_dict())
+        own = [hook.state_dict() for name, hook in trainer.hooks.items() if name not in self._user_hooks]
+        scalars = {
+            "format": FORMAT,
+            "step": state.step,
+            "epoch": state.epoch,
+            "consumed": state.consumed,
+            "seed": trainer.seed,
+            "best": state.best,
+            "schedule": trainer.update.schedule.state_dict(),
+            **trainer.loss.state_dict(),
+            "identity": trainer.identity,
+            **{key: value for state in own for key, value in state.items()},
+            "hooks": hooks,
+            "metrics_lines": metrics_lines,
+        }
+        return self._writer.save(
+            state.step, trainer.model, trainer.update.optimizers, scalars, extra=_nonempty(tensors), wait=wait
+        )
+
+    def load(self, trainer: Resumable, folder: Path, scalars: dict[str, Any]) -> None:
+        """Restores weights, optimizer, schedule, position, hooks and random states; a collective. Base learning rates stay the config's.
+
+        Raises:
+            UserError: the checkpoint does not hold what this model and optimizer need.
+        """
+        saved = scalars.get("hooks", {})
+        tensors = {name: _split(trainer.hooks[name].state_dict())[0] for name in self._user_hooks & saved.keys()}
+        load_tensors(folder, trainer.model, trainer.update.optimizers, self._parallel, extra=_nonempty(tensors))
+        state = trainer.state
+        state.step, state.epoch, state.consumed = scalars["step"], scalars["epoch"], scalars["consumed"]
+        state.best = scalars["best"]
+        trainer.update.schedule.load_state_dict(scalars["schedule"])
+        trainer.loss.load_state_dict(scalars)
+        for name, hook in trainer.hooks.items():
+            if name in tensors:
+                hook.load_state_dict({**saved[name], **tensors[name]})
+            elif name not in self._user_hooks:
+                hook.load_state_dict(scalars)
+            else:
+                logger.warning(
+                    f"hooks.{name} has no state in {folder}: it starts from the weights of step {state.step}"
+                )
+                hook.prepare(trainer)
+        load_rng_state(folder, scalars, self._parallel)
+
+
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and dictionaries of tensors, which the ranks save together; and the rest, which is JSON."""
+    tensors = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+        or (isinstance(value, dict) and any(isinstance(each, torch.Tensor) for each in value.values()))
+    }
+    return tensors, {key: value for key, value in state.items() if key not in tensors}
+
+
+def _nonempty(tensors: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: values for name, values in tensors.items() if values}

@@ -1,0 +1,277 @@
+"""What a run does around its training step: hooks, which a config can add to, and the recipe's own.
+
+A hook sees the recipe in :meth:`Hook.start` and the position in every other call. Two rules keep a run correct on many ranks: all hooks
+run in one order on every rank, since any of them may hold a collective, and a hook reads a tensor of the device only after a step for
+which a hook's :meth:`Hook.wants_sync` was true (``state.is_synced``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import DictConfig
+from torchtune import training
+from torchtune.modules import TransformerDecoder
+
+from finch.checkpoint.reader import all_finite
+from finch.config.instantiate import build, component_of
+from finch.data.training_data import TrainingData
+from finch.distributed import watchdog
+from finch.distributed.parallel import Parallel
+from finch.distributed.signals import Signals
+from finch.errors import UserError
+from finch.log import logger
+from finch.metrics import MetricsLog
+from finch.progress import RunProgress
+from finch.training.checkpointer import Resumable, TrainState
+from finch.training.dataset_loss import dataset_loss
+from finch.training.run import Run
+from finch.weights.huggingface import PretrainedFolder
+
+
+class Trainer(Resumable, Protocol):
+    """What a hook sees of a recipe.
+
+    Attributes:
+        cfg: its config.
+        base: the folder of the pretrained weights.
+        decoder: the model's torchtune decoder.
+    """
+
+    cfg: DictConfig
+    parallel: Parallel
+    run: Run
+    data: TrainingData
+    base: PretrainedFolder
+    tokenizer: Any
+    decoder: TransformerDecoder
+
+    def export(self, name: str) -> bool:
+        """Writes the model as it is now to RUN/name, a Hugging Face folder; a collective. Returns False if the disk refused a file."""
+        ...
+
+    def exported(self, name: str) -> str:
+        """The name of the folder that ``export`` writes."""
+        ...
+
+
+class Hook:
+    """The base class of hooks; every method is optional. Derive from it, and name the class under ``hooks`` in a config."""
+
+    def needs_pretrained(self, trainer: Trainer) -> bool:
+        """Whether :meth:`prepare` needs the pretrained weights also in a run that is resumed; may be a collective."""
+        return False
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Called once before the first step; a new run's model then has the pretrained weights. A checkpoint is loaded afterwards."""
+
+    def start(self, trainer: Trainer) -> None:
+        """Called before the first step, once weights, position and this hook's state are restored and the metrics are open."""
+
+    def before_step(self, state: TrainState) -> None:
+        """Called before the forward of each step."""
+
+    def wants_sync(self, step: int) -> bool:
+        """Whether a hook reads tensors of the device after ``step``; the same on every rank."""
+        return False
+
+    def after_step(self, state: TrainState) -> Mapping[str, Any] | None:
+        """Called after each update. What it returns joins the step's line in metrics.jsonl: numbers, or 0-d tensors not read here."""
+
+    def after_epoch(self, state: TrainState) -> Mapping[str, float] | None:
+        """Called after the last step of an epoch, before its folder is written. ``select_by`` may name a metric that it returns."""
+
+    def after_export(self, state: TrainState, name: str | None) -> None:
+        """Called once the epoch's folder ``name`` is written; None: this epoch has none (``save_last_epoch_only``)."""
+
+    def may_save(self, state: TrainState) -> bool:
+        """Whether the state may be saved now; the same on every rank."""
+        return True
+
+    def after_training(self, state: TrainState) -> None:
+        """Called at the end of a run that succeeded."""
+
+    def summary(self, state: TrainState) -> list[str]:
+        """Lines for the end of a run."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: tensors, sharded or not, dictionaries of tensors, and plain JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`state_dict` has returned; tensors are loaded in place, into those that it returns now."""
+
+    def close(self) -> None:
+        """Called after any end, also after an error."""
+
+
+def user_hooks(cfg: DictConfig, reserved: set[str]) -> dict[str, Hook]:
+    """The hooks of the config, by their names there.
+
+    Args:
+        reserved: names of the recipe's own.
+
+    Raises:
+        UserError: a component is not a hook, or has a reserved name.
+    """
+    found: dict[str, Hook] = {}
+    for name, node in (cfg.hooks or {}).items():
+        if name in reserved:
+            raise UserError(f"hooks.{name} is the name of a hook of the recipe; give it another name")
+        hook = build(node, f"hooks.{name}")
+        if not isinstance(hook, Hook):
+            raise UserError(
+                f"hooks.{name}._component_={component_of(node)} is no finch.training.hooks.Hook; derive the class from it"
+            )
+        found[str(name)] = hook
+    return found
+
+
+class Preemption(Hook):
+    """SIGTERM, SIGUSR1 and Ctrl-C end the run after the current step; the watchdog knows whether this rank is in a step."""
+
+    _signals: Signals | None = None
+
+    def install(self, run: Run) -> None:
+        """Handles signals from here on; before the first step they end the process at once."""
+        self._signals = Signals(before_training=run.mark_requeue)
+        self._signals.install()
+
+    def start(self, trainer: Trainer) -> None:
+        assert self._signals is not None, "install() comes first"
+        self._signals.start()
+
+    def before_step(self, state: TrainState) -> None:
+        watchdog.begin_step()
+
+    def after_step(self, state: TrainState) -> None:
+        watchdog.end_step()
+        signals = self._signals
+        if signals is not None and (signals.is_terminated or signals.is_interrupted):
+            state.request_stop("a signal", is_finished=False, is_requeued=signals.is_terminated)
+
+    def close(self) -> None:
+        if self._signals is not None:
+            self._signals.restore()
+
+
+class NonfiniteGuard(Hook):
+    """Ends the run where a loss, a gradient or a weight is not finite. Schedules raise and skip by themselves where they read the loss."""
+
+    def start(self, trainer: Trainer) -> None:
+        self._trainer, self._every = trainer, trainer.cfg.log_every_n_steps
+
+    def wants_sync(self, step: int) -> bool:
+        return step % self._every == 0 or not self._trainer.update.schedule.is_on_device
+
+    def after_step(self, state: TrainState) -> None:
+        if state.is_synced:
+            self._trainer.update.schedule.check()
+
+    def after_epoch(self, state: TrainState) -> None:
+        self.may_save(state)
+
+    def may_save(self, state: TrainState) -> bool:
+        """Always True; an update can break the weights before any forward shows it.
+
+        Raises:
+            FloatingPointError: a weight is not finite.
+        """
+        trainer = self._trainer
+        trainer.update.schedule.check()
+        if not trainer.parallel.all_true(all_finite(trainer.model.trained_parameters().values())):
+            raise FloatingPointError(
+                f"weights were not finite after step {state.step}, whose loss was: lower the learning rate or check the data"
+            )
+        return True
+
+
+class StepChecks(Hook):
+    """``debug_checks``: compares the learning rate and the EMA over the ranks. ``log_peak_memory_stats``: adds CUDA's statistics."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._is_checked, self._has_memory = cfg.debug_checks, cfg.log_peak_memory_stats
+
+    def start(self, trainer: Trainer) -> None:
+        self._parallel = trainer.parallel
+
+    def wants_sync(self, step: int) -> bool:
+        return bool(self._is_checked)
+
+    def after_step(self, state: TrainState) -> Mapping[str, Any]:
+        if self._is_checked:
+            self._parallel.check_equal("the learning rate", state.metrics["lr"])
+            self._parallel.check_equal("the EMA of the loss", state.metrics["ema_loss"])
+        device = self._parallel.device
+        return training.get_memory_stats(device=device) if self._has_memory and device.type == "cuda" else {}
+
+
+class Profiler(Hook):
+    """torchtune's profiler, of the config's block.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        is_enabled = cfg.profiler is not None and cfg.profiler.get("enabled", False)
+        self._profiler = build(cfg.profiler, "profiler")[0] if is_enabled else training.DummyProfiler()
+
+    def start(self, trainer: Trainer) -> None:
+        self._profiler.start()
+
+    def after_step(self, state: TrainState) -> None:
+        self._profiler.step()
+
+    def after_training(self, state: TrainState) -> None:
+        self._profiler.stop()
+
+
+class Validation(Hook):
+    """The mean loss over each set of ``dataset_validation`` in nats per token, after each epoch and every ``validate_every_n_steps``."""
+
+    def start(self, trainer: Trainer) -> None:
+        self._trainer, self._every = trainer, trainer.cfg.validate_every_n_steps
+
+    def wants_sync(self, step: int) -> bool:
+        return bool(self._every) and step % self._every == 0
+
+    def after_step(self, state: TrainState) -> None:
+        if self.wants_sync(state.step):
+            self.after_epoch(state)
+
+    def after_epoch(self, state: TrainState) -> Mapping[str, float]:
+        trainer, log = self._trainer, self._trainer.metrics_log
+        data = trainer.data
+        losses = {
+            key: dataset_loss(trainer.model, data.eval_loader(samples, "validation"))
+            for key, samples in data.validations.items()
+        }
+        if losses:
+            log.write_event({"step": state.step, "epoch": state.epoch, **losses})
+            texts = ", ".join(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in losses.items())
+            logger.info(f"epoch {state.epoch + 1}/{trainer.cfg.epochs}, step {state.step}: {texts}")
+            log.reset_timer()
+        return losses
+
+
+def build_metrics_log(cfg: DictConfig, run: Path, parallel: Parallel, *, num_steps: int) -> MetricsLog:
+    """The metrics of a run of ``num_steps`` optimizer steps, not opened yet.
+
+    Raises:
+        UserError: the metric logger cannot be built, most often because its package is not installed.
+    """
+    metric_logger = None
+    if cfg.metric_logger is not None and parallel.is_rank_zero:
+        metric_logger = build(cfg.metric_logger, "metric_logger")
+    return MetricsLog(
+        run,
+        metric_logger,
+        RunProgress(num_steps, cfg.epochs, is_shown=parallel.is_rank_zero),
+        is_writer=parallel.is_rank_zero,
+        every=cfg.log_every_n_steps,
+        world_size=parallel.world_size,
+    )

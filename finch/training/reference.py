@@ -1,0 +1,315 @@
+"""What the pretrained model says about the training rows, computed in one pass before training and kept in the run's folder.
+
+Its loss on every target token: the mean is where FINCH's average starts (``init: dataset``), its sequences give FLOW's weights, its
+tokens STM's mask. Its most likely tokens: what a cached KL penalty compares with. Both are kept under a fingerprint, so that a resumed
+run never computes them with tuned weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from finch import files, run_files
+from finch.data.loader import Batch, EvalLoader
+from finch.data.order import EMPTY
+from finch.data.training_data import TrainingData
+from finch.distributed.parallel import Parallel
+from finch.errors import UserError
+from finch.log import logger
+from finch.objectives import IGNORE_INDEX, Objective
+from finch.training.dataset_loss import iter_token_losses, no_targets_error
+from finch.weights.huggingface import PretrainedFolder
+
+_NUM_PIECES, _PIECE_BYTES = 64, 65536
+
+
+class ReferenceFile:
+    """A safetensors file that counts only under its fingerprint.
+
+    It is mapped into memory: the ranks of a machine share its pages, and what is not in use need not be in memory.
+
+    Args:
+        path: of the file.
+        fingerprint: see :func:`fingerprint_of`.
+    """
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path, self._fingerprint = path, fingerprint
+
+    @classmethod
+    def of_training_rows(
+        cls, path: Path, cfg: DictConfig, base: PretrainedFolder, data: TrainingData, **settings: Any
+    ) -> ReferenceFile:
+        """The file of a run's training rows.
+
+        Args:
+            data: with statistics, whose digest of the rows is in the fingerprint.
+            settings: what decides the tensors beside the model and its dtype.
+        """
+        assert data.stats is not None
+        settings = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype, **settings}
+        return cls(path, fingerprint_of(base.files, data.stats.digest, settings))
+
+    def load(self, parallel: Parallel) -> dict[str, torch.Tensor] | None:
+        """The tensors, if every rank can read them; a collective. None: no file, of another model or other rows, or damaged."""
+        tensors = self._read()
+        return tensors if parallel.all_true(tensors is not None) else None
+
+    def save(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        with files.atomic_file(self.path) as partial:
+            save_file(dict(tensors), partial, metadata={"fingerprint": self._fingerprint})
+
+    def _read(self) -> dict[str, torch.Tensor] | None:
+        try:
+            with safe_open(self.path, framework="pt") as content:
+                if (content.metadata() or {}).get("fingerprint") != self._fingerprint:
+                    return None
+                return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        except Exception:
+            return None  # safetensors has no class of its own for a truncated file; the tensors are computed again
+
+
+def fingerprint_of(weight_files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:
+    """What tensors of the pretrained model belong to.
+
+    Args:
+        weight_files: of the pretrained model; their sizes and 64 pieces spread over each are read, since tuning changes every
+            weight and reading complete files would take minutes.
+        rows: digest of all tokenized rows, which depend on tokenizer, template and max_seq_len.
+        settings: whatever else decides the tensors, as JSON: the model's block, the dtype.
+    """
+    digest = hashlib.sha256(json.dumps([rows, settings], sort_keys=True).encode())
+    for file in weight_files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as content:
+            for piece in range(_NUM_PIECES):
+                content.seek(size * piece // _NUM_PIECES)
+                digest.update(content.read(_PIECE_BYTES))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ReferenceLosses:
+    """The pretrained model's losses on the training rows.
+
+    Attributes:
+        losses: [target tokens] fp32 (fp64 for an fp64 model), nats, row after row in the dataset's order. Rows that a mixture
+            never draws have none.
+        ends: [rows] int64, where each row's losses end.
+        sequence_losses: [sequences with targets] fp32, nats, each one's mean, in no fixed order; packed rows hold several sequences.
+            In a mixture each as often as the first epoch draws it.
+        draws: [rows] int64, how often a mixture's first epoch draws each row; None: there is no mixture.
+    """
+
+    losses: torch.Tensor
+    ends: torch.Tensor
+    sequence_losses: torch.Tensor
+    draws: torch.Tensor | None = None
+
+    def row(self, index: int) -> torch.Tensor:
+        """[targets] the losses of one row; none for the empty row."""
+        return self.losses[row_span(self.ends, index)]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the target tokens of an epoch in nats; the same bits on any number of ranks that compute the same losses.
+
+        In a mixture it is the first epoch's, so that each row counts as often as it is drawn.
+        """
+        if self.draws is None:
+            return float(self.losses.sum(dtype=torch.float64) / self.losses.numel())
+        weights = self.draws.repeat_interleave(self.ends.diff(prepend=self.ends.new_zeros(1)))
+        return float((self.losses.double() * weights).sum() / weights.sum())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What there is, by attribute."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+
+def row_span(ends: torch.Tensor, index: int) -> slice:
+    """Where the values of one row stand.
+
+    Args:
+        ends: [rows] int64, where the values of each row end.
+        index: of the row; ``EMPTY`` has no values.
+    """
+    if index == EMPTY:
+        return slice(0, 0)
+    return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
+
+
+class ReferenceLossCache:
+    """A run's reference losses: those of an earlier start, or computed before training.
+
+    Args:
+        cfg: a recipe's config.
+        base: the pretrained model.
+        data: with statistics of the training rows.
+        run: the run's folder.
+    """
+
+    def __init__(self, cfg: DictConfig, base: PretrainedFolder, data: TrainingData, run: Path) -> None:
+        self._file = ReferenceFile.of_training_rows(run / run_files.REFERENCE_LOSSES, cfg, base, data)
+        self._data, self._model_folder = data, base.folder
+
+    def load(self, parallel: Parallel) -> ReferenceLosses | None:
+        """The losses of an earlier start, if every rank can read them; a collective."""
+        tensors = self._file.load(parallel)
+        if tensors is None:
+            return None
+        logger.info(f"the pretrained model's losses are read from {self._file.path}")
+        return ReferenceLosses(**tensors)
+
+    def compute(self, model: nn.Module) -> ReferenceLosses:
+        """Computes and saves them; a collective.
+
+        Args:
+            model: with the pretrained weights.
+
+        Raises:
+            UserError: no row has a target token, or the mean is not finite.
+        """
+        start = time.perf_counter()
+        loader = self._data.eval_loader(self._data.samples, "pretrained model's loss over the training rows")
+        reference = compute_reference_losses(model, loader)
+        if not math.isfinite(reference.mean):
+            raise UserError(
+                f"the pretrained model's mean loss over the training rows is {reference.mean}; check the weights in "
+                f"checkpointer.checkpoint_dir={self._model_folder}, and dtype"
+            )
+        logger.info(
+            f"pretrained model's mean loss over {len(loader.samples.rows)} training samples: {reference.mean:.4f} nats "
+            f"({time.perf_counter() - start:.1f} s)"
+        )
+        if loader.parallel.is_rank_zero:
+            self._file.save(reference.tensors())
+        return reference
+
+
+def compute_reference_losses(model: nn.Module, loader: EvalLoader) -> ReferenceLosses:
+    """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all losses.
+
+    Raises:
+        UserError: no row has a target token.
+    """
+    indices: list[int] = []
+    num_targets, losses, sequence_losses = [], [], []
+    draws = loader.samples.draws
+    for rows, batch, token_loss in iter_token_losses(model, loader):
+        token_loss = token_loss.cpu()
+        indices += rows
+        num_targets.append((batch["labels"] != IGNORE_INDEX).sum(1))
+        losses.append(token_loss.flatten()[batch["targets"]])
+        if draws is None:
+            sequence_losses.append(Objective().sequence_losses(token_loss, batch))
+        else:
+            sequence_losses += _repeated_sequence_losses(token_loss, batch, draws[torch.tensor(rows)].tolist())
+    share = (torch.tensor(indices), torch.cat(num_targets), torch.cat(losses), torch.cat(sequence_losses))
+    reference = replace(_merge_losses(loader.parallel.gather(share), len(loader.samples)), draws=draws)
+    if reference.sequence_losses.numel() == 0:
+        raise no_targets_error(loader.samples)
+    return reference
+
+
+def _repeated_sequence_losses(token_loss: torch.Tensor, batch: Batch, repeats: list[int]) -> Iterator[torch.Tensor]:
+    """Row by row the sequence losses, ``repeats`` times each; an empty row has none."""
+    for index, count in enumerate(repeats):
+        row: Batch = {key: batch[key][[index]] for key in ("labels", "input_pos") if key in batch}
+        yield Objective().sequence_losses(token_loss[[index]], row).repeat(count)
+
+
+def _merge_losses(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> ReferenceLosses:
+    """The ranks' shares in the order of the rows."""
+    rows: list[torch.Tensor] = [torch.empty(0)] * num_rows
+    for indices, num_targets, losses, _ in shares:
+        for index, row in zip(indices.tolist(), losses.split(num_targets.tolist()), strict=True):
+            if index != EMPTY:
+                rows[index] = row
+    ends = torch.tensor([len(row) for row in rows]).cumsum(0)
+    return ReferenceLosses(torch.cat(rows), ends, torch.cat([share[3] for share in shares]))
+
+
+@dataclass(frozen=True)
+class ReferenceTopK:
+    """Distributions over the most likely tokens and the rest as one, see :func:`finch.objectives.kl.top_log_probs`.
+
+    Attributes:
+        log_probs: [target tokens, top_k + 1] fp32 (fp64 for an fp64 model), row after row in the dataset's order. Rows that a
+            mixture never draws have none.
+        tokens: [target tokens, top_k] int32.
+        ends: [rows] int64, where each row's target tokens end.
+    """
+
+    log_probs: torch.Tensor
+    tokens: torch.Tensor
+    ends: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(values.numel() * values.element_size() for values in (self.log_probs, self.tokens))
+
+    def add_to(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        """The batch with the distributions of its target tokens, as :class:`finch.training.chunked_loss.TokenLoss` takes them.
+
+        Args:
+            batch: on the host.
+            rows: the dataset indices of its samples, in their order.
+        """
+        spans = [row_span(self.ends, index) for index in rows]
+        return {
+            **batch,
+            "reference_log_probs": torch.cat([self.log_probs[span] for span in spans]),
+            "reference_tokens": torch.cat([self.tokens[span] for span in spans]),
+        }
+
+
+def compute_reference_top_k(model: nn.Module, loader: EvalLoader, top_k: int) -> ReferenceTopK:
+    """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all rows."""
+    indices: list[int] = []
+    num_targets, log_probs, tokens = [], [], []
+    outputs: Any
+    for rows, batch, outputs in iter_token_losses(_WithTopK(model, top_k), loader):
+        indices += rows
+        num_targets.append((batch["labels"] != IGNORE_INDEX).sum(1))
+        log_probs.append(outputs["top_log_probs"].cpu().flatten(0, 1)[batch["targets"]])
+        tokens.append(outputs["top_tokens"].cpu().flatten(0, 1)[batch["targets"]].int())
+    share = (indices, torch.cat(num_targets).tolist(), torch.cat(log_probs), torch.cat(tokens))
+    return _merge_top_k(loader.parallel.gather(share), len(loader.samples))
+
+
+def _merge_top_k(shares: list[tuple[list[int], list[int], torch.Tensor, torch.Tensor]], num_rows: int) -> ReferenceTopK:
+    """The ranks' shares in the order of the rows."""
+    parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for indices, num_targets, log_probs, tokens in shares:
+        rows = zip(indices, log_probs.split(num_targets), tokens.split(num_targets), strict=True)
+        parts |= {index: (row_log_probs, row_tokens) for index, row_log_probs, row_tokens in rows if index != EMPTY}
+    order = sorted(parts)
+    ends = torch.tensor([len(parts[index][0]) if index in parts else 0 for index in range(num_rows)]).cumsum(0)
+    return ReferenceTopK(
+        torch.cat([parts[index][0] for index in order]), torch.cat([parts[index][1] for index in order]), ends
+    )
+
+
+class _WithTopK(nn.Module):
+    """A model that returns its most likely tokens at each forward pass."""
+
+    def __init__(self, model: nn.Module, top_k: int) -> None:
+        super().__init__()
+        self.model, self.top_k = model, top_k
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs, num_top_log_probs=self.top_k)

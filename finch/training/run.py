@@ -1,0 +1,448 @@
+"""One run: its folder RUN/ with lock, links and disk room, the checkpoint it resumes from, its identity, and its process from start to end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from filelock import FileLock, Timeout
+from omegaconf import DictConfig, OmegaConf
+from torchtune.modules import TransformerDecoder
+
+from finch import files, run_files
+from finch.checkpoint import manifest
+from finch.checkpoint import reader as checkpoint
+from finch.config.instantiate import component_of
+from finch.data.training_data import TrainingData
+from finch.distributed import watchdog
+from finch.distributed.parallel import Parallel, is_launched, launched_rank
+from finch.distributed.processes import die_with_parent
+from finch.errors import UserError, WriteFailed
+from finch.log import logger
+from finch.models.lora import adapter_parameters
+from finch.training.config_checks import check_output_folder, is_objective
+
+ACQUIRE_TIMEOUT_S = 5.0  # a holder that has been killed may take a moment to exit
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+class Recipe(Protocol):
+    """What :func:`run_recipe` needs of a recipe."""
+
+    interrupted: bool
+    """Whether Ctrl-C has ended the run."""
+
+    def setup(self, cfg: DictConfig) -> Any: ...
+    def train(self) -> Any: ...
+    def close(self) -> None: ...
+    def cleanup(self) -> Any: ...
+
+
+def run_recipe(recipe_class: Callable[[DictConfig], Recipe], cfg: DictConfig) -> None:
+    """Runs a recipe from its checks to the end of the process. Ctrl-C, once the state is saved, ends it with exit code 130.
+
+    Raises:
+        UserError: a mistake in the config, or a loss, gradient or weight that is not finite.
+    """
+    if is_launched():
+        die_with_parent()
+    recipe = recipe_class(cfg)
+    logger.setLevel(str(cfg.log_level).upper())
+    try:
+        recipe.setup(cfg)
+        recipe.train()
+    except FloatingPointError as error:
+        recipe.close()
+        raise UserError(str(error)) from error
+    except BaseException:
+        recipe.close()
+        raise
+    recipe.cleanup()
+    if recipe.interrupted:
+        sys.exit(128 + signal.SIGINT)
+
+
+class Run:
+    """The folder of a run. It is locked while the run is set up and becomes this run's in :meth:`begin`: a run that fails before its
+    first step leaves everything as it was. Only rank 0 writes and holds the lock.
+
+    Args:
+        cfg: a recipe's config.
+
+    Attributes:
+        path: the folder, which need not exist.
+        resumed_from: the checkpoint that the run resumes from, verified; None: a new run.
+        scalars: of that checkpoint; empty for a new run.
+        start_time: of this process, by ``time.perf_counter``.
+
+    Raises:
+        UserError: another run holds the folder, or it holds a run that this one must not touch.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.path, self._cfg, self._replace = Path(cfg.output_dir), cfg, bool(cfg.overwrite)
+        self.is_writer = launched_rank() == 0
+        self._lock, self.start_time = RunLock(self.path), time.perf_counter()
+        self._old_logs: dict[Path, tuple[int, int]] = {}
+        self.resumed_from: Path | None = None
+        self.scalars: dict[str, Any] = {}
+        if self.is_writer:  # the lock is exclusive: many ranks would wait for each other
+            self._lock.check()
+        self._candidates = check_output_folder(cfg)
+
+    def open(self, parallel: Parallel) -> None:
+        """Locks the folder if it exists, and verifies the checkpoint to resume from; a collective. Call it before a metric logger is
+        built, whose files are not an earlier run's.
+
+        Raises:
+            UserError: another run holds the folder, it cannot be written, or every checkpoint is damaged.
+        """
+        if self.is_writer and self.path.is_dir():
+            with self._os_error_as_user_error():
+                self._lock.acquire()
+                if self._replace:
+                    self._old_logs = {path: _version(path) for path in _files_in(self.path / run_files.LOGS)}
+        folder, damages = checkpoint.latest_valid(self._candidates, parallel)
+        if damages and folder is None:
+            raise UserError(
+                f"resume_from_checkpoint={self._cfg.resume_from_checkpoint}: {damages[0]}, and there is no other; start from scratch with "
+                "overwrite=True"
+            )
+        for message in damages:
+            logger.warning(message)
+        if folder is not None:
+            self.resumed_from, self.scalars = folder, checkpoint.read_state(folder)
+            logger.info(f"resumed from step {self.scalars['step']} of {folder}")
+
+    @property
+    def seed(self) -> int | None:
+        """The config's seed, or where it has none that of the run that is resumed."""
+        seed: int | None = self._cfg.seed if self._cfg.seed is not None else self.scalars.get("seed")
+        return seed
+
+    def identify(self, data: TrainingData, seed: int) -> dict[str, Any]:
+        """The identity of the run, see :func:`identity_of`.
+
+        Raises:
+            UserError: the checkpoint to resume from is another run's.
+        """
+        identity = identity_of(self._cfg, data, seed)
+        if self.resumed_from is not None:
+            checkpoint.check_identity(self.scalars, identity, self.resumed_from)
+        return identity
+
+    def check_disk_room(self, decoder: TransformerDecoder, dtype: torch.dtype | None) -> None:
+        """See :func:`check_disk_room`; on the rank that writes."""
+        epoch = self.scalars.get("epoch", 0)
+        if self.is_writer and epoch < self._cfg.epochs:
+            paths = [] if not self._replace else [path for each in self._old_outputs() for path in _files_in(each)]
+            freed = sum(path.lstat().st_size for path in paths)  # by `begin`
+            check_disk_room(self._cfg, decoder, dtype=dtype, freed_bytes=freed, first_epoch=epoch)
+
+    def create(self) -> None:
+        """Creates and locks the folder; what is in it stays.
+
+        Raises:
+            UserError: another run holds the folder, or it cannot be written.
+        """
+        if self.is_writer:
+            with self._os_error_as_user_error():
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire()
+                if not self._replace:
+                    (self.path / run_files.REQUEUE).unlink(missing_ok=True)
+
+    def begin(self, config: Any) -> None:
+        """Makes the folder this run's; called when the first step starts. Checkpoints later than the one that is resumed are archived.
+
+        Args:
+            config: written to config.yaml.
+
+        Raises:
+            UserError: a file cannot be removed or written.
+        """
+        if not self.is_writer:
+            return
+        with self._os_error_as_user_error():
+            if self._replace:
+                self._remove_old_run()
+            if self.resumed_from is not None:
+                checkpoint.archive_newer(self.path, self.resumed_from)
+            with files.atomic_file(self.path / run_files.CONFIG) as partial:
+                OmegaConf.save(config, partial)
+
+    def mark_requeue(self) -> None:
+        """Creates REQUEUE: the run is not finished and should be started again."""
+        if self.is_writer:
+            with contextlib.suppress(OSError):
+                (self.path / run_files.REQUEUE).touch()
+
+    def link(self, link: str, name: str) -> None:
+        """Makes ``link`` (``best``, ``within_budget``) a relative link to the folder ``name``, replaced in one step."""
+        if self.is_writer:
+            with files.atomic_file(self.path / link) as partial:
+                partial.symlink_to(name)
+
+    def export(self, write: Callable[[], None], name: str, parallel: Parallel) -> bool:
+        """Writes a model's folder; a collective. Returns whether it could be written; a full disk does not end the run.
+
+        Args:
+            write: writes it; called on every rank, since each sends its shards.
+            name: of the folder, for the log.
+        """
+        folder, start = self.path / name, time.perf_counter()
+        message = None
+        try:
+            write()
+        except WriteFailed as error:
+            message = str(error)
+        watchdog.heartbeat()
+        message = parallel.gather_all_ranks(message)[0]
+        if message is not None:
+            logger.warning(f"{folder} could not be written ({message})")
+        else:
+            logger.info(f"saved {folder} in {time.perf_counter() - start:.1f} s")
+        return message is None
+
+    def close(self) -> None:
+        """Releases the lock."""
+        self._lock.release()
+
+    def _old_outputs(self) -> list[Path]:
+        """In the order of their removal, which may be interrupted: without checkpoints nothing resumes the old run, and as long as
+        metrics.jsonl is there the folder counts as a run's."""
+        names = (run_files.REQUEUE, run_files.CHECKPOINTS, run_files.BEST, run_files.WITHIN_BUDGET)
+        models = [*self.path.glob("epoch_*"), *self.path.glob(f"{run_files.WITHIN_BUDGET}_step_*")]
+        last = (run_files.LOSS_FIGURE, run_files.METRICS)
+        return [self.path / name for name in names] + models + [self.path / name for name in last]
+
+    def _remove_old_run(self) -> None:
+        for path in (self.path / run_files.CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}"):
+            path.unlink()  # a checkpoint that is half removed must not look damaged
+        self._remove_old_logs()
+        for path in self._old_outputs():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+    def _remove_old_logs(self) -> None:
+        """Those that are as they were before this run's metric logger was built; one that the logger appends to is emptied."""
+        is_open = _open_files()
+        for path, version in self._old_logs.items():
+            if not os.path.lexists(path) or _version(path) != version:
+                continue
+            if not path.is_symlink() and (path.stat().st_dev, path.stat().st_ino) in is_open:
+                os.truncate(path, 0)
+            else:
+                path.unlink()
+        for folder in sorted({path.parent for path in self._old_logs}, reverse=True):
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
+
+    @contextlib.contextmanager
+    def _os_error_as_user_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"output_dir={self.path} cannot be written ({error.strerror}); give another folder"
+            ) from error
+
+
+def _files_in(path: Path) -> list[Path]:
+    """The files and links below a folder; a file or link itself."""
+    if path.is_dir() and not path.is_symlink():
+        return [each for each in path.rglob("*") if each.is_symlink() or each.is_file()]
+    return [path] if os.path.lexists(path) else []
+
+
+def _version(path: Path) -> tuple[int, int]:
+    status = path.lstat()
+    return status.st_ino, status.st_mtime_ns
+
+
+def _open_files() -> set[tuple[int, int]]:
+    """(device, inode) of the files that this process has open; empty where the system does not list them."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):  # the listing's own
+                status = os.fstat(int(descriptor))
+                found.add((status.st_dev, status.st_ino))
+    return found
+
+
+class RunLock:
+    """One run per output folder: a run locks RUN/.lock, so that two never write into one folder.
+
+    The lock is the operating system's (flock, through filelock) and is released when its holder ends, however that happens; on NFS
+    it holds across machines. The file's content names the holder, for the error message.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / run_files.LOCK
+        # Not filelock's lock file without flock: it would outlive a killed holder.
+        self._lock = FileLock(self._path, timeout=ACQUIRE_TIMEOUT_S, fallback_to_soft=False)
+
+    def check(self) -> None:
+        """Checks that no run holds the folder; creates nothing.
+
+        Raises:
+            UserError: another run holds the folder; names it.
+        """
+        with contextlib.suppress(OSError):  # the file cannot be opened: `acquire` reports that
+            if self._path.exists():
+                self._acquire()
+                self.release()
+
+    def acquire(self) -> None:
+        """Locks the folder, which must exist, until ``release`` or the end of the process.
+
+        Raises:
+            UserError: another run holds the folder; names it.
+            OSError: the folder cannot be written.
+        """
+        self._acquire()
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        self._path.write_text(json.dumps(holder) + "\n", encoding="utf-8")
+
+    def release(self) -> None:
+        self._lock.release(force=True)  # however often it was acquired
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise UserError(
+                f"output_dir={self._path.parent} is in use by {self._holder()}; wait for it to end, or give another output_dir"
+            ) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            warnings.warn(
+                f"{self._path.parent} is on a file system without locks: a second run could write into it", stacklevel=2
+            )
+
+    def _holder(self) -> str:
+        try:
+            holder = json.loads(self._path.read_text(encoding="utf-8"))
+            return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+        except (OSError, ValueError, KeyError):
+            return "another process"
+
+
+def check_disk_room(
+    cfg: DictConfig,
+    decoder: TransformerDecoder,
+    *,
+    dtype: torch.dtype | None,
+    freed_bytes: int = 0,
+    first_epoch: int = 0,
+) -> None:
+    """Checks that the weights of one epoch fit; warns if those of all epochs that are written and a checkpoint do not.
+
+    Args:
+        cfg: a recipe's config.
+        decoder: may be on the meta device.
+        dtype: of the exported weights; None: as they are.
+        freed_bytes: of an earlier run that is removed before anything is written.
+        first_epoch: from 0; those before it are written already.
+
+    Raises:
+        UserError: the weights of one epoch do not fit.
+    """
+    folder, adapter_only = Path(cfg.output_dir), cfg.get("save_adapter_weights_only", False)
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free + freed_bytes
+    needed = exported_bytes(decoder, dtype, adapter_only=adapter_only)
+    if free < needed:
+        raise UserError(
+            f"output_dir={folder} has {free:,} bytes of free disk, the weights of one epoch need {needed:,}; make room, or give a "
+            "folder on a larger disk"
+        )
+    trained = sum(weight.numel() * weight.itemsize for weight in decoder.parameters() if weight.requires_grad)
+    epochs = num_exports(cfg, first_epoch)
+    total = epochs * needed + trained
+    if free < total:
+        names, advice = (
+            ("one epoch", "") if epochs == 1 else (f"{epochs} epochs", "; save_last_epoch_only=True writes one")
+        )
+        logger.warning(
+            f"output_dir={folder} has {free:,} bytes of free disk; the weights of {names} and a checkpoint need more than {total:,}{advice}"
+        )
+
+
+def num_exports(cfg: DictConfig, first_epoch: int = 0) -> int:
+    """Epochs from ``first_epoch`` on whose weights a run writes."""
+    return 1 if cfg.save_last_epoch_only else int(cfg.epochs) - first_epoch
+
+
+def exported_bytes(decoder: TransformerDecoder, dtype: torch.dtype | None, *, adapter_only: bool = False) -> int:
+    """Bytes of the weights that an epoch exports: with LoRA the adapter and, unless ``adapter_only``, the merged model."""
+    adapters = adapter_parameters(decoder)
+    exported = adapters if adapter_only else decoder.state_dict()
+    return sum(weight.numel() * (dtype or weight.dtype).itemsize for weight in exported.values())
+
+
+def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any]:
+    """Config keys and properties of the data, with their values as plain JSON; saved in every checkpoint."""
+    stats, mixture = data.stats, data.mixture
+    return {
+        "model": OmegaConf.to_container(cfg.model, resolve=True),
+        "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,
+        "optimizer._component_": component_of(cfg.optimizer),
+        "lr_scheduler._component_": component_of(cfg.lr_scheduler),
+        "dtype": cfg.dtype,
+        "number of samples": len(data.samples),
+        "loss": OmegaConf.to_container(cfg.loss, resolve=True) if is_objective(cfg) else "cross-entropy",
+        "regularizer": None if cfg.regularizer is None else OmegaConf.to_container(cfg.regularizer, resolve=True),
+        "kl_penalty": None if cfg.kl_penalty is None else OmegaConf.to_container(cfg.kl_penalty, resolve=True),
+        # Of a mixture, a run of more epochs reads more rows.
+        "number of target tokens": stats.num_targets if stats is not None and mixture is None else None,
+        "digest of the tokenized rows": f"{stats.first_epoch_digest:016x}" if stats is not None else None,
+        "rows of the mixed datasets": None if mixture is None else list(mixture.rows),
+        "draws per epoch of the mixed datasets": None if mixture is None else list(mixture.draws),
+        "seed": seed,
+        "shuffle": cfg.shuffle,
+        "global batch": data.order.global_batch,
+        "drop_last": cfg.drop_last,
+        "max_steps_per_epoch": cfg.max_steps_per_epoch,
+    }
+
+
+def update_best(
+    best: dict[str, Any] | None, key: str | None, name: str, metrics: Mapping[str, float]
+) -> dict[str, Any] | None:
+    """The best epoch so far: ``{"epoch": name, key: value}``, or None.
+
+    Args:
+        best: of the epochs before; one that was chosen by another metric does not count.
+        key: of the metric; of an accuracy larger is better, of all others smaller. None: no epoch is chosen.
+        name: of the current epoch.
+        metrics: at its end.
+    """
+    if key is None:
+        return best
+    value, old = metrics.get(key), None if best is None else best.get(key)
+    if value is None or not math.isfinite(value):
+        return best
+    sign = -1 if key.endswith("/accuracy") else 1
+    return {"epoch": name, key: value} if old is None or sign * value < sign * old else best
+
+
+def describe_best(best: Mapping[str, Any]) -> str:
+    """The metric of the best epoch and its value: ``validation loss 2.5000 nats``."""
+    key = next(name for name in best if name != "epoch")
+    unit = "" if key.endswith("/accuracy") else " nats"
+    return f"{key.replace('_', ' ')} {best[key]:.4f}{unit}"
