@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.modules import TransformerDecoder
 
-from finch.config.instantiate import build, component_of, locate
+from finch.config.instantiate import component_of, locate
 from finch.data.loader import Batch
 from finch.distributed import parallel
 from finch.distributed.parallel import MeshSizes, Parallel
@@ -43,11 +43,10 @@ from finch.estimate.step_trace import GRADIENTS, OPTIMIZER, PENALTY, REFERENCE, 
 from finch.models.lora import train_adapters_only
 from finch.objectives import Objective
 from finch.optim.optimizer_in_backward import optimizers_in_backward
-from finch.training.kl_penalty import KLPenalty
 from finch.training.memory_estimate import optimizer_bytes
 from finch.training.model import allocate, decoder_on_meta, parallelize
-from finch.training.optimizer import build_optimizers, build_schedule, is_finch
-from finch.training.step_loss import build_objective
+from finch.training.optimizer import Update, UpdateInBackward, build_optimizers, build_schedule, is_finch
+from finch.training.step_loss import StepLoss
 
 LORA_RECIPE = "finch_lora_finetune"
 HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
@@ -117,7 +116,7 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
         warnings.simplefilter("ignore")
         try:
             step = FakeStep(cfg, group, precision, is_lora=recipe == LORA_RECIPE)
-            trace = step.run(rows, min(number, _MICRO_BATCHES))
+            trace = step.trace(rows, min(number, _MICRO_BATCHES))
         except _NEEDS_VALUES as error:
             raise UserError(
                 f"the step calls {error.func}, which needs the values of tensors; `finch check` estimates the memory without running it"
@@ -161,83 +160,79 @@ class FakeStep(FinchFullFinetune):
 
     def __init__(self, cfg: DictConfig, group: Parallel, precision: Precision, *, is_lora: bool) -> None:
         # Not the recipe's own: it checks the run's folder and the device.
-        self._cfg, self._parallel, self._device, self._precision = cfg, group, _CPU, precision
-        self._clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
+        self.cfg, self.parallel, self.device, self.precision = cfg, group, _CPU, precision
         self.decoder, plan, _ = decoder_on_meta(cfg, precision)
         if is_lora:
             train_adapters_only(self.decoder)
-        self._objective, num_chunks = build_objective(cfg)
-        self._objective.count = _count_targets  # type: ignore[method-assign,assignment]
-        if "pretrained_token_loss" in self._objective.needs:
-            self._objective.prepare(_PRETRAINED, _PRETRAINED)
-        self._median: Any = _FixedStatistic(self._objective, cfg.gradient_accumulation_steps)
-        self._kl_penalty = KLPenalty(cfg, self.decoder, group)
-        self._regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
+        self.loss = StepLoss(cfg, self.decoder, group)
+        objective = self.loss.objective
+        objective.count = _count_targets  # type: ignore[method-assign,assignment]
+        if "pretrained_token_loss" in objective.needs:
+            objective.prepare(_PRETRAINED, _PRETRAINED)
+        self.loss.median = _FixedStatistic(objective, cfg.gradient_accumulation_steps)  # type: ignore[assignment]
         _fill_rotary_tables(self.decoder)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self._model = parallelize(
+        self.model = parallelize(
             self.decoder,
             cfg,
             group,
             precision,
-            num_chunks=num_chunks,
+            num_chunks=self.loss.num_chunks,
             plan=plan,
-            has_reference=self._kl_penalty.has_reference,
+            has_reference=self.loss.kl_penalty.has_reference,
         )
         with self._mode:
-            allocate(self._model, cfg, group, precision)
-            self._trace = StepTrace(self._model)
+            allocate(self.model, cfg, group, precision)
+            self._trace = StepTrace(self.model)
             with self._trace:
-                self._build_optimizers()
+                self._build_update()
         self.between_steps = self._trace.memory.live()
-        self.state: Any = SimpleNamespace(step=0)
+        self.state: Any = SimpleNamespace(step=0, epoch=0)
         self.tokens = self.targets = 0
 
-    def run(self, rows: Rows, num_micro_batches: int) -> StepTrace:
+    def trace(self, rows: Rows, num_micro_batches: int) -> StepTrace:
         """One step of the recipe."""
         vocab_size = self.decoder.tok_embeddings.weight.shape[0]
-        batches = [micro_batch(self._cfg, rows, self._objective, vocab_size) for _ in range(num_micro_batches)]
+        batches = [micro_batch(self.cfg, rows, self.loss.objective, vocab_size) for _ in range(num_micro_batches)]
         self.tokens, self.targets = num_tokens(batches[0]), batches[0]["targets"].numel()
         self._trace.reset()
         with self._mode, self._trace:
-            self._train_step(batches)
+            self.train_step(batches)
         return self._trace
 
-    def _build_optimizers(self) -> None:
+    def _build_update(self) -> None:
         """Optimizers with the states that they have after the first step, and the weights that a regularizer keeps."""
-        weights = self._model.trained_parameters()
-        if self._regularizer is not None:
+        weights = self.model.trained_parameters()
+        if self.loss.regularizer is not None:
             with self._trace.allocating(PENALTY):
-                self._regularizer.start(weights.items())
+                self.loss.regularizer.start(weights.items())
         parameters = list(weights.values())
-        if _compiles_a_kernel(self._cfg, self._precision):
-            make = functools.partial(_CountedStates, bytes_per_parameter=optimizer_bytes(self._cfg, self._precision))
-            in_backward = self._cfg.optimizer_in_bwd
-            self._optimizers = optimizers_in_backward(parameters, make) if in_backward else [make(parameters)]
+        cfg = self.cfg
+        if _compiles_a_kernel(cfg, self.precision):
+            make = functools.partial(_CountedStates, bytes_per_parameter=optimizer_bytes(cfg, self.precision))
+            optimizers: Sequence[torch.optim.Optimizer]
+            optimizers = optimizers_in_backward(parameters, make) if cfg.optimizer_in_bwd else [make(parameters)]
         else:
-            self._optimizers = build_optimizers(self._cfg, parameters, self._precision, _CPU, tensor_lr=False)
+            optimizers = build_optimizers(cfg, parameters, self.precision, _CPU, tensor_lr=False)
         for weight in parameters:
             weight.grad = torch.zeros_like(weight)
         with self._trace.allocating(OPTIMIZER):
-            for optimizer in self._optimizers:
+            for optimizer in optimizers:
                 optimizer.step()
-        self._model.zero_grad(set_to_none=True)
-        self._schedule = self._build_schedule()
+        self.model.zero_grad(set_to_none=True)
+        update = UpdateInBackward if cfg.optimizer_in_bwd else Update
+        clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
+        self.update = update(self.model, optimizers, self._build_schedule(optimizers), self.parallel, clip_grad_norm)
 
-    def _build_schedule(self) -> Any:
+    def _build_schedule(self, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """FinchLR where it reads no loss on the host, as on CUDA with a fused optimizer; otherwise a stand-in, which allocates nothing."""
-        cfg = self._cfg
-        if not is_finch(cfg) or not all(
-            getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers
-        ):
+        cfg = self.cfg
+        if not is_finch(cfg) or not all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers):
             return _ConstantRate()
-        for optimizer in self._optimizers:
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]))
-        return build_schedule(cfg, self._optimizers, init=_NATS, num_steps=1)
-
-    def _log_step(self, *_: Any) -> None:
-        pass
+        return build_schedule(cfg, optimizers, init=_NATS, num_steps=1)
 
 
 class _ConstantRate:
@@ -245,6 +240,9 @@ class _ConstantRate:
 
     def step(self, *_: Any) -> bool:
         return True
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 class _FixedStatistic:
@@ -268,6 +266,9 @@ class _FixedStatistic:
 
     def after_step(self) -> None:
         pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 class _CountedStates(torch.optim.Optimizer):
