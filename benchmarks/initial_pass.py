@@ -39,7 +39,7 @@ def main() -> None:
     _, cfg = read_job(args.config, [*fixed, *args.overrides])
     recipe = FinchFullFinetune(cfg)
     recipe.setup(cfg)
-    recipe._begin()
+    recipe.begin()
     timed = _passes(recipe)
     for run in timed.values():
         run()  # the first pass has paid for allocations and kernels
@@ -51,7 +51,7 @@ def main() -> None:
             timed[name]()
             times[name].append(time.perf_counter() - start)
     if launched_rank() == 0:
-        data = recipe._data
+        data = recipe.data
         lengths = [len(data.samples[index]["labels"]) for index in data.samples.rows]
         print(
             f"{args.config} {' '.join(args.overrides)}: {len(lengths)} rows, {sum(lengths):,} tokens, {data.order.global_batch} rows a step; "
@@ -69,16 +69,16 @@ def main() -> None:
 
 def _passes(recipe: FinchFullFinetune) -> dict[str, Callable[[], object]]:
     """What is timed, by its name."""
-    data, model, parallel = recipe._data, recipe._model, recipe._parallel
+    data, model, parallel = recipe.data, recipe.model, recipe.parallel
     collate = data._collate[id(data.samples)]
-    settings = EvalSettings(parallel, lambda _: collate, recipe._cfg.batch_size)
+    settings = EvalSettings(parallel, lambda _: collate, recipe.cfg.batch_size)
     samples = [data.samples[index] for index in data.samples.rows]
     probe = ProbeRows("question_answer", [{key: list(row[key]) for key in ("tokens", "labels")} for row in samples])
 
     def epoch() -> None:
         batches, consumed = data.batches(0, 0), 0
         while consumed < data.order.num_samples:
-            recipe._train_step(list(itertools.islice(batches, data.order.micro_batches_in_step(consumed))))
+            recipe.train_step(list(itertools.islice(batches, data.order.micro_batches_in_step(consumed))))
             consumed += data.order.global_batch
 
     return {

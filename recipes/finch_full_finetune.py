@@ -141,16 +141,19 @@ class FinchFullFinetune(FTRecipeInterface):
         if self.run.resumed_from is not None:
             self.load_checkpoint()
 
+    def begin(self) -> None:
+        """Makes the folder this run's: the one that it replaces is removed, and the metrics are opened."""
+        self.run.begin(resolved.resolved_config(self.cfg, self.options))
+        lines = self.run.scalars.get("metrics_lines")
+        self.metrics_log.open(resolved.redacted(self.cfg), first_step=self.state.step, first_lines=lines)
+        for hook in self.hooks.values():
+            hook.start(self)
+        self.state.agree()
+
     def train(self) -> None:
         """The training loop: epochs, steps, and what happens between them."""
         cfg, state = self.cfg, self.state
-        # From here on the folder is this run's: the one that it replaces is removed.
-        self.run.begin(resolved.resolved_config(cfg, self.options))
-        lines = self.run.scalars.get("metrics_lines")
-        self.metrics_log.open(resolved.redacted(cfg), first_step=state.step, first_lines=lines)
-        for hook in self.hooks.values():
-            hook.start(self)
-        state.agree()
+        self.begin()
         if state.epoch >= cfg.epochs:
             done = f"has finished its {cfg.epochs} epochs; set epochs higher to continue"
             logger.info(f"nothing to do: {self.run.path} {done}")

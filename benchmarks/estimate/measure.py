@@ -35,26 +35,26 @@ class MeasuredStep:
 @contextmanager
 def measured_step() -> Iterator[list[MeasuredStep]]:
     """The list gains one entry for the recipe that runs inside."""
-    train_step = FinchFullFinetune._train_step
+    train_step = FinchFullFinetune.train_step
     measured: list[MeasuredStep] = []
 
-    def measure(recipe: Any, batches: list[dict[str, Any]]) -> None:
+    def measure(recipe: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
         if recipe.state.step != _MEASURED_STEP:
-            train_step(recipe, batches)
-            return
+            return train_step(recipe, batches)
         gc.collect()
         before = _state_bytes(recipe)
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
-            train_step(recipe, batches)
+            metrics = train_step(recipe, batches)
         measured.append(MeasuredStep(before, before + _most_allocated(profile), _mean_rows(batches)))
+        return metrics
 
-    with mock.patch.object(FinchFullFinetune, "_train_step", measure):
+    with mock.patch.object(FinchFullFinetune, "train_step", measure):
         yield measured
 
 
 def _state_bytes(recipe: Any) -> int:
-    states = [value for each in recipe._optimizers for state in each.state.values() for value in state.values()]
-    values = (*recipe._model.parameters(), *recipe._model.buffers(), *states)
+    states = [value for each in recipe.update.optimizers for state in each.state.values() for value in state.values()]
+    values = (*recipe.model.parameters(), *recipe.model.buffers(), *states)
     return sum(
         {
             each.untyped_storage()._cdata: each.untyped_storage().nbytes()

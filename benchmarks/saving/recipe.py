@@ -21,7 +21,7 @@ from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
 from finch.config.schema import FULL_FINETUNE
 from finch.errors import exit_without_teardown
-from finch.training import checkpointing
+from finch.training import checkpointer
 
 FILE_NAME = "stretches.jsonl"
 NEVER, ASYNC, SYNC = MODES = ("never", "async", "sync")
@@ -53,7 +53,7 @@ class AlternatingWriter(CheckpointWriter):
 
 @parse(FULL_FINETUNE)
 def recipe_main(cfg: Any) -> None:
-    checkpointing.CheckpointWriter = AlternatingWriter  # type: ignore[misc, assignment]
+    checkpointer.CheckpointWriter = AlternatingWriter  # type: ignore[misc, assignment]
     finch_full_finetune.run_recipe(FinchFullFinetune, cfg)
 
 

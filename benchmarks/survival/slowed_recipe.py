@@ -72,7 +72,7 @@ def slow_down(phases: Phases | None) -> None:
                 time.sleep(PAUSE_S)
             os.fsync(file.fileno())
 
-    slow(FinchFullFinetune, "_train_step", STEP_S)
+    slow(FinchFullFinetune, "train_step", STEP_S)
     slow(torch, "save", TENSOR_S)  # torch.distributed.checkpoint writes a shard tensor by tensor
     slow(Path, "rename", PAUSE_S, PAUSE_S)
     slow(Path, "replace", PAUSE_S)
@@ -80,7 +80,7 @@ def slow_down(phases: Phases | None) -> None:
     slow(SafetensorsWriter, "write_rows", TENSOR_S)
     files.write_text = write_text
     record(FinchFullFinetune, "train", lambda *_: "training")
-    record(FinchFullFinetune, "_export", lambda *_: "export")
+    record(FinchFullFinetune, "write_weights", lambda *_: "export")
     record(CheckpointWriter, "_run_on_all_ranks", lambda _, action: SAVE_PHASES[action.__name__])
 
 
