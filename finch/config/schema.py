@@ -353,6 +353,7 @@ OUTPUT: dict[str, Option] = {
         Component | None,
         None,
         "your own finch.training.hooks.Hook classes by name, called around each step; docs/recipe.md",
+        is_named=True,
     ),
     "profiler": Option(Component | None, None, "torchtune's profiler block"),
     "export_dtype": Option(

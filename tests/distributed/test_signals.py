@@ -1,4 +1,4 @@
-"""Signals are recorded and agreed on by all ranks, handlers are restored; a second signal ends the process."""
+"""Signals are recorded, handlers are restored; a second signal ends the process."""
 
 import functools
 import multiprocessing
@@ -10,26 +10,21 @@ import sys
 import time
 
 import pytest
-import torch
-from helpers.ranks import on_ranks
 from helpers.runs import environment, is_running
 
-from finch.distributed.parallel import Parallel
 from finch.distributed.processes import init_loader_worker
-from finch.distributed.signals import SignalDecision, Signals
-
-ONE_PROCESS = Parallel(torch.device("cpu"))
-SCRIPT = """
-import os, signal, sys, torch
-from finch.distributed.parallel import Parallel
 from finch.distributed.signals import Signals
-signals = Signals(Parallel(torch.device("cpu")), before_training=lambda: print("before", flush=True))
+
+SCRIPT = """
+import os, signal, sys
+from finch.distributed.signals import Signals
+signals = Signals(before_training=lambda: print("before", flush=True))
 signals.install()
 if "train" in sys.argv:
     signals.start()
 for name in sys.argv[2:]:
     os.kill(os.getpid(), getattr(signal, name))
-print(signals.sync(False).stop)
+print(signals.is_terminated or signals.is_interrupted)
 """
 
 
@@ -38,13 +33,12 @@ print(signals.sync(False).stop)
 )
 def test_signal_stops_the_run_and_handlers_are_restored(number, requeue):
     previous = signal.getsignal(number)
-    signals = Signals(ONE_PROCESS)
+    signals = Signals()
     signals.install()
     signals.start()
-    assert signals.sync(False) == SignalDecision()
-    assert signals.sync(True) == SignalDecision(save=True)
+    assert (signals.is_terminated, signals.is_interrupted) == (False, False)
     os.kill(os.getpid(), number)
-    assert signals.sync(False) == SignalDecision(stop=True, requeue=requeue)
+    assert (signals.is_terminated, signals.is_interrupted) == (requeue, not requeue)
     signals.restore()
     assert signal.getsignal(number) is previous
 
@@ -69,29 +63,6 @@ def test_second_signal_exits_at_once():
 def test_signal_before_training_exits_after_the_callback():
     done = run_script("setup", "SIGUSR1")
     assert (done.returncode, done.stdout) == (0, "before\n")
-
-
-def test_sync_gives_all_ranks_the_same_decision(tmp_path):
-    code = """
-        import signal
-        from finch.distributed.parallel import start, stop
-        from finch.distributed.signals import Signals
-        parallel = start(device, shard=False)
-        signals = Signals(parallel)
-        signals.start()
-        decisions = []
-        for step in range(4):
-            if step == 1 and parallel.rank == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-            if step == 2 and parallel.rank == 0:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            decision = signals.sync(step == 3 and parallel.rank == 1)
-            decisions.append([decision.save, decision.stop, decision.requeue])
-        tell(decisions)
-        stop()
-    """
-    expected = [[False, False, False], [False, True, False], [False, True, True], [True, True, True]]
-    assert on_ranks(2, code, tmp_path) == [expected, expected]
 
 
 def sleep_as_worker(is_ready):

@@ -143,32 +143,35 @@ def before_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], None])
     """Calls ``action(recipe)`` before each training step; ``recipe.state.step`` steps are done by then."""
     import finch_full_finetune
 
-    train_step = finch_full_finetune.FinchFullFinetune._train_step
+    train_step = finch_full_finetune.FinchFullFinetune.train_step
 
     def acted_on(recipe, batches):
         action(recipe)
-        train_step(recipe, batches)
+        return train_step(recipe, batches)
 
-    monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "_train_step", acted_on)
+    monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "train_step", acted_on)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *, losses: Sequence[int] = (), gradients: Sequence[int] = ()) -> None:
     """Makes the losses of some steps NaN, and a gradient of others infinite, which leaves the loss finite. Steps count from 1."""
-    from finch_full_finetune import FinchFullFinetune
+    from finch.training.optimizer import Update
+    from finch.training.step_loss import StepLoss
 
-    losses_of, clip = FinchFullFinetune._losses, FinchFullFinetune._clip_gradients
+    steps = [0]
+    before_steps(monkeypatch, lambda recipe: steps.append(recipe.state.step + 1))
+    losses_of, clip = StepLoss.__call__, Update.clip
 
-    def spoiled_losses(recipe, batch, scale):
-        found = losses_of(recipe, batch, scale)
-        return [each * math.nan for each in found] if recipe.state.step + 1 in losses else found
+    def spoiled_losses(*args):
+        found = losses_of(*args)
+        return [each * math.nan for each in found] if steps[-1] in losses else found
 
-    def spoiled_gradients(recipe):
-        if recipe.state.step + 1 in gradients:
-            next(recipe._model.parameters()).grad[0] = math.inf
-        return clip(recipe)
+    def spoiled_gradients(update):
+        if steps[-1] in gradients:
+            next(update._model.parameters()).grad[0] = math.inf
+        return clip(update)
 
-    monkeypatch.setattr(FinchFullFinetune, "_losses", spoiled_losses)
-    monkeypatch.setattr(FinchFullFinetune, "_clip_gradients", spoiled_gradients)
+    monkeypatch.setattr(StepLoss, "__call__", spoiled_losses)
+    monkeypatch.setattr(Update, "clip", spoiled_gradients)
 
 
 def fail_while_loading(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -177,12 +180,12 @@ def fail_while_loading(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Non
     def fail(_):
         raise error
 
-    monkeypatch.setattr("finch_full_finetune.FinchFullFinetune._load_base", fail)
+    monkeypatch.setattr("finch_full_finetune.FinchFullFinetune.load_base", fail)
 
 
 def weights_now(recipe: Any) -> dict[str, torch.Tensor]:
     """A copy of a run's weights, for what ``before_steps`` calls."""
-    return {name: weight.detach().clone() for name, weight in recipe._model.named_parameters()}
+    return {name: weight.detach().clone() for name, weight in recipe.model.named_parameters()}
 
 
 def run_broken(folder, config, monkeypatch, step, *overrides, recipe=FULL):
@@ -191,7 +194,7 @@ def run_broken(folder, config, monkeypatch, step, *overrides, recipe=FULL):
 
     def end(recipe):
         if recipe.state.step == step:
-            recipe._checkpoint_writer.finish()
+            recipe.checkpointer.finish()
             raise Broken
 
     def export_and_end(recipe, name):
@@ -201,8 +204,8 @@ def run_broken(folder, config, monkeypatch, step, *overrides, recipe=FULL):
     with monkeypatch.context() as patch:
         before_steps(patch, end)
         if step == "export":
-            export = FinchFullFinetune._export
-            patch.setattr(FinchFullFinetune, "_export", export_and_end)
+            export = FinchFullFinetune.export
+            patch.setattr(FinchFullFinetune, "export", export_and_end)
         with pytest.raises(Broken):
             run_here(folder, config, *overrides, recipe=recipe)
 

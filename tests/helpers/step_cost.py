@@ -95,13 +95,13 @@ def start(config, *overrides):
     cfg = read(["--config", config, *overrides], FULL_FINETUNE)
     recipe = finch_full_finetune.FinchFullFinetune(cfg)
     recipe.setup(cfg)
-    recipe._begin()
+    recipe.begin()
     return recipe
 
 
 def steps(recipe, number, epoch=0):
     """The micro-batches of an epoch's first steps."""
-    order = recipe._data.order
-    batches = recipe._data.batches(epoch, 0)
+    order = recipe.data.order
+    batches = recipe.data.batches(epoch, 0)
     for step in range(number):
         yield list(itertools.islice(batches, order.micro_batches_in_step(step * order.global_batch)))

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from helpers.runs import assert_same_run, before_steps, environment, is_running, make_config, run_here
 
-from finch.training import run_lock
+from finch.training import run as run_module
 
 
 def raise_signal_in(monkeypatch, step, number):
@@ -92,7 +92,7 @@ def test_two_ranks_stop_together_and_die_with_their_launcher(tmp_path, base_fold
     workers = workers_of(launcher.pid)
     holder = json.loads((tmp_path / "run" / ".lock").read_text())["pid"]
     assert holder in workers
-    monkeypatch.setattr(run_lock, "ACQUIRE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(run_module, "ACQUIRE_TIMEOUT_S", 0.2)
     assert f"is in use by process {holder} on " in run_here(tmp_path / "second", config).error()
     launcher.kill()
     launcher.wait()

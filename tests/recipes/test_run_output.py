@@ -4,7 +4,7 @@ import pytest
 from helpers.runs import make_config, run_here, tune_run
 
 from finch import progress
-from finch.training import loss_figure
+from finch.training import summary
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_each_step_has_a_line_where_steps_are_slow(tmp_path, config, monkeypatch
 
 
 def test_run_without_matplotlib_has_no_figure(tmp_path, config, monkeypatch):
-    monkeypatch.setattr(loss_figure, "find_spec", lambda name: None)
+    monkeypatch.setattr(summary, "find_spec", lambda name: None)
     run = run_here(tmp_path, config, "epochs=1")
     assert run.returncode == 0, run.output
     assert "could not be drawn" not in run.output

@@ -17,9 +17,9 @@ COUNT = """
         recipe = start(str(folder / "config.yaml"), f"output_dir={folder / name}", *overrides)
         for batches in steps(recipe, 3):
             with Collectives() as collectives:
-                recipe._train_step(batches)
+                recipe.train_step(batches)
         with Collectives() as between:
-            recipe._signals.sync(False)
+            recipe.state.agree()
         found[name] = collectives.started, between.started
         recipe.close()
         torch.distributed.init_process_group = lambda *_, **__: None  # the next recipe joins the same group
@@ -49,7 +49,7 @@ def test_step_of_finch_starts_the_collectives_of_plain_sft(tmp_path, base_folder
             ["allreduce", 1],
             ["all_reduce", 3 + 9 * layers],
         ]  # counts, loss, norms of the parameters
-        assert between == [["allreduce", 3]]  # signals, on the host
+        assert between == [["allreduce", 4]]  # requests of signals and hooks, on the host
     assert ranks[0]["finch"] == ranks[0]["sft"]
 
 
@@ -76,7 +76,7 @@ def test_step_reads_no_value_between_log_steps(method, tmp_path, base_folder, ro
 
     config = make_config(base_folder, rows_file, tmp_path / "run", log_every_n_steps=100, gradient_accumulation_steps=2)
     recipe = start(write_config(tmp_path, config), *METHODS[method])
-    for group in recipe._optimizers[0].param_groups:
+    for group in recipe.update.optimizers[0].param_groups:
         group["lr"] = torch.tensor(group["lr"])  # as the recipe does on a GPU
     reads = HostReads()
     move = finch_full_finetune.to_device
@@ -91,12 +91,12 @@ def test_step_reads_no_value_between_log_steps(method, tmp_path, base_folder, ro
         with reads:
             if method == "talr":
                 with pytest.raises(HostRead):
-                    recipe._train_step(batches)
+                    recipe.train_step(batches)
                 break
-            recipe._train_step(batches)
+            recipe.train_step(batches)
     recipe.close()
     if method != "talr":
-        assert recipe._schedule.is_on_device
+        assert recipe.update.schedule.is_on_device
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert all(line["loss"] > 0 for line in lines)
@@ -107,14 +107,14 @@ def test_compiled_recipe_does_not_recompile(tmp_path, base_folder, rows_file, mo
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")  # a test machine may lack a C++ compiler
     config = make_config(base_folder, rows_file, tmp_path / "run", log_every_n_steps=100, batch_size=1, compile=True)
     recipe = start(write_config(tmp_path, config), "dataset.packed=True")
-    epochs = itertools.chain.from_iterable(steps(recipe, recipe._data.steps_per_epoch, epoch) for epoch in range(60))
+    epochs = itertools.chain.from_iterable(steps(recipe, recipe.data.steps_per_epoch, epoch) for epoch in range(60))
     for batches in itertools.islice(epochs, 3):  # the second number of targets makes that dimension dynamic
-        recipe._train_step(batches)
+        recipe.train_step(batches)
     targets = set()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for batches in itertools.islice(epochs, 50):
             targets.add(sum(batch["targets"].numel() for batch in batches))
-            recipe._train_step(batches)
+            recipe.train_step(batches)
     recipe.close()
     assert recipe.state.step == 53
     assert len(targets) > 2
@@ -128,7 +128,7 @@ def test_step_on_a_gpu_does_not_synchronize(method, tmp_path, base_folder, rows_
     for number, batches in enumerate(steps(recipe, 4)):
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step creates the state
         try:
-            recipe._train_step(batches)
+            recipe.train_step(batches)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     recipe.close()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from finch.training import loss_figure
+from finch.training import summary
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -42,7 +42,7 @@ def test_draw_writes_a_png_with_its_labels(lines, labels, tmp_path, monkeypatch)
     drawn = []
     savefig = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: (drawn.append(figure), savefig(figure, *a, **b)))
-    loss_figure.draw(lines, tmp_path / "loss.png")
+    summary.draw(lines, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
     found = [label for axes in drawn[0].axes for label in axes.get_legend_handles_labels()[1]]
@@ -58,9 +58,9 @@ def test_pyplot_is_left_alone(tmp_path):
 
 
 def test_missing_matplotlib_is_a_debug_line(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(loss_figure, "find_spec", lambda name: None)
+    monkeypatch.setattr(summary, "find_spec", lambda name: None)
     with caplog.at_level("DEBUG", "finch"):
-        loss_figure.update_loss_figure(tmp_path)
+        summary.update_loss_figure(tmp_path)
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
     assert not list(tmp_path.iterdir())
 
@@ -68,7 +68,7 @@ def test_missing_matplotlib_is_a_debug_line(tmp_path, monkeypatch, caplog):
 def test_failure_to_draw_is_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(steps(1)[0]) + "\n")
     (tmp_path / "loss.png").write_bytes(b"the last one")
-    monkeypatch.setattr(loss_figure, "tidy", lambda axes: 1 / 0)
-    loss_figure.update_loss_figure(tmp_path)
+    monkeypatch.setattr(summary, "tidy", lambda axes: 1 / 0)
+    summary.update_loss_figure(tmp_path)
     assert "loss.png could not be drawn (ZeroDivisionError: division by zero)" in caplog.text
     assert (tmp_path / "loss.png").read_bytes() == b"the last one"

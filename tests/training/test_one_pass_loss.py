@@ -18,7 +18,7 @@ from finch.training import chunked_loss
 from finch.training.chunked_loss import TokenLoss
 from finch.training.kl_penalty import KLPenalty
 from finch.training.one_pass_loss import Weighting, one_pass
-from finch.training.step_loss import StepMedian, micro_batch_loss
+from finch.training.step_loss import StepLoss, StepMedian
 
 CPU = torch.device("cpu")
 VOCAB, TOKENS = 151_936, 16_384  # Qwen3's vocabulary
@@ -103,7 +103,9 @@ def step_of(decoder, objective, kl=None):
     penalty.start_step(targets)
     decoder.zero_grad()
     model = TokenLoss(decoder, 4, reference)
-    losses, total = micro_batch_loss(model, batch, objective, median, penalty, 1 / targets)
+    loss = object.__new__(StepLoss)  # without a config
+    loss.objective, loss.median, loss.kl_penalty = objective, median, penalty
+    losses, total = loss(model, batch, 1 / targets)
     (2 * total).backward()
     assert not losses.requires_grad
     gradients = {name: weight.grad.clone() for name, weight in decoder.named_parameters() if weight.requires_grad}

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from finch.errors import UserError
-from finch.training import run_lock
+from finch.training import run as run_module
 from finch.training.run import RunLock
 
 HOLDER = """
@@ -28,7 +28,7 @@ time.sleep(60)
 
 @pytest.fixture(autouse=True)
 def _short_timeout(monkeypatch):
-    monkeypatch.setattr(run_lock, "ACQUIRE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(run_module, "ACQUIRE_TIMEOUT_S", 0.2)
 
 
 def test_second_run_names_the_holder_until_it_is_killed(tmp_path):

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from finch.training.run import better, describe_best
+from finch.training.run import describe_best, update_best
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from finch.training.run import better, describe_best
     ],
 )
 def test_better_compares_one_metric(best, key, value, is_chosen):
-    found = better(best, key, "epoch_1", {"x": -9.0, str(key): value})
+    found = update_best(best, key, "epoch_1", {"x": -9.0, str(key): value})
     assert found == ({"epoch": "epoch_1", key: value} if is_chosen else best)
 
 

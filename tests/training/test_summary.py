@@ -1,24 +1,34 @@
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
-from finch.training.summary import forgetting, log_summary
+from finch.training.hooks import Hook
+from finch.training.summary import Summary, forgetting
 
 
 @pytest.fixture
 def run(tmp_path):
     steps = [{"step": number, "loss": 1.0, "num_target_tokens": 1000} for number in (1, 2, 3)]
-    lines = [*steps, {"step": 3, "validation_loss": 2.5}, {"step": 3, "rolled_back_to": 1}]
+    lines = [*steps, {"step": 3, "validation_loss": 2.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
 
 
 def summary_of(run, caplog, best, last="epoch_2", validation=True):
-    cfg, select_by = OmegaConf.create({"output_dir": str(run)}), "validation_loss" if validation else None
+    summary = Summary()
+    summary.start(
+        SimpleNamespace(
+            parallel=SimpleNamespace(is_rank_zero=True),
+            run=SimpleNamespace(path=run, start_time=time.perf_counter() - 3725),
+            exported=lambda name: last,
+            hooks={"other": Hook(), "summary": summary},
+        )
+    )
+    select_by = "validation_loss" if validation else None
     with caplog.at_level("INFO", "finch"):
-        log_summary(cfg, best, last=last, start_time=time.perf_counter() - 3725, select_by=select_by)
+        summary.after_training(SimpleNamespace(best=best, select_by=select_by, epoch=3))
     return caplog.messages
 
 

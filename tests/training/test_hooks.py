@@ -1,0 +1,223 @@
+"""Hooks of a config: state that resumes, requests of one rank that all follow, one order on all ranks, no read that no hook asked for."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from helpers.runs import ROOT, assert_same_run, make_config, run_broken, run_here, run_ranks, weights
+
+OWN_HOOKS = """
+import json, os
+import torch
+from finch.training.hooks import Hook
+
+class Recorder(Hook):
+    def __init__(self, stop_at=None, save_at=None, rank=1):
+        self.stop_at, self.save_at, self.is_asking = stop_at, save_at, os.environ.get("RANK", "0") == str(rank)
+        self.calls = []
+
+    def needs_pretrained(self, trainer): self.calls.append("needs_pretrained"); return False
+    def prepare(self, trainer): self.calls.append("prepare")
+    def start(self, trainer): self.calls.append("start"); self.run = trainer.run.path
+    def before_step(self, state): self.calls.append(f"before_step {state.step}")
+
+    def after_step(self, state):
+        self.calls.append(f"after_step {state.step}")
+        if self.is_asking and state.step == self.save_at:
+            state.request_save()
+        if self.is_asking and state.step == self.stop_at:
+            state.request_stop("enough")
+        return {"twice_the_step": 2 * state.step}
+
+    def after_epoch(self, state): self.calls.append("after_epoch")
+    def after_export(self, state, name): self.calls.append(f"after_export {name}")
+    def may_save(self, state): self.calls.append("may_save"); return state.step != 7
+    def after_training(self, state): self.calls.append("after_training")
+    def summary(self, state): return ["recorded"]
+
+    def close(self):
+        self.calls.append("close")
+        (self.run / f"calls_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(self.calls))
+
+class NoHook:
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with hooks in it, which Python finds."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "own_hooks.py").write_text(OWN_HOOKS)
+    shutil.copy(ROOT / "examples" / "weight_average.py", folder)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def recorder(**arguments):
+    return {"recorder": {"_component_": "own_hooks.Recorder", **arguments}}
+
+
+def averaged(folder, start, decay):
+    """A plain loop's average of the weights that a run had after each step."""
+    average = {name: weight.double() for name, weight in start.items()}
+    for step in range(1, 12):
+        now = torch.load(folder / f"weights_{step}.pt")
+        average = {name: decay * average[name] + (1 - decay) * now[name].double() for name in average}
+    return average
+
+
+def test_example_averages_the_weights_and_resumes(folder, base_folder, rows_file, tmp_path, monkeypatch):
+    """Against a plain loop in float64; a run that was broken off in the second epoch ends with the same bits."""
+    (folder / "keeper.py").write_text(
+        "import torch\nfrom finch.training.hooks import Hook\n\n\nclass Keeper(Hook):\n"
+        "    def start(self, trainer):\n        self.trainer = trainer\n"
+        "    def after_step(self, state):\n"
+        "        model = self.trainer.model.decoder\n"
+        "        torch.save({n: w.detach().clone() for n, w in model.named_parameters()}, self.trainer.run.path / f'weights_{state.step}.pt')\n"
+    )
+    hooks = {"average": {"_component_": "weight_average.WeightAverage", "decay": 0.9}}
+    config = make_config(base_folder, rows_file, tmp_path / "run", epochs=2, checkpoint={"every_n_steps": 3})
+    keeper = {"keeper": {"_component_": "keeper.Keeper"}}
+    straight = run_here(
+        tmp_path / "a", {**config, "hooks": {**hooks, **keeper}, "output_dir": str(tmp_path / "straight")}
+    )
+    assert straight.returncode == 0, straight.output
+    kept = torch.load(straight.folder / "weights_1.pt")
+    # what torchtune calls a weight, by its name in the exported folder
+    last, final = torch.load(straight.folder / "weights_11.pt"), weights(straight.folder / "epoch_0")
+    names = {
+        name: next(
+            key for key, value in final.items() if value.shape == last[name].shape and torch.equal(value, last[name])
+        )
+        for name in last
+        if name.endswith(("scale", "w2.weight"))
+    }
+    start = weights(base_folder)
+    expected = averaged(straight.folder, {name: start[names[name]] for name in names}, 0.9)
+    found = weights(straight.folder / "epoch_0_average")
+    assert len(kept) > len(names) > 5
+    for name in names:
+        assert torch.allclose(found[names[name]].double(), expected[name], atol=1e-7), name
+    config["hooks"] = hooks
+    run_broken(tmp_path / "b", config, monkeypatch, 14)
+    resumed = run_here(tmp_path / "b", config, "resume_from_checkpoint=True")
+    assert_same_run(resumed, straight)
+    for epoch in ("epoch_0_average", "epoch_1_average"):
+        one, other = weights(resumed.folder / epoch), weights(straight.folder / epoch)
+        assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_average_is_the_same_on_two_ranks_and_resumes_on_one(folder, base_folder, rows_file, tmp_path):
+    config = make_config(base_folder, rows_file, tmp_path / "one", epochs=2)
+    config["hooks"] = {"average": {"_component_": "weight_average.WeightAverage", "decay": 0.9}}
+    one = run_here(tmp_path / "a", config)
+    half = {**config, "output_dir": str(tmp_path / "two"), "batch_size": 2}
+    assert run_ranks(2, folder, {**half, "epochs": 1}).returncode == 0
+    two = run_here(tmp_path / "b", {**half, "batch_size": 4}, "resume_from_checkpoint=True")
+    assert two.returncode == 0, two.output
+    for epoch in ("epoch_0_average", "epoch_1_average"):
+        found, expected = weights(two.folder / epoch), weights(one.folder / epoch)
+        assert all(torch.allclose(found[key], expected[key], atol=1e-5) for key in expected)
+
+
+def test_hook_added_at_a_resume_starts_from_the_weights_of_then(folder, base_folder, rows_file, tmp_path):
+    config = make_config(base_folder, rows_file, tmp_path / "run")
+    run_here(tmp_path / "a", config)
+    config["hooks"] = {"average": {"_component_": "weight_average.WeightAverage", "decay": 0.0}}
+    resumed = run_here(tmp_path / "a", {**config, "epochs": 2}, "resume_from_checkpoint=True")
+    assert "hooks.average has no state in" in resumed.output
+    one, other = weights(resumed.folder / "epoch_1"), weights(resumed.folder / "epoch_1_average")
+    assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_one_ranks_requests_are_those_of_all_in_one_order(folder, base_folder, rows_file, tmp_path):
+    config = make_config(base_folder, rows_file, tmp_path / "run", batch_size=2, epochs=2)
+    config["hooks"] = recorder(save_at=4, stop_at=9)
+    run = run_ranks(2, folder, config)
+    assert run.returncode == 0, run.output
+    calls = [json.loads((run.folder / f"calls_{rank}.json").read_text()) for rank in (0, 1)]
+    assert calls[0] == calls[1]
+    steps = [
+        f"{name} {number}" for step in range(9) for name, number in (("before_step", step), ("after_step", step + 1))
+    ]
+    before, after = steps[:8], steps[8:]
+    expected = [
+        "needs_pretrained",
+        "prepare",
+        "start",
+        *before,
+        "may_save",
+        *after,
+        "may_save",
+        "after_training",
+        "close",
+    ]
+    assert calls[0] == expected
+    assert [line["twice_the_step"] for line in run.metrics()] == [2 * step for step in range(1, 10)]
+    assert "recorded" in run.output
+    assert (run.folder / "checkpoints" / "step_9").is_dir()
+    assert not list(run.folder.glob("epoch_*"))
+
+
+def test_stop_at_an_epochs_end_exports_it_and_a_refused_save_is_left_out(folder, base_folder, rows_file, tmp_path):
+    config = make_config(base_folder, rows_file, tmp_path / "run", epochs=3)
+    config["hooks"] = recorder(save_at=7, stop_at=11, rank=0)
+    run = run_here(tmp_path / "a", config)
+    assert run.returncode == 0, run.output
+    assert "the state of step 7 is not saved: a hook has refused" in run.output
+    calls = json.loads((run.folder / "calls_0.json").read_text())
+    assert calls[-6:] == ["after_step 11", "after_epoch", "after_export epoch_0", "may_save", "after_training", "close"]
+    assert (run.folder / "best").exists() == ((run.folder / "best").is_symlink())
+    assert "last epoch: 1 of 1" in run.output
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ({"validation": {"_component_": "own_hooks.Recorder"}}, "hooks.validation is the name of a hook of the recipe"),
+        (
+            {"x": {"_component_": "own_hooks.NoHook"}},
+            "hooks.x._component_=own_hooks.NoHook is no finch.training.hooks.Hook",
+        ),
+        ({"x": {"_component_": "own_hooks.Nothing"}}, "hooks.x._component_=own_hooks.Nothing does not exist"),
+        ({"x": {"_component_": "own_hooks.Recorder", "stopp_at": 1}}, "hooks.x.stopp_at"),
+        ({"x": {"_component_": "weight_average.WeightAverage", "decay": 2}}, "hooks.x: decay=2 must be in [0, 1)"),
+    ],
+)
+def test_mistakes_in_hooks_are_one_line(hooks, message, folder, base_folder, rows_file, tmp_path):
+    run = run_here(tmp_path / "a", make_config(base_folder, rows_file, tmp_path / "run", hooks=hooks))
+    assert message in run.error()
+
+
+def test_no_hook_reads_the_device_unless_one_wanted_to(folder, base_folder, rows_file, tmp_path):
+    """After a step for which no hook's wants_sync is true, every hook of the recipe runs without a read on the host."""
+    code = """
+        import json
+        from helpers.step_cost import HostReads, start, steps
+        recipe = start(str(folder / "config.yaml"))
+        found, reads = [], HostReads()
+        for group in recipe.update.optimizers[0].param_groups:
+            group["lr"] = torch.tensor(group["lr"])  # as on a GPU
+        for batches in steps(recipe, 4):
+            for hook in recipe.hooks.values():
+                hook.before_step(recipe.state)
+            recipe.state.metrics = recipe.train_step(batches)
+            recipe.state.advance(recipe.data.order, recipe.data.steps_per_epoch)
+            recipe.state.is_synced = any(hook.wants_sync(recipe.state.step) for hook in recipe.hooks.values())
+            found.append(recipe.state.is_synced)
+            if not recipe.state.is_synced:
+                with reads:
+                    reads.is_started = True
+                    for hook in recipe.hooks.values():
+                        hook.after_step(recipe.state)
+        tell(found)
+        recipe.close()
+    """
+    probes = {"old": {"data_files": str(rows_file), "rows": 4, "every_n_steps": 3}}
+    config = make_config(base_folder, rows_file, tmp_path / "run", log_every_n_steps=4, probes=probes)
+    folder.joinpath("config.yaml").write_text(json.dumps(config))
+    assert on_ranks(1, code, folder) == [[False, False, True, True]]
