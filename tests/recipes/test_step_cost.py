@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.ranks import on_ranks
 from helpers.runs import make_config, write_config
-from helpers.step_cost import HostRead, HostReads, start, steps
+from helpers.step_cost import HostRead, HostReads, start, steps, take
 
 COUNT = """
     import json
@@ -91,9 +91,9 @@ def test_step_reads_no_value_between_log_steps(method, tmp_path, base_folder, ro
         with reads:
             if method == "talr":
                 with pytest.raises(HostRead):
-                    recipe.train_step(batches)
+                    take(recipe, batches)
                 break
-            recipe.train_step(batches)
+            take(recipe, batches)
     recipe.close()
     if method != "talr":
         assert recipe.update.schedule.is_on_device
@@ -109,12 +109,12 @@ def test_compiled_recipe_does_not_recompile(tmp_path, base_folder, rows_file, mo
     recipe = start(write_config(tmp_path, config), "dataset.packed=True")
     epochs = itertools.chain.from_iterable(steps(recipe, recipe.data.steps_per_epoch, epoch) for epoch in range(60))
     for batches in itertools.islice(epochs, 3):  # the second number of targets makes that dimension dynamic
-        recipe.train_step(batches)
+        take(recipe, batches)
     targets = set()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for batches in itertools.islice(epochs, 50):
             targets.add(sum(batch["targets"].numel() for batch in batches))
-            recipe.train_step(batches)
+            take(recipe, batches)
     recipe.close()
     assert recipe.state.step == 53
     assert len(targets) > 2
@@ -128,7 +128,7 @@ def test_step_on_a_gpu_does_not_synchronize(method, tmp_path, base_folder, rows_
     for number, batches in enumerate(steps(recipe, 4)):
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step creates the state
         try:
-            recipe.train_step(batches)
+            take(recipe, batches)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     recipe.close()

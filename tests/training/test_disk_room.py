@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torchtune.models.llama2 import lora_llama2
 
 from finch.errors import UserError
-from finch.training import disk_room
+from finch.training import run as disk_room
 
 Usage = namedtuple("Usage", "free")
 
