@@ -1,4 +1,4 @@
-"""How far a run is: a bar in a terminal, and in a log file a line every half minute and at each epoch's end."""
+"""How far a run or an evaluation is: a bar in a terminal, and at most a line per half minute in a log file or a pipe."""
 
 from __future__ import annotations
 
@@ -20,37 +20,82 @@ _BAR_FORMAT = "{desc} {n_fmt}/{total_fmt} {remaining} left{postfix} {bar}"  # a 
 Item = TypeVar("Item")
 
 
-class RunProgress:
-    """The progress of a run over all of its epochs.
+class Progress:
+    """How much of a total is done. The time left follows from the mean speed, which includes all interruptions.
 
     Args:
-        total: optimizer steps of the run.
+        total: how much there is to do.
+        is_shown: whether this process shows it.
+        leave: whether the bar stays in the terminal when it ends.
+    """
+
+    def __init__(self, total: int, *, is_shown: bool, leave: bool = True) -> None:
+        self._total, self._is_shown, self._leave, self._title = total, is_shown, leave, ""
+        self._bar: tqdm | None = None
+        self._stack = contextlib.ExitStack()
+        self.start(0)
+
+    def start(self, done: int) -> None:
+        """Starts the clock; ``done`` was done before."""
+        self._done = self._num_free = done  # free: took no time
+        self._start_time = self._last_line_time = time.perf_counter()
+
+    def set_title(self, title: str) -> None:
+        """Says what is going on; the first title opens the bar."""
+        self._title = title
+        if self._bar is not None:
+            self._bar.set_description_str(title)
+        elif self._is_shown and sys.stderr.isatty():
+            self._bar = _make_bar(desc=title, total=self._total, initial=self._done, leave=self._leave)
+            self._stack.enter_context(logging_redirect_tqdm([logger]))  # log lines appear above the bar
+
+    def advance(self, number: int, *, is_free: bool = False) -> None:
+        """``number`` more are done; ``is_free``: they took no time."""
+        self._done += number
+        self._num_free += number if is_free else 0
+        if self._bar is not None:
+            self._bar.initial = self._num_free
+            self._bar.update(number)
+
+    def close(self) -> None:
+        """Ends the bar, so that what is printed next starts on a new line."""
+        self._stack.close()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def time_left(self) -> str:
+        """As :func:`duration` writes it."""
+        seconds = time.perf_counter() - self._start_time
+        return duration(seconds / max(self._done - self._num_free, 1) * max(self._total - self._done, 0))
+
+    def is_line_due(self) -> bool:
+        """Whether a log file should get a line now."""
+        is_waiting = time.perf_counter() - self._last_line_time < LINE_INTERVAL_S
+        return self._is_shown and self._bar is None and not is_waiting
+
+    def log(self, line: str) -> None:
+        logger.info(line)
+        self._last_line_time = time.perf_counter()
+
+
+class RunProgress(Progress):
+    """The optimizer steps of a run, over all of its epochs. A log file also gets the last step of each epoch.
+
+    Args:
+        total: steps of the run.
         epochs: of the run.
         is_shown: whether this rank shows it.
     """
 
     def __init__(self, total: int, epochs: int, *, is_shown: bool) -> None:
-        self._total, self._epochs, self._is_shown = total, epochs, is_shown
-        self._bar: tqdm | None = None
-        self._stack = contextlib.ExitStack()
-        self._first_step = 0
-        self._start_time = self._last_line_time = time.perf_counter()
+        super().__init__(total, is_shown=is_shown)
+        self._epochs = epochs
         self._pending_line: str | None = None
-
-    def start(self, done: int) -> None:
-        """Starts the clock; ``done`` steps were taken before."""
-        self._first_step = done
-        self._start_time = self._last_line_time = time.perf_counter()
 
     def start_epoch(self, epoch: int) -> None:
         """``epoch`` counts from 0."""
-        title = f"epoch {epoch + 1}/{self._epochs}"
-        if self._bar is not None:
-            self._bar.set_description_str(title)
-        elif self._is_shown and sys.stderr.isatty():
-            # smoothing=0: the time left follows from the mean speed, with validation and saving
-            self._bar = make_bar(desc=title, total=self._total, initial=self._first_step, smoothing=0)
-            self._stack.enter_context(logging_redirect_tqdm([logger]))  # log lines appear above the bar
+        self.set_title(f"epoch {epoch + 1}/{self._epochs}")
 
     def update(self, line: Mapping[str, Any], tokens_per_second: float) -> None:
         """Shows a step.
@@ -61,19 +106,18 @@ class RunProgress:
         """
         if not self._is_shown:
             return
-        step, has_ema = line["step"], line["ema_loss"] is not None
+        ema = "" if line["ema_loss"] is None else f"{line['ema_loss']:.4f}"
         if self._bar is not None:
-            ema = f", ema {line['ema_loss']:.4f}" if has_ema else ""
-            text = f"loss {line['loss']:.4f}{ema}, lr {line['lr']:.2e}, {tokens_per_second:,.0f} tok/s"
+            text = (
+                f"loss {line['loss']:.4f}{ema and f', ema {ema}'}, lr {line['lr']:.2e}, {tokens_per_second:,.0f} tok/s"
+            )
             self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-            return
-        ema = f", EMA {line['ema_loss']:.4f}" if has_ema else ""
+        self.advance(line["step"] - self._done)
         self._pending_line = (
-            f"epoch {line['epoch'] + 1}/{self._epochs}, step {step} of {self._total}: loss {line['loss']:.4f}{ema}, "
-            f"learning rate {line['lr']:.2e}, {tokens_per_second:,.0f} tokens/s, {self._time_left(step)} left"
+            f"epoch {line['epoch'] + 1}/{self._epochs}, step {line['step']} of {self._total}: loss {line['loss']:.4f}"
+            f"{ema and f', EMA {ema}'}, learning rate {line['lr']:.2e}, {tokens_per_second:,.0f} tokens/s, {self.time_left()} left"
         )
-        if time.perf_counter() - self._last_line_time >= LINE_INTERVAL_S:
+        if self.is_line_due():
             self._log_pending()
 
     def end_epoch(self) -> None:
@@ -83,21 +127,45 @@ class RunProgress:
         self._log_pending()
 
     def close(self) -> None:
-        """Ends the bar, so that what is printed next starts on a line of its own. After an error the last step is shown."""
+        """As the base class; after an error the last step is shown."""
         self._log_pending()
-        self._stack.close()
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        super().close()
 
     def _log_pending(self) -> None:
-        if self._pending_line is not None:
-            logger.info(self._pending_line)
-            self._pending_line, self._last_line_time = None, time.perf_counter()
+        if self._pending_line is not None and self._bar is None:
+            self.log(self._pending_line)
+        self._pending_line = None
 
-    def _time_left(self, step: int) -> str:
-        seconds = time.perf_counter() - self._start_time
-        return duration(seconds / max(step - self._first_step, 1) * max(self._total - step, 0))
+
+class EvaluationProgress(Progress):
+    """The requests of an evaluation, over all of its models and tasks.
+
+    Args:
+        estimates: about how many requests each task will have; corrected when it starts.
+        is_shown: whether this process shows it.
+    """
+
+    def __init__(self, estimates: list[int], *, is_shown: bool) -> None:
+        super().__init__(sum(estimates), is_shown=is_shown)
+        self._estimates, self._estimate = list(estimates), 0
+
+    def start_task(self, title: str) -> None:
+        """The next task; ``title`` names it and its model."""
+        self.set_title(title)
+        self._estimate = self._estimates.pop(0) if self._estimates else 0
+
+    def expect(self, number: int) -> None:
+        """The task has this number of requests; in several calls where it has several kinds of them."""
+        self._total += number - self._estimate
+        self._estimate = 0
+        if self._bar is not None:
+            self._bar.total = self._total
+            self._bar.refresh()
+
+    def advance(self, number: int, *, is_free: bool = False) -> None:
+        super().advance(number, is_free=is_free)
+        if self.is_line_due():
+            self.log(f"{self._title}: {self._done / self._total:.0%} of all requests, {self.time_left()} left")
 
 
 def track(items: Iterable[Item], *, title: str, total: int, unit: str, is_shown: bool = True) -> Iterator[Item]:
@@ -106,20 +174,16 @@ def track(items: Iterable[Item], *, title: str, total: int, unit: str, is_shown:
     Args:
         unit: the name of one item.
     """
-    if is_shown and sys.stderr.isatty():
-        with make_bar(total=total, desc=title, leave=False) as bar:
-            for item in items:
-                yield item
-                bar.update()
-        return
-    start = last_line_time = time.perf_counter()
-    for done, item in enumerate(items):
-        now = time.perf_counter()
-        if is_shown and done and now - last_line_time >= LINE_INTERVAL_S:
-            left = duration((now - start) / done * (total - done))
-            logger.info(f"{title}: {unit} {done} of {total}, {left} left")
-            last_line_time = now
-        yield item
+    progress = Progress(total, is_shown=is_shown, leave=False)
+    progress.set_title(title)
+    try:
+        for done, item in enumerate(items):
+            if done and progress.is_line_due():
+                progress.log(f"{title}: {unit} {done} of {total}, {progress.time_left()} left")
+            yield item
+            progress.advance(1)
+    finally:
+        progress.close()
 
 
 def duration(seconds: float) -> str:
@@ -127,7 +191,7 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def make_bar(**options: Any) -> tqdm:
+def _make_bar(**options: Any) -> tqdm:
     """A bar as wide as the terminal, or as the environment variable COLUMNS says."""
     size = os.terminal_size((0, 0))
     with contextlib.suppress(OSError):
@@ -137,4 +201,4 @@ def make_bar(**options: Any) -> tqdm:
         options.update(ncols=int(columns) if columns.isdigit() else 80, nrows=size.lines or 24)
     else:
         options["dynamic_ncols"] = True
-    return tqdm(bar_format=_BAR_FORMAT, **options)
+    return tqdm(bar_format=_BAR_FORMAT, smoothing=0, **options)  # smoothing=0: the mean speed

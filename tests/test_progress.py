@@ -8,7 +8,7 @@ import re
 import pytest
 
 from finch import progress
-from finch.progress import RunProgress, track
+from finch.progress import EvaluationProgress, RunProgress, track
 
 
 class Clock:
@@ -136,3 +136,35 @@ def test_track_in_a_terminal(monkeypatch):
     terminal = open_terminal(monkeypatch)
     assert list(track("abc", title="validation", total=3, unit="batch")) == ["a", "b", "c"]
     assert "validation 0/3" in terminal.getvalue()
+
+
+def test_log_line_has_the_time_left_of_all_tasks(clock, caplog):
+    progress = EvaluationProgress([100, 300], is_shown=True)
+    progress.start_task("base: hellaswag")
+    progress.expect(100)
+    clock.now = 31.0
+    progress.advance(50, is_free=False)
+    assert "base: hellaswag: 12% of all requests, 0:03:37 left" in caplog.text  # 350 of 50 in 31 s
+
+
+def test_cached_answers_do_not_shorten_the_time_left(clock, caplog):
+    progress = EvaluationProgress([200], is_shown=True)
+    progress.start_task("base: hellaswag")
+    progress.expect(200)
+    progress.advance(100, is_free=True)
+    clock.now = 40.0
+    progress.advance(20, is_free=False)
+    assert "60% of all requests, 0:02:40 left" in caplog.text
+
+
+def test_tasks_correct_their_estimates(clock, caplog):
+    progress = EvaluationProgress([100, 100], is_shown=True)
+    progress.start_task("base: sciknoweval")
+    progress.expect(30)
+    progress.expect(70)  # of another kind
+    progress.advance(100, is_free=False)
+    progress.start_task("base: tofu")
+    progress.expect(300)
+    clock.now = 50.0
+    progress.advance(100, is_free=False)
+    assert "base: tofu: 50% of all requests, 0:00:50 left" in caplog.text

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finch.cli import launcher
 from finch.errors import UserError, exit_without_teardown
+from finch.evaluation.results import SuiteResult, TaskResult, read_samples
 from finch.extras import require_extras
 
 if TYPE_CHECKING:
     from finch.evaluation.model_folders import ModelFolder
     from finch.evaluation.runner import Evaluation
+    from finch.evaluation.statistics import Delta, Mean
     from finch.evaluation.tasks.task import Task
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -81,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU where there is one)")
     run.add_argument(
-        "--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="processes, one a GPU"
+        "--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="processes, one per GPU"
     )
 
 
@@ -98,7 +102,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
         _launch(parsed.nproc_per_node)
         return
     with contextlib.ExitStack() as stack:
-        from finch.evaluation.quiet import quiet_harness
+        from finch.evaluation.harness import quiet_harness
 
         stack.enter_context(quiet_harness())
         evaluation, tasks = _prepare(parsed, base, tuned, tasks, others)
@@ -109,8 +113,8 @@ def evaluate(parsed: argparse.Namespace) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str]]:
-    from finch.evaluation.adapter import check_adapter
     from finch.evaluation.checks import check_data, check_harness, check_tokenizers, select_tasks
+    from finch.evaluation.loading import check_adapter
     from finch.evaluation.model_folders import find_base, find_tuned
 
     check_harness()
@@ -168,15 +172,13 @@ def _prepare(
 
 
 def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
-    from finch.evaluation.table import format_table
-
     first, *rest = evaluation.targets
     parts = []
     for suite in evaluation.suites:
         base = (first.output, evaluation.result(first, suite))
         tuned = [(target.folder.label, target.output, evaluation.result(target, suite)) for target in rest]
         names = [task.name for task in tasks if task.suite == suite]
-        parts.append(f"\n{suite}: {first.output / suite}.json\n{format_table(base, tuned, names)}")
+        parts.append(f"\n{suite}: {first.output / suite}.json\n{_table(base, tuned, names)}")
         judged = [task.name for task in tasks if task.suite == suite and task.is_judged]
         unscored = [folder for _, folder, result in tuned if any(result.tasks[name].score is None for name in judged)]
         if unscored:
@@ -184,6 +186,49 @@ def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
                 f"not scored yet; compare the answers with a judge: finch judge {' '.join(map(str, unscored))}"
             )
     return "\n".join(parts)
+
+
+def _table(base: tuple[Path, SuiteResult], tuned: Sequence[tuple[str, Path, SuiteResult]], tasks: Sequence[str]) -> str:
+    """One suite's table, scores in percent, deltas in points, and the definition of each task.
+
+    Args:
+        base: the folder of the pretrained model's results, and the results.
+        tuned: the same of the tuned models, after their names.
+        tasks: the rows.
+    """
+    from finch.evaluation.statistics import mean_interval
+
+    folder, result = base
+    rows = [["task", "metric", "model", "score", "delta", "95% interval", "n", "chance"]]
+    for name in tasks:
+        task = result.tasks[name]
+        metric = task.metric if task.is_higher_better else f"{task.metric}, lower is better"
+        interval = "" if task.score is None else _margin(mean_interval(read_samples(folder, task)))
+        rows.append([name, metric, "base", _percent(task.score), "", interval, str(task.n), _percent(task.chance)])
+        for label, tuned_folder, tuned_result in tuned:
+            after = tuned_result.tasks[name]
+            rows.append(["", "", label, _percent(after.score), *_change(folder, task, tuned_folder, after)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *(f"{name}: {result.tasks[name].definition}" for name in tasks)])
+
+
+def _change(base_folder: Path, before: TaskResult, folder: Path, after: TaskResult) -> list[str]:
+    """Delta, its interval and n; chance is in the base's row."""
+    from finch.evaluation.statistics import paired_delta
+
+    if before.score is None or after.score is None:
+        return ["", "", str(after.n), ""]
+    delta = paired_delta(read_samples(base_folder, before), read_samples(folder, after))
+    return [f"{100 * delta.delta:+.1f}", _margin(delta), str(delta.n), ""]
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.1f}"
+
+
+def _margin(interval: Mean | Delta) -> str:
+    return "" if math.isnan(interval.low) else f"±{50 * (interval.high - interval.low):.1f}"
 
 
 def _launch(number: int) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import random
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finch.errors import UserError
-from finch.evaluation.progress import count_requests
+from finch.evaluation.tasks.lm_eval_tasks import SUBJECTS
 from finch.evaluation.tasks.task import Record, Task
 
 if TYPE_CHECKING:
@@ -19,7 +22,34 @@ if TYPE_CHECKING:
 
 SEED, NUMPY_SEED, TORCH_SEED, SHOTS_SEED = 0, 1234, 1234, 1234
 """lm-eval's own defaults."""
-_ESTIMATED = 4  # documents of a task whose requests are counted ahead
+_ESTIMATED = 4  # documents per task whose requests are counted ahead
+
+_OWN_TASKS = Path(__file__).parent / "tasks" / "yaml"
+
+_LM_EVAL_FOLDERS = ("hellaswag", "winogrande", "mmlu/default", "truthfulqa")
+"""Of lm-eval's tasks that finch runs as they are; to index all of lm-eval's takes seconds."""
+
+_MODULE = "finch.evaluation.tasks.lm_eval_tasks"
+
+_PLAIN_IFEVAL = [
+    f"doc_to_text: !function {_MODULE}.ifeval_plain_prompt",
+    r'generation_kwargs: {until: ["\nQuestion:"], do_sample: false, temperature: 0.0, max_gen_toks: 1280}',
+]
+"""lm-eval's, but for the prompt and the end of the response."""
+
+# What lm-eval prints in every evaluation and nobody needs; its other warnings stay.
+_NOISE = (
+    "`pretrained` model kwarg is not of type",  # the model is loaded before lm-eval sees it
+    "Passed an already-initialized model",
+    "Combined length of context",  # finch counts these requests
+    "Left truncation applied",
+    "Overwriting default num_fewshot",
+)
+_NOISE_INSIDE = (
+    "Custom kwargs can be passed to `--metadata`",  # finch passes them
+    "/finch-tasks-",  # finch's variant of a task of lm-eval replaces it
+    "from None overrides existing task from None",  # a group of such tasks
+)
 
 
 class Harness:
@@ -28,7 +58,7 @@ class Harness:
         manager: an ``lm_eval.tasks.TaskManager`` that has the tasks.
         tasks: loaded here, with their data.
         tokenizer: of the pretrained model, used for all models.
-        limit: documents of a task; None: all.
+        limit: documents per task; None: all.
 
     Raises:
         UserError: a task's data cannot be read.
@@ -60,6 +90,8 @@ class Harness:
 
     def num_requests(self, task: Task) -> int:
         """About how many requests a task has, from its first documents, as ``count_requests`` counts."""
+        from finch.evaluation.language_model import count_requests
+
         number, limit = 0, self._documents_limit(task)
         for part in self._parts[task.name].values():
             documents = min(len(part.eval_docs), limit or len(part.eval_docs))
@@ -111,10 +143,101 @@ def make_manager(
 
     To index all of lm-eval's tasks takes seconds, and is left out where those of ``include_path`` suffice.
     """
-    from finch.evaluation.tasks.manager import task_manager
-
     include_paths = [] if include_path is None else [include_path]
     manager = task_manager(data_root, has_chat_template(tokenizer), include_paths=include_paths)
     if set(others) <= set(manager.task_index):
         return manager
     return task_manager(data_root, has_chat_template(tokenizer), include_paths=include_paths, include_defaults=True)
+
+
+def task_manager(
+    data_root: Path | None,
+    has_chat_template: bool,
+    *,
+    include_paths: Sequence[Path] = (),
+    include_defaults: bool = False,
+) -> Any:
+    """An ``lm_eval.tasks.TaskManager`` that loads the lm-eval tasks of ``finch.evaluation.tasks.registry.TASKS``.
+
+    With local rows, lm-eval's own tasks keep their files, prompts and metrics, and only read their rows from there.
+
+    Args:
+        data_root: folder of local rows; None: the hub.
+        has_chat_template: whether the tokenizer has one; otherwise prompts are plain.
+        include_paths: folders of further YAML files; a task there replaces one of the same name.
+        include_defaults: whether all of lm-eval's tasks can be loaded as well.
+    """
+    import lm_eval.tasks
+
+    tasks = Path(lm_eval.tasks.__file__).parent
+    is_local = data_root is not None
+    folder = tempfile.TemporaryDirectory(prefix="finch-tasks-")
+    _write_variants(Path(folder.name), tasks, is_local=is_local, has_chat_template=has_chat_template)
+    lm_evals = [] if is_local or include_defaults else [tasks / name for name in _LM_EVAL_FOLDERS]
+    manager = lm_eval.tasks.TaskManager(
+        include_path=[*lm_evals, _OWN_TASKS, Path(folder.name), *include_paths],
+        include_defaults=include_defaults,
+        metadata={
+            "data_root": None if data_root is None else str(data_root.resolve()),
+            "has_chat_template": has_chat_template,
+        },
+    )
+    # lm-eval reads a file again when it loads the task; the folder is removed together with the manager.
+    manager.finch_folder = folder
+    return manager
+
+
+def _write_variants(folder: Path, tasks: Path, *, is_local: bool, has_chat_template: bool) -> None:
+    """Writes the YAML files that include lm-eval's own: with local rows, and IFEval with fixed random choices and perhaps a plain prompt."""
+    variants: dict[str, tuple[str, list[str]]] = {}
+    if is_local:
+        variants["hellaswag"] = ("hellaswag/hellaswag.yaml", _local("hellaswag_dataset"))
+        variants["winogrande"] = ("winogrande/default.yaml", _local("winogrande_dataset"))
+        for subject in SUBJECTS:
+            rows = [*_local("mmlu_dataset"), f"dataset_kwargs: {{subject: {subject}}}"]
+            variants[f"mmlu_{subject}"] = (f"mmlu/default/mmlu_{subject}.yaml", rows)
+        for name in ("truthfulqa_mc1", "truthfulqa_mc2"):
+            variants[name] = (f"truthfulqa/{name}.yaml", _local("truthfulqa_dataset"))
+    ifeval = [f"process_results: !function {_MODULE}.ifeval_results"]
+    ifeval += _local("ifeval_dataset") if is_local else []
+    variants["ifeval"] = ("ifeval/ifeval.yaml", ifeval if has_chat_template else [*ifeval, *_PLAIN_IFEVAL])
+    for name, (file, lines) in variants.items():
+        text = "\n".join([f"include: {tasks / file}", f"task: {name}", *lines])
+        (folder / f"{name}.yaml").write_text(text + "\n", encoding="utf-8")
+
+
+def _local(function: str) -> list[str]:
+    """Rows from a function of that module; no training split, which is not needed without shots."""
+    return [f"custom_dataset: !function {_MODULE}.{function}", "training_split: null"]
+
+
+@contextlib.contextmanager
+def quiet_harness() -> Iterator[None]:
+    """While the context lasts. Imports lm-eval, transformers and datasets."""
+    import datasets
+    import lm_eval.api.task
+    import transformers
+
+    harness = logging.getLogger("lm_eval")
+    handler = logging.StreamHandler()
+    handler.addFilter(_is_worth_reading)
+    level, propagates, bar = harness.level, harness.propagate, lm_eval.api.task.tqdm
+    harness.addHandler(handler)
+    harness.setLevel(logging.WARNING)
+    harness.propagate = False
+    lm_eval.api.task.tqdm = lambda iterable, **_: iterable
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        harness.removeHandler(handler)
+        harness.setLevel(level)
+        harness.propagate = propagates
+        lm_eval.api.task.tqdm = bar
+
+
+def _is_worth_reading(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not message.startswith(_NOISE) and not any(part in message for part in _NOISE_INSIDE)

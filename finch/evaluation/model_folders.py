@@ -1,4 +1,4 @@
-"""Which folders are evaluated: the pretrained model, a tuned one, a PEFT adapter, or the best epoch of a run."""
+"""Which folders are evaluated: the pretrained model, a tuned one, a PEFT adapter, or the best epoch of a run; and what the run trained on."""
 
 from __future__ import annotations
 
@@ -111,6 +111,38 @@ def weight_files(folder: ModelFolder) -> list[Path]:
     if (folder.path / SAFETENSORS).is_file():
         return [folder.path / SAFETENSORS]
     return sorted(folder.path.glob("pytorch_model*.bin"))
+
+
+def training_questions(run: Path) -> frozenset[str] | None:
+    """The user's first turn of each row of the run's ``dataset``; None where the run has no config or its rows are gone."""
+    from omegaconf import OmegaConf
+
+    from finch.data.dataset import load_unpacked
+
+    if not (run / run_files.CONFIG).is_file():
+        return None
+    tokenizer = _FirstTurn()
+    try:
+        rows = load_unpacked(OmegaConf.load(run / run_files.CONFIG), "dataset", tokenizer).data
+        for index in range(len(rows)):
+            rows[index]
+    except (UserError, OSError, KeyError) as error:
+        logger.warning(f"{run / run_files.CONFIG}: the rows that it trained on are unknown ({error})")
+        return None
+    return frozenset(tokenizer.questions)
+
+
+class _FirstTurn:
+    """Replaces a tokenizer, and collects what it would tokenize."""
+
+    max_seq_len = None
+
+    def __init__(self) -> None:
+        self.questions: set[str] = set()
+
+    def __call__(self, sample: Any, inference: bool = False) -> dict[str, Any]:
+        self.questions.update([message.text_content for message in sample["messages"] if message.role == "user"][:1])
+        return {"tokens": [0], "mask": [False]}
 
 
 def _epoch_of(run: Path) -> Path:

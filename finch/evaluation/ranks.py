@@ -15,7 +15,7 @@ _TIMEOUT = timedelta(weeks=1)  # a rank with short answers waits for one with lo
 
 
 class Ranks:
-    """This process and its peers; alone where no launcher started it.
+    """This process and its peers; the only one where no launcher started it.
 
     Documents and results travel as Python objects through gloo, since the devices exchange nothing.
     """

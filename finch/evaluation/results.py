@@ -1,7 +1,7 @@
-"""Results of evaluations as files: a JSON for each model and suite, and beside it the samples of each of its tasks.
+"""Results of evaluations as files: a JSON for each model and suite, and next to it the samples of each of its tasks.
 
 FOLDER/forgetting.json               scores, definitions, versions
-FOLDER/forgetting.hellaswag.jsonl    a line a document: doc_id, doc_hash, score, and what the task adds
+FOLDER/forgetting.hellaswag.jsonl    a line per document: doc_id, doc_hash, score, and what the task adds
 
 A run's FOLDER is RUN/evaluation (``finch.run_files.EVALUATION``). Scores are fractions as in lm-eval; only what is shown to people is in percent and points.
 """
@@ -46,11 +46,11 @@ class TaskResult:
         definition: what was measured and how, in a sentence: variant, prompt or chat template, shots, scoring.
         score: mean of the samples' scores that are not None; None if there are none.
         n: how many that are.
-        samples: file name, beside the JSON.
+        samples: file name, next to the JSON.
         chance: the score of a model that guesses; None where there is no such number.
         is_higher_better: False for errors such as Brier's.
         others: further metrics by name.
-        unit: ``points``: scores are fractions; ``nats``: they are losses or divergences in nats a token.
+        unit: ``points``: scores are fractions; ``nats``: they are losses or divergences in nats per token.
     """
 
     role: str
@@ -72,10 +72,10 @@ class SuiteResult:
     Attributes:
         suite: name.
         model: the folder that was evaluated.
-        weights: hash of its weights, ``finch.evaluation.fingerprint``.
+        weights: hash of its weights, ``finch.evaluation.loading.hash_weights``.
         is_base: whether it is the pretrained model.
         base: path of the pretrained model's JSON of the same suite, relative to the folder of this one; None for the base itself.
-        settings: what changes numbers: dtype, limit (documents a task, None: all), data (a data root or ``hub``), and so on.
+        settings: what changes numbers: dtype, limit (documents per task, None: all), data (a data root or ``hub``), and so on.
         versions: of finch, lm_eval, torch and transformers.
         tasks: by name.
     """

@@ -1,7 +1,7 @@
 """Evaluates the pretrained and the tuned models on tasks: what is left to do, lm-eval on each task, results as files.
 
 A task is one call of lm-eval, with the chat template or without as the task says. Its result is written when it ends; within a task
-the answers are kept (``finch.evaluation.answer_cache``), so that an interruption costs a batch.
+the answers are kept (``language_model.AnswerCache``), so that an interruption costs a batch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from filelock import FileLock, Timeout
 import finch
 from finch import run_files
 from finch.errors import UserError
-from finch.evaluation.answer_cache import AnswerCache
-from finch.evaluation.fingerprint import SHORT, hash_values, hash_weights
 from finch.evaluation.harness import Harness
 from finch.evaluation.judge import answers_definition
-from finch.evaluation.loading import hash_vocabulary, load_model
-from finch.evaluation.model_folders import ModelFolder
-from finch.evaluation.progress import EvaluationProgress
+from finch.evaluation.loading import SHORT, hash_values, hash_vocabulary, hash_weights, load_model
+from finch.evaluation.model_folders import ModelFolder, training_questions
 from finch.evaluation.ranks import Ranks
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
 from finch.evaluation.tasks.task import Task
-from finch.evaluation.tasks.training_rows import training_questions
 from finch.log import logger
+from finch.progress import EvaluationProgress
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Options:
     Attributes:
         out: where results are written, except those of runs.
         data_root: folder of local data sets; None: the hub.
-        limit: documents of a task; None: all.
+        limit: documents per task; None: all.
         dtype: a key of ``finch.evaluation.loading.DTYPES``.
         batch_size: rows, or ``auto``.
         device: None: a GPU where there is one.
@@ -56,13 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Target:
-    """A model and where its results are.
-
-    Attributes:
-        folder: the model.
-        weights: hash of its weights.
-        output: the folder of its results.
-    """
+    """A model, the hash of its weights, and the folder of its results."""
 
     folder: ModelFolder
     weights: str
@@ -74,15 +65,7 @@ class Target:
 
 
 class Evaluation:
-    """
-    Args:
-        base: the pretrained model.
-        tuned: the tuned ones.
-        tasks: what they are evaluated on.
-        harness: lm-eval with the tasks' data, loaded.
-        options: how.
-        ranks: the processes.
-    """
+    """The pretrained and the tuned models on tasks, whose data ``harness`` has loaded."""
 
     def __init__(
         self,
@@ -146,15 +129,16 @@ class Evaluation:
             yield self._ranks.broadcast(has_waited)
 
     def result(self, target: Target, suite: str) -> SuiteResult:
-        """A suite's results, which must have been written."""
         return read_result(target.output / f"{suite}.json")
 
     def _missing(self, target: Target) -> list[Task]:
-        """The tasks without a result of this model with these settings, as rank 0 finds them. A log line says what is reused."""
+        """The tasks without a result of this model with these settings, as rank 0 finds them."""
+        names = self._ranks.broadcast(self._find_missing(target) if self._ranks.is_first else None)
+        return [task for task in self._tasks if task.name in names]
+
+    def _find_missing(self, target: Target) -> list[str]:
+        """Their names; a log line says what is reused."""
         missing: list[str] = []
-        if not self._ranks.is_first:
-            names = self._ranks.broadcast(missing)
-            return [task for task in self._tasks if task.name in names]
         for suite in self.suites:
             tasks = [task for task in self._tasks if task.suite == suite]
             done = self._usable(target, suite)
@@ -165,8 +149,7 @@ class Evaluation:
             if reused:
                 logger.info(f"{path} is reused: {', '.join(reused)}")
             missing += [task.name for task in tasks if task.name not in reused]
-        names = self._ranks.broadcast(missing)
-        return [task for task in self._tasks if task.name in names]
+        return missing
 
     def _usable(self, target: Target, suite: str) -> SuiteResult | None:
         """The suite's earlier result, if it is of these weights and settings."""
@@ -201,7 +184,7 @@ class Evaluation:
         )
 
     def _evaluate(self, target: Target, tasks: Sequence[Task], progress: EvaluationProgress) -> None:
-        from finch.evaluation.language_model import LanguageModel
+        from finch.evaluation.language_model import AnswerCache, LanguageModel
 
         device = self._ranks.device(self._options.device)
         progress.set_title(f"{target.folder.label}: loading")

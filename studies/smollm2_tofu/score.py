@@ -31,7 +31,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from finch.evaluation.fingerprint import hash_weights
+from finch.evaluation.loading import hash_weights
 from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.results import NATS, NEW, OLD, Sample, SuiteResult, TaskResult, write_result
 from finch.run_files import CELL, EVALUATION, chosen_model

@@ -10,10 +10,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tiny_text import WORDS
 from finch.errors import UserError
-from finch.evaluation.answer_cache import AnswerCache
-from finch.evaluation.language_model import LanguageModel
-from finch.evaluation.progress import EvaluationProgress
+from finch.evaluation.language_model import (
+    AnswerCache,
+    LanguageModel,
+    Limits,
+    Row,
+    count_requests,
+    form_batches,
+    group_rows,
+    logits_to_keep,
+)
 from finch.evaluation.ranks import Ranks
+from finch.progress import EvaluationProgress
 
 
 @pytest.fixture
@@ -54,20 +62,9 @@ def reference(model, tokenizer, context, continuation):
     return scored.sum().item()
 
 
-def count_rows(model, monkeypatch):
-    """The shapes of the batches that the model is given."""
-    shapes, forward = [], model.forward
-
-    def counted(input_ids, **options):
-        shapes.append(tuple(input_ids.shape))
-        return forward(input_ids, **options)
-
-    monkeypatch.setattr(model, "forward", counted)
-    return shapes
-
-
 def test_log_likelihoods_equal_transformers(make, model):
-    requests = pairs(40)
+    letters = [("the fox", f" {letter}") for letter in "abcdabcd"]  # choices that share a row
+    requests = pairs(40) + letters
     lm = make()
     for (value, _), (context, continuation) in zip(
         lm.loglikelihood(instances("loglikelihood", requests)), requests, strict=True
@@ -75,28 +72,7 @@ def test_log_likelihoods_equal_transformers(make, model):
         assert value == pytest.approx(reference(model, lm.tokenizer, context, continuation), abs=1e-4)
 
 
-def test_requests_of_like_length_share_a_batch(make, model, monkeypatch):
-    lm = make(batch_size=8)
-    shapes = count_rows(model, monkeypatch)
-    lm.loglikelihood(instances("loglikelihood", pairs(60)))
-    widths = [width for _, width in shapes]
-    assert widths == sorted(widths, reverse=True)
-    assert all(rows <= 8 for rows, _ in shapes)
-
-
-def test_choices_of_one_token_need_one_row(make, model, monkeypatch):
-    contexts = sorted({context for context, _ in pairs(10)})
-    lm = make()
-    word = {text: lm.tok_encode(f"a {text}")[len(lm.tok_encode("a")) :] for text in ["a", "b", "c", "d"]}
-    letters = [text for text, tokens in word.items() if len(tokens) == 1]
-    assert letters, "the tokenizer has no one-token word"
-    shapes = count_rows(model, monkeypatch)
-    requests = [(context, f" {letter}") for context in contexts for letter in letters * 2]
-    lm.loglikelihood(instances("loglikelihood", requests))
-    assert sum(rows for rows, _ in shapes) == len(contexts)
-
-
-def test_output_layer_runs_on_scored_positions_alone(make, model):
+def test_output_layer_runs_only_on_scored_positions(make, model):
     sizes = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: sizes.append(output.shape[1]))
     make().loglikelihood(instances("loglikelihood", [(" ".join(WORDS[:8]), " fox")]))
@@ -195,3 +171,53 @@ def test_automatic_batch_is_bounded_by_memory(make, monkeypatch):
     )
     lm.loglikelihood(instances("loglikelihood", pairs(20)))
     assert max(counts) <= 8
+
+
+def test_rows_are_sorted_by_length():
+    rows = group_rows([([1, 2], [3, 4]), ([1], [2]), ([5, 6, 7], [8, 9])], max_length=100)
+    assert [(row.indices, row.length, row.scored) for row in rows] == [([2], 4, 2), ([0], 3, 2), ([1], 1, 1)]
+
+
+def test_choices_of_one_token_share_a_row():
+    requests = [([1, 2, 3], [letter]) for letter in (10, 11, 12, 13)]
+    assert group_rows(requests, max_length=100) == [Row([0, 1, 2, 3], 3, 1)]
+
+
+def test_rows_end_at_the_models_context():
+    assert group_rows([(list(range(50)), [1, 2])], max_length=8) == [Row([0], 8, 2)]
+
+
+def test_kept_logits_reach_every_scored_token():
+    # Padded on the right: a row of 4 in a batch of 10 ends 6 positions before the end.
+    assert logits_to_keep([Row([0], 10, 1), Row([1], 4, 3)]) == 9
+    assert logits_to_keep([Row([0], 10, 2)]) == 2
+
+
+def test_batches_stay_within_each_limit():
+    rows = [Row([index], length) for index, length in enumerate((9, 8, 8, 3, 2, 1))]
+
+    def sizes(limits):
+        return [len(batch) for batch in form_batches(rows, limits, lambda batch: 10 * len(batch))]
+
+    assert sizes(Limits(4)) == [4, 2]
+    assert sizes(Limits(4, tokens=18)) == [2, 2, 2]
+    assert sizes(Limits(4, tokens=1)) == [1] * 6
+    assert sizes(Limits(64, bytes=30)) == [3, 3]
+
+
+def test_generated_answers_count_as_several():
+    long = instances("generate_until", [("a", {"max_gen_toks": 100}), ("b", {"max_gen_toks": 100})])
+    assert count_requests(long) == 2 + 2 * 20
+    assert count_requests(instances("loglikelihood", [("a", "b")] * 3)) == 3
+
+
+def test_another_models_answers_are_dropped(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    cache = AnswerCache(path, "model a")
+    cache.put("one", [[-1.1000000238418579, True]])
+    cache.close(is_finished=False)
+    assert AnswerCache(path, "model a").get("one") == [[-1.1000000238418579, True]]
+    other = AnswerCache(path, "model b")
+    assert (other.num_read, other.get("one")) == (0, None)
+    other.close(is_finished=False)
+    assert AnswerCache(path, "model a").num_read == 0

@@ -7,7 +7,7 @@ import pytest
 from filelock import FileLock
 
 from finch.errors import UserError
-from finch.evaluation.fingerprint import hash_weights
+from finch.evaluation.loading import hash_weights
 from finch.evaluation.model_folders import find_base, find_tuned
 
 

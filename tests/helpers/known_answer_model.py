@@ -11,8 +11,8 @@ import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
+from finch.evaluation.harness import task_manager
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.manager import task_manager
 from finch.evaluation.tasks.registry import TASKS
 from finch.evaluation.tasks.task import Task
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from finch.evaluation.results import Sample
+from finch.evaluation.tasks.lm_eval_tasks import TRUTHFULQA, truthfulqa_row
 from finch.evaluation.tasks.parsers import confidence_of, letter_of
-from finch.evaluation.tasks.rows import Row, shuffled, table
-from finch.evaluation.tasks.task import Records, by_doc_id, identity, mean, response
-from finch.evaluation.tasks.truthfulqa import ROWS, hub_row
+from finch.evaluation.tasks.task import Records, Row, average, by_doc_id, identity, mean, response, shuffled, table
 
 SEED = 0
 LETTERS = "ABCD"
@@ -22,7 +21,7 @@ PROMPT = (
 
 def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: Any) -> dict[str, Any]:
     """Rows with at least three wrong answers: the right one and three of them, in an order that depends on the question."""
-    documents = [_document(hub_row(row), has_chat_template) for row in ROWS.load(data_root)]
+    documents = [_document(truthfulqa_row(row), has_chat_template) for row in TRUTHFULQA.load(data_root)]
     return {"test": table([document for document in documents if document is not None])}
 
 
@@ -91,10 +90,9 @@ def others(samples: Sequence[Sample]) -> dict[str, float | None]:
     from finch.evaluation.statistics import expected_calibration_error
 
     confidences, correct = stated_confidences(samples)
-    worst = [{"score": sample["score"] if sample["is_parsed"] else 1.0} for sample in samples]
     return {
         "parse_rate": mean(samples, "is_parsed"),
-        "acc": sum(correct) / len(correct) if correct else None,
+        "acc": average(correct),
         "ece": expected_calibration_error(confidences, correct),
-        "brier_worst_case": mean(worst, "score"),
+        "brier_worst_case": average(sample["score"] if sample["is_parsed"] else 1.0 for sample in samples),
     }

@@ -7,8 +7,17 @@ from typing import Any
 
 from finch.errors import UserError
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.rows import Row, Source, table
-from finch.evaluation.tasks.task import Records, by_doc_id, identity, mean, plain_or_chat, response
+from finch.evaluation.tasks.task import (
+    Records,
+    Row,
+    Source,
+    average,
+    by_doc_id,
+    identity,
+    plain_or_chat,
+    response,
+    table,
+)
 
 ROWS = Source("galician_alpaca/*.jsonl", "irlab-udc/alpaca_data_galician", "train", ("instruction", "output"))
 FIELDS = ("instruction", "input", "output")
@@ -64,4 +73,4 @@ def samples(records: Records) -> list[Sample]:
 
 
 def others(samples: Sequence[Sample]) -> dict[str, float | None]:
-    return {"response_words": mean([{"words": len(sample["response"].split())} for sample in samples], "words")}
+    return {"response_words": average(len(sample["response"].split()) for sample in samples)}

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.rows import Row, Source, table
-from finch.evaluation.tasks.task import Records, by_doc_id, identity, log_likelihoods, mean
+from finch.evaluation.tasks.task import Records, Row, Source, average, by_doc_id, identity, log_likelihoods, table
 
 ROWS = Source(
     "halueval/qa.jsonl", "pminervini/HaluEval", "data", ("question", "right_answer", "hallucinated_answer"), "qa"
@@ -20,7 +19,7 @@ LETTERS = ["A", "B"]
 
 
 def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: Any) -> dict[str, Any]:
-    """Two documents a row, one after the other: with the hallucinated answer as A, then as B."""
+    """Two documents per row, one after the other: with the hallucinated answer as A, then as B."""
     rows = ROWS.load(data_root)
     clusters: dict[str, int] = {}
     return {
@@ -64,8 +63,8 @@ def samples(records: Records) -> list[Sample]:
 
 
 def others(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Beside it, the score of always picking the longer answer (1/2 where both are as long), which needs no model."""
-    return {"pick_longer": mean([{"score": _pick_longer(sample)} for sample in samples], "score")}
+    """The score of always picking the longer answer (1/2 where both are as long), which needs no model."""
+    return {"pick_longer": average(map(_pick_longer, samples))}
 
 
 def _pick_longer(sample: Sample) -> float:

@@ -1,15 +1,27 @@
-"""HellaSwag, WinoGrande and MMLU, which lm-eval has: local rows in the form that its tasks read, and their samples."""
+"""HellaSwag, WinoGrande, MMLU, IFEval and TruthfulQA, which lm-eval has: local rows in the form that its tasks read, and their samples."""
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from finch.errors import UserError
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.rows import Row, Source, table
-from finch.evaluation.tasks.task import Record, Records, by_doc_id, identity, log_likelihoods, mean
+from finch.evaluation.tasks.task import (
+    Records,
+    Row,
+    Source,
+    average,
+    by_doc_id,
+    identity,
+    log_likelihoods,
+    mean,
+    plain_or_chat,
+    response,
+    table,
+)
 
 HELLASWAG = Source(
     "hellaswag/validation.jsonl", "Rowan/hellaswag", "validation", ("activity_label", "ctx", "endings", "label")
@@ -24,6 +36,15 @@ WINOGRANDE = Source(
 _MMLU_FIELDS = ("question", "choices", "answer", "subject")
 MMLU = Source("mmlu/test.jsonl", "cais/mmlu", "test", _MMLU_FIELDS, "all")
 MMLU_DEV = Source("mmlu/dev.jsonl", "cais/mmlu", "dev", _MMLU_FIELDS, "all")
+IFEVAL = Source("ifeval/prompts.jsonl", "google/IFEval", "train", ("key", "prompt", "instruction_id_list", "kwargs"))
+TRUTHFULQA = Source(
+    "truthfulqa/mc_task.jsonl",
+    "truthfulqa/truthful_qa",
+    "validation",
+    ("question", "mc1_targets", "mc2_targets"),
+    "multiple_choice",
+)
+IFEVAL_SEED = 0
 
 SUBJECTS = (
     *("abstract_algebra", "anatomy", "astronomy", "business_ethics", "clinical_knowledge", "college_biology"),
@@ -39,7 +60,7 @@ SUBJECTS = (
     *("professional_psychology", "public_relations", "security_studies", "sociology", "us_foreign_policy", "virology"),
     "world_religions",
 )
-"""MMLU's, an lm-eval task each."""
+"""Of MMLU; each is a task of lm-eval."""
 
 _LAST_SENTENCE = re.compile(r"(?s)(.*[.!?][\"')\]]*) ([^.!?]+)")
 
@@ -47,7 +68,7 @@ _LAST_SENTENCE = re.compile(r"(?s)(.*[.!?][\"')\]]*) ([^.!?]+)")
 def hellaswag_dataset(data_root: str, **_: Any) -> dict[str, Any]:
     """Rows with ``activity_label``, ``ctx_a``, ``ctx_b``, ``endings`` and ``label``, as on the hub.
 
-    lm-eval capitalizes ``ctx_b``, the beginning of the sentence that an ending completes. Rows that have ``ctx`` alone, the two joined,
+    lm-eval capitalizes ``ctx_b``, the beginning of the sentence that an ending completes. Rows that have only ``ctx``, the two joined,
     are cut after the last full sentence.
     """
     return {"validation": table([_split_context(row) for row in HELLASWAG.load(data_root)])}
@@ -73,37 +94,25 @@ def mmlu_dataset(data_root: str, subject: str, **_: Any) -> dict[str, Any]:
         UserError: there are no rows of the subject.
     """
     rows = {
-        split: [row for row in source.load(data_root) if row["subject"] == subject] for split, source in _MMLU.items()
+        split: [row for row in source.load(data_root) if row["subject"] == subject]
+        for split, source in (("dev", MMLU_DEV), ("test", MMLU))
     }
     if not rows["test"]:
         raise UserError(f"mmlu: {data_root}/{MMLU.file} has no rows of the subject {subject}; all 57 are needed")
     return {split: table(part) for split, part in rows.items()}
 
 
-_MMLU = {"dev": MMLU_DEV, "test": MMLU}
-
-
-def multiple_choice_sample(record: Record, metric: str, choices: Sequence[str]) -> Sample:
-    """A sample with the log-likelihoods of all choices.
-
-    Args:
-        metric: the headline metric.
-        choices: the texts that are compared, whose lengths in characters are kept.
-    """
-    target = record["target"]
-    return {
-        **identity(record),
-        "score": float(record[metric]),
-        "acc": float(record["acc"]),
-        "answer": int(target),
-        "loglikelihoods": log_likelihoods(record),
-        "lengths": [len(choice) for choice in choices],
-    }
-
-
 def hellaswag_samples(records: Records) -> list[Sample]:
+    """With the lengths of the endings in characters."""
     return [
-        multiple_choice_sample(record, "acc_norm", record["doc"]["choices"])
+        {
+            **identity(record),
+            "score": float(record["acc_norm"]),
+            "acc": float(record["acc"]),
+            "answer": int(record["target"]),
+            "loglikelihoods": log_likelihoods(record),
+            "lengths": [len(choice) for choice in record["doc"]["choices"]],
+        }
         for record in by_doc_id(records["hellaswag"]).values()
     ]
 
@@ -148,8 +157,93 @@ def mmlu_others(samples: Sequence[Sample]) -> dict[str, float | None]:
         mean([sample for sample in samples if sample["subject"] == subject], "score")
         for subject in sorted({sample["subject"] for sample in samples})
     ]
-    return {"acc_subjects": sum(score for score in subjects if score is not None) / len(subjects) if subjects else None}
+    return {"acc_subjects": average(score for score in subjects if score is not None)}
 
 
 def no_others(samples: Sequence[Sample]) -> dict[str, float | None]:
     return {}
+
+
+def ifeval_dataset(data_root: str, **_: Any) -> dict[str, Any]:
+    """Rows with ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``, as on the hub."""
+    return {"train": table(IFEVAL.load(data_root))}
+
+
+def ifeval_plain_prompt(document: Row) -> str:
+    return plain_or_chat(document["prompt"], has_chat_template=False)
+
+
+def ifeval_results(document: Row, responses: Sequence[str]) -> dict[str, Any]:
+    """lm-eval's results of a document, with its random choices fixed: those of langdetect, and arguments that it draws where a row's are 0."""
+    from lm_eval.tasks.ifeval import instructions, utils
+
+    instructions.langdetect.DetectorFactory.seed = IFEVAL_SEED
+    state = random.getstate()
+    random.seed(document["key"])
+    try:
+        return utils.process_results(document, responses)
+    finally:
+        random.setstate(state)
+
+
+def ifeval_samples(records: Records) -> list[Sample]:
+    """With lm-eval's four results, of the prompt and of each of its instructions, and the response."""
+    return [
+        {
+            **identity(record),
+            "score": float(record["prompt_level_strict_acc"]),
+            "prompt_level_loose_acc": float(record["prompt_level_loose_acc"]),
+            "inst_level_strict_acc": [bool(value) for value in record["inst_level_strict_acc"]],
+            "inst_level_loose_acc": [bool(value) for value in record["inst_level_loose_acc"]],
+            "response": response(record),
+        }
+        for record in by_doc_id(records["ifeval"]).values()
+    ]
+
+
+def ifeval_others(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """The other three accuracies, those of instructions over all of them, and the responses' mean length in words."""
+    return {
+        "prompt_level_loose_acc": mean(samples, "prompt_level_loose_acc"),
+        "inst_level_strict_acc": average(value for sample in samples for value in sample["inst_level_strict_acc"]),
+        "inst_level_loose_acc": average(value for sample in samples for value in sample["inst_level_loose_acc"]),
+        "response_words": average(len(sample["response"].split()) for sample in samples),
+    }
+
+
+def truthfulqa_dataset(data_root: str, **_: Any) -> dict[str, Any]:
+    """Rows with ``question``, ``mc1_targets`` and ``mc2_targets``, in the hub's form."""
+    return {"validation": table([truthfulqa_row(row) for row in TRUTHFULQA.load(data_root)])}
+
+
+def truthfulqa_row(row: Row) -> Row:
+    """Targets as ``{choices: [...], labels: [...]}``; the authors' file has them as ``{choice: label}``."""
+    return {**row, **{field: _targets(row[field]) for field in ("mc1_targets", "mc2_targets")}}
+
+
+def _targets(targets: dict[str, Any]) -> dict[str, Any]:
+    if targets.keys() == {"choices", "labels"}:
+        return targets
+    return {"choices": list(targets), "labels": list(targets.values())}
+
+
+def truthfulqa_samples(records: Records) -> list[Sample]:
+    """With the log-likelihoods of the answers of mc2, their labels, and those of mc1, whose first answer is the right one."""
+    mc1 = by_doc_id(records["truthfulqa_mc1"])
+    return [
+        {
+            **identity(record),
+            "score": float(record["acc"]),
+            "mc1": float(mc1[doc_id]["acc"]),
+            "labels": [int(label) for label in record["doc"]["mc2_targets"]["labels"]],
+            "loglikelihoods": log_likelihoods(record),
+            "mc1_loglikelihoods": log_likelihoods(mc1[doc_id]),
+        }
+        for doc_id, record in by_doc_id(records["truthfulqa_mc2"]).items()
+    ]
+
+
+def truthfulqa_others(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """mc1, and the mc2 of a model that finds all answers equally likely: the share of true ones."""
+    uniform = average(sum(sample["labels"]) / len(sample["labels"]) for sample in samples)
+    return {"mc1": mean(samples, "mc1"), "mc2_uniform": uniform}

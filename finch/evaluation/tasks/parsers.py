@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_MARK = r"[\s*_`\"'\u201c\u201d\u2018\u2019(\[{<$]*"  # what stands around a letter: brackets, quotes, Markdown's stars, LaTeX
+_MARK = (
+    r"[\s*_`\"'\u201c\u201d\u2018\u2019(\[{<$]*"  # what surrounds a letter: brackets, quotes, Markdown's stars, LaTeX
+)
 _LATEX = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{)*"
 _LETTER = rf"{_MARK}{_LATEX}([A-Z])(?![\w\u2019'])(?!-\w)"
 
@@ -41,7 +43,7 @@ _ALONE_IN_LINE = re.compile(rf"^{_MARK}(?:[A-Z]\b[\s*_.,:;)\]-]*)?{_NUMBER}[\s*_
 def letter_of(text: str, letters: str = "ABCD") -> str | None:
     """The last letter that a text states as its answer; None where it states none of ``letters``.
 
-    Statements such as "the answer is C" go first, then letters that start a line, as in "C. a text", then letters that stand alone and
+    Statements such as "the answer is C" go first, then letters that start a line, as in "C. a text", then single letters that
     are not the article A. What comes before the end of a ``</think>`` block is left out.
     """
     text = _without_reasoning(text)
@@ -58,7 +60,7 @@ def letter_of(text: str, letters: str = "ABCD") -> str | None:
 def confidence_of(text: str) -> float | None:
     """The last confidence that a text states, between 0 and 100; None where there is none or it is out of range.
 
-    A number beside the word confidence goes first, then one that has a line for itself or with a letter. A decimal of at most 1 without a
+    A number next to the word confidence goes first, then one that has a line for itself or with a letter. A decimal of at most 1 without a
     percent sign is a probability: 0.85 is 85, and 1.0 is 100; 1 is 1.
     """
     text = _without_reasoning(text)

@@ -7,16 +7,18 @@ from typing import Any
 
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.parsers import letter_of
-from finch.evaluation.tasks.rows import Row, Source, table
 from finch.evaluation.tasks.task import (
     Record,
     Records,
+    Row,
+    Source,
     by_doc_id,
     identity,
     log_likelihoods,
     mean,
     plain_or_chat,
     response,
+    table,
 )
 
 ROWS = Source(

@@ -7,8 +7,18 @@ from typing import Any
 
 from finch.errors import UserError
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.rows import Row, Source, shuffled, table
-from finch.evaluation.tasks.task import Records, by_doc_id, identity, log_likelihoods, mean, plain_or_chat
+from finch.evaluation.tasks.task import (
+    Records,
+    Row,
+    Source,
+    by_doc_id,
+    identity,
+    log_likelihoods,
+    mean,
+    plain_or_chat,
+    shuffled,
+    table,
+)
 
 PERTURBED = Source(
     "tofu/forget10_perturbed.jsonl",

@@ -1,4 +1,4 @@
-"""A model whose answers are known has the score 1, 0, or chance."""
+"""A model whose answers are known has the score 1 or chance."""
 
 from __future__ import annotations
 
@@ -16,22 +16,11 @@ OWN = ("tofu", "tofu_validation", "sciknoweval", "sciknoweval_validation", "halu
 
 
 def right_choice(document: dict[str, Any]) -> int:
-    if "option1" in document:  # WinoGrande
-        return int(document["answer"]) - 1
-    if "mc1_targets" in document:  # TruthfulQA: the first one
-        return 0
-    return int(document["gold"] if "gold" in document else document["answer"])
+    return int(document["gold"])
 
 
-def wrong_choice(document: dict[str, Any]) -> int:
-    if "mc1_targets" in document:
-        return len(document["mc1_targets"]["choices"]) - 1
-    return 1 - right_choice(document) if right_choice(document) < 2 else 0
-
-
-def says(choose: Any) -> Any:
-    """A response that states a choice of SciKnowEval's."""
-    return lambda document: f"{document['choices'][choose(document)]}. It is." if "choices" in document else ""
+def right_response(document: dict[str, Any]) -> str:
+    return f"{document['choices'][document['gold']]}. It is." if "choices" in document else ""
 
 
 def within_95(share: float, chance: float, n: int) -> bool:
@@ -42,18 +31,12 @@ def within_95(share: float, chance: float, n: int) -> bool:
     ("name", "has_chat_template"), [*((name, True) for name in OWN), ("tofu", False), ("sciknoweval", False)]
 )
 def test_model_with_the_right_answer_scores_one(name: str, has_chat_template: bool, shared_data: Path) -> None:
-    model = KnownAnswerModel(right_choice, says(right_choice))
+    model = KnownAnswerModel(right_choice, right_response)
     samples = evaluate(TASKS[name], model, shared_data, has_chat_template=has_chat_template, limit=30)
     assert score(samples) == 1
     others = TASKS[name].others(samples)
     for metric in others.keys() - {"pick_longer", "acc_norm_seen", "acc_norm_unseen"}:
         assert others[metric] == 1, metric
-
-
-@pytest.mark.parametrize("name", ["tofu", "sciknoweval", "halueval"])
-def test_model_with_a_wrong_answer_scores_zero(name: str, shared_data: Path) -> None:
-    samples = evaluate(TASKS[name], KnownAnswerModel(wrong_choice, says(wrong_choice)), shared_data, limit=30)
-    assert score(samples) == 0
 
 
 def test_tofu_first_option_scores_chance(shared_data: Path) -> None:
@@ -72,11 +55,6 @@ def test_sciknoweval_fixed_letter_scores_chance(shared_data: Path) -> None:
     assert within_95(letters, 1 / 4, len(samples))
 
 
-def test_sciknoweval_unparsed_response_is_wrong(shared_data: Path) -> None:
-    samples = evaluate(TASKS["sciknoweval"], KnownAnswerModel(respond=lambda document: "no idea"), shared_data, limit=5)
-    assert score(samples) == TASKS["sciknoweval"].others(samples)["parse_rate"] == 0
-
-
 @pytest.mark.parametrize("letter", [1, None])
 def test_halueval_fixed_letter_scores_exactly_half(letter: int | None, shared_data: Path) -> None:
     samples = evaluate(TASKS["halueval"], KnownAnswerModel(lambda document: letter), shared_data)
@@ -84,35 +62,12 @@ def test_halueval_fixed_letter_scores_exactly_half(letter: int | None, shared_da
     assert score(samples) == 1 / 2
 
 
-def test_confidence_of_known_answers(shared_data: Path) -> None:
-    def brier(letter: Any, confidence: int) -> float:
-        respond = lambda document: f"Answer: {letter(document)}\nConfidence: {confidence}"  # noqa: E731
-        return score(evaluate(TASKS["confidence"], KnownAnswerModel(respond=respond), shared_data))
-
-    wrong = {"A": "B", "B": "C", "C": "D", "D": "A"}
-    assert brier(lambda document: document["gold"], 100) == 0
-    assert brier(lambda document: wrong[document["gold"]], 100) == 1
-    assert brier(lambda document: "A", 50) == 1 / 4
-    # A guess with its true confidence: (1 - .25)^2 where the first of the shuffled options is right, else .25^2.
-    share = (brier(lambda document: "A", 25) - 0.25**2) / (0.75**2 - 0.25**2)
-    assert within_95(share, 1 / 4, 690)
+def test_confidence_of_a_guess_scores_chance(shared_data: Path) -> None:
+    """A guess with its true confidence: (1 - .25)^2 where the first of the shuffled options is right, else .25^2."""
+    model = KnownAnswerModel(respond=lambda document: "Answer: A\nConfidence: 25")
+    brier = score(evaluate(TASKS["confidence"], model, shared_data))
+    assert within_95((brier - 0.25**2) / (0.75**2 - 0.25**2), 1 / 4, 690)
     assert TASKS["confidence"].chance == 0.25 * 0.75**2 + 0.75 * 0.25**2
-
-
-@pytest.mark.parametrize("name", ["hellaswag", "winogrande", "mmlu"])
-def test_lm_eval_tasks_right_and_wrong_answers(name: str, shared_data: Path) -> None:
-    limit = 1 if name == "mmlu" else 20
-    assert score(evaluate(TASKS[name], KnownAnswerModel(right_choice), shared_data, limit=limit)) == 1
-    assert score(evaluate(TASKS[name], KnownAnswerModel(wrong_choice), shared_data, limit=limit)) == 0
-
-
-def test_truthfulqa_right_and_wrong_answers(shared_data: Path) -> None:
-    """mc1 is exact; mc2, a share of the probability, comes near 1 where the best answer has nearly all of it."""
-    right = evaluate(TASKS["truthfulqa"], KnownAnswerModel(right_choice), shared_data, limit=20)
-    assert score(right) == pytest.approx(1, abs=1e-3)
-    assert TASKS["truthfulqa"].others(right)["mc1"] == 1
-    wrong = evaluate(TASKS["truthfulqa"], KnownAnswerModel(wrong_choice), shared_data, limit=20)
-    assert TASKS["truthfulqa"].others(wrong)["mc1"] == 0
 
 
 def test_ifeval_counts_followed_instructions(

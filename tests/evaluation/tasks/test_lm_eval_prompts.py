@@ -12,8 +12,8 @@ from helpers.known_answer_model import KnownAnswerModel
 from helpers.punkt import add_punkt_tab
 from helpers.rows import write_lines
 
+from finch.evaluation.harness import task_manager
 from finch.evaluation.tasks.lm_eval_tasks import SUBJECTS
-from finch.evaluation.tasks.manager import task_manager
 from finch.evaluation.tasks.registry import TASKS
 
 Rows = list[dict[str, Any]]
@@ -65,7 +65,7 @@ def truthfulqa_of_hub(rows: Rows) -> Rows:
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, rows: dict[str, dict[str, Rows]]) -> list[tuple[Any, ...]]:
-    """Stands in for the hub; returns the names that are loaded."""
+    """Replaces the hub; returns the names that are loaded."""
     loaded = []
 
     def load_dataset(path: str, name: str | None = None, split: str | None = None, **_: Any) -> Any:
@@ -102,14 +102,6 @@ def test_hellaswag_requests_are_lm_evals(tmp_path: Path, monkeypatch: pytest.Mon
     assert requests("hellaswag", None) == local
 
 
-def test_winogrande_requests_are_lm_evals(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = requests("winogrande", shared_data)
-    rows = read(shared_data / "winogrande" / "validation.jsonl")
-    loaded = serve(monkeypatch, {"allenai/winogrande": {"train": rows, "validation": rows}})
-    assert requests("winogrande", None) == local
-    assert loaded == [("allenai/winogrande", "winogrande_xl")]
-
-
 def test_mmlu_requests_are_lm_evals(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = requests("mmlu_virology", shared_data)
     tables = {
@@ -119,15 +111,6 @@ def test_mmlu_requests_are_lm_evals(shared_data: Path, monkeypatch: pytest.Monke
     loaded = serve(monkeypatch, {"cais/mmlu": tables})
     assert requests("mmlu_virology", None) == local
     assert loaded == [("cais/mmlu", "virology")]
-
-
-@pytest.mark.parametrize("name", ["truthfulqa_mc1", "truthfulqa_mc2"])
-def test_truthfulqa_requests_are_lm_evals(name: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = requests(name, shared_data)
-    rows = read(shared_data / "truthfulqa" / "mc_task.jsonl")
-    loaded = serve(monkeypatch, {"truthfulqa/truthful_qa": {"validation": truthfulqa_of_hub(rows)}})
-    assert requests(name, None) == local
-    assert loaded == [("truthfulqa/truthful_qa", "multiple_choice")]
 
 
 def test_ifeval_requests_are_lm_evals(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +129,9 @@ def test_ifeval_requests_are_lm_evals(tmp_path: Path, shared_data: Path, monkeyp
 @pytest.mark.parametrize(
     ("name", "lm_eval_name", "config"),
     [
+        ("winogrande", "winogrande", "winogrande_xl"),
+        ("truthfulqa", "truthfulqa_mc1", "multiple_choice"),
+        ("truthfulqa", "truthfulqa_mc2", "multiple_choice"),
         ("tofu", "finch_tofu", "forget10_perturbed"),
         ("tofu", "finch_tofu_letters", "forget10_perturbed"),
         ("sciknoweval", "finch_sciknoweval", "v2"),
@@ -153,14 +139,14 @@ def test_ifeval_requests_are_lm_evals(tmp_path: Path, shared_data: Path, monkeyp
         ("confidence", "finch_confidence", "multiple_choice"),
     ],
 )
-def test_own_tasks_read_the_hub_as_local_rows(
+def test_tasks_read_the_hub_as_local_rows(
     name: str, lm_eval_name: str, config: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = TASKS[name].sources[0]
     local = requests(lm_eval_name, shared_data)
     rows = read(shared_data / source.file, 3000)
-    rows = truthfulqa_of_hub(rows) if name == "confidence" else rows
-    loaded = serve(monkeypatch, {source.hub: {source.split: rows}})
+    rows = truthfulqa_of_hub(rows) if name in ("truthfulqa", "confidence") else rows
+    loaded = serve(monkeypatch, {source.hub: {"train": rows, source.split: rows}})
     assert requests(lm_eval_name, None) == local
     assert loaded == [(source.hub, config)]
 

@@ -15,16 +15,16 @@ from omegaconf import OmegaConf
 from finch.data.sciknoweval import prompt_of, sciknoweval_dataset
 from finch.data.tofu import tofu_dataset
 from finch.errors import UserError
+from finch.evaluation.harness import task_manager
+from finch.evaluation.model_folders import training_questions
 from finch.evaluation.results import NEW, OLD, RELIABILITY
 from finch.evaluation.tasks import tofu
-from finch.evaluation.tasks.manager import task_manager
 from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
-from finch.evaluation.tasks.rows import shuffled
-from finch.evaluation.tasks.training_rows import training_questions
+from finch.evaluation.tasks.task import shuffled
 
 
 class UserTurns:
-    """Takes the place of a tokenizer."""
+    """Replaces a tokenizer."""
 
     max_seq_len = None
 
