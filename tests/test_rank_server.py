@@ -63,7 +63,7 @@ def test_ranks_that_die_or_hang_are_replaced(tmp_path):
     with pytest.raises(pytest.fail.Exception, match="not done after 1 s"):
         rank_server().run(2, [str(file)], tmp_path, timeout=1)
     assert on_ranks(2, "tell(os.environ['RANK'])", tmp_path / "next") == ["0", "1"]
-    assert not any(is_running(int(word)) for word in output.split() if word.isdigit())
+    assert not any(is_running(int(line)) for line in output.splitlines() if line.isdigit())
 
 
 def test_server_ends_when_it_is_closed():

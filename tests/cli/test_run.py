@@ -33,7 +33,7 @@ def start(*arguments):
 def finish(process):
     """(exit code, stdout and stderr)"""
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -108,7 +108,6 @@ def test_run_chooses_the_recipe_by_the_model(capsys, monkeypatch, config):
     assert started == ["finch_full_finetune", "finch_lora_finetune"]
 
 
-@pytest.mark.slow
 def test_two_ranks_train_as_one_process_does(config, tmp_path):
     code, output = finish(start("--config", config(batch_size=2), "--nproc_per_node", "2", "max_steps_per_epoch=3"))
     assert code == 0, output
@@ -121,7 +120,6 @@ def test_two_ranks_train_as_one_process_does(config, tmp_path):
     assert (tmp_path / "run" / "epoch_0" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_mistake_seen_by_ranks_is_one_line(config, tmp_path):
     code, output = finish(start("--config", config(), "--nproc_per_node", "2", "dataset.data_files=/nowhere.jsonl"))
     assert (code, errors(output)) == (
@@ -131,7 +129,6 @@ def test_mistake_seen_by_ranks_is_one_line(config, tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "number", "expected"),
     [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGUSR1, 0)],
@@ -139,7 +136,7 @@ def test_mistake_seen_by_ranks_is_one_line(config, tmp_path):
 def test_signal_saves_and_ends_with_the_recipes_exit_code(config, tmp_path, ranks, number, expected):
     run = tmp_path / "run"
     process = start("--config", config(epochs=1000), "--nproc_per_node", str(ranks), "~lr_scheduler")
-    end = time.monotonic() + 100
+    end = time.monotonic() + 600
     while not (run / "metrics.jsonl").exists() or not losses(run):
         assert process.poll() is None, finish(process)
         assert time.monotonic() < end

@@ -220,7 +220,6 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.slow
 def test_killed_evaluation_continues(evaluate, base_folder, data_root, tmp_path, monkeypatch):
     from finch.evaluation.language_model import LanguageModel
 
@@ -245,7 +244,6 @@ def test_killed_evaluation_continues(evaluate, base_folder, data_root, tmp_path,
     assert not list(tmp_path.glob("out/*/*answers*"))
 
 
-@pytest.mark.slow
 def test_two_processes_give_the_results_of_one(evaluate, base_folder, data_root, tmp_path):
     arguments = ["evaluate", "--base", base_folder, "--data-root", data_root, "--suite", "forgetting"]
     arguments += ["--tasks", "hellaswag,winogrande", "--limit", "7", "--out", tmp_path / "two", "--nproc_per_node", "2"]

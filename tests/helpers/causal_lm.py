@@ -60,3 +60,38 @@ def finch_rates(
         average = loss if average is None else ema * average + (1 - ema) * loss
         rates.append(min(eta_base / (average + eps) ** 0.5, eta_max))
     return rates
+
+
+def train_plainly(
+    model: Any, samples: list[tuple[list[int], int]], batch: int, eta_base: float, eta_max: float
+) -> tuple[list[float], list[float], list[float]]:
+    """FINCH over an epoch of rows in their order, as the paper's authors write it: losses, averages and learning rates of the steps.
+
+    Args:
+        samples: token ids, and the number of them that are the prompt.
+    """
+
+    def mean_loss(rows: list[tuple[list[int], int]]) -> torch.Tensor:
+        sums = [
+            F.cross_entropy(
+                model(torch.tensor([ids])).logits[0, start - 1 : -1], torch.tensor(ids[start:]), reduction="sum"
+            )
+            for ids, start in rows
+        ]
+        return torch.stack(sums).sum() / sum(len(ids) - start for ids, start in rows)
+
+    with torch.no_grad():
+        average = mean_loss(samples).item()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=eta_base, weight_decay=0.0)
+    steps = []
+    for first in range(0, len(samples), batch):
+        loss = mean_loss(samples[first : first + batch])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        average = 0.9 * average + 0.1 * loss.item()
+        optimizer.param_groups[0]["lr"] = rate = min(eta_base / (average + 1e-8) ** 0.5, eta_max)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((loss.item(), average, rate))
+    losses, averages, rates = (list(column) for column in zip(*steps, strict=True))
+    return losses, averages, rates

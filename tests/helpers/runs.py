@@ -92,7 +92,7 @@ def run_ranks(ranks: int, folder: Path, config: dict, *overrides: str, recipe: s
     """Runs a recipe on forked ranks in ``folder``, as torchrun would: quicker than `tune run`. ``recipe`` may also be a file."""
     argv = [recipe, "--config", write_config(folder, config), *overrides]
     codes, output = rank_server().run(ranks, argv, folder, timeout)
-    return Run(max(codes, key=abs), output, Path(config["output_dir"]))
+    return Run(int(any(codes)), output, Path(config["output_dir"]))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

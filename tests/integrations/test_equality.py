@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from helpers.causal_lm import mean_loss
 from helpers.ranks import on_ranks
-from helpers.runs import ROOT, run_here, tune_run
+from helpers.runs import run_here, run_ranks
 from helpers.stacks import ETA_BASE, STACKS, differences, load, recipe_config, run_reference
 
 ON_TWO_RANKS = """
@@ -38,19 +36,17 @@ def test_stack_equals_plain_python_on_one_process(name, shared_data, tmp_path):
     assert_equal(name, STACKS[name](shared_data, tmp_path), run_reference(shared_data))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_recipe_equals_plain_python(ranks, shared_data, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)  # the dataset's function
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recipe_equals_plain_python(ranks, shared_data, tmp_path):
     config = recipe_config(shared_data, tmp_path, ranks)
-    run = run_here(tmp_path, config) if ranks == 1 else tune_run(tmp_path, config, ranks=ranks)
+    run = run_here(tmp_path, config) if ranks == 1 else run_ranks(ranks, tmp_path, config)
     assert run.returncode == 0, run.output[-3000:]
     name = f"finch_full_finetune on {ranks} rank(s)"
     assert_equal(name, (run.column("loss"), run.column("lr")), run_reference(shared_data))
 
 
-@pytest.mark.slow
 def test_stacks_equal_plain_python_on_two_ranks(shared_data, tmp_path):
-    one, other = on_ranks(2, ON_TWO_RANKS.format(data=str(shared_data)), tmp_path, timeout=300)
+    one, other = on_ranks(2, ON_TWO_RANKS.format(data=str(shared_data)), tmp_path)
     assert {name: curves[1] for name, curves in one.items()} == {name: curves[1] for name, curves in other.items()}
     assert one.pop("resumed") == one["Trainer"]
     model, rows = load(shared_data)

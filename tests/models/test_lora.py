@@ -146,7 +146,6 @@ def initialize_and_write(folder, ranks):
     return initial
 
 
-@pytest.mark.slow
 def test_lora_on_two_ranks_equals_one(tmp_path):
     save("qwen3", tmp_path / "base")
     alone = initialize_and_write(tmp_path, parallel.start(torch.device("cpu"), shard=False))

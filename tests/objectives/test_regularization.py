@@ -123,7 +123,6 @@ def test_l2_equals_autograd_of_the_formula(form, offload):
     assert_equal(one_step(parallel.Parallel(CPU), form, offload=offload), reference(form))
 
 
-@pytest.mark.slow
 def test_l2_on_every_mesh_equals_one_process(tmp_path):
     every_rank = on_ranks(4, "from objectives.test_regularization import on_meshes; tell(on_meshes())", tmp_path)
     for mesh, form in itertools.product(("fsdp2", "hsdp", "shard x tensor"), FORMS):

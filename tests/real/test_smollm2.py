@@ -1,12 +1,12 @@
 """SmolLM2-135M-Instruct by `--config auto`: FINCH's steps equal a plain transformers loop, and the exported model chats."""
 
 import json
-import math
 import shutil
 
 import pytest
 import torch
 import yaml
+from helpers.causal_lm import train_plainly
 from helpers.runs import run_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,28 +51,7 @@ def reference(smollm2):
         text = tokenizer.apply_chat_template(turns, tokenize=False).removesuffix("\n")  # ends with <|im_end|>
         ids = tokenizer(text, add_special_tokens=False).input_ids
         rows.append((ids, len(tokenizer(prompt, add_special_tokens=False).input_ids)))
-
-    def mean_loss(batch):
-        sums = []
-        for ids, start in batch:
-            logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
-            sums.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum"))
-        return torch.stack(sums).sum() / sum(len(ids) - start for ids, start in batch)
-
-    with torch.no_grad():
-        average = mean_loss(rows).item()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=ETA_BASE, weight_decay=0.0)
-    losses, averages = [], []
-    for first in range(0, len(rows), BATCH):
-        loss = mean_loss(rows[first : first + BATCH])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        average = 0.9 * average + 0.1 * loss.item()
-        optimizer.param_groups[0]["lr"] = min(ETA_BASE / math.sqrt(average + 1e-8), ETA_MAX)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        averages.append(average)
+    losses, averages, _ = train_plainly(model, rows, BATCH, ETA_BASE, ETA_MAX)
     return losses, averages, model.eval()
 
 

@@ -2,10 +2,10 @@
 Section 3.3 over rows in their order."""
 
 import json
-import math
 
 import pytest
 import torch
+from helpers.causal_lm import train_plainly
 from helpers.models import save
 from helpers.runs import run_here
 from helpers.tokenizers import write_qwen3_tokenizer
@@ -29,30 +29,10 @@ def prompt_and_text(tokenizer, row):
 def losses_and_rates(folder, rows):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    samples = []
-    for row in rows:
-        prompt, text = prompt_and_text(tokenizer, row)
-        start = len(tokenizer(prompt, add_special_tokens=False).input_ids)
-        samples.append((torch.tensor(tokenizer(text, add_special_tokens=False).input_ids), start))
-
-    def mean_loss(batch):
-        sums = [
-            torch.nn.functional.cross_entropy(model(ids[None]).logits[0, start - 1 : -1], ids[start:], reduction="sum")
-            for ids, start in batch
-        ]
-        return torch.stack(sums).sum() / sum(len(ids) - start for ids, start in batch)
-
-    average = mean_loss(samples).item()
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    for step in range(STEPS):
-        loss = mean_loss(samples[step * BATCH : (step + 1) * BATCH])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        average = 0.9 * average + 0.1 * loss.item()
-        optimizer.param_groups[0]["lr"] = rate = min(ETA_BASE / math.sqrt(average + 1e-8), ETA_MAX)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.item(), rate
+    pairs = [prompt_and_text(tokenizer, row) for row in rows]
+    samples = [[tokenizer(text, add_special_tokens=False).input_ids for text in pair] for pair in pairs]
+    losses, _, rates = train_plainly(model, [(ids, len(prompt)) for prompt, ids in samples], BATCH, ETA_BASE, ETA_MAX)
+    return losses, rates
 
 
 @pytest.mark.parametrize("template", [CHATML, None], ids=["chat template", "no template"])
@@ -83,7 +63,7 @@ def test_recipe_equals_the_authors_program(template, tmp_path, rows_file):
     }
     done = run_here(tmp_path, config)
     assert done.returncode == 0, done.output
-    losses, rates = zip(*losses_and_rates(folder, rows), strict=True)
+    losses, rates = losses_and_rates(folder, rows)
     assert done.column("loss") == pytest.approx(losses, rel=1e-6)
     assert done.column("lr") == pytest.approx(rates, rel=1e-6)
     assert len(set(rates)) == STEPS

@@ -17,9 +17,9 @@ def raise_disk_full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_full_disk_at_a_save_keeps_the_last_checkpoint(tmp_path, base_folder, rows_file, monkeypatch):
+def test_full_disk_at_a_save_keeps_the_last_checkpoint(tmp_path, base_folder, rows_file, trained, monkeypatch):
     config = make_config(base_folder, rows_file, tmp_path / "uninterrupted")
-    uninterrupted = run_here(tmp_path / "s", config)
+    uninterrupted = trained(config)
     save, folders = dcp.save, []
 
     def fails_at_six(*args, **kwargs):
@@ -40,10 +40,12 @@ def test_full_disk_at_a_save_keeps_the_last_checkpoint(tmp_path, base_folder, ro
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_full_disk_at_an_export_continues_or_fails_at_the_end(epoch, tmp_path, base_folder, rows_file, monkeypatch):
+def test_full_disk_at_an_export_continues_or_fails_at_the_end(
+    epoch, tmp_path, base_folder, rows_file, trained, monkeypatch
+):
     config = make_config(base_folder, rows_file, tmp_path / "uninterrupted", epochs=2)
     config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
-    uninterrupted = run_here(tmp_path / "s", config)
+    uninterrupted = trained(config)
     write = HuggingFaceFolder._write_into
 
     def fails(folder, target, like, parts):

@@ -76,12 +76,12 @@ def workers_of(launcher):
     return [int(each) for each in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
-def test_two_ranks_stop_together_and_die_with_their_launcher(tmp_path, base_folder, rows_file, monkeypatch):
+def test_two_ranks_stop_together_and_die_with_their_launcher(tmp_path, base_folder, rows_file, trained, monkeypatch):
     config = make_config(
         base_folder, rows_file, tmp_path / "uninterrupted", epochs=2, batch_size=2, check_dataset=False
     )
     config["lr_scheduler"] = {**config["lr_scheduler"], "init": 4.0}
-    uninterrupted = run_here(tmp_path / "s", {**config, "batch_size": 4})
+    uninterrupted = trained({**config, "batch_size": 4})
     config = {**config, "output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto"}
     config["checkpoint"] = {"every_n_steps": 2}
     slow = {**config, "dataset": {**config["dataset"], "_component_": "slow_rows.dataset"}}

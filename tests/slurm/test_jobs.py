@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from helpers.runs import ROOT, make_config, relative_l2, run_here, run_ranks, weights
-from helpers.slurm_lab import Lab, NoSlurm, processes_with
+from helpers.slurm_lab import processes_with
 
 from finch.cli import main as cli
 from finch.cli.slurm import SCRIPT
@@ -48,19 +48,6 @@ until [[ $1 == image.sif ]]; do shift; done
 shift
 "$@"
 """
-
-
-@pytest.fixture(scope="module")
-def lab():
-    try:
-        try:
-            started = Lab("cgroup")
-        except NoSlurm:
-            started = Lab("linuxproc")
-    except NoSlurm as reason:
-        pytest.skip(str(reason))
-    yield started
-    started.close()
 
 
 def slow_file(run):

@@ -6,23 +6,12 @@ import time
 import pytest
 import yaml
 from helpers.runs import make_config
-from helpers.slurm_lab import Lab, NoSlurm
 
 from finch.cli import main as cli
 
 pytestmark = pytest.mark.slow
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-
-
-@pytest.fixture(scope="module")
-def lab():
-    try:
-        started = Lab("linuxproc")
-    except NoSlurm as reason:
-        pytest.skip(str(reason))
-    yield started
-    started.close()
 
 
 def states(lab, job):
