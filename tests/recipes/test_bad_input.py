@@ -150,7 +150,7 @@ def error_of(tmp_path):
         ("probes", "select_by=validation_loss", "there is no such validation loss; known are none, since there is no dataset_validation"),
         ("probes", "select_by=loss", "select_by=loss must be validation_loss, validation/NAME/loss"),
         ("probes", "probes.own.max_new_tokens=90", "tokens and its answer of up to 90, the context has 64"),
-        ("probes", "tokenizer.max_seq_len=5", "the context has 5; remove that row"),
+        ("probes", "tokenizer.max_seq_len=5 ~probes.facts", "the context has 5; remove that row"),
     ],
 )  # fmt: skip
 def test_override_is_rejected(config, error_of, kind, overrides, message):

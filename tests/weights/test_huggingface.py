@@ -143,7 +143,6 @@ def read_and_write(folder, ranks, monkeypatch):
     return differ, num_bytes
 
 
-@pytest.mark.slow
 def test_load_and_write_on_every_mesh(tmp_path):
     size = {}
     for name in dict(CASES):
