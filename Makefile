@@ -21,10 +21,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 quickstart: install
-	$(BIN)/python -m finch.quickstart
+	$(BIN)/python -m examples.quickstart
 
 quickstart-sweep: install
-	$(BIN)/python -m finch.quickstart.sweep
+	$(BIN)/python -m examples.quickstart.sweep
 
 # The study of studies/smollm2_tofu; STUDY=quick is its small form. STUDY_OPTIONS="--jobs 13 --data-root DATA" and others: run.py --help.
 study: install

@@ -166,9 +166,6 @@ def test_core_needs_torch_alone(wheel, torch_alone, tmp_path):
         (line,) = venv.run(*command, code=1).strip().splitlines()
         assert line.startswith("finch: error: ")
         assert line.endswith(NEEDS_TORCHTUNE)
-    assert "finch: error: the quickstart needs the torchtune and report extras: " in venv.run(
-        "python", "-m", "finch.quickstart", code=1
-    )
 
 
 @pytest.mark.slow

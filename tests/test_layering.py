@@ -27,7 +27,7 @@ LAYERS = (
     ("evaluation",),
     ("sweep", "titan"),
     ("report",),
-    ("quickstart", "cli"),
+    ("cli",),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 TORCH_ALONE = ("finch", *(f"finch.{name}" for layer in LAYERS[:3] for name in layer))

@@ -1,19 +1,17 @@
-"""`finch doctor`: the installed packages, the machine, and what does not fit together, with the command that fixes it."""
+"""`finch doctor`: the installed packages, the machine, and what does not fit together, with the command that fixes it. `finch models`: the families."""
 
 from __future__ import annotations
 
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finch.log import quiet_dependencies
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
+from finch.models.family_table import FAMILIES
 
 DISTRIBUTION = "finch-finetune"
 CONTRIBUTOR_EXTRA = "dev"
@@ -34,76 +32,71 @@ PURPOSES = {
 COMFORTABLE_FREE_BYTES = 50 * 10**9
 
 
-def main() -> int:
-    """Prints the report; returns the number of problems."""
+def main(*, is_full: bool = False) -> int:
+    """Prints the report; returns the number of problems.
+
+    Args:
+        is_full: also imports torchtune, and runs torch's collect_env and pip check, which take longer.
+    """
     print(f"python       {platform.python_version()} ({sys.executable})")
     print(f"finch        {_version(DISTRIBUTION) or 'not installed'}")
-    problems: list[str] = []
-    extras = []
-    for extra, requirements in _requirements().items():
-        is_used = not extra or _is_used(extra, requirements)
-        if extra:
-            state = "installed" if is_used else f"pip install '{DISTRIBUTION}[{extra}]'"
-            extras.append(f"{extra:<12} {state:<40} {PURPOSES.get(extra, '')}".rstrip())
-        for requirement in requirements if is_used else ():
-            print(f"{requirement.name:<12} {_version(requirement.name) or 'not installed'}")
-            problems += _version_problems(requirement)
+    extras: list[str] = []
+    problems = list(_package_problems(extras))
     if _version("torch"):
         problems += _device_problems()
-    if _version("torchtune"):
-        problems += _torchtune_problems()
     free = shutil.disk_usage(Path.cwd()).free
     print(f"free disk    {free / 1e9:.0f} GB in {Path.cwd()}")
     if free < COMFORTABLE_FREE_BYTES:
         problems.append(
-            f"{free / 1e9:.0f} GB are free here; a 4B model needs about 8 GB an epoch and 24 GB for its state: give output_dir on a larger disk"
+            f"{free / 1e9:.0f} GB are free here; a 4B model needs about 8 GB per epoch and 24 GB for its state: give output_dir on a larger disk"
         )
     if extras:
         print("\noptional packages, by extra:", *extras, sep="\n")
-    if not problems:
-        print("\nno problems found")
+    if is_full:
+        problems += _slow_problems()
     for problem in problems:
         print(f"\nproblem: {problem}")
+    if not problems:
+        print("\nno problems found")
     return len(problems)
 
 
-def _requirements() -> dict[str, list[Requirement]]:
-    """What finch requires here, by extra; the core's under the empty name, and in no other list."""
+def _package_problems(extras: list[str]) -> Iterator[str]:
+    """Prints the core's packages and those of the extras in use, each once; adds a line for each extra to ``extras``."""
     try:
         from packaging.requirements import Requirement
+        from packaging.specifiers import SpecifierSet
     except ModuleNotFoundError:
         for name in ("torch", "torchtune"):
             print(f"{name:<12} {_version(name) or 'not installed'}")
         print("packages     not compared: pip install packaging")
-        return {}
+        return
     parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    required: dict[str, list[Requirement]] = {"": []}
-    for extra in ("", *(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or [])):
-        requirements = [
-            requirement
-            for requirement in parsed
-            if (requirement.marker is None or requirement.marker.evaluate({"extra": extra}))
-            and requirement.name != DISTRIBUTION  # an extra of extras
-            and requirement not in required[""]
-        ]
-        if requirements and extra != CONTRIBUTOR_EXTRA:
-            required[extra] = requirements
-    return required
-
-
-def _is_used(extra: str, requirements: list[Requirement]) -> bool:
-    """Whether the package that the extra is named after is installed, or any of it if none is."""
-    names = [requirement.name for requirement in requirements]
-    return any(_version(name) for name in ([extra] if extra in names else names))
-
-
-def _version_problems(requirement: Requirement) -> Iterator[str]:
-    version = _version(requirement.name)
-    needed = f"'{requirement.name}{requirement.specifier}'"
-    if version is None:
-        yield f"{requirement.name} is missing: pip install {needed}"
-    elif not requirement.specifier.contains(version, prereleases=True):
-        yield f"{requirement.name} {version} is outside {requirement.specifier}: pip install {needed}"
+    core = [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    needed = {one.name: one.specifier for one in core}
+    for extra in metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []:
+        own = {
+            one.name: one.specifier
+            for one in parsed
+            if one not in core
+            and one.name != DISTRIBUTION  # an extra of extras
+            and (one.marker is None or one.marker.evaluate({"extra": extra}))
+        }
+        if not own or extra == CONTRIBUTOR_EXTRA:
+            continue
+        # Whether the package that the extra is named after is installed, or any of it if none is.
+        is_used = any(_version(name) for name in ([extra] if extra in own else own))
+        state = "installed" if is_used else f"pip install '{DISTRIBUTION}[{extra}]'"
+        extras.append(f"{extra:<12} {state:<40} {PURPOSES.get(extra, '')}".rstrip())
+        for name, specifier in own.items() if is_used else ():
+            needed[name] = needed.get(name, SpecifierSet()) & specifier
+    for name, specifier in needed.items():
+        version = _version(name)
+        print(f"{name:<12} {version or 'not installed'}")
+        if version is None:
+            yield f"{name} is missing: pip install '{name}{specifier}'"
+        elif not specifier.contains(version, prereleases=True):
+            yield f"{name} {version} is outside {specifier}: pip install '{name}{specifier}'"
 
 
 def _device_problems() -> Iterator[str]:
@@ -133,13 +126,18 @@ def _device_problems() -> Iterator[str]:
     print(f"backends     {', '.join(name for name, is_available in backends.items() if is_available) or 'none'}")
 
 
-def _torchtune_problems() -> Iterator[str]:
+def _slow_problems() -> Iterator[str]:
     quiet_dependencies()
-    try:
-        import torchtune  # noqa: F401
-    except Exception as error:
-        reason = " ".join(str(error).split())[:150]
-        yield f"torchtune does not import ({reason}): pip install --force-reinstall '{DISTRIBUTION}[torchtune]'"
+    if _version("torchtune"):
+        try:
+            import torchtune  # noqa: F401
+        except Exception as error:
+            reason = " ".join(str(error).split())[:150]
+            yield f"torchtune does not import ({reason}): pip install --force-reinstall '{DISTRIBUTION}[torchtune]'"
+    for module, *arguments in (["torch.utils.collect_env"], ["pip", "check"]):
+        print(f"\npython -m {module} {' '.join(arguments)}".rstrip(), flush=True)
+        if subprocess.call([sys.executable, "-m", module, *arguments]) != 0:
+            yield f"{module} has failed; its output is above"
 
 
 def _version(name: str) -> str | None:
@@ -147,3 +145,22 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def list_models() -> None:
+    """Prints each family: config.json's model_type, models of the Hugging Face hub, builders, and whether it has LoRA."""
+    width = max(map(len, FAMILIES))
+    for model_type, family in FAMILIES.items():
+        print(f"{model_type:<{width}}  {family.name}")
+        methods = "full fine-tuning and method=lora" if family.has_lora else "full fine-tuning"
+        rows = {
+            "models": ", ".join(family.examples),
+            "builders": ", ".join(family.builders),
+            "training": methods,
+        }
+        for title, text in rows.items():
+            print(f"{'':<{width}}  {title + ':':<10}{text}")
+    print(
+        "\nThe first column is model_type in a folder's config.json. model._component_=finch.models.auto with model.path=DIR "
+        "builds any of them; `tune download ORG/NAME --output-dir DIR` downloads one."
+    )

@@ -37,7 +37,7 @@ def read_job(
     from finch.config.schema import RECIPES
 
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # components of the user's own, as `tune run` finds them
+        sys.path.append(os.getcwd())  # the user's components, as `tune run` finds them
     recipe = recipe_for(config, list(overrides))
     return recipe, read(["--config", config, *overrides], RECIPES[recipe], on_error)
 
@@ -61,7 +61,7 @@ def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:
 
 
 def machine_checks(recipe: str, cfg: DictConfig, ranks: int) -> Iterator[Check]:
-    """What can be checked of a config where the run will start, besides :func:`config_checks`."""
+    """What can be checked of a config where the run will start, in addition to :func:`config_checks`."""
     from finch.training.config_checks import check_combinations, check_lora_combinations
     from finch.training.run import RunLock
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finch.cli import launcher
+from finch.cli.run import failed_rank, prepare_launcher
 from finch.errors import UserError, exit_without_teardown
 from finch.evaluation.results import SuiteResult, TaskResult, read_samples
 from finch.extras import require_extras
@@ -237,12 +237,12 @@ def _launch(number: int) -> None:
     from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as run_launcher
 
-    launcher.prepare(number)
+    prepare_launcher(number)
     arguments = ["--standalone", f"--nproc_per_node={number}", "--module", "finch.cli", *sys.argv[1:]]
     try:
         run_launcher(get_args_parser().parse_args(arguments))
     except ChildFailedError as error:
-        sys.exit(launcher.first_failure(error)[1])
+        sys.exit(failed_rank(error)[1])
 
 
 def _names(text: str) -> list[str]:

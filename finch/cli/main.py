@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ from finch import __version__
 from finch.cli.evaluate import add_arguments as add_evaluate_arguments
 from finch.cli.judge import add_judge_arguments, add_translate_arguments
 from finch.cli.report import add_arguments as add_report_arguments
-from finch.cli.select_lr import add_arguments as add_select_lr_arguments
 from finch.cli.slurm import add_arguments as add_submit_arguments
 from finch.cli.slurm import submit as submit_to_slurm
-from finch.cli.sweep import add_arguments as add_sweep_arguments
+from finch.cli.slurm import submit_titan
+from finch.cli.sweep import add_select_lr_arguments, add_sweep_arguments
+from finch.distributed.processes import limit_spinning
 from finch.errors import UserError, report_user_errors
 from finch.extras import require_extras
 from finch.log import quiet_dependencies
@@ -24,6 +26,7 @@ from finch.log import quiet_dependencies
 @report_user_errors
 def main(arguments: list[str] | None = None) -> None:
     quiet_dependencies()
+    limit_spinning(os.environ)  # before torch is imported
     parser = argparse.ArgumentParser(
         prog="finch", description="Forgetting-aware fine-tuning for the PyTorch-native stack."
     )
@@ -53,7 +56,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     commands.add_parser("models", help="list the model families that can be trained")
 
-    commands.add_parser("doctor", help="check the installed packages and the machine")
+    doctor = commands.add_parser("doctor", help="check the installed packages and the machine")
+    doctor.add_argument(
+        "--full", action="store_true", help="also import torchtune, and print torch's collect_env and pip check"
+    )
 
     wise_ft = commands.add_parser("wise-ft", help="interpolate between the pretrained and the tuned model's weights")
     wise_ft.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
@@ -129,16 +135,14 @@ def main(arguments: list[str] | None = None) -> None:
     elif parsed.command == "methods":
         list_methods()
     elif parsed.command == "models":
-        from finch.cli.models import list_models
+        from finch.cli.doctor import list_models
 
         list_models()
     elif parsed.command == "doctor":
-        from finch.cli import doctor
+        from finch.cli import doctor as doctor_module
 
-        sys.exit(1 if doctor.main() else 0)
+        sys.exit(1 if doctor_module.main(is_full=parsed.full) else 0)
     elif parsed.command == "slurm" and parsed.titan:
-        from finch.cli.slurm_titan import submit as submit_titan
-
         submit_titan(parsed, rest)
     elif parsed.command == "slurm":
         require_extras("finch slurm submit", "torchtune")
@@ -149,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         sweep(parsed, rest)
     elif parsed.command == "select-lr":
-        from finch.cli.select_lr import select_lr
+        from finch.cli.sweep import select_lr
 
         select_lr(parsed)
     elif parsed.command == "report":

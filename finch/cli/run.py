@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finch import run_files
-from finch.cli import launcher
 from finch.cli.early_checks import build_model, config_checks, machine_checks, read_job
 from finch.config.instantiate import find_config
 from finch.config.unknown_keys import key_hint
+from finch.distributed.processes import share_cores
 from finch.errors import ERROR_FILE, UserError
 from finch.log import logger
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 USAGE = "finch run [torchrun options] --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]"
 
@@ -60,7 +61,7 @@ def run(arguments: Sequence[str]) -> None:
     nodes, local_ranks = number_of_ranks(options)
     changed = {name for name, value in vars(options).items() if value != _launcher_parser().get_default(name)}
     if nodes * local_ranks == 1 and changed <= {"nproc_per_node"}:
-        _run_here(config, overrides)
+        _run_in_process(config, overrides)
         return
     level = logger.level
     logger.setLevel(logging.ERROR)  # the ranks log what reading the config logs
@@ -134,12 +135,12 @@ def _launcher_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_here(config: str, overrides: Sequence[str]) -> None:
+def _run_in_process(config: str, overrides: Sequence[str]) -> None:
     """Runs the recipe in this process; its signals and its exit code are this process's."""
     from finch.config.parser import recipe_for
 
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # components of the user's own, as `tune run` finds them
+        sys.path.append(os.getcwd())  # the user's components, as `tune run` finds them
     level = logger.level
     logger.setLevel(logging.ERROR)  # the recipe reads the config again
     recipe = recipe_for(config, list(overrides))
@@ -165,13 +166,13 @@ def _launch(
         options.standalone = True
     if "SIGUSR1" not in getattr(options, "signals_to_handle", "SIGUSR1"):
         options.signals_to_handle += ",SIGUSR1"  # else it would end the launcher, and the ranks with it
-    launcher.prepare(local_ranks)
+    prepare_launcher(local_ranks)
     with tempfile.TemporaryDirectory(prefix="finch_run_") as folder:
         error_file = Path(os.environ.setdefault(ERROR_FILE, f"{folder}/error"))
         try:
             run_launcher(options)
         except ChildFailedError as error:
-            rank, code = launcher.first_failure(error)
+            rank, code = failed_rank(error)
             if not error_file.exists() and code != 128 + signal.SIGINT:
                 print(f"finch: error: rank {rank} failed with exit code {code}{_reason(code)}", file=sys.stderr)
             return code
@@ -181,6 +182,19 @@ def _launch(
         except (ValueError, OSError) as error:
             raise UserError(f"torchrun's launcher: {' '.join(str(error).split())}") from error
     return 0
+
+
+def prepare_launcher(local_ranks: int) -> None:
+    """Gives each rank its share of the cores, and silences the launcher's summary: a rank prints its own error."""
+    share_cores(os.environ, local_ranks)
+    for name in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+
+
+def failed_rank(error: ChildFailedError) -> tuple[int, int]:
+    """The first rank that failed, and its exit code as a shell has it: 128 + the signal's number after a signal."""
+    rank, failure = error.get_first_failure()
+    return rank, failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def _reason(code: int) -> str:

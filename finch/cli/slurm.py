@@ -1,4 +1,4 @@
-"""`finch slurm submit`: checks a run's config, then submits the sbatch script with the run's arguments.
+"""`finch slurm submit`: checks a run's config, or a run of TorchTitan, then submits its sbatch script with the run's arguments.
 
 The script itself stays as it is: sbatch's command line has precedence over ``#SBATCH`` lines, and the script takes its
 settings from environment variables.
@@ -7,6 +7,7 @@ settings from environment variables.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shlex
@@ -14,12 +15,14 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from finch.cli.early_checks import config_checks, read_job
 from finch.errors import UserError
 
-SCRIPT = "finch_full_finetune.sbatch"
+SCRIPT, TITAN_SCRIPT = "finch_full_finetune.sbatch", "finch_titan.sbatch"
+TITAN_CONFIGS = "finch.titan"
 SCRIPT_FOLDERS = [
     Path(__file__).parents[1] / "slurm_scripts",  # in an installed wheel
     Path(__file__).parents[2] / "slurm",  # in a checkout
@@ -71,6 +74,38 @@ def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
     submit_job(command, job_options, log, run, folder_key="output_dir", end=end, is_dry_run=args.dry_run)
 
 
+def submit_titan(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    """As :func:`submit`, of a run of TorchTitan.
+
+    Args:
+        args: ``titan`` is a config of finch.titan, or MODULE:NAME.
+        rest: arguments of torchtitan.train and options of sbatch, in any order. TorchTitan's are those with a dot or an underscore.
+
+    Raises:
+        UserError: an unknown config, a word that belongs to neither; no Slurm on this machine; sbatch fails.
+    """
+    module, _, name = args.titan.rpartition(":")
+    if not module:
+        module = TITAN_CONFIGS
+        if name not in _titan_configs():
+            raise UserError(
+                f"--titan {name}: there is no such config; there are {', '.join(_titan_configs())}, and MODULE:NAME names one of yours"
+            )
+    arguments, words = _split_titan_arguments(rest)
+    given, others = split_options(words)
+    if others:
+        raise UserError(
+            f"{others[0]} is no option of sbatch or torchtitan.train; options of TorchTitan have the form --training.steps=100"
+        )
+    script, text = read_script(TITAN_SCRIPT, args.script)
+    job = complete_options(given, text, is_own_script=bool(args.script))
+    run, arguments = _dump_folder(arguments, default=f"out/titan/{name}")
+    log = job.by_name.setdefault("output", f"{run}/slurm/%j.out")
+    command = ["sbatch", "--parsable", *job.given, f"--output={log}", str(script), module, name, str(run), *arguments]
+    end = "ends the job; the same command resumes from the last checkpoint"
+    submit_job(command, job, log, run, folder_key="--dump_folder", end=end, is_dry_run=args.dry_run)
+
+
 @dataclass(frozen=True)
 class JobOptions:
     """What a job of the script is submitted with.
@@ -94,7 +129,7 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
 
     Args:
         text: of the script.
-        is_own_script: whether it is the user's, whose Python counts.
+        is_own_script: whether the script is the user's, and names its own Python.
 
     Raises:
         UserError: a time limit that is too short, an environment that is hidden from the script, or a wrong setting.
@@ -136,7 +171,7 @@ def read_script(name: str, own: str | None = None) -> tuple[Path, str]:
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """sbatch's options with their values, and the other words. A value may be a word of its own if it has no ``=``."""
+    """sbatch's options with their values, and the other words. A value may be a separate word if it has no ``=``."""
     options: list[str] = []
     others: list[str] = []
     for previous, word in zip(["", *words], words, strict=False):
@@ -237,13 +272,11 @@ def submit_job(
     end: str,
     is_dry_run: bool,
 ) -> None:
-    """Submits a job and prints how to follow and end it; in a dry run prints the command alone.
+    """Submits a job and prints how to follow and end it; in a dry run only prints the command.
 
     Args:
-        command: sbatch's.
         log: the job's, with %j for its number.
-        run: the run's folder.
-        folder_key: what the user gives that folder as, for messages.
+        folder_key: the key or option that sets the run's folder, for messages.
         end: what scancel does.
 
     Raises:
@@ -283,3 +316,39 @@ def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
         message = " ".join(done.stderr.removeprefix("sbatch: error: ").split())
         raise UserError(f"sbatch fails: {message}")
     return done.stdout.strip().partition(";")[0]
+
+
+def _titan_configs() -> list[str]:
+    """The configs of finch.titan, read from its source: TorchTitan need not be installed where jobs are submitted."""
+    spec = find_spec(TITAN_CONFIGS)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).with_name("config_registry.py").read_text(encoding="utf-8"))
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def _split_titan_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """TorchTitan's arguments with their values, and the other words."""
+    arguments: list[str] = []
+    others: list[str] = []
+    target = others
+    for word in words:
+        if word.startswith("-"):
+            name = word.partition("=")[0]
+            target = arguments if word.startswith("--") and ("." in name or "_" in name) else others
+        target.append(word)
+    return arguments, others
+
+
+def _dump_folder(arguments: Sequence[str], *, default: str) -> tuple[Path, list[str]]:
+    """The run's folder, absolute, and the arguments without it."""
+    kept: list[str] = []
+    folder, is_next = default, False
+    for word in arguments:
+        if is_next or word.startswith("--dump_folder="):
+            folder, is_next = word.removeprefix("--dump_folder="), False
+        elif word == "--dump_folder":
+            is_next = True
+        else:
+            kept.append(word)
+    return Path(os.path.abspath(folder)), kept

@@ -1,4 +1,4 @@
-"""`finch sweep`: the runs of a grid, on this machine or as a Slurm job array.
+"""`finch sweep`: the runs of a grid, on this machine or as a Slurm job array; `finch select-lr`: the rate of a sweep that forgets little.
 
 Every cell's config is composed and checked before anything starts.
 """
@@ -6,21 +6,28 @@ Every cell's config is composed and checked before anything starts.
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import shlex
+import shutil
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from finch import run_files
+from finch.cli.early_checks import config_checks, machine_checks, read_job
+from finch.cli.slurm import SCRIPT, JobOptions, complete_options, read_script, run_sbatch, split_options
 from finch.errors import UserError
+from finch.files import atomic_file, write_text
+from finch.log import logger
+from finch.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Grid, cells_of, read_grid, write_cell
+from finch.sweep.job import Job, different_key, is_overwrite, run_words
 
-if TYPE_CHECKING:
-    from finch.sweep.grid import Grid
-    from finch.sweep.job import Job
-
+SWEEP_SCRIPT = "sweep.sbatch"
 USAGE = "finch sweep GRID [--jobs N] [--dry-run] [--slurm [option of sbatch ...]] [key=value ...]"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `finch sweep` itself. GRID, overrides and sbatch's options are what the parser leaves over."""
     parser.usage = USAGE
     parser.epilog = (
@@ -42,16 +49,12 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
     """Runs the sweep; ends the process with 1 if a cell has failed.
 
     Args:
-        args: as parsed by ``add_arguments``.
+        args: as parsed by ``add_sweep_arguments``.
         rest: GRID, overrides and, with ``--slurm``, sbatch's options.
 
     Raises:
         UserError: a mistake in the grid, in a cell's config or in the options.
     """
-    from finch.cli.slurm import split_options
-    from finch.cli.sweep_jobs import compose, warn_of_missing_validation
-    from finch.sweep.grid import cells_of, read_grid
-
     options, words = split_options(rest)
     if options and not args.slurm:
         raise UserError(f"{options[0]} is not an option of finch sweep; options of sbatch need --slurm")
@@ -62,8 +65,6 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
     name, *overrides = words
     grid = read_grid(name, overrides, args.out)
     if args.slurm:
-        from finch.cli.sweep_slurm import submit_sweep
-
         submit_sweep(
             grid,
             options,
@@ -104,8 +105,6 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
 
 
 def _print_commands(jobs: Sequence[Job]) -> None:
-    from finch.sweep.grid import SMALL_LR
-
     for job in jobs:
         if job.cell.kind == SMALL_LR:
             names = ", ".join(path.name for path in job.cell.dependencies)
@@ -132,3 +131,232 @@ def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:
         return ["--nproc_per_node", args.nproc_per_node], determine_local_world_size(args.nproc_per_node)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"--nproc_per_node {args.nproc_per_node}: {error}; give a number, or gpu") from error
+
+
+def compose(
+    grid: Grid, cells: Sequence[Cell], *, launcher: Sequence[str] = (), is_here: bool = True, num_ranks: int | None = 1
+) -> list[Job]:
+    """The jobs of cells, with complete and checked configs.
+
+    Args:
+        launcher: options of `finch run` that start a run's ranks.
+        is_here: whether they run on this machine.
+        num_ranks: of a run. None: not known.
+
+    Raises:
+        UserError: the first wrong cell, and what is wrong.
+    """
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # reading a config logs what the run logs again
+    jobs: dict[Path, Job] = {}
+    try:
+        for cell in cells:
+            try:
+                jobs[cell.folder] = _compose(grid, cell, jobs, launcher, is_here, num_ranks)
+            except UserError as error:
+                raise UserError(f"cell {cell.name}: {error}") from error
+    finally:
+        logger.setLevel(level)
+    return list(jobs.values())
+
+
+def _compose(
+    grid: Grid,
+    cell: Cell,
+    jobs: Mapping[Path, Job],
+    launcher: Sequence[str],
+    is_here: bool,
+    num_ranks: int | None,
+) -> Job:
+    if cell.kind != RUN:  # it is made of a run of the grid
+        source = jobs[cell.dependencies[0]]
+        return Job(grid, cell, source.recipe, source.cfg)
+    recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
+    if grid.recipe is not None and recipe != grid.recipe:
+        raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")
+    is_log_missing = cell.source is not None and not (cell.source / run_files.METRICS).exists()
+    if is_log_missing:
+        from finch.training.config_checks import check_replay_shape
+
+        check_replay_shape(cfg)
+    else:
+        for check in config_checks(cfg, num_ranks):
+            check()
+    if is_here:
+        for check in machine_checks(recipe, cfg, num_ranks or 1):
+            check()
+    job = Job(grid, cell, recipe, cfg, launcher)
+    if not job.overwrites and (different := different_key(cell.folder, cfg)):
+        key, saved, given = different
+        raise UserError(
+            f"{cell.folder} holds a run with {key}={_short(saved)}, the grid says {_short(given)}; give another out, or overwrite=True"
+        )
+    return job
+
+
+def warn_of_missing_validation(jobs: Sequence[Job]) -> None:
+    names = [job.cell.name for job in jobs if not job.has_validation]
+    if names:
+        logger.warning(
+            f"{len(names)} of {len(jobs)} cells have no validation rows, such as {names[0]}: their last epoch is evaluated, where the paper chooses an "
+            "epoch by validation; set dataset_validation"
+        )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def submit_sweep(
+    grid: Grid,
+    options: Sequence[str],
+    words: Sequence[str],
+    *,
+    max_parallel: int | None,
+    is_dry_run: bool,
+    trains: bool = True,
+) -> None:
+    """Submits the cells that are not trained: an array, a second one of the cells that need runs of the first, and a job that makes
+    WiSE-FT's models and evaluates. Prints the jobs' ids, or with ``is_dry_run`` the commands.
+
+    Args:
+        options: sbatch's.
+        words: GRID and its overrides, as given.
+        max_parallel: tasks of an array at a time; None: no limit.
+        trains: whether the arrays are submitted.
+
+    Raises:
+        UserError: a mistake in a cell's config or in the options; no Slurm on this machine; sbatch fails.
+    """
+    if is_overwrite(grid):
+        raise UserError(
+            "overwrite=True: a job that is requeued would start from scratch again; remove the cells' folders, or give another --out"
+        )
+    run_script, run_text = read_script(SCRIPT)
+    sweep_script, sweep_text = read_script(SWEEP_SCRIPT)
+    job_options = complete_options(options, f"{run_text}\n{sweep_text}")
+    jobs = compose(grid, cells_of(grid), is_here=False, num_ranks=job_options.num_ranks)
+    warn_of_missing_validation(jobs)
+    left = [job for job in jobs if trains and job.cell.kind == RUN and not job.is_trained()]
+    left_folders = {job.cell.folder for job in left}
+    first = [job for job in left if job.cell.source not in left_folders]
+    second = [job for job in left if job.cell.source in left_folders]
+    submission = _Submission(grid, job_options, (run_script, sweep_script), is_dry_run=is_dry_run)
+    ids: list[str] = []
+    for group in (first, second):
+        if group:
+            ids.append(submission.submit_array(group, max_parallel, after=ids))
+    if grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs):
+        ids.append(submission.submit_evaluation(words, after=ids))
+    if not ids:
+        print(f"all {len(jobs)} cells are trained; there is nothing to submit")
+    elif not is_dry_run:
+        print(f"{len(left)} of {len(jobs)} cells to train in {grid.out}")
+        print(f"  squeue --jobs {','.join(ids)}")
+        print(f"  tail -F {submission.folder}/*.out")
+        print(f"  scancel {' '.join(ids)}    # saves and ends the jobs; the same command continues the sweep")
+
+
+class _Submission:
+    """OUT/slurm: the scripts as they were when the jobs were submitted, the files of cells, and the jobs' output."""
+
+    def __init__(self, grid: Grid, options: JobOptions, scripts: tuple[Path, Path], *, is_dry_run: bool) -> None:
+        self._grid, self._options, self._is_dry_run = grid, options, is_dry_run
+        self.folder = grid.out / "slurm"
+        self._run_script, self._sweep_script = (self.folder / script.name for script in scripts)
+        if not is_dry_run:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for script in scripts:
+                    with atomic_file(self.folder / script.name) as partial:
+                        shutil.copyfile(script, partial)
+            except OSError as error:
+                raise UserError(f"out={grid.out} cannot be written ({error.strerror}); give another --out") from error
+
+    def submit_array(self, jobs: Sequence[Job], max_parallel: int | None, *, after: Sequence[str]) -> str:
+        """Returns the array's id."""
+        lines = [shlex.join([job.recipe, *_absolute(run_words(self._grid, job.cell)[1:])]) + "\n" for job in jobs]
+        number = next(index for index in range(10**6) if not (self.folder / f"cells_{index}").exists())
+        cells = self.folder / f"cells_{number + len(after)}"
+        limit = "" if max_parallel is None else f"%{max_parallel}"
+        words = [f"--array=0-{len(jobs) - 1}{limit}", *_dependency(after), f"--output={self.folder}/%A_%a.out"]
+        command = [str(self._sweep_script), str(cells), str(self._run_script)]
+        if self._is_dry_run:
+            for index, line in enumerate(lines):
+                print(f"# task {index} of {cells}: {line}", end="")
+        else:
+            with atomic_file(cells) as partial:
+                write_text(partial, "".join(lines))
+            for job in jobs:
+                write_cell(job.cell, task=self._grid.task, status=WAITING)
+        return self._submit([*self._options.given, *words, *command])
+
+    def submit_evaluation(self, words: Sequence[str], *, after: Sequence[str]) -> str:
+        """Returns the job's id. The job has one node; as many evaluations run at a time as it has GPUs."""
+        gpus = self._options.by_name.get("gpus-per-node", "1").rpartition(":")[2]
+        options = ["--nodes=1", *_dependency(after), f"--output={self.folder}/%j.out"]
+        name, *overrides = words
+        arguments = [os.path.abspath(name) if Path(name).is_file() else name, *overrides]
+        arguments += ["--out", str(self._grid.out), "--jobs", gpus if gpus.isdigit() and int(gpus) > 0 else "1"]
+        return self._submit([*self._options.given, *options, str(self._sweep_script), *arguments])
+
+    def _submit(self, words: Sequence[str]) -> str:
+        command = ["sbatch", "--parsable", *words]
+        settings: Mapping[str, str] = self._options.settings
+        if self._is_dry_run:
+            variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+            print(*variables, shlex.join(command))
+            return "JOB"
+        return run_sbatch(command, settings)
+
+
+def _dependency(after: Sequence[str]) -> list[str]:
+    """``afterany``: a cell that failed does not keep the others from being evaluated."""
+    return [f"--dependency=afterany:{':'.join(after)}"] if after else []
+
+
+def _absolute(words: Sequence[str]) -> list[str]:
+    """CONFIG as an absolute path where it is a file; the overrides as they are."""
+    config, *overrides = words
+    return [os.path.abspath(config) if Path(config).is_file() else config, *overrides]
+
+
+def add_select_lr_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="SWEEP_OUT", help="the folder of a sweep's runs")
+    parser.add_argument(
+        "--method", default="sft", help="whose runs are compared: a method, or a label of the grid (default: sft)"
+    )
+    parser.add_argument(
+        "--max-forgetting",
+        type=float,
+        default=2.0,
+        metavar="POINTS",
+        help="average forgetting must be below it (default: 2, the paper's)",
+    )
+
+
+def select_lr(args: argparse.Namespace) -> None:
+    """Prints a line for each rate, then the chosen rate and its runs.
+
+    Raises:
+        UserError: no run of the method is evaluated, or no rate forgets little enough.
+    """
+    from finch.sweep.select_lr import rates_of, select_rate, sweep_runs
+
+    rates = rates_of(sweep_runs(args.out), args.method)
+    chosen = select_rate(rates, args.max_forgetting)
+    print(f"{'optimizer.lr':<14}{'forgetting':>12}{'runs':>6}  other values")
+    for rate in rates:
+        other = ", ".join(f"{key}={value}" for key, value in rate.values.items())
+        mark = "  <-" if rate is chosen else ""
+        print(f"{rate.lr:<14g}{rate.forgetting:>12.2f}{len(rate.runs):>6}  {other}{mark}".rstrip())
+    if chosen is None:
+        least = min(rates, key=lambda rate: rate.forgetting)
+        raise UserError(
+            f"--max-forgetting {args.max_forgetting:g}: no rate of {args.method} forgets less on average, the least is {least.forgetting:.2f} points at "
+            f"optimizer.lr={least.lr:g}; add smaller rates to the grid"
+        )
+    print(f"\noptimizer.lr={chosen.lr:g}, {chosen.forgetting:.2f} points of average forgetting")
+    for run in chosen.runs:
+        print(run)

@@ -1,4 +1,4 @@
 """What runs have learned and what they have forgotten, as one report: Markdown, HTML, CSV and figures.
 
-May import everything below quickstart and cli; reads the folders of runs and the results of evaluations, and loads no weights.
+May import everything below cli; reads the folders of runs and the results of evaluations, and loads no weights.
 """

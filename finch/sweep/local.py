@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from finch.distributed.processes import share_cores
 from finch.errors import UserError
 from finch.sweep.grid import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, write_cell
 from finch.sweep.job import Job, slurm_error
@@ -178,8 +179,7 @@ class LocalSweep:
             write_cell(job.cell, task=job.grid.task, status=RUNNING)
         slot = min(set(range(self._num_parallel)) - {running.slot for running in self._running()})
         environment = dict(os.environ)
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cpus // self._num_parallel)))
+        share_cores(environment, self._num_parallel)
         environment["PYTHONUNBUFFERED"] = "1"
         if self._num_gpus > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self._num_gpus)))

@@ -20,7 +20,7 @@ MAX_FORGETTING = 2.0
 
 @dataclass(frozen=True)
 class Rate:
-    """Runs that differ in their seed alone.
+    """Runs that differ only in their seed.
 
     Attributes:
         lr: their ``optimizer.lr``.
@@ -64,7 +64,7 @@ def forgetting_of(run: Path) -> float:
 
 
 def rates_of(runs: Sequence[Path], method: str) -> list[Rate]:
-    """The rates of a method's runs, the smallest first; runs that differ in their seed alone are averaged.
+    """The rates of a method's runs, the smallest first; runs that differ only in their seed are averaged.
 
     Args:
         method: of runs without a label, or a label.

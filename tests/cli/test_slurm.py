@@ -1,6 +1,7 @@
-"""`finch slurm submit` with a program in sbatch's place: what it submits, prints and refuses. On a real Slurm: tests/slurm."""
+"""`finch slurm submit` with a program in place of sbatch: what it submits, prints and refuses. On a real Slurm: tests/slurm."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,12 @@ MISTAKES = {
     ),
     "script": (("qwen3/4B_finch", "--script", "absent"), "absent is not a file; give --script FILE"),
     "no slurm": (("qwen3/4B_finch",), "sbatch is not on this machine's PATH"),
+    "titan config": (
+        ("--titan", "finch_sft_qwen3"),
+        "--titan finch_sft_qwen3: there is no such config; there are finch_sft_llama3_8b, ",
+    ),
+    "titan key": (("--titan", "finch_sft_qwen3_4b", "epochs=3"), "epochs=3 is no option of sbatch or torchtitan.train"),
+    "titan time": (("--titan", "finch_sft_qwen3_4b", "--time=0:01:30"), "--time 0:01:30 must be at least 60 s longer"),
 }
 
 
@@ -153,3 +160,22 @@ def test_seconds_of_reads_slurms_time_limits():
     limits = {"5": 300, "5:30": 330, "1:05:30": 3930, "2-3": 183600, "2-3:04": 183840, "2-3:04:05": 183845}
     for limit, seconds in {**limits, "0": None, "UNLIMITED": None}.items():
         assert slurm.seconds_of(limit) == seconds, limit
+
+
+def test_titan_separates_arguments_from_options(capsys, tmp_path):
+    words = "--titan finch_sft_qwen3_4b --nodes 2 --training.steps 9 --gpus-per-node=8 --lr_scheduler.ema=0.8 --dump_folder run"
+    code, out, _ = submit(capsys, "--dry-run", *words.split(), "--time=2:00:00")
+    run = tmp_path / "run"
+    made, _, command = out.partition(" && ")
+    assert (code, made) == (0, f"mkdir -p {run}/slurm")
+    script = str(ROOT / "slurm" / "finch_titan.sbatch")
+    expected = ["--nodes", "2", "--gpus-per-node=8", "--time=2:00:00", f"--output={run}/slurm/%j.out", script]
+    expected += ["finch.titan", "finch_sft_qwen3_4b", str(run), "--training.steps", "9", "--lr_scheduler.ema=0.8"]
+    assert shlex.split(command) == [f"FINCH_PYTHON={sys.executable}", "sbatch", "--parsable", "--export=ALL", *expected]
+
+
+def test_titan_takes_a_module_of_the_users(capsys, tmp_path):
+    code, out, _ = submit(capsys, "--dry-run", "--titan", "my.configs:run")
+    assert code == 0
+    assert out.split()[-3:] == ["my.configs", "run", f"{tmp_path}/out/titan/run"]
+    assert "--gpus-per-node=1" in out.split()

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from finch.cli.sweep_jobs import compose
+from finch.cli.sweep import compose
 from finch.config.instantiate import grid_names
 from finch.sweep.grid import METHOD, RUN, WISE_FT, cells_of, read_grid
 

@@ -6,7 +6,7 @@ import pytest
 from helpers.runs import finch
 
 from finch.evaluation.results import SuiteResult, TaskResult, write_result
-from finch.sweep.select_lr import forgetting_of, rates_of, select_rate
+from finch.sweep.select_lr import rates_of, select_rate
 
 
 def result(suite, base, scores, role="old"):
@@ -34,15 +34,9 @@ def out(tmp_path):
     return tmp_path
 
 
-def test_forgetting_is_the_mean_loss_on_old_tasks(out):
-    assert forgetting_of(out / "sft_2e-05_0") == pytest.approx((3.8 + 0) / 2)
-
-
-def test_largest_rate_below_two_points_is_chosen(out):
+def test_largest_rate_that_forgets_less_is_chosen(out):
     rates = rates_of(sorted(out.glob("sft_*")), "sft")
-    assert [rate.lr for rate in rates] == [1e-5, 2e-5, 5e-5]
     assert [rate.forgetting for rate in rates] == pytest.approx([1.0, 1.9, 2.0])
-    assert [len(rate.runs) for rate in rates] == [2, 1, 1]
     assert select_rate(rates, 1.95).lr == 2e-5
     assert select_rate(rates, 1.5).lr == 1e-5
     assert select_rate(rates, 0.5) is None
@@ -70,24 +64,16 @@ def test_command_prints_all_rates_and_the_runs(out, capsys):
     assert printed.endswith(f"optimizer.lr=2e-05, 1.90 points of average forgetting\n{out}/sft_2e-05_0\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--max-forgetting", "0.5"),
-            "no rate of sft forgets less on average, the least is 1.00 points at optimizer.lr=1e-05",
-        ),
-        (("--method", "talr"), "--method talr: no run has this method"),
-    ],
-)
-def test_no_rate_is_one_line(out, capsys, arguments, message):
-    code, _, error = finch(capsys, "select-lr", str(out), *arguments)
-    assert code == 1
-    assert message in error
+def test_no_rate_is_one_line(out, capsys):
+    def error_of(*arguments):
+        code, _, error = finch(capsys, "select-lr", *arguments)
+        assert (code, len(error.splitlines())) == (1, 1)
+        return error
 
-
-def test_folder_without_evaluated_runs_is_one_line(out, tmp_path, capsys):
-    assert "holds no runs of a sweep" in finch(capsys, "select-lr", str(tmp_path / "dft"))[2]
+    least = "no rate of sft forgets less on average, the least is 1.00 points at optimizer.lr=1e-05"
+    assert least in error_of(str(out), "--max-forgetting", "0.5")
+    assert "--method talr: no run has this method" in error_of(str(out), "--method", "talr")
+    assert "holds no runs of a sweep" in error_of(str(out / "dft"))
     for folder in out.glob("sft_*/evaluation"):
         folder.rename(folder.with_name("elsewhere"))
-    assert "no run is evaluated" in finch(capsys, "select-lr", str(out))[2]
+    assert "no run is evaluated" in error_of(str(out))

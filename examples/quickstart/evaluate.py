@@ -11,16 +11,16 @@ from torchtune.data import InputOutputToMessages, padded_collate_sft
 from torchtune.datasets._sft import SFTTransform
 from torchtune.models.llama2 import llama2_tokenizer
 
+from examples.quickstart.base import build_decoder
+from examples.quickstart.world import World
 from finch.objectives import IGNORE_INDEX
-from finch.quickstart.base import build_decoder
-from finch.quickstart.world import World
 from finch.torchtune_names import shift_labels
 from finch.weights.huggingface import HuggingFaceFolder
 
 
 @dataclass(frozen=True)
 class Scores:
-    """``accuracy``: share of facts whose complete answer greedy decoding gives, in [0, 1]; ``loss``: nats a target token."""
+    """``accuracy``: share of facts whose complete answer greedy decoding gives, in [0, 1]; ``loss``: nats per target token."""
 
     accuracy: float
     loss: float

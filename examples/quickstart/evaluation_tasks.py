@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from finch.quickstart.world import NEW_RELATIONS, OLD_RELATIONS, Relations, World, new_world, old_world
+from examples.quickstart.world import NEW_RELATIONS, OLD_RELATIONS, Relations, World, new_world, old_world
 
 TASKS = {"quickstart_new": (new_world, NEW_RELATIONS), "quickstart_old": (old_world, OLD_RELATIONS)}
 
@@ -30,7 +30,7 @@ metadata: {{version: 1}}
 
 
 def write_tasks(folder: Path) -> Path:
-    """Writes rows and YAML of each task of ``TASKS``: a fact a row, with all answers of its relation as ``choices``.
+    """Writes rows and YAML of each task of ``TASKS``: one fact per row, with all answers of its relation as ``choices``.
 
     Returns:
         ``folder``, for `finch evaluate --include-path`.
@@ -47,7 +47,7 @@ def copy_base(base: Path, folder: Path) -> Path:
     """The base model with a tokenizer.json, which lm-eval needs and which gives the tokens that the model was trained on.
 
     Args:
-        base: the quickstart's, with tokenizer.model alone.
+        base: the quickstart's, with only tokenizer.model.
         folder: created, or replaced.
     """
     import transformers

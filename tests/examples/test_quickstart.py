@@ -5,32 +5,32 @@ import sys
 
 import pytest
 import torch
-from helpers.runs import environment
+from helpers.runs import ROOT, environment
 from transformers import AutoModelForCausalLM
 
+from examples.quickstart import base
+from examples.quickstart.evaluate import evaluate, tokenize
+from examples.quickstart.world import new_world, old_world
 from finch.errors import UserError
-from finch.quickstart import base, launch
-from finch.quickstart.evaluate import evaluate, tokenize
-from finch.quickstart.world import new_world, old_world
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """`python -m finch.quickstart` in a subprocess, with two epochs instead of the configs' many."""
+    """`python -m examples.quickstart` in a subprocess, with two epochs instead of the configs' many."""
     folder = tmp_path_factory.mktemp("quickstart")
     short = folder / "short.py"
     short.write_text(
-        "from finch.quickstart import launch\n"
-        "tune_run = launch.tune_run\n"
-        "launch.tune_run = lambda *arguments: tune_run(*arguments, 'epochs=2')\n"
+        "from examples.quickstart import base\n"
+        "tune_run = base.tune_run\n"
+        "base.tune_run = lambda *runs: tune_run(*((config, out, [*words, 'epochs=2']) for config, out, words in runs))\n"
         "import runpy, sys\n"
         f"sys.argv = ['quickstart', '--out', {str(folder / 'out')!r}]\n"
-        "runpy.run_module('finch.quickstart', run_name='__main__')\n"
+        "runpy.run_module('examples.quickstart', run_name='__main__')\n"
     )
     result = subprocess.run(
-        [sys.executable, str(short)], capture_output=True, text=True, timeout=300, check=False, env=environment()
+        [sys.executable, str(short)], capture_output=True, text=True, timeout=600, check=False, env=environment(ROOT)
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return folder / "out", result.stdout
@@ -83,4 +83,4 @@ def test_prepare_refuses_a_full_or_read_only_folder(tmp_path, monkeypatch):
 
 def test_tune_run_error_names_the_log(tmp_path):
     with pytest.raises(UserError, match=r"run\.log ends with: .*finch: error: --config nothing"):
-        launch.tune_run("nothing", tmp_path / "run")
+        base.tune_run(("nothing", tmp_path / "run", []))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from finch.quickstart.evaluate import Scores
+from examples.quickstart.evaluate import Scores
 from finch.training.summary import tidy
 
 COLOURS = {"SFT": "#b5533c", "FINCH": "#2c6e8f"}
@@ -40,7 +40,7 @@ def draw(runs: dict[str, Curves], file: Path) -> None:
     rates.set_ylim(bottom=0)
     rates.legend(frameon=False)
     accuracy.set(xlabel="step", ylabel="exact match, %", title="What is learned, what is kept", ylim=(-3, 103))
-    # Beside the curves, which fill the panel
+    # Next to the curves, which fill the panel
     accuracy.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 0.8))
     for axes in (rates, accuracy):
         tidy(axes)

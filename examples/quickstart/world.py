@@ -60,13 +60,13 @@ NEW_SYLLABLES = ("zq", "xu", "vvo", "kwi", "jaz", "qor", "wex", "yuq", "zzi", "x
 
 @dataclass(frozen=True)
 class World:
-    """A world's facts, each in four phrasings: ``rows[i]`` is {question, answer, fact}, four rows a fact."""
+    """A world's facts, each in four phrasings: ``rows[i]`` is {question, answer, fact}, four rows per fact."""
 
     rows: list[dict[str, str | int]]
 
     @property
     def first_phrasings(self) -> list[dict[str, str | int]]:
-        """One row a fact, in its first phrasing."""
+        """One row per fact, in its first phrasing."""
         return self.rows[::4]
 
     def text(self) -> Iterable[str]:

@@ -1,16 +1,18 @@
 """Ten methods on the quickstart's worlds, three rates and three seeds each: trained, evaluated and reported.
 
-python -m finch.quickstart.sweep [--out out/quickstart] [--jobs 2]
+python -m examples.quickstart.sweep [--out out/quickstart] [--jobs 2]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from finch.distributed.processes import limit_spinning
 from finch.errors import report_user_errors
 from finch.extras import require_extras
 from finch.log import quiet_dependencies
@@ -22,7 +24,7 @@ GRID = "sweeps/quickstart"
 @report_user_errors
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m finch.quickstart.sweep",
+        prog="python -m examples.quickstart.sweep",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -31,9 +33,10 @@ def main() -> None:
     parsed, words = parser.parse_known_args()
     require_extras("the quickstart's sweep", "torchtune", "evaluate", "report")
     quiet_dependencies()
+    limit_spinning(os.environ)  # before torch is imported
 
-    from finch.quickstart.base import prepare
-    from finch.quickstart.evaluation_tasks import copy_base, write_tasks
+    from examples.quickstart.base import prepare
+    from examples.quickstart.evaluation_tasks import copy_base, write_tasks
 
     start_time = time.perf_counter()
     out: Path = parsed.out.resolve()

@@ -1,10 +1,12 @@
-"""The base model: a tiny Llama trained on the old world from random weights with finch's own recipe, and cached."""
+"""The base model: a tiny Llama trained on the old world from random weights with finch's recipe, and cached."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,9 @@ import torch
 from torchtune.models.llama2 import llama2
 from torchtune.modules import TransformerDecoder
 
+from examples.quickstart.world import World, new_world, old_world
 from finch.config.instantiate import find_config
 from finch.errors import UserError
-from finch.quickstart.launch import tune_run
-from finch.quickstart.world import World, new_world, old_world
 from finch.weights.huggingface import HuggingFaceFolder
 
 VOCAB_SIZE = 1024
@@ -42,6 +43,38 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
+
+
+def tune_run(*runs: tuple[str, Path, list[str]]) -> None:
+    """``tune run finch_full_finetune --config CONFIG output_dir=OUTPUT OVERRIDE ...`` of each run, with stdout and stderr in OUTPUT.log.
+
+    The runs train side by side on one thread each: the model is too small for more, and the numbers do not depend on the machine's cores.
+
+    Args:
+        runs: each (CONFIG, OUTPUT, OVERRIDES).
+
+    Raises:
+        UserError: a run has failed; with the last lines of its log.
+    """
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    processes: dict[Path, subprocess.Popen[bytes]] = {}
+    try:
+        for config, output, overrides in runs:
+            command = ["run", "finch_full_finetune", "--config", config, f"output_dir={output}", "overwrite=True"]
+            print("  tune " + " ".join([*command, *overrides]), flush=True)
+            log = output.with_name(output.name + ".log")
+            log.parent.mkdir(parents=True, exist_ok=True)
+            tune = [sys.executable, "-m", "torchtune._cli.tune", *command, *overrides]
+            with log.open("w", encoding="utf-8") as file:
+                processes[log] = subprocess.Popen(tune, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        for log, process in processes.items():
+            if (code := process.wait()) != 0:
+                last_lines = " | ".join(log.read_text(encoding="utf-8").strip().splitlines()[-5:])
+                raise UserError(f"tune run failed with code {code}; {log} ends with: {last_lines}")
+    finally:
+        for process in processes.values():
+            process.kill()
 
 
 def prepare(folder: Path) -> Path:
@@ -88,7 +121,7 @@ def _prepare(folder: Path) -> Path:
     )
     _write_random_model(start)
     print("base model: a Llama of 0.9 M parameters learns 600 facts of the old world", flush=True)
-    tune_run("quickstart/base", cache / "run", f"start={start}", f"rows={data / 'old.jsonl'}")
+    tune_run(("quickstart/base", cache / "run", [f"start={start}", f"rows={data / 'old.jsonl'}"]))
     last = max((cache / "run").glob("epoch_*"), key=lambda path: int(path.name.removeprefix("epoch_")))
     last.rename(cache / "model")
     shutil.rmtree(cache / "run")

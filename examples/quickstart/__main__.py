@@ -1,15 +1,17 @@
 """Builds the base model, fine-tunes it on the new world with SFT and with FINCH, and shows what was learned and what was forgotten.
 
-python -m finch.quickstart [--out out/quickstart]
+python -m examples.quickstart [--out out/quickstart]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from pathlib import Path
 
+from finch.distributed.processes import limit_spinning
 from finch.errors import report_user_errors
 from finch.extras import require_extras
 from finch.log import quiet_dependencies
@@ -20,18 +22,18 @@ RUNS = {"SFT": "quickstart/sft", "FINCH": "quickstart/finch"}
 @report_user_errors
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m finch.quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m examples.quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("out/quickstart"), help="output folder")
     out = parser.parse_args().out.resolve()
     require_extras("the quickstart", "torchtune", "report")
     quiet_dependencies()
+    limit_spinning(os.environ)  # before torch is imported
 
-    from finch.quickstart.base import prepare
-    from finch.quickstart.evaluate import Scores, evaluate, tokenize
-    from finch.quickstart.figure import Curves, draw
-    from finch.quickstart.launch import tune_run
-    from finch.quickstart.world import new_world, old_world
+    from examples.quickstart.base import prepare, tune_run
+    from examples.quickstart.evaluate import Scores, evaluate, tokenize
+    from examples.quickstart.figure import Curves, draw
+    from examples.quickstart.world import new_world, old_world
     from finch.run_files import METRICS, read_metrics
 
     start_time = time.perf_counter()
@@ -39,11 +41,12 @@ def main() -> None:
     batches = {"old": tokenize(old_world(), base), "new": tokenize(new_world(), base)}
     base_scores = evaluate(base, batches)
     runs: dict[str, Curves] = {}
-    speeds: dict[str, float] = {}  # median of target tokens a second
-    for name, config in RUNS.items():
-        print(f"{name}: 200 facts of the new world", flush=True)
+    speeds: dict[str, float] = {}  # median of target tokens per second
+    print(f"{' and '.join(RUNS)}: 200 facts of the new world", flush=True)
+    overrides = [f"base={base}", f"rows={out / 'data' / 'new.jsonl'}"]
+    tune_run(*((config, out / name.lower(), overrides) for name, config in RUNS.items()))
+    for name in RUNS:
         run = out / name.lower()
-        tune_run(config, run, f"base={base}", f"rows={out / 'data' / 'new.jsonl'}")
         steps = [line for line in read_metrics(run / METRICS) if "loss" in line]
         speeds[name] = statistics.median(line["tokens_per_second_per_gpu"] for line in steps)
         scores: dict[int, dict[str, Scores]] = {0: base_scores}

@@ -1,0 +1,1 @@
+"""Examples: the quickstart, and a notebook with FINCH in a training loop."""

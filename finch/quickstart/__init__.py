@@ -1,4 +1,0 @@
-"""`make quickstart`: a tiny base model that knows a synthetic world is fine-tuned on a new one, with SFT and with FINCH.
-
-May import everything in finch but cli; nothing in finch imports it.
-"""
