@@ -37,7 +37,7 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     if the command line names another component for it.
 
     Args:
-        file_blocks: the file's top-level keys; not changed. A key that has a value stays as it is.
+        file_blocks: the file's top-level keys. A key that has a value stays as it is.
         overrides: the command line's ``key=value``.
 
     Returns:
@@ -46,7 +46,7 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     Raises:
         UserError: model_dir or data_files is missing or cannot be used.
     """
-    given = _given(file_blocks, overrides)
+    given = _user_values(file_blocks, overrides)
     chosen: Blocks = {}
     messages = []
     folder = check_folder(
@@ -82,8 +82,8 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     return blocks, messages
 
 
-def _given(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
-    """File and command line without the interpolations and removals that only the complete config can resolve."""
+def _user_values(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
+    """What the user has set in the file and on the command line, without interpolations and removals, which only the complete config can resolve."""
     assignments = [
         re.sub(
             rf"^({'|'.join(_BLOCKS)})=", r"\1._component_=", override
@@ -119,7 +119,7 @@ def _num_parameters(folder: Path) -> int:
 
 
 def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
-    """The blocks dataset and dataset_validation; how many rows are left to train on, None if unknown; a line about them."""
+    """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown); a line about them."""
     source = OmegaConf.select(given, "dataset.source")
     block: Blocks = {"_component_": "finch.data.rows.rows_dataset"}
     num_rows = None

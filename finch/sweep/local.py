@@ -46,8 +46,9 @@ class _Running:
 
 @dataclass
 class _State:
-    """The state of a cell."""
+    """A job and how far it is."""
 
+    job: Job
     status: str = WAITING
     reason: str = ""
     is_trained: bool = False
@@ -56,6 +57,9 @@ class _State:
 
     def text(self) -> str:
         return f"{self.status}: {self.reason}" if self.reason else self.status
+
+    def write(self, status: str, source: Path | None = None) -> None:
+        write_cell(self.job.cell, task=self.job.grid.task, status=status, source=source)
 
 
 class LocalSweep:
@@ -72,8 +76,7 @@ class LocalSweep:
     """
 
     def __init__(self, jobs: Sequence[Job], *, num_parallel: int, num_gpus: int = 0, trains: bool = True) -> None:
-        self._jobs = {job.cell.folder: job for job in jobs}
-        self._states = {folder: _State() for folder in self._jobs}
+        self._states = {job.cell.folder: _State(job) for job in jobs}
         self._num_parallel, self._num_gpus, self._trains = num_parallel, num_gpus, trains
         self._is_base_evaluated = False
         self._shown_at = 0.0
@@ -81,12 +84,13 @@ class LocalSweep:
 
     def run(self) -> int:
         """Returns the number of cells that failed. Ctrl-C, SIGTERM and SIGHUP stop the runs, which save, and end the process with 128 + the
-        signal's number."""
+        signal's number.
+        """
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         previous = {number: signal.signal(number, _raise_stopped) for number in numbers}
         try:
-            for folder, job in self._jobs.items():
-                self._poll_run(folder, job)
+            for state in self._states.values():
+                self._poll_run(state)
             while self._step():
                 time.sleep(_POLL_S)
         except _Stopped as stopped:
@@ -101,82 +105,81 @@ class LocalSweep:
         """The reason of each cell that failed."""
         return {folder.name: state.reason for folder, state in self._states.items() if state.status == FAILED}
 
-    def _poll_run(self, folder: Path, job: Job) -> None:
-        """Reads the state that an earlier call has left."""
+    def _poll_run(self, state: _State) -> None:
+        """Reads what an earlier call has left."""
+        job = state.job
         if job.cell.kind == SMALL_LR:  # chosen again, as the grid may have more rates
             return
         if job.overwrites and self._trains:
             return
         if job.is_trained():
-            self._set_trained(folder)
+            self._set_trained(state)
         elif not self._trains and job.cell.kind == RUN:
-            message = slurm_error(folder)
-            self._fail(folder, "it is not trained to the end" + (f": {message}" if message else ""))
+            message = slurm_error(job.cell.folder)
+            self._fail(state, "it is not trained to the end" + (f": {message}" if message else ""))
 
     def _step(self) -> bool:
         """Handles processes that have ended and starts others. Returns whether anything is left to wait for."""
-        for folder, state in self._states.items():
+        for state in self._states.values():
             if state.running is not None and state.running.process.poll() is not None:
-                self._end(folder, state, state.running)
-        for folder in self._jobs:
+                self._end(state, state.running)
+        for state in self._states.values():
             if len(self._running()) < self._num_parallel:
-                self._start_next(folder)
+                self._start_next(state)
         self._show()
         return bool(self._running()) or any(state.status == WAITING for state in self._states.values())
 
     def _running(self) -> list[_Running]:
         return [state.running for state in self._states.values() if state.running is not None]
 
-    def _start_next(self, folder: Path) -> None:
+    def _start_next(self, state: _State) -> None:
         """Starts the cell's next process, if it is its turn."""
-        job, state = self._jobs[folder], self._states[folder]
         if state.running is not None or state.status == FAILED:
             return
         if state.status == WAITING:
-            needed = job.cell.dependencies
-            if not all(self._is_finished(source, job) for source in needed):
+            job, needed = state.job, [self._states[folder] for folder in state.job.cell.dependencies]
+            if not all(self._is_finished(other, job) for other in needed):
                 return
             if job.cell.kind == SMALL_LR:
-                self._select(folder, job)
-            elif not all(self._states[source].is_trained for source in needed):
-                self._fail(folder, f"{needed[0].name}, which it needs, has failed")
+                self._select(state)
+            elif not all(other.is_trained for other in needed):
+                self._fail(state, f"{needed[0].job.cell.name}, which it needs, has failed")
             else:
-                self._start(folder, job.run_command(), RUNNING)
+                job.prepare()
+                state.write(RUNNING)
+                self._start(state, job.run_command(), RUNNING)
         elif state.commands and (self._is_base_evaluated or not self._is_any_evaluating()):
-            self._start(folder, state.commands[0], _EVALUATING)
+            self._start(state, state.commands[0], _EVALUATING)
 
-    def _is_finished(self, source: Path, job: Job) -> bool:
-        """Whether a cell that a job depends on is trained (for small_lr also evaluated) or has failed."""
-        state = self._states[source]
+    @staticmethod
+    def _is_finished(state: _State, job: Job) -> bool:
+        """Whether a cell that ``job`` depends on is trained (for small_lr also evaluated) or has failed."""
         return state.status in (EVALUATED, FAILED) or (state.is_trained and job.cell.kind != SMALL_LR)
 
     def _is_any_evaluating(self) -> bool:
         return any(state.running is not None and state.status == _EVALUATING for state in self._states.values())
 
-    def _select(self, folder: Path, job: Job) -> None:
+    def _select(self, state: _State) -> None:
         """Links small_lr's folder to the SFT run of the rate that the paper's rule chooses, with this cell's seed where it has one."""
+        job = state.job
         evaluated = [source for source in job.cell.dependencies if self._states[source].status == EVALUATED]
         try:
             rates = rates_of(evaluated, "sft") if evaluated else []
             rate = select_rate(rates, MAX_FORGETTING)
         except UserError as error:
-            self._fail(folder, str(error))
+            self._fail(state, str(error))
             return
         if rate is None:
             text = ", ".join(f"{each.lr:g}: {each.forgetting:.1f}" for each in rates) or "none is evaluated"
-            self._fail(folder, f"no rate of sft has less than {MAX_FORGETTING:g} points of average forgetting ({text})")
+            self._fail(state, f"no rate of sft has less than {MAX_FORGETTING:g} points of average forgetting ({text})")
             return
         seed = job.cell.values.get("seed")
-        runs = [run for run in rate.runs if self._jobs[run].cell.values.get("seed") == seed] or list(rate.runs)
+        runs = [run for run in rate.runs if self._states[run].job.cell.values.get("seed") == seed] or list(rate.runs)
         job.link_to(runs[0])
-        write_cell(job.cell, task=job.grid.task, status=FINISHED, source=runs[0])
-        self._set_trained(folder)
+        state.write(FINISHED, source=runs[0])
+        self._set_trained(state)
 
-    def _start(self, folder: Path, command: list[str], status: str) -> None:
-        job, state = self._jobs[folder], self._states[folder]
-        if status == RUNNING:
-            job.prepare()
-            write_cell(job.cell, task=job.grid.task, status=RUNNING)
+    def _start(self, state: _State, command: list[str], status: str) -> None:
         slot = min(set(range(self._num_parallel)) - {running.slot for running in self._running()})
         environment = dict(os.environ)
         share_cores(environment, self._num_parallel)
@@ -184,7 +187,7 @@ class LocalSweep:
         if self._num_gpus > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self._num_gpus)))
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % self._num_gpus]
-        with job.cell.log.open("ab") as log:
+        with state.job.cell.log.open("ab") as log:
             start = log.tell()
             process = subprocess.Popen(
                 command,
@@ -196,41 +199,40 @@ class LocalSweep:
             )
         state.running, state.status, state.reason = _Running(process, start, slot), status, ""
 
-    def _end(self, folder: Path, state: _State, running: _Running) -> None:
+    def _end(self, state: _State, running: _Running) -> None:
         """After a process: the next state is what its folder says."""
-        job, code = self._jobs[folder], running.process.returncode
+        job, code = state.job, running.process.returncode
         state.running = None
         if code != 0:
             what = "evaluation: " if state.status == _EVALUATING else ""
             killed = f"killed by {signal.Signals(-code).name}; " if code < 0 else ""
-            self._fail(folder, f"{what}{killed}{_last_error(job.cell.log, running.start)}; {job.cell.log}")
+            self._fail(state, f"{what}{killed}{_last_error(job.cell.log, running.start)}; {job.cell.log}")
         elif state.status == _EVALUATING:
             state.commands.pop(0)
             if not state.commands:
                 job.end_evaluation()
-                self._set_trained(folder)
+                self._set_trained(state)
                 if state.commands:  # else it would be started again and again
-                    self._fail(folder, f"evaluation: it has written no result to {job.cell.folder}; {job.cell.log}")
+                    self._fail(state, f"evaluation: it has written no result to {job.cell.folder}; {job.cell.log}")
         else:
             job.finish()
             if job.is_trained():
-                self._set_trained(folder)
+                self._set_trained(state)
             else:
-                self._fail(folder, "stopped before its end; finch sweep resumes it")
+                self._fail(state, "stopped before its end; finch sweep resumes it")
 
-    def _set_trained(self, folder: Path) -> None:
-        job, state = self._jobs[folder], self._states[folder]
+    def _set_trained(self, state: _State) -> None:
+        job = state.job
         state.is_trained, state.commands = True, job.evaluate_commands()
         is_evaluated = job.grid.evaluation is not None and not state.commands
         self._is_base_evaluated |= is_evaluated
         state.status, state.reason = EVALUATED if is_evaluated else FINISHED, ""
-        write_cell(job.cell, task=job.grid.task, status=state.status, source=_linked_source(job))
+        state.write(state.status, source=_linked_source(job))
 
-    def _fail(self, folder: Path, reason: str) -> None:
-        job, state = self._jobs[folder], self._states[folder]
+    def _fail(self, state: _State, reason: str) -> None:
         state.status, state.reason, state.commands = FAILED, reason, []
-        if job.cell.folder.is_dir():
-            write_cell(job.cell, task=job.grid.task, status=FAILED)
+        if state.job.cell.folder.is_dir():
+            state.write(FAILED)
 
     def _show(self) -> None:
         now = time.monotonic()
@@ -238,7 +240,7 @@ class LocalSweep:
             return
         self._shown_at = now
         progress = {
-            folder.name: _progress_of(self._jobs[folder].cell.log, state.running.start)
+            folder.name: _progress_of(state.job.cell.log, state.running.start)
             for folder, state in self._states.items()
             if state.running is not None
         }
@@ -258,11 +260,9 @@ class LocalSweep:
                 _signal_group(process, signal.SIGKILL)
             for process in processes:
                 process.wait()
-        for folder, state in self._states.items():
+        for state in self._states.values():
             if state.running is not None:
-                job = self._jobs[folder]
-                status = FINISHED if job.is_trained() else WAITING
-                write_cell(job.cell, task=job.grid.task, status=status)
+                state.write(FINISHED if state.job.is_trained() else WAITING)
         print("stopped; the same command resumes the sweep", flush=True)
 
 
