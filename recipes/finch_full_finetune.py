@@ -11,6 +11,7 @@ from finch.extras import prepare_recipe
 prepare_recipe()  # before the imports that fail without the extra
 
 import itertools
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -62,6 +63,7 @@ class FinchFullFinetune(FTRecipeInterface):
         config_checks.check(cfg, self.device)
         self.run = Run(cfg)
         self.export_dtype = None if cfg.export_dtype is None else precision.precision_of(cfg.export_dtype).weights
+        self.parts: list[Any] = [self.run]  # what `close` closes
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything: what is cheap and can fail first, weights last."""
@@ -70,7 +72,7 @@ class FinchFullFinetune(FTRecipeInterface):
             watchdog.start(cfg.distributed_timeout)
         self.run.open(self.parallel)
         self.seed = training.set_seed(self.run.seed, cfg.cudnn_deterministic_mode)
-        ranks = f"{self.parallel.world_size} rank{'s' if self.parallel.world_size > 1 else ''}"
+        ranks = parallel.describe_ranks(self.parallel.world_size)
         logger.info(f"{ranks} on {self.device.type}; dtype {cfg.dtype}: {self.precision.description}")
         self.build_decoder()
         self.setup_data()
@@ -103,22 +105,15 @@ class FinchFullFinetune(FTRecipeInterface):
         self.run.create()
         preemption.install(self.run)
         self.checkpointer = Checkpointer(cfg, self.run.path, self.parallel)
+        self.parts = [self.metrics_log, *self.hooks.values(), self.checkpointer, self.run]
 
     def setup_model(self) -> None:
         """The model in memory, with the pretrained weights where a run needs them, and what is measured with them."""
-        cfg, has_reference = self.cfg, self.loss.kl_penalty.has_reference
-        self.model = model.parallelize(
-            self.decoder,
-            cfg,
-            self.parallel,
-            self.precision,
-            num_chunks=self.loss.num_chunks,
-            plan=self.tensor_plan,
-            has_reference=has_reference,
-        )
-        model.allocate(self.model, cfg, self.parallel, self.precision)
+        place, options = (self.cfg, self.parallel, self.precision), self.loss.model_options()
+        self.model = model.parallelize(self.decoder, *place, plan=self.tensor_plan, **options)
+        model.allocate(self.model, *place)
         needs_base = [not self.run.scalars, not self.saves_all_weights]
-        needs_base += [self.loss.load_caches(cfg, self.base, self.data, self.run.path)]
+        needs_base += [self.loss.load_caches(self.cfg, self.base, self.data, self.run.path)]
         needs_base += [hook.needs_pretrained(self) for hook in self.hooks.values()]
         if any(needs_base):
             self.load_base()
@@ -129,17 +124,10 @@ class FinchFullFinetune(FTRecipeInterface):
     def setup_update(self) -> None:
         """Optimizer and schedule; then the state of the checkpoint, if there is one. A resumed schedule's EMA comes from there too."""
         reference = self.loss.reference
-        self.update = optimizer.build_update(
-            self.cfg,
-            self.model,
-            self.parallel,
-            self.precision,
-            num_steps=self.num_steps,
-            initial_loss=None if reference is None else reference.mean,
-            is_resumed=bool(self.run.scalars),
-        )
-        if self.run.resumed_from is not None:
-            self.load_checkpoint()
+        initial_loss = None if reference is None else reference.mean
+        options = {"num_steps": self.num_steps, "initial_loss": initial_loss, "is_resumed": bool(self.run.scalars)}
+        self.update = optimizer.build_update(self.cfg, self.model, self.parallel, self.precision, **options)
+        self.load_checkpoint()
 
     def begin(self) -> None:
         """Makes the folder this run's: the one that it replaces is removed, and the metrics are opened."""
@@ -239,9 +227,8 @@ class FinchFullFinetune(FTRecipeInterface):
                 self.run.link(run_files.BEST, self.exported(state.best["epoch"]))
         elif is_last:
             self.save_checkpoint(wait=True, metrics_lines=lines)
-            raise UserError(
-                f"output_dir={self.run.path} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
-            )
+            room = "make room, and resume_from_checkpoint=True writes it"
+            raise UserError(f"output_dir={self.run.path} has no room for the last epoch's folder; {room}")
         if is_exported or not is_written:
             for hook in self.hooks.values():
                 hook.after_export(state, name if is_exported else None)
@@ -260,9 +247,8 @@ class FinchFullFinetune(FTRecipeInterface):
             self.run.mark_requeue()
         self.interrupted = not state.stop.is_requeued
         last = f"step {state.step}" if is_saved else "the last checkpoint"
-        logger.info(
-            f"stopped by {state.stop.reason} after step {state.step}; the same command with resume_from_checkpoint=True continues from {last}"
-        )
+        remedy = f"the same command with resume_from_checkpoint=True continues from {last}"
+        logger.info(f"stopped by {state.stop.reason} after step {state.step}; {remedy}")
 
     def save_checkpoint(self, wait: bool = False, metrics_lines: int | None = None) -> bool:
         """Saves all that a run needs to continue after this step; a collective. Returns whether nothing has failed so far.
@@ -281,16 +267,14 @@ class FinchFullFinetune(FTRecipeInterface):
         return is_saved
 
     def load_checkpoint(self) -> None:
-        """Restores weights, optimizer, schedule, position, hooks and random states; a collective."""
+        """Restores weights, optimizer, schedule, position, hooks and random states, if there is a checkpoint; a collective."""
         if self.run.resumed_from is not None:
             self.checkpointer.load(self, self.run.resumed_from, self.run.scalars)
 
     def close(self) -> None:
         """After any end: writes pending metrics, and waits for a checkpoint that is being written."""
-        parts = [getattr(self, name, None) for name in ("metrics_log", "checkpointer")]  # setup may have failed before
-        for part in [*parts[:1], *getattr(self, "hooks", {}).values(), *parts[1:], self.run]:
-            if part is not None:
-                part.close()
+        for part in self.parts:
+            part.close()
         watchdog.stop()
 
     def cleanup(self) -> None:

@@ -42,11 +42,11 @@ class MeshSizes:
             shard, rest = divmod(world_size, self.replicate * self.tensor)
             if rest or shard == 0:
                 raise UserError(
-                    f"{given} does not divide the {_ranks(world_size)} that were started; start a multiple of {self.replicate * self.tensor}, or change the sizes"
+                    f"{given} does not divide the {describe_ranks(world_size)} that were started; start a multiple of {self.replicate * self.tensor}, or change the sizes"
                 )
         elif self.replicate * shard * self.tensor != world_size:
             raise UserError(
-                f"data_parallel_shard_dim={shard} x {given} is {self.replicate * shard * self.tensor}, but {_ranks(world_size)} started; change the sizes, or set data_parallel_shard_dim=-1 for all remaining ranks"
+                f"data_parallel_shard_dim={shard} x {given} is {self.replicate * shard * self.tensor}, but {describe_ranks(world_size)} started; change the sizes, or set data_parallel_shard_dim=-1 for all remaining ranks"
             )
         return MeshSizes(self.replicate, shard, self.tensor)
 
@@ -212,7 +212,7 @@ def launched_ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
-def _ranks(number: int) -> str:
+def describe_ranks(number: int) -> str:
     return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
