@@ -1,4 +1,4 @@
-"""The same calls for sharded tensors (DTensor) and plain ones. Needs torch alone."""
+"""The same calls for sharded tensors (DTensor) and plain ones. Needs only torch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def group_by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Groups tensors by the device mesh they lie on; plain tensors form one group.
 
     torch's fused and foreach kernels accept tensors of one mesh at a time. Under tensor parallelism there are two: the weights
-    that the plan shards lie on (data, tensor), the norms on the data dimension alone.
+    that the plan shards lie on (data, tensor), the norms only on the data dimension.
     """
     groups: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -93,7 +93,7 @@ def exit_without_teardown() -> None:
 
 
 def _print(message: str) -> None:
-    print(f"\n{message}", file=sys.stderr, flush=True)  # on a line of its own, after a progress bar
+    print(f"\n{message}", file=sys.stderr, flush=True)  # on a separate line, after a progress bar
 
 
 def _is_reader_gone() -> bool:

@@ -1,4 +1,4 @@
-"""Files and folders that are written completely or not at all: written beside their place, synced, then renamed."""
+"""Files and folders that are written completely or not at all: written next to their place, synced, then renamed."""
 
 from __future__ import annotations
 

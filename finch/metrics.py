@@ -20,7 +20,7 @@ from finch.progress import RunProgress
 class MetricsLog:
     """Accepts a step's metrics as they are, tensors included, and reads tensors only every ``every`` steps, in one transfer.
 
-    One line a step goes into metrics.jsonl; the metric logger and the progress see every ``every``-th. Only rank
+    One line per step goes into metrics.jsonl; the metric logger and the progress see every ``every``-th. Only rank
     0 writes, but every rank reads at the same steps, so that a non-finite loss stops all of them at the same one.
 
     Args:
@@ -29,7 +29,7 @@ class MetricsLog:
         progress: shows the steps; None: nothing is shown.
         is_writer: whether this rank writes.
         every: steps between two reports.
-        world_size: ranks, for tokens a second and GPU.
+        world_size: ranks, for tokens per second and GPU.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class MetricsLog:
         self._lines += 1
 
     def reset_timer(self) -> None:
-        """Excludes the time since the last report from the next tokens a second; called after validation and saving."""
+        """Excludes the time since the last report from the next tokens per second; called after validation and saving."""
         self._last_report = time.perf_counter()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The files of a run's folder, by name, and how to read its metrics.
 
 RUN/config.yaml                   the resolved config
-RUN/metrics.jsonl                 a line a step, and one for each validation, evaluation of the probes and rollback
+RUN/metrics.jsonl                 a line per step, and one for each validation and evaluation of the probes
 RUN/epoch_N/                      a Hugging Face folder
 RUN/best                          a link to the epoch with the lowest validation loss, or the best by select_by
 RUN/within_budget                 a link to the last model inside forgetting_budget: an epoch's, or within_budget_step_N
@@ -43,7 +43,7 @@ _EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
 
 
 def chosen_model(run: Path) -> Path | None:
-    """The model that a run stands for: ``best``, else that of the last epoch, a complete model before an adapter; None: there is none."""
+    """The model of a run: ``best``, else that of the last epoch, a complete model before an adapter; None: there is none."""
     if (run / BEST).is_dir():
         return run / BEST
     epochs = {
@@ -66,5 +66,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def is_event(line: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is not a step's: a validation, an evaluation of the probes, or a rollback."""
+    """Whether a line of metrics.jsonl is not a step's: a validation or an evaluation of the probes."""
     return any(key == "rolled_back_to" or key.startswith(("validation", "probe")) for key in line)

@@ -134,8 +134,8 @@ def start(
     Args:
         device: this rank's device.
         shard: whether FSDP2 is needed even in one process (mixed precision, CPU offload). Otherwise one process
-            runs unsharded: FSDP2 at world size 1 took 22% longer a step on a 0.26 M parameter model on CPU.
-        offload: whether parameters will live on the CPU, whose collectives then need gloo beside NCCL.
+            runs unsharded: FSDP2 at world size 1 took 22% longer per step on a 0.26 M parameter model on CPU.
+        offload: whether parameters will live on the CPU, whose collectives then need gloo next to NCCL.
         timeout_s: seconds after which a hung collective is an error.
         sizes: of the mesh's dimensions; None: FSDP2 over all ranks.
 

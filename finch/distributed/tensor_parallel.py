@@ -45,7 +45,7 @@ def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
 
     Raises:
         UserError: a pattern that no module has; a projection of the attention that none names; a model that cannot be sharded;
-            heads that do not divide; weights within a head that the plan leaves out, whose gradients would cover this rank's heads alone.
+            heads that do not divide; weights within a head that the plan leaves out, whose gradients would cover only this rank's heads.
     """
     names = [name for name, _ in decoder.named_modules() if name]
     tied = isinstance(decoder.output, TiedLinear)  # no module: it is sharded with the embedding
@@ -73,7 +73,7 @@ def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
         within_heads = name.endswith((".attn.q_norm", ".attn.k_norm")) and any(True for _ in module.parameters())
         if within_heads and not any(_matches(name, pattern) for pattern in plan):
             raise UserError(
-                f"tensor_parallel_plan leaves out {name}, which sees this rank's heads alone; for Qwen3 use finch.models.qwen3.qwen3_tp_plan"
+                f"tensor_parallel_plan leaves out {name}, which sees only this rank's heads; for Qwen3 use finch.models.qwen3.qwen3_tp_plan"
             )
 
 

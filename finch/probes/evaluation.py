@@ -27,7 +27,7 @@ class EvalSettings:
 
     Attributes:
         collator: makes a set's collate function, see :func:`finch.data.loader.collator`.
-        batch_size: samples a forward pass and rank in training.
+        batch_size: samples per forward pass and rank in training.
     """
 
     parallel: Parallel
@@ -80,7 +80,7 @@ def _sums(model: nn.Module, loader: EvalLoader, parallel: Parallel, *, has_kl: b
         kept = torch.tensor([index != EMPTY for index in indices])
         at = torch.tensor(indices)[kept].to(parallel.device)
         sums[: len(found), at] = found[:, kept.to(parallel.device)]
-    return parallel.all_reduce_sum_(sums).cpu()  # every sample is on one rank alone: the sum adds zeros
+    return parallel.all_reduce_sum_(sums).cpu()  # every sample is on one rank only: the sum adds zeros
 
 
 def _multiple_choice(losses: torch.Tensor, counts: torch.Tensor, questions: Sequence[Question]) -> dict[str, float]:

@@ -158,7 +158,7 @@ def greedy_answers(
 
     Args:
         stop_tokens: each ends an answer, of which it is the last token.
-        batch_size: prompts a forward pass and rank.
+        batch_size: prompts per forward pass and rank.
         dtype: in which the model computes.
     """
     longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # little padding
@@ -244,5 +244,5 @@ def _can_cache(model: TokenLoss) -> bool:
 
 
 def _is_sharded(module: nn.Module, known: tuple[type, ...]) -> bool:
-    """FSDP2 gives a module it wraps a class of its own."""
+    """FSDP2 gives a module it wraps a separate class."""
     return type(module).__name__.startswith("FSDP") and isinstance(module, known)

@@ -38,7 +38,7 @@ class ProbeSettings:
 
 @dataclass(frozen=True)
 class BudgetSettings:
-    """The block ``forgetting_budget``; ``max_increase`` is in nats a token."""
+    """The block ``forgetting_budget``; ``max_increase`` is in nats per token."""
 
     probe: str
     metric: str

@@ -90,7 +90,7 @@ class TokenLoss(nn.Module):
             labels: [batch, seq] int64, already shifted: ``labels[:, t]`` is the token after ``tokens[:, t]``; -100 where
                 ignored.
             targets: [number of targets] int64, positions in the flattened labels that are not -100. With it logits are computed
-                there alone: prompts and padding cost neither time nor memory in the output layer. The collator counts them on
+                only there: prompts and padding cost neither time nor memory in the output layer. The collator counts them on
                 the host, since doing it on a GPU would need a synchronisation.
             layout: the same tokens without padding, on which the decoder's layers then run where ``is_padding_free``.
             num_top_logits: how many of each token's largest logits to return as well.
@@ -113,7 +113,7 @@ class TokenLoss(nn.Module):
             reference = [reference_log_probs, reference_tokens]
         elif has_kl:  # before the decoder: FSDP2 prefetches in the backward what came last in the forward
             reference = [self._reference_hidden(tokens, targets, layout, inputs)]
-        with self.offloading:  # the layers' activations alone: logits would be too large to move
+        with self.offloading:  # only the layers' activations: logits would be too large to move
             hidden = self._hidden(self.decoder, tokens, targets, layout, inputs)
         flat_labels = _at_targets(labels.flatten(), targets)
         hidden = self.decoder.norm(hidden)

@@ -131,7 +131,7 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
     build_kl(cfg)
     if cfg.regularizer is not None and isinstance(build(cfg.regularizer, "regularizer"), KL):
         raise UserError(
-            "regularizer._component_=finch.regularization.KL has a block of its own: name it under kl_penalty"
+            "regularizer._component_=finch.regularization.KL has a separate block: name it under kl_penalty"
         )
     if cfg.regularizer is not None and cfg.optimizer_in_bwd:
         raise UserError(

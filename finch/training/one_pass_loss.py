@@ -6,7 +6,7 @@ Where a token's weight is known as soon as its loss is, the gradient with respec
 pass, and with it the chunk's share of the gradients of hidden states and head. That takes 3 products with the head; keeping no
 logits and recomputing them in the backward takes 4. Otherwise the losses of all chunks are computed first: 4 products as well.
 
-The head's gradient is accumulated in one buffer of its weight's dtype, as by autograd: the only tensor of its size beside the
+The head's gradient is accumulated in one buffer of its weight's dtype, as by autograd: the only tensor of its size next to the
 weight, which in fp32 would be twice as large for a bf16 head. The product adds to it before it rounds: once a chunk.
 """
 
@@ -31,7 +31,7 @@ class Weighting:
     Attributes:
         weights: from ``TokenLoss``'s outputs [batch, seq, ...], detached, to the factors of ``loss``, [batch, seq]. Called with every
             chunk where ``is_elementwise``; the outputs of later chunks are then 0. Otherwise called once.
-        is_elementwise: whether a token's weight depends on the outputs for that token alone.
+        is_elementwise: whether a token's weight depends on the outputs for that token only.
         scale: [] of the weighted sum.
         kl_scale: [] of the sum of ``kl``; None: it is not differentiated.
     """
@@ -161,7 +161,7 @@ def one_pass(
     total, gradients = torch.zeros((), dtype=torch.float64, device=hidden.device), []
 
     def logits_gradient(where: torch.Tensor, logits: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        """Of a chunk; adds its share to ``total``. A function of its own: what it held is freed before the products that follow."""
+        """Of a chunk; adds its share to ``total``. A separate function: what it held is freed before the products that follow."""
         logits.requires_grad_()
         with torch.enable_grad():
             new = token_outputs(logits, *inputs)

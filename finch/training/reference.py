@@ -57,7 +57,7 @@ class ReferenceFile:
 
         Args:
             data: with statistics, whose digest of the rows is in the fingerprint.
-            settings: what decides the tensors beside the model and its dtype.
+            settings: what decides the tensors, besides the model and its dtype.
         """
         assert data.stats is not None
         settings = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype, **settings}
@@ -79,7 +79,7 @@ class ReferenceFile:
                     return None
                 return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
         except Exception:
-            return None  # safetensors has no class of its own for a truncated file; the tensors are computed again
+            return None  # safetensors has no separate class for a truncated file; the tensors are computed again
 
 
 def fingerprint_of(weight_files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:

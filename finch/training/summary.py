@@ -69,8 +69,8 @@ def epoch_to_use(run: Path, best: Mapping[str, Any] | None, *, last: str, select
     if name.endswith("_adapter"):
         return [chosen, f'its adapter: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")']
     adapter = run / f"{name}_adapter"
-    beside = f"; its adapter: {adapter}" if adapter.exists() else ""
-    return [chosen, f'its model: transformers.AutoModelForCausalLM.from_pretrained("{folder}"){beside}']
+    adapter_text = f"; its adapter: {adapter}" if adapter.exists() else ""
+    return [chosen, f'its model: transformers.AutoModelForCausalLM.from_pretrained("{folder}"){adapter_text}']
 
 
 def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> list[str]:
@@ -147,7 +147,7 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
         label = "validation" if key == "validation_loss" else key.removesuffix("/loss")
         values = _column(validations, key)
         losses.plot(at, values, color=_ORANGE, linewidth=1.4, linestyle=style, marker="o", markersize=5, label=label)
-    losses.set_ylabel("loss, nats a token")
+    losses.set_ylabel("loss, nats per token")
 
     if changes:
         _draw_changes(panels[1], changes)
@@ -176,7 +176,7 @@ def _draw_changes(axes: Axes, changes: Mapping[str, tuple[list[int], list[float]
         axes.plot(at, values, color=colour, linewidth=1.4, linestyle=style, marker="o", markersize=4, label=label)
     axes.axhline(0, color=_BLACK, linewidth=0.8)
     has_accuracy = any(label.endswith("accuracy") for label in changes)
-    axes.set_ylabel("change since step 0,\nnats a token" + (" or accuracy" if has_accuracy else ""))
+    axes.set_ylabel("change since step 0,\nnats per token" + (" or accuracy" if has_accuracy else ""))
 
 
 def _changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
