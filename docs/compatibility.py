@@ -18,7 +18,7 @@ from finch.config.parser import read
 from finch.config.schema import FULL_FINETUNE, UNSUPPORTED_KEYS
 from finch.distributed.tensor_parallel import build_plan
 from finch.errors import UserError
-from finch.models.overrides import replace_known_bad_builder
+from finch.models.families import replace_known_bad_builder
 from finch.training.config_checks import check_combinations, check_schedule, check_text_decoder
 
 CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
@@ -104,7 +104,7 @@ This is plain fine-tuning with a constant learning rate or torchtune's schedule;
 |---|---|---|---|
 {rows}
 
-torchtune 0.6.1's builders of Gemma 2 and Phi-4 differ from the published checkpoints (`finch/models/gemma2` and
+torchtune 0.6.1's builders of Gemma 2 and Phi-4 differ from the published checkpoints (`finch/models/gemma2.py` and
 `finch/models/phi4.py` describe how). A config that names them runs with finch's builders of the same names and logs that
 at the start; its losses then differ from the stock recipe's. Mistral 0.1 and Phi-3-mini limit attention to a window, which
 torchtune's models do not: rows longer than the window are trained with more context, and a warning is logged.

@@ -1,6 +1,5 @@
-"""The public paths of :class:`finch.objectives.regularization.L2` and :class:`finch.objectives.kl.KL`, which configs and saved runs name."""
+"""The public paths of :class:`finch.objectives.regularization.L2` and :class:`finch.objectives.regularization.KL`, which configs and saved runs name."""
 
-from finch.objectives.kl import KL
-from finch.objectives.regularization import L2
+from finch.objectives.regularization import KL, L2
 
 __all__ = ["KL", "L2"]

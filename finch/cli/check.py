@@ -75,7 +75,7 @@ class Report:
 
     def run(self) -> None:
         """Prints all sections."""
-        from finch.data.validation_sets import validation_sets
+        from finch.data.training_data import validation_sets
 
         job = self._section("config", self._read_config)
         if job is None:

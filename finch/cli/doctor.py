@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from finch.log import quiet_dependencies
-from finch.models.family_table import FAMILIES
+from finch.models.hf_config import FAMILIES
 
 DISTRIBUTION = "finch-finetune"
 CONTRIBUTOR_EXTRA = "dev"

@@ -186,20 +186,14 @@ METHODS: dict[str, Method] = {
     ),
 }
 
-OLD_NAMES = {"replay": "lr_replay"}
-"""Earlier names that are still accepted. To those who work on continual learning, replay means old training data."""
-
 
 def split_name(name: str) -> list[str]:
-    """The methods in a name such as ``finch+talr``; earlier names are replaced, and a line is logged.
+    """The methods in a name such as ``finch+talr``.
 
     Raises:
         UserError: an unknown or repeated method, or two that set the same block.
     """
     names = name.split("+")
-    for old in OLD_NAMES.keys() & set(names):
-        logger.info(f"method={old} is an earlier name of method={OLD_NAMES[old]}")
-    names = [OLD_NAMES.get(one, one) for one in names]
     for one in names:
         if one not in METHODS:
             suggestion = did_you_mean(one, METHODS)

@@ -27,7 +27,7 @@ REFERENCE_LOSSES = "reference_losses"
 
 @dataclass(frozen=True, order=True)
 class Row:
-    """Where a row of a dataset stands.
+    """Where a row of a dataset is.
 
     Attributes:
         index: in the dataset, from 0.
@@ -100,7 +100,7 @@ class Samples(Dataset[Any]):
         return self.data, index, self.source
 
     def row(self, index: int, position: int = 0) -> Row:
-        """Where a row stands. A held-out share of the rows keeps the numbers of its file.
+        """Where a row is. A held-out share of the rows keeps the numbers of its file.
 
         Args:
             index: of a sample.

@@ -26,7 +26,7 @@ def galician_alpaca_dataset(
     packed: bool = False,
 ) -> Rows | PackedDataset:
     """One part of the rows: 70% to train, 5% to validate, 25% to test, whatever the file's order. Rows with equal instruction and
-    input stay together, see ``finch.data.splits``.
+    input stay together, see :func:`finch.data.row_files.part_indices`.
 
     The paper's own translation is not public. ``finch data translate`` makes such rows; ``irlab-udc/alpaca_data_galician`` on the hub
     is a machine translation of the same Alpaca rows.
@@ -36,7 +36,7 @@ def galician_alpaca_dataset(
         validation_fraction: share of the rows, in [0, 1).
         test_fraction: share of the rows, in [0, 1).
         column_map: ``{instruction, input, output}`` to other names.
-        part, data_files, split and the others: as for ``finch.data.rows.rows_dataset``.
+        The others are those of :func:`finch.data.rows.rows_dataset`.
 
     Raises:
         UserError: no rows are named, rows without the fields, an argument out of range, an empty part, or packing without max_seq_len.

@@ -60,11 +60,11 @@ def loader(
 class EvalLoader:
     """One pass over ``samples.rows`` without a gradient, divided over the ranks: each once, nothing dropped, no random number drawn.
 
-    Rows of like length are together where ``samples.lengths`` are known, and more rows than in training, since no activations are
+    Rows of similar length are together where ``samples.lengths`` are known, and more rows than in training, since no activations are
     kept for a backward. Ranks that run out of samples continue with empty rows, since FSDP2's forward is a collective.
 
     Args:
-        batch_size: samples a forward pass and rank in training.
+        batch_size: samples per forward pass and rank in training.
         title: of the progress bar; empty: no bar.
     """
 
@@ -122,9 +122,8 @@ def _load(
             num_workers=num_workers,
             worker_init_fn=init_loader_worker,
             pin_memory=pin_memory,
-            generator=torch.Generator().manual_seed(
-                0
-            ),  # for worker seeds; by default they are drawn from the training's
+            # For worker seeds; by default they are drawn from the training's generator.
+            generator=torch.Generator().manual_seed(0),
         )
     )
 

@@ -81,7 +81,7 @@ class Mixture:
         """[rows of all datasets] int64, how often the first epoch draws each row."""
         return torch.bincount(torch.tensor(self.indices(0)), minlength=sum(self.rows))
 
-    def drawn_rows(self, epochs: int) -> list[int]:
+    def unique_rows_drawn(self, epochs: int) -> list[int]:
         """The indices that ``epochs`` epochs draw, each once, ascending."""
         parts = []
         for dataset, (rows, draws) in enumerate(zip(self.rows, self.draws, strict=True)):
@@ -110,10 +110,10 @@ class Mixture:
         rows = self.rows[dataset]
         first_pass = start // rows
         last_pass = (start + count - 1) // rows
-        passes = torch.cat([self._pass_over(dataset, number) for number in range(first_pass, last_pass + 1)])
+        passes = torch.cat([self._permutation(dataset, number) for number in range(first_pass, last_pass + 1)])
         return passes[start - first_pass * rows :][:count]
 
-    def _pass_over(self, dataset: int, number: int) -> torch.Tensor:
+    def _permutation(self, dataset: int, number: int) -> torch.Tensor:
         """[rows] the order in which a dataset's rows are drawn for the ``number``-th time."""
         rows = self.rows[dataset]
         if not self.shuffle:
@@ -139,5 +139,5 @@ def mix(cfg: DictConfig, samples: Samples, seed: int) -> Mixture | None:
     if weights is None:
         return None
     mixture = Mixture.from_weights([len(data) for data, _ in samples.parts], weights, shuffle=cfg.shuffle, seed=seed)
-    samples.rows, samples.draws = mixture.drawn_rows(cfg.epochs), mixture.draws_per_row()
+    samples.rows, samples.draws = mixture.unique_rows_drawn(cfg.epochs), mixture.draws_per_row()
     return mixture

@@ -1,11 +1,11 @@
 """One global order of samples, independent of the number of ranks.
 
 Step i of an epoch takes positions [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, and
-deals them to ranks and micro-batches. So the same samples meet in the same step on any layout with the same G, and
+distributes them over ranks and micro-batches. So the same samples are in the same step on any layout with the same G, and
 (epoch, samples consumed) is all that a run's position needs.
 
-Where the samples' lengths are known they are dealt by tokens: micro-batches run without padding, so that their tokens set their time,
-and the slowest rank sets that of all. The samples of a step are the same either way, and its gradient up to rounding.
+Where the samples' lengths are known they are distributed by tokens: micro-batches run without padding, so that their time depends on
+their tokens, and all ranks wait for the slowest. The samples of a step are the same either way, and its gradient up to rounding.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ EMPTY = -1
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """The order of a dataset's samples and how they are dealt.
+    """The order of a dataset's samples and how they are distributed.
 
     Args:
         num_samples: of an epoch.
-        micro_batch: samples a forward pass and rank.
-        accumulation: micro-batches an optimizer step and rank.
+        micro_batch: samples per forward pass and rank.
+        accumulation: micro-batches per optimizer step and rank.
         ranks: data-parallel ranks.
         shuffle: whether an epoch is a seeded permutation, or the dataset's own order.
         seed: of the permutation; epoch e uses seed + e, as torch's DistributedSampler does.
@@ -49,7 +49,7 @@ class GlobalOrder:
 
     @property
     def global_batch(self) -> int:
-        """Samples an optimizer step."""
+        """Samples per optimizer step."""
         return self.micro_batch * self.accumulation * self.ranks
 
     @property
@@ -80,9 +80,9 @@ class GlobalOrder:
         end = self.steps_per_epoch * self.global_batch
         for start in range(consumed, min(end, self.num_samples), self.global_batch):
             batch = order[start : start + self.global_batch]
-            yield from self._deal(batch, rank, self.micro_batches_in_step(start))
+            yield from self._micro_batches_of_rank(batch, rank, self.micro_batches_in_step(start))
 
-    def _deal(self, batch: list[int], rank: int, count: int) -> list[list[int]]:
+    def _micro_batches_of_rank(self, batch: list[int], rank: int, count: int) -> list[list[int]]:
         """The ``count`` micro-batches of ``rank`` in a step."""
         if self.lengths is None:
             # The ranks' shares of a short batch differ by one sample at most.
@@ -112,7 +112,7 @@ def eval_micro_batches(
 ) -> list[list[int]]:
     """The micro-batches of ``rank`` in one pass over ``rows`` without a gradient.
 
-    The longest rows come first, rows of like length are together, and as many are in a micro-batch as have the tokens of ``micro_batch``
+    The longest rows come first, rows of similar length are together, and as many are in a micro-batch as have the tokens of ``micro_batch``
     rows of mean length, padding included; at least one. All ranks get the same number of micro-batches; one that has run out of
     samples gets [EMPTY].
 

@@ -46,8 +46,8 @@ class PaddingFree:
     # What attention derives from it: the same in every layer, on the layout's device, since a copy from the host would wait for it.
 
     @functools.cached_property
-    def visible(self) -> torch.Tensor:
-        """[longest, prefix + longest] bool: which tokens of the prefix and of its own each token of the longest sample attends to."""
+    def causal_mask(self) -> torch.Tensor:
+        """[longest, prefix + longest] bool: which tokens of the prefix and of its sample each token of the longest sample attends to."""
         longest = max(self.lengths, default=0)
         device = self.indices.device
         return torch.ones(longest, self.prefix + longest, dtype=torch.bool, device=device).tril(self.prefix)

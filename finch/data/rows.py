@@ -13,13 +13,10 @@ from torch.utils.data import Dataset
 from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
-from finch.data import splits
-from finch.data.formats import AUTO, FIELDS, RowFormat, detect, detect_columns
-from finch.data.messages import RowToMessages
-from finch.data.row_files import SOURCES, csv_columns, local_files, read_rows, source_of
+from finch.data.formats import AUTO, FIELDS, RowFormat, RowToMessages, detect, detect_columns
+from finch.data.row_files import PARTS, SOURCES, csv_columns, local_files, part_indices, read_rows, source_of
 from finch.errors import UserError
 
-PARTS = ("all", "train", "validation")
 SPLITS_BY = ("order", "content")
 TARGETS = {"instruction": "output", "question_answer": "answer", "prompt_completion": "completion"}
 """The field of a format that is not the prompt; rows of other formats are compared completely."""
@@ -131,9 +128,9 @@ def rows_dataset(
         test_fraction: share of the rows in the test part, in [0, 1).
         split_seed: of the permutation or hash that chooses them.
         split_by: ``content``: a part has the same rows whatever the file's order, and rows with equal prompts stay together (see
-            ``finch.data.splits``); ``order``: a permutation of the row numbers.
-        train_on_input: whether all turns are targets, instead of the assistant's alone.
-        new_system_prompt: a system turn before each conversation, instead of its own.
+            ``finch.data.row_files``); ``order``: a permutation of the row numbers.
+        train_on_input: whether all turns are targets, instead of only the assistant's.
+        new_system_prompt: a system turn before each conversation, instead of the one it has.
         packed: whether rows are packed to ``tokenizer.max_seq_len``. Plain text is then split across packs, never truncated.
 
     Raises:
@@ -144,7 +141,7 @@ def rows_dataset(
     is_by_content = split_by == "content"
     if not is_by_content and test_fraction:
         raise UserError(f"dataset.test_fraction={test_fraction} needs dataset.split_by=content; set it")
-    check_part(part, splits.PARTS if test_fraction else PARTS)
+    check_part(part, PARTS if test_fraction else PARTS[:-1])
     check_packing(tokenizer, packed)
     if source is None and data_files is None:
         raise UserError("dataset needs data_files, the path of the rows, or source, a name on the hub; set one")
@@ -153,7 +150,7 @@ def rows_dataset(
     )
     indices = None
     if part != "all" and is_by_content:
-        indices = splits.part_indices(
+        indices = part_indices(
             contents(table, row_format),
             part,
             validation_fraction=validation_fraction,
@@ -162,7 +159,7 @@ def rows_dataset(
         )
         table = table.select(indices)
     elif part != "all":
-        table = hold_out(table, part, validation_fraction, split_seed)
+        table = train_validation_split(table, part, validation_fraction, split_seed)
     return tokenized(
         tokenizer,
         table,
@@ -194,7 +191,7 @@ def check_packing(tokenizer: Any, packed: bool) -> None:
 
 
 def contents(table: datasets.Dataset, row_format: RowFormat) -> list[tuple[Any, Any]]:
-    """Each row's prompt and target, for ``finch.data.splits``; an optional field that is missing is the empty text."""
+    """Each row's prompt and target, for ``part_indices``; an optional field that is missing is the empty text."""
     target = TARGETS.get(row_format.format)
 
     def values(fields: Iterable[str]) -> Iterable[tuple[Any, ...]]:
@@ -240,7 +237,9 @@ def tokenized(
     return PackedDataset(rows, max_seq_len=tokenizer.max_seq_len, split_across_pack=is_text)
 
 
-def hold_out(table: datasets.Dataset, part: str, validation_fraction: float, split_seed: int) -> datasets.Dataset:
+def train_validation_split(
+    table: datasets.Dataset, part: str, validation_fraction: float, split_seed: int
+) -> datasets.Dataset:
     """One of two parts of a table: ``train`` or ``validation``, which holds ``validation_fraction`` of the rows and at least one.
 
     Raises:

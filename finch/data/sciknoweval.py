@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 from torchtune.datasets import PackedDataset
 
-from finch.data import splits
 from finch.data.formats import RowFormat
+from finch.data.row_files import ALL, PARTS, check_fractions, part_indices
 from finch.data.rows import Rows, check_packing, check_part, files_and_source, load_table, tokenized
 from finch.errors import UserError
 from finch.log import logger
@@ -39,45 +39,39 @@ def sciknoweval_dataset(
     packed: bool = False,
 ) -> Rows | PackedDataset:
     """One part of a domain's rows of one level: 70% to train, 5% to validate, 25% to test, whatever the file's order. Rows with equal
-    questions stay together, see ``finch.data.splits``; all rows are split, those without choices as well.
+    questions stay together, see :func:`finch.data.row_files.part_indices`. All rows are split, those without choices as well.
 
     The user's turn is ``prompt_of(row)``, the assistant's ``target_of(row)``: the row's ``solution`` where it has one, otherwise its
     plain answer. A log line says how many rows have which. The paper trains on solutions that gpt-4o wrote and that are not public.
 
     Args:
-        tokenizer: a torchtune model tokenizer.
         source: a hub name; ignored with ``data_files``.
-        name: the hub's configuration.
         split: the hub's or file's split; None: ``test`` on the hub, where all rows are, and ``train`` of a file, which has no other.
-        data_files: local rows of SciKnowEval's fields, as for ``finch.data.rows.rows_dataset``.
+        data_files: local rows of SciKnowEval's fields.
         domain: of the rows, by their field ``domain``; None: rows of any.
         level: of the rows, by their field ``details.level``; None: rows of any.
-        part: ``train``, ``validation``, ``test``, or ``all`` rows.
         validation_fraction: share of the rows, in [0, 1).
         test_fraction: share of the rows, in [0, 1).
-        split_seed: of the hash that chooses them.
         column_map: from ``prompt``, ``question``, ``choices``, ``answerKey``, ``answer`` and ``solution`` to columns of other names.
-        train_on_input: whether the question is a target too.
-        new_system_prompt: a system turn before each row.
-        packed: whether rows are packed to ``tokenizer.max_seq_len``.
+        The others are those of :func:`finch.data.rows.rows_dataset`.
 
     Raises:
         UserError: rows without the fields or of other domains and levels, an argument out of range, an empty part, or packing without
             max_seq_len.
     """
-    check_part(part, splits.PARTS)
+    check_part(part, PARTS)
     check_packing(tokenizer, packed)
-    splits.check_fractions(part, validation_fraction, test_fraction)
+    check_fractions(part, validation_fraction, test_fraction)
     is_hub = data_files is None
     files, reader = files_and_source(source if is_hub else None, data_files)
     split = split or ("test" if is_hub else "train")
     table = load_table(reader, data_files, files, name=name if is_hub else None, split=split)
     columns = _columns(table.column_names, column_map)
     indices = _rows_of(table, domain, level)
-    if part != splits.ALL:
+    if part != ALL:
         questions, choices = (list(table[columns[field]]) for field in ("question", "choices"))
         contents = [(questions[index], choices[index]) for index in indices]
-        chosen = splits.part_indices(
+        chosen = part_indices(
             contents, part, validation_fraction=validation_fraction, test_fraction=test_fraction, seed=split_seed
         )
         indices = [indices[index] for index in chosen]

@@ -38,7 +38,7 @@ class DatasetStats:
         num_truncated: rows that reach the tokenizer's max_seq_len. One that has just this length counts as well.
         digest: of tokens and labels, and of how often a mixture draws each row, modulo 2^64.
         first_epoch_digest: of the rows that the first epoch draws; all of them without a mixture. More epochs do not change it.
-        lengths: of all rows in tokens, sorted. In packs of plain text a row that is split counts once a pack.
+        lengths: of all rows in tokens, sorted. In packs of plain text a row that is split counts once per pack.
         truncated: the first three truncated rows.
         without_targets: the first three samples without targets.
         num_bad: rows that cannot be used; they count nowhere else.

@@ -28,20 +28,13 @@ def tofu_dataset(
     """One part of TOFU's rows. The two parts of one seed never share a row.
 
     Args:
-        tokenizer: a torchtune model tokenizer.
         source: a hub name, or ``json`` with ``data_files`` (JSON Lines with ``question`` and ``answer``).
         name: the hub's configuration, such as ``full``, ``forget10``, ``retain90``.
         data_files: local rows; source and name are then ignored.
-        part: ``train``, ``validation``, or ``all`` rows.
         validation_fraction: share of the rows held out, in (0, 1); 0.1 in the paper.
-        split_seed: of the hash or permutation that chooses them.
-        split_by: ``content``: a part has the same rows whatever the file's order (see ``finch.data.splits``); ``order``: a permutation
-            of the row numbers, the default since earlier runs resume with it.
-        split: the hub's or file's split, torchtune's ``train[:400]`` form included.
+        split_by: ``content`` or ``order``, the default since earlier runs resume with it.
         column_map: ``{input, output}`` to other names.
-        train_on_input: whether the question is a target too.
-        new_system_prompt: a system turn before each row.
-        packed: whether rows are packed to ``tokenizer.max_seq_len``.
+        The others are those of :func:`finch.data.rows.rows_dataset`.
 
     Raises:
         UserError: an unknown part, a fraction out of range, or packing without max_seq_len.

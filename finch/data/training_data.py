@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from finch.config.instantiate import locate
+from finch.config.instantiate import component_of, locate
 from finch.data.dataset import Samples, load_dataset
 from finch.data.loader import Batch, EvalLoader, collator, loader
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
 from finch.data.stats import validate_dataset
-from finch.data.validation_sets import validation_sets
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
@@ -31,9 +30,9 @@ class TrainingData:
 
     Attributes:
         samples: the training rows.
-        validations: the held-out sets, by the name of their loss in the metrics; see :func:`finch.data.validation_sets.validation_sets`.
+        validations: the held-out sets, by the name of their loss in the metrics; see :func:`validation_sets`.
         mixture: how the datasets of ``samples`` are mixed; None: an epoch is every row once.
-        order: how ``samples`` are dealt to steps and ranks, by tokens where the rows were read (``check_dataset``, or ``needs_stats``).
+        order: how ``samples`` are distributed over steps and ranks, by tokens where the rows were read (``check_dataset``, or ``needs_stats``).
             A run that is resumed with another ``check_dataset`` has the same samples in each step, not the same bits.
         stats: of the training rows that the run draws; None: they have not been read.
 
@@ -120,3 +119,15 @@ class TrainingData:
                 "dataset.packed=True with device=cpu: torchtune builds the mask of packed rows on the GPU where there is one; use device=cuda, "
                 "or hide the GPU with CUDA_VISIBLE_DEVICES="
             )
+
+
+def validation_sets(node: Any) -> dict[str, tuple[str, Any]]:
+    """From the name of each set's loss in the metrics to its config key and its block, in the config's order.
+
+    One set has ``validation_loss``, named ones ``validation/NAME/loss``.
+    """
+    if node is None:
+        return {}
+    if component_of(node) is not None or not isinstance(node, DictConfig):
+        return {"validation_loss": ("dataset_validation", node)}
+    return {f"validation/{name}/loss": (f"dataset_validation.{name}", node[name]) for name in map(str, node)}

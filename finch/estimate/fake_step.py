@@ -42,7 +42,7 @@ from finch.estimate.rows import Rows, micro_batch, num_tokens
 from finch.estimate.step_trace import GRADIENTS, OPTIMIZER, PENALTY, REFERENCE, UPDATE, WEIGHTS, StepTrace
 from finch.models.lora import train_adapters_only
 from finch.objectives import Objective
-from finch.optim.optimizer_in_backward import optimizers_in_backward
+from finch.optim.optimizers import optimizers_in_backward
 from finch.training.memory_estimate import optimizer_bytes
 from finch.training.model import allocate, decoder_on_meta, parallelize
 from finch.training.optimizer import Update, UpdateInBackward, build_optimizers, build_schedule, is_finch

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from finch.models.auto_builders import auto as auto
     from finch.models.auto_builders import lora_auto as lora_auto
-    from finch.models.folder_tokenizer import auto_tokenizer as auto_tokenizer
+    from finch.models.chat_tokenizer import auto_tokenizer as auto_tokenizer
 
 __all__ = ["auto", "auto_tokenizer", "lora_auto"]
 
 _LAZY = {
     "auto": "finch.models.auto_builders",
     "lora_auto": "finch.models.auto_builders",
-    "auto_tokenizer": "finch.models.folder_tokenizer",
+    "auto_tokenizer": "finch.models.chat_tokenizer",
 }
 
 

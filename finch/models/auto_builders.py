@@ -10,8 +10,7 @@ from torchtune.modules import TransformerDecoder
 from finch.config.instantiate import build
 from finch.errors import UserError
 from finch.models.families import model_block
-from finch.models.family_table import FAMILIES
-from finch.models.hf_config import read_config
+from finch.models.hf_config import FAMILIES, read_config
 from finch.models.lora import check_attention_modules
 
 _OPTION = "model.path"
@@ -42,18 +41,7 @@ def lora_auto(
     use_dora: bool = False,
     max_seq_len: int | None = None,
 ) -> TransformerDecoder:
-    """:func:`auto` with LoRA layers.
-
-    Args:
-        path: a Hugging Face folder.
-        lora_attn_modules: of ``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``.
-        apply_lora_to_mlp: whether the feed-forwards have LoRA.
-        apply_lora_to_output: whether the output layer has LoRA; not where it is the embedding.
-        lora_rank: columns of B, rows of A.
-        lora_alpha: B A is multiplied by lora_alpha / lora_rank.
-        lora_dropout: share of A's inputs set to 0 in training.
-        use_dora: weights are split into magnitude and direction ("DoRA", Liu et al., 2024).
-        max_seq_len: longest sequence in tokens; None: the folder's max_position_embeddings.
+    """:func:`auto` with LoRA layers; their arguments are those of :func:`finch.models.qwen3.lora_qwen3`.
 
     Raises:
         UserError: see :func:`finch.models.families.model_block`; a family without LoRA builders; LoRA on a tied output layer.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finch.config.instantiate import component_of
 from finch.errors import UserError
-from finch.models.family_table import FAMILIES
-from finch.models.hf_config import CONFIG, check_folder, is_tied, read_config, rope_settings
+from finch.models.hf_config import CONFIG, FAMILIES, check_folder, is_tied, read_config, rope_settings
 
 # The builders' arguments, and config.json's keys.
 _SIZES = {
@@ -29,6 +29,13 @@ _TIED = {"gemma": True, "gemma2": True, "mistral": False, "phi3": False}
 _ACTIVATION = {"gemma": ("hidden_act", ("gelu", "gelu_pytorch_tanh")), "gemma2": ("hidden_activation", ("gelu_pytorch_tanh",))}  # fmt: skip
 # The one variant of Llama 3.1's rope scaling that torchtune's builders have; they take its factor.
 _ROPE_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+# torchtune 0.6.1's builders whose models differ from the published checkpoints, and how.
+_DIFFERENCES = {
+    "gemma2": "caps hidden states where Gemma 2 caps logits, and exchanges the two caps",
+    "phi4": "has Phi-3's base of the rotary embedding, 10000, where Phi-4 has 250000",
+}
+_WRONG_BUILDERS = ("gemma2.gemma2_2b", "gemma2.gemma2_9b", "gemma2.gemma2_27b", "phi4.phi4_14b")
 
 
 def model_block(folder: Path, max_seq_len: int | None = None, *, option: str = "model_dir") -> dict[str, Any]:
@@ -83,7 +90,7 @@ def _unsupported(config: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         yield (
             "use_bidirectional_attention",
             config["use_bidirectional_attention"],
-            f"{name} attends to earlier tokens alone",
+            f"{name} attends only to earlier tokens",
         )
     if config.get("quantization_config"):
         yield "quantization_config", "...", "finch trains weights that are not quantized"
@@ -103,7 +110,7 @@ def _unsupported(config: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     if model_type == "gemma2":
         for index, kind in enumerate(config.get("layer_types") or ()):
             if kind != ("full_attention" if index % 2 else "sliding_attention"):
-                yield f"layer_types[{index}]", kind, f"in {name} layers 0, 2, 4, ... alone have a sliding window"
+                yield f"layer_types[{index}]", kind, f"in {name} only layers 0, 2, 4, ... have a sliding window"
                 return
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):
             if key in config and not config[key]:
@@ -142,3 +149,16 @@ def _family_arguments(config: dict[str, Any]) -> dict[str, Any]:
 def _plain(number: float) -> float:
     """10000 instead of 10000.0, as torchtune's configs have it."""
     return int(number) if number == int(number) else number
+
+
+def replace_known_bad_builder(model: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
+    """The ``model`` block to build, and a log message where finch's builder takes the place of torchtune's, else None.
+
+    So a torchtune config of these families runs unchanged and trains the model of its checkpoint. The arguments are the same.
+    """
+    component = component_of(model) or ""
+    name = component.removeprefix("torchtune.models.")
+    if name == component or name not in _WRONG_BUILDERS:
+        return model, None
+    message = f"model: {component} {_DIFFERENCES[name.split('.')[0]]}; finch.models.{name} takes its place"
+    return {**model, "_component_": f"finch.models.{name}"}, message

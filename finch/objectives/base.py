@@ -21,7 +21,7 @@ Batch = dict[str, torch.Tensor]
 class Objective:
     """What all objectives share. A subclass defines ``weights``, and ``count`` where its denominator is another.
 
-    A batch holds ``labels``, [batch, seq] int64, shifted so that each stands at the token that predicts it, -100 where ignored.
+    A batch holds ``labels``, [batch, seq] int64, shifted so that each is at the token that predicts it, -100 where ignored.
     In packed rows ``input_pos``, [batch, seq], restarts at 0 with each sequence; a token belongs to the sequence of its label.
 
     Attributes:
@@ -141,7 +141,7 @@ def sequence_means(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, to
         batch: see :class:`Objective`.
 
     Returns:
-        means: [batch * seq] in nats, one a sequence id; NaN without targets.
+        means: [batch * seq] in nats, one per sequence id; NaN without targets.
         num_targets: [batch * seq].
         ids: [batch, seq] each token's sequence id.
     """

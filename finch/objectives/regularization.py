@@ -1,18 +1,29 @@
-"""L2 toward the pretrained weights: a penalty on how far the parameters have moved from where fine-tuning began.
+"""Penalties on how far the model has moved from the pretrained one: L2 on the parameters, KL on the next-token distributions.
+
+L2 is added to gradients and not to the loss:
 
     P = strength * sum_j (theta_j - theta0_j)^2        "sum"
         strength * sum_j (theta_j - theta0_j)^2 / 2    "half"
         strength * mean_j (theta_j - theta0_j)^2       "mean", over all parameters of the model
 
 Li et al., "Explicit Inductive Bias for Transfer Learning with Convolutional Networks" (2018, arXiv 1802.01483), call it L2-SP. The
-three forms differ by a factor alone; under "mean" that factor is so small for a large model that a strength made for the others
-does nothing.
+three forms differ only by a factor. Under "mean" that factor is so small for a large model that a strength made for the others does
+nothing.
+
+KL is a term of the loss:
+
+    KL_t = sum_v p0(v) (log p0(v) - log p(v))        p0: the pretrained model's distribution of token t, p: the trained model's
+    loss = objective + strength * mean of KL_t over the target tokens of the step
+
+With plain cross-entropy this is SFT with a KL term, with DFT's weights it is ASFT: Zhu et al., "Anchored Supervised Fine-Tuning" (2025,
+arXiv 2509.23753). Logits are [tokens, vocab] everywhere; KL_t is in nats, fp32 (fp64 for fp64 logits).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +33,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from finch import dtensor
 
 FORMS = ("sum", "half", "mean")
+REFERENCES = ("online", "cached")
+DEFAULT_TOP_K = 64
 
 _IsSharded = tuple[bool, ...]  # for each dimension of a parameter's mesh, whether the ranks hold different parts of it
 
@@ -42,7 +55,7 @@ class L2:
     theta0 costs as much memory as this rank's part of the trainable parameters.
 
     Args:
-        strength: at least 0; 0 leaves the gradients alone, and the distance is still measured.
+        strength: at least 0; 0 leaves the gradients as they are, and the distance is still measured.
         form: ``"sum"``, ``"half"`` or ``"mean"``.
         offload: keep theta0 on the CPU, pinned for parameters on CUDA. It is then copied to the device once per step.
 
@@ -51,15 +64,11 @@ class L2:
     """
 
     def __init__(self, strength: float = 1e-3, form: str = "sum", offload: bool = False) -> None:
-        if isinstance(strength, bool) or not isinstance(strength, (int, float)):
-            raise ValueError(f"strength={strength!r} must be a number, such as 1e-3")
-        if not (strength >= 0 and math.isfinite(strength)):
-            raise ValueError(f"strength={strength} must be finite and not below 0: give 1e-3, or 0 for no penalty")
+        self.strength = _checked_strength(strength, "1e-3")
         if form not in FORMS:
             raise ValueError(f"form={form!r} must be 'sum', 'half' or 'mean'")
         if not isinstance(offload, bool):
             raise ValueError(f"offload={offload!r} must be True or False")
-        self.strength = float(strength)
         self.form = form
         self.offload = offload
         self._pretrained: list[tuple[nn.Parameter, torch.Tensor]] = []  # each with this rank's part of its theta0
@@ -70,8 +79,8 @@ class L2:
         """Copies the present values of the trainable parameters as theta0.
 
         Args:
-            parameters: all of the model's with their names, sharded or not, each tensor once. Frozen ones count in the
-                mean alone, where they add 0.
+            parameters: all of the model's with their names, sharded or not, each tensor once. Frozen ones count only in the
+                mean, where they add 0.
 
         Raises:
             ValueError: none of them is trainable.
@@ -146,3 +155,134 @@ def _sum_of_squares(mesh: DeviceMesh | None, norms: dict[_IsSharded, list[torch.
     placements = [Partial() if summed else Replicate() for summed in is_summed]
     total = total.to(mesh.device_type, non_blocking=True)  # offloaded shards live on the CPU
     return dtensor.full_tensor(DTensor.from_local(total, mesh, placements, run_check=False))
+
+
+def _checked_strength(strength: float, example: str) -> float:
+    if isinstance(strength, bool) or not isinstance(strength, (int, float)):
+        raise ValueError(f"strength={strength!r} must be a number, such as {example}")
+    if not (strength >= 0 and math.isfinite(strength)):
+        raise ValueError(f"strength={strength} must be finite and not below 0: give {example}, or 0 for no penalty")
+    return float(strength)
+
+
+class KL:
+    """The settings of the KL penalty.
+
+    The penalty is added to any objective, and the loss that is logged, or sets FINCH's
+    learning rate, stays cross-entropy.
+
+    Args:
+        strength: at least 0; ASFT's authors use 0.1. 0 leaves the gradients as they are, and the divergence is still measured.
+        reference: ``"online"``: the pretrained model runs next to the trained one, the divergence is exact. ``"cached"``: its ``top_k``
+            most likely tokens at each target token are computed once; all other tokens count as one, which gives a lower bound.
+        top_k: tokens of a cached distribution; None: 64.
+
+    Raises:
+        ValueError: an argument outside its range, named with its value.
+    """
+
+    def __init__(self, strength: float = 0.1, reference: str = "online", top_k: int | None = None) -> None:
+        self.strength = _checked_strength(strength, "0.1")
+        if reference not in REFERENCES:
+            raise ValueError(f"reference={reference!r} must be 'online' or 'cached'")
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+            raise ValueError(f"top_k={top_k!r} must be a whole number above 0, such as {DEFAULT_TOP_K}")
+        if top_k is not None and reference == "online":
+            raise ValueError(f"top_k={top_k} belongs to reference='cached': reference='online' uses all tokens")
+        self.reference = reference
+        self.top_k = top_k or DEFAULT_TOP_K
+
+    @property
+    def is_online(self) -> bool:
+        return self.reference == "online"
+
+
+def token_kl(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tensor:
+    """KL_t over the full vocabulary.
+
+    Args:
+        logits: [tokens, vocab] of the model in training.
+        reference_logits: [tokens, vocab] of the pretrained model; detached.
+
+    Returns:
+        [tokens] in nats. The gradient is p - p0 as such: equal logits give exactly 0, value and gradient.
+    """
+    logits = _upcast(logits)
+    with torch.no_grad():
+        log_p, log_p0 = logits.log_softmax(-1), _upcast(reference_logits).log_softmax(-1)
+        p0 = log_p0.exp()
+        value = log_p0.sub_(log_p).mul_(p0).sum(-1)
+        gradient = log_p.exp_().sub_(p0)
+    return _with_gradient(logits, value, gradient)
+
+
+def top_log_probs(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distribution of a token, coarsened to its ``top_k`` most likely tokens and the rest.
+
+    Args:
+        logits: [tokens, vocab].
+        top_k: at most vocab; the rest is then empty.
+
+    Returns:
+        log-probabilities [tokens, top_k + 1], the last that of all other tokens together; the tokens [tokens, top_k] int64.
+    """
+    logits = _upcast(logits.detach())
+    top = logits.topk(top_k).indices
+    return _coarsen(logits, top)[0], top
+
+
+def coarse_token_kl(logits: torch.Tensor, log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """KL_t between distributions over the given tokens and the rest as one: a lower bound of ``token_kl``, equal with all tokens.
+
+    Args:
+        logits: [tokens, vocab] of the model in training.
+        log_probs: [tokens, top_k + 1] of the pretrained model, see :func:`top_log_probs`.
+        tokens: [tokens, top_k] integers.
+
+    Returns:
+        [tokens] in nats.
+    """
+    logits = _upcast(logits)
+    with torch.no_grad():
+        log_q0, top = log_probs.to(logits.dtype), tokens.long()
+        q0 = log_q0.exp()
+        log_q, log_p, rest = _coarsen(logits, top)
+        # An empty rest adds nothing: 0 * (-inf) would be NaN.
+        value = torch.where(q0 > 0, q0 * (log_q0 - log_q), 0.0).sum(-1)
+        # p - p0 at the top tokens. Elsewhere the rest's mass is shared as the trained model shares it: p - q0_rest * p / q_rest.
+        gradient = log_p.exp() - q0[:, -1:] * rest
+        gradient.scatter_add_(-1, top, -q0[:, :-1])
+    return _with_gradient(logits, value, gradient)
+
+
+def _coarsen(logits: torch.Tensor, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the tokens ``top`` and of the rest, [tokens, top_k + 1]; of all, [tokens, vocab]; and each token's share of
+    the rest, [tokens, vocab], 0 at the top tokens."""
+    log_p = logits.log_softmax(-1)
+    outside = log_p.scatter(-1, top, -math.inf)  # summed directly: 1 - sum(top) would lose a small rest to rounding
+    log_rest = outside.logsumexp(-1, keepdim=True)
+    share = (outside - log_rest).exp().nan_to_num()  # an empty rest has -inf - -inf
+    return torch.cat([log_p.gather(-1, top), log_rest], -1), log_p, share
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value per token whose gradient with respect to the logits is already known: one [tokens, vocab] tensor is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return grad_output.unsqueeze(-1) * gradient, None, None
+
+
+def _with_gradient(logits: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _WithGradient.apply(logits, value, gradient)
+    return result
+
+
+def _upcast(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -15,8 +15,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from finch import run_files
-from finch.optim.nonfinite_counter import NonfiniteCounter
-from finch.optim.param_groups import ParamGroups, Scalar
+from finch.optim.finch_lr import ParamGroups, Scalar
+from finch.optim.torch_lr import NonfiniteCounter
 
 SHAPES = ("curve", "linear", "mean")
 
@@ -33,7 +33,7 @@ class ReplayLR:
         shape: ``"curve"``: the logged learning rates. ``"linear"``: the straight line from the log's first learning rate to its
             last one. ``"mean"``: the constant mean of the log's learning rates. The last two are of the complete log, also where
             it is longer than the run.
-        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite_counter.NonfiniteCounter`.
+        on_nonfinite, max_nonfinite: see :class:`finch.optim.torch_lr.NonfiniteCounter`.
 
     Attributes:
         optimizers: as a list.
@@ -113,7 +113,7 @@ class ReplayLR:
 
     def check(self) -> int:
         """How many non-finite losses there have been since the last call."""
-        return self._nonfinite.pop_new()
+        return self._nonfinite.read_and_reset()
 
     def state_dict(self) -> dict[str, int]:
         """The number of steps, and the counter of non-finite losses. A resumed run reads the learning rates from the log again."""

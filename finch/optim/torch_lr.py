@@ -1,27 +1,82 @@
-"""torch's and torchtune's schedulers, and a constant learning rate, behind the interface of FinchLR."""
+"""torch's and torchtune's schedulers, the baselines' cosine and a constant learning rate, behind the interface of FinchLR."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from finch.optim.nonfinite_counter import NonfiniteCounter
-from finch.optim.param_groups import Scalar, set_group_lr
+from finch.optim.finch_lr import Scalar, check_nonfinite_options, set_group_lr
+
+
+class NonfiniteCounter:
+    """Counts non-finite losses and raises as configured.
+
+    Args:
+        on_nonfinite: ``"raise"``, or ``"skip"``: count, and raise after ``max_nonfinite`` in a row.
+        max_nonfinite: how many in a row end the run under ``"skip"``.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, on_nonfinite: str = "raise", max_nonfinite: int = 10) -> None:
+        check_nonfinite_options(on_nonfinite, max_nonfinite)
+        self._raises, self._max = on_nonfinite == "raise", max_nonfinite
+        self._in_a_row = 0
+        self._num_new = 0
+
+    def observe(self, loss: float, step: int) -> bool:
+        """Counts a loss, in nats; ``step`` is its number, for the error message.
+
+        Returns:
+            Whether it is finite.
+
+        Raises:
+            FloatingPointError: it is not, and ``on_nonfinite`` is ``"raise"`` or the limit is reached.
+        """
+        if math.isfinite(loss):
+            self._in_a_row = 0
+            return True
+        self._in_a_row += 1
+        self._num_new += 1
+        if self._raises:
+            raise FloatingPointError(
+                f"the loss was not finite at step {step}: lower the learning rate or check the data"
+            )
+        if self._in_a_row >= self._max:
+            raise FloatingPointError(
+                f"the loss was not finite {self._in_a_row} times in a row, last at step {step}: lower the learning rate or check the data"
+            )
+        return False
+
+    def read_and_reset(self) -> int:
+        """How many non-finite losses have come since the last call."""
+        num_new, self._num_new = self._num_new, 0
+        return num_new
+
+    def state_dict(self) -> dict[str, int]:
+        """The current row of non-finite losses, so that a resumed run gives up where the first would have."""
+        return {"nonfinite_in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restores ``state_dict``; further keys are ignored."""
+        self._in_a_row = int(state["nonfinite_in_a_row"])
 
 
 class TorchLR:
-    """A learning rate that depends on the number of the step alone.
+    """A learning rate that depends only on the number of the step.
 
     Stepped like :class:`finch.FinchLR`, before the optimizer: the first ``step`` keeps the learning rate that the scheduler
     has set when it was built, each later one advances the scheduler first.
 
     Args:
-        optimizers: those that step together; with the optimizer step inside the backward, one for each parameter.
+        optimizers: those that step together; with the optimizer step inside the backward, one per parameter.
         scheduler: built on the first of them, whose learning rate the others get; None: constant.
-        on_nonfinite, max_nonfinite: see :class:`finch.optim.nonfinite_counter.NonfiniteCounter`.
+        on_nonfinite, max_nonfinite: see :class:`finch.optim.torch_lr.NonfiniteCounter`.
     """
 
     def __init__(
@@ -66,7 +121,7 @@ class TorchLR:
 
     def check(self) -> int:
         """How many non-finite losses there have been since the last call."""
-        return self._nonfinite.pop_new()
+        return self._nonfinite.read_and_reset()
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain numbers, and the learning rate: some of torch's schedulers continue from the last one."""
@@ -93,3 +148,36 @@ class TorchLR:
     def _copy_lr(self) -> None:
         for optimizer in self._optimizers[1:]:
             set_group_lr(optimizer.param_groups[0], self._optimizers[0].param_groups[0]["lr"])
+
+
+def cosine_with_warmup(
+    optimizer: Optimizer,
+    num_training_steps: int,
+    last_epoch: int = -1,
+    warmup_fraction: float = 0.05,
+    num_cycles: float = 0.5,
+) -> LambdaLR:
+    """Linear warm-up from 0 to the optimizer's lr, then cosine decay to 0 at the end of the run.
+
+    Args:
+        optimizer: whose learning rates are set.
+        num_training_steps: optimizer steps of the run.
+        last_epoch: as in torch's schedulers.
+        warmup_fraction: of the steps, in [0, 1), rounded to a number of steps; 0.05 for the baselines of the FINCH paper.
+        num_cycles: periods of the cosine; 0.5 ends at 0.
+
+    Raises:
+        ValueError: warmup_fraction is out of range.
+    """
+    # Imported here: this package needs only torch.
+    from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
+
+    if not (isinstance(warmup_fraction, (int, float)) and 0 <= warmup_fraction < 1):
+        raise ValueError(f"warmup_fraction={warmup_fraction!r} must lie in [0, 1): it is a fraction of the run's steps")
+    return get_cosine_schedule_with_warmup(
+        optimizer,
+        num_warmup_steps=round(warmup_fraction * num_training_steps),
+        num_training_steps=num_training_steps,
+        num_cycles=num_cycles,
+        last_epoch=last_epoch,
+    )

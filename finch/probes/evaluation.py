@@ -18,7 +18,7 @@ from finch.probes.rows import ProbeRows, Question, Sample, num_targets
 from finch.training.dataset_loss import iter_outputs
 
 REFERENCES = ("reference_log_probs", "reference_tokens")
-"""Keys of a sample: the pretrained model's distributions at its targets, see :func:`finch.objectives.kl.top_log_probs`."""
+"""Keys of a sample: the pretrained model's distributions at its targets, see :func:`finch.objectives.regularization.top_log_probs`."""
 
 
 @dataclass(frozen=True)

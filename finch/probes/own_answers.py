@@ -19,7 +19,7 @@ from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
-from finch.models.qwen3.attention import Qwen3Attention
+from finch.models.qwen3 import Qwen3Attention
 from finch.objectives import IGNORE_INDEX
 from finch.probes.evaluation import REFERENCES, EvalSettings
 from finch.probes.rows import ProbeRows, Sample, num_targets

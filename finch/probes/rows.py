@@ -11,8 +11,7 @@ import torch
 from torchtune.data import Message
 from torchtune.datasets._sft import SFTTransform
 
-from finch.data.formats import RowFormat, detect_columns
-from finch.data.messages import RowToMessages
+from finch.data.formats import RowFormat, RowToMessages, detect_columns
 from finch.data.row_files import SOURCES, local_files, source_of
 from finch.data.rows import TextToTokens
 from finch.errors import UserError

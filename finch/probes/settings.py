@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from finch.config.instantiate import did_you_mean, locate
-from finch.data.validation_sets import validation_sets
+from finch.data.training_data import validation_sets
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import DFT, STM, TALR

@@ -11,7 +11,7 @@ from typing import Any
 
 from finch import run_files
 from finch.config.instantiate import component_of
-from finch.config.methods import METHODS, OLD_NAMES
+from finch.config.methods import METHODS
 from finch.errors import UserError
 from finch.evaluation.results import SuiteResult, read_results
 from finch.sweep.grid import LABEL, LR, METHOD, SEED
@@ -126,7 +126,7 @@ def read_run(folder: Path) -> Run:
     cell = _read_cell(folder / run_files.CELL)
     values = dict(_values_of_config(config))
     values.update(cell.get("values") or {})
-    values[METHOD] = "+".join(OLD_NAMES.get(one, one) for one in str(values.get(METHOD, folder.name)).split("+"))
+    values[METHOD] = str(values.get(METHOD, folder.name))
     metrics = folder / run_files.METRICS
     return Run(
         folder=folder,

@@ -29,7 +29,7 @@ from typing import Any
 
 from finch import run_files
 from finch.config.instantiate import did_you_mean, find_grid
-from finch.config.methods import METHODS, OLD_NAMES, split_name
+from finch.config.methods import METHODS, split_name
 from finch.config.schema import RECIPES
 from finch.errors import UserError
 from finch.evaluation.custom_tasks import CUSTOM
@@ -61,7 +61,7 @@ _OWN_KEYS = {
     "overwrite": "give overwrite=True on the command line",
     "config": "a grid has one config",
 }
-_RESERVED_LABELS = {*METHODS, *OLD_NAMES, "base", "pretrained"}  # the last two are the pretrained model in a report
+_RESERVED_LABELS = {*METHODS, "base", "pretrained"}  # the last two are the pretrained model in a report
 
 Values = dict[str, Any]
 
@@ -450,8 +450,6 @@ def _mapping(block: Any, path: Path) -> dict[str, list[Any]]:
             raise UserError(f"{path}: grid.{key}: {_OWN_KEYS[key]}; leave it out")
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid.{key}={values} must be a list of values, such as [{values}]")
-    if METHOD in mapping:  # an earlier name and its present one are one cell
-        mapping[METHOD] = [OLD_NAMES.get(str(name), name) for name in mapping[METHOD]]
     methods = [split_name(str(method)) for method in mapping.get(METHOD, [])]
     if ALPHA in mapping and not (methods and all(WISE_FT in names for names in methods)):
         raise UserError(f"{path}: grid.{ALPHA} is WiSE-FT's; give it a separate mapping with method: [wise_ft]")

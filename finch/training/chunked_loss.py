@@ -16,7 +16,7 @@ from torchtune.modules.peft import disable_adapter
 
 from finch.data.padding_free import PaddingFree
 from finch.objectives import IGNORE_INDEX
-from finch.objectives.kl import coarse_token_kl, token_kl, top_log_probs
+from finch.objectives.regularization import coarse_token_kl, token_kl, top_log_probs
 from finch.training.one_pass_loss import Weighting, head_of, one_pass
 
 LOGITS_BYTES = 2**28
@@ -95,10 +95,10 @@ class TokenLoss(nn.Module):
             layout: the same tokens without padding, on which the decoder's layers then run where ``is_padding_free``.
             num_top_logits: how many of each token's largest logits to return as well.
             num_top_log_probs: of how many of each token's most likely tokens to return the log-probabilities, see
-                :func:`finch.objectives.kl.top_log_probs`.
+                :func:`finch.objectives.regularization.top_log_probs`.
             has_kl: whether to return the KL divergence from the pretrained model as well.
             reference_log_probs, reference_tokens: [number of targets, top_k + 1] and [number of targets, top_k], the pretrained
-                model's distributions, see :func:`finch.objectives.kl.top_log_probs`. Without them it runs here.
+                model's distributions, see :func:`finch.objectives.regularization.top_log_probs`. Without them it runs here.
             weighting: how the outputs are summed to what is differentiated.
             inputs: the decoder's other arguments (``mask``, ``input_pos``).
 

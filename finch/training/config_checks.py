@@ -17,9 +17,9 @@ from finch.distributed.parallel import launched_ranks
 from finch.distributed.precision import precision_of
 from finch.errors import UserError
 from finch.objectives import Objective
-from finch.objectives.kl import KL
+from finch.objectives.regularization import KL
+from finch.optim.optimizers import stochastic_optimizer
 from finch.optim.replay_lr import check_shape
-from finch.optim.stochastic_rounding import stochastic_optimizer
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
 from finch.training.kl_penalty import build_kl
 from finch.training.optimizer import loss_schedule

@@ -20,7 +20,7 @@ from finch.dtensor import to_local
 from finch.errors import UserError
 from finch.log import logger
 from finch.models.lora import adapter_layers
-from finch.objectives.kl import KL
+from finch.objectives.regularization import KL
 from finch.training.chunked_loss import TokenLoss
 from finch.training.reference import ReferenceFile, ReferenceTopK, compute_reference_top_k
 from finch.weights.huggingface import PretrainedFolder

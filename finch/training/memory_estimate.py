@@ -16,7 +16,7 @@ from torchtune.modules import TransformerDecoder
 
 from finch.config.instantiate import build
 from finch.distributed.precision import Precision, precision_of
-from finch.optim.stochastic_rounding import stochastic_optimizer
+from finch.optim.optimizers import stochastic_optimizer
 from finch.training.chunked_loss import chunks_for
 from finch.training.kl_penalty import build_kl, needs_reference
 

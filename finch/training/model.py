@@ -21,7 +21,7 @@ from finch.distributed.precision import Precision
 from finch.distributed.tensor_parallel import Plan, apply_plan, build_plan
 from finch.errors import UserError
 from finch.log import logger
-from finch.models.overrides import replace_known_bad_builder
+from finch.models.families import replace_known_bad_builder
 from finch.models.rotary import use_complex_product
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import check_text_decoder

@@ -17,8 +17,7 @@ from finch.distributed import fsdp, grad_clipping
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
 from finch.log import logger
-from finch.optim.optimizer_in_backward import optimizers_in_backward
-from finch.optim.stochastic_rounding import adapt, stochastic_optimizer
+from finch.optim.optimizers import adapt, optimizers_in_backward, stochastic_optimizer
 from finch.optim.torch_lr import TorchLR
 from finch.training.chunked_loss import TokenLoss
 

@@ -11,7 +11,7 @@ from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from finch.data.padding_free import PaddingFree
-from finch.models.qwen3.attention import Qwen3Attention
+from finch.models.qwen3 import Qwen3Attention
 from finch.torchtune_names import Gemma2Attention
 
 AttentionCall = Callable[..., torch.Tensor]
@@ -56,7 +56,7 @@ def padding_free_attention(
     outputs = [_attend(*prefix, dropout_p=dropout_p, is_causal=True)]
     for own_q, own_k, own_v in samples:
         keys, values = torch.cat([prefix[1], own_k], 2), torch.cat([prefix[2], own_v], 2)
-        mask = layout.visible[: own_q.shape[2], : keys.shape[2]]
+        mask = layout.causal_mask[: own_q.shape[2], : keys.shape[2]]
         outputs.append(_attend(own_q, keys, values, mask, dropout_p=dropout_p))
     return torch.cat(outputs, dim=2)
 

@@ -245,7 +245,7 @@ def _merge_losses(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> Refe
 
 @dataclass(frozen=True)
 class ReferenceTopK:
-    """Distributions over the most likely tokens and the rest as one, see :func:`finch.objectives.kl.top_log_probs`.
+    """Distributions over the most likely tokens and the rest as one, see :func:`finch.objectives.regularization.top_log_probs`.
 
     Attributes:
         log_probs: [target tokens, top_k + 1] fp32 (fp64 for an fp64 model), row after row in the dataset's order. Rows that a

@@ -14,7 +14,7 @@ from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
 from finch.errors import UserError
 from finch.models.gemma2 import gemma2_hf_to_tune, gemma2_tune_to_hf
 from finch.models.hf_config import is_tied
-from finch.models.qwen3.weights import qwen3_hf_to_tune, qwen3_tune_to_hf
+from finch.models.qwen3 import qwen3_hf_to_tune, qwen3_tune_to_hf
 
 StateDict = dict[str, torch.Tensor]
 HEAD = "output.weight"  # torchtune's name of an output layer that is not tied to the embedding

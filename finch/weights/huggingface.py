@@ -22,8 +22,7 @@ from finch.dtensor import each_shard, local_block, to_local
 from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder
 from finch.log import logger
-from finch.models.family_table import FAMILIES
-from finch.models.hf_config import CONFIG, check_folder, is_tied, read_config, rope_settings
+from finch.models.hf_config import CONFIG, FAMILIES, check_folder, is_tied, read_config, rope_settings
 from finch.models.lora import adapter_parameters
 from finch.torchtune_names import Gemma2Attention
 from finch.weights.conversion import HEAD, StateDict, StoredWeight, conversion_for, rows_of

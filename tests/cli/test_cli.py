@@ -12,7 +12,7 @@ from helpers.runs import ROOT, finch
 
 from finch.cli import doctor
 from finch.config.instantiate import config_names, find_config, grid_names
-from finch.models.family_table import FAMILIES
+from finch.models.hf_config import FAMILIES
 
 NEED_NO_TORCH = """\
 import contextlib, sys

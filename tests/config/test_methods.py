@@ -16,7 +16,7 @@ from finch.config.methods import METHODS
 from finch.config.parser import merge, read
 from finch.config.schema import FULL_FINETUNE, LORA_FINETUNE
 from finch.errors import UserError
-from finch.optim.cosine import cosine_with_warmup
+from finch.optim.torch_lr import cosine_with_warmup
 
 COSINE = {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.05}
 CROSS_ENTROPY = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
@@ -133,15 +133,8 @@ def test_replay_requires_a_log():
     assert cfg["loss"] == objective("DFT")
     with pytest.raises(UserError, match=r"add lr_scheduler\.log=RUN"):
         merged("method=lr_replay")
-
-
-def test_earlier_name_of_a_method_works_and_logs(caplog):
-    with caplog.at_level("INFO", logger="finch"):
-        cfg = merged("method=replay+dft", "lr_scheduler.log=out/run")
-    assert cfg == merged("method=lr_replay+dft", "lr_scheduler.log=out/run")
-    assert caplog.messages == ["method=replay is an earlier name of method=lr_replay"]
-    with pytest.raises(UserError, match="finch and lr_replay both set lr_scheduler"):
-        merged("method=finch+replay")
+    with pytest.raises(UserError, match=r"method=replay is not known, did you mean lr_replay\?"):
+        merged("method=replay")
 
 
 @pytest.mark.parametrize(

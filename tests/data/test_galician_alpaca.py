@@ -1,6 +1,5 @@
 """Instruction rows in 70/5/25 parts, from a file or the hub."""
 
-import datasets
 import pytest
 from helpers.rows import load as load_rows
 from helpers.rows import membership, write_lines
@@ -51,18 +50,7 @@ def test_rows_equal_those_of_rows_dataset(tokenizer, tmp_path):
     assert [data[index] for index in range(100)] == [reference[index] for index in range(100)]
 
 
-def test_hub_rows_are_loaded_by_name(monkeypatch, tokenizer):
-    table, calls = datasets.Dataset.from_list(ROWS), []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: calls.append((args, kwargs)) or table)
-    assert len(galician_alpaca_dataset(tokenizer, source="irlab-udc/alpaca_data_galician", part="validation")) == 5
-    assert calls == [(("irlab-udc/alpaca_data_galician", None), {"split": "train", "data_files": None})]
-
-
 def test_invalid_arguments_raise(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="needs data_files, the path of the rows, or source, a name on the hub"):
-        galician_alpaca_dataset(tokenizer)
-    with pytest.raises(UserError, match="of 9 rows none is left for part=validation"):
-        load(tokenizer, tmp_path, ROWS[:9])
     with pytest.raises(UserError, match="format=instruction, but the rows look like question/answer"):
         load(tokenizer, tmp_path, [{"question": "a", "answer": "b"}])
     with pytest.raises(UserError, match="part=dev must be all, train, validation or test"):

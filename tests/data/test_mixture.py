@@ -11,7 +11,6 @@ from torchtune.config import instantiate
 
 from finch.data.dataset import load_dataset
 from finch.data.mixture import Mixture, mix
-from finch.data.order import EMPTY, GlobalOrder
 from finch.data.stats import DatasetStats, collect_stats
 from finch.errors import UserError
 
@@ -75,34 +74,16 @@ def test_shuffled_draws_are_not_in_blocks():
 @pytest.mark.parametrize("epochs", [1, 2, 3, 9])
 def test_drawn_rows_are_those_of_the_epochs(epochs):
     drawn = Counter(itertools.chain(*(mixture().indices(epoch) for epoch in range(epochs))))
-    assert mixture().drawn_rows(epochs) == sorted(drawn)
+    assert mixture().unique_rows_drawn(epochs) == sorted(drawn)
     first = Counter(mixture().indices(0))
     assert mixture().draws_per_row().tolist() == [first[index] for index in range(sum(ROWS))]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("consumed", [0, 36, 96])
-def test_steps_are_the_same_on_any_number_of_ranks(ranks, consumed):
-    """12 samples a step, of 100 an epoch: the last step has four."""
-
-    def steps(ranks):
-        order = GlobalOrder(100, 12 // ranks, ranks=ranks, indices=mixture().indices)
-        streams = [order.micro_batches(rank, 2, consumed) for rank in range(ranks)]
-        return [sorted(set(itertools.chain(*parts)) - {EMPTY}) for parts in zip(*streams, strict=True)]
-
-    def expected(start):
-        return sorted(mixture().indices(2)[start : start + 12])
-
-    alone = [sorted(batch) for batch in GlobalOrder(100, 12, indices=mixture().indices).micro_batches(0, 2, consumed)]
-    assert alone == [expected(start) for start in range(consumed, 100, 12)]
-    assert steps(ranks) == [sorted(set(batch)) for batch in alone]
-
-
 def test_a_million_rows_take_well_under_a_second():
     mixed = Mixture.from_weights((1_000_000, 1_000_000), (0.95, 0.05))
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(mixed.indices(1)) == 1_052_632
-    assert time.perf_counter() - start < 3  # 0.5 s on a busy machine
+    assert time.process_time() - start < 3  # of CPU time, so that other work on the machine does not count
 
 
 def test_description_names_rows_share_draws_and_repetitions():

@@ -224,12 +224,6 @@ def test_bad_conversations_name_the_row(load, row, message):
         samples[1]
 
 
-def test_unknown_sharegpt_role_names_the_row(load):
-    rows = [{"conversations": sharegpt(("user", "a"), (role, "b"))} for role in ("assistant", "robot")]
-    with pytest.raises(UserError, match=r"row 2 of .* unknown role 'robot'; known are system, developer, user"):
-        load(*rows)[1]
-
-
 def test_packed_rows_hold_all_tokens(load, tokenizer):
     rows = [{"question": one, "answer": two} for one, two in WORDS]
     packed, plain = load(*rows, packed=True), load(*rows)
@@ -257,9 +251,6 @@ def test_long_text_is_truncated_or_split_across_packs(load, tokenizer):
         ({"part": "train", "split": "train[:1]"}, "too few"),
         ({"part": "train", "split_by": "content", "validation_fraction": 0.1}, "of 3 rows none is left"),
         ({"part": "test", "test_fraction": 0.5}, "test_fraction=0.5 needs dataset.split_by=content"),
-        ({"format": "prompt_completion"}, "format=prompt_completion, but the rows look like question/answer"),
-        ({"format": "question_answer", "column_map": {"answer": "Reply"}}, "column_map.answer=Reply: the rows have no"),
-        ({"streaming": True}, "dataset.streaming=True is not supported"),
     ],
 )
 def test_invalid_arguments_raise(load, arguments, message):

@@ -8,7 +8,7 @@ from finch import dtensor
 from finch.distributed import fsdp, parallel
 from finch.distributed.precision import PRECISIONS, precision_of
 from finch.errors import UserError
-from finch.optim.stochastic_rounding import adapt, stochastic_optimizer
+from finch.optim.optimizers import adapt, stochastic_optimizer
 
 
 @pytest.fixture

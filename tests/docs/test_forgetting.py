@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from finch.config.schema import FULL_FINETUNE
 from finch.config.validation import check
-from finch.data.validation_sets import validation_sets
+from finch.data.training_data import validation_sets
 from finch.probes.settings import check_probes, read_budget, read_probes
 
 PAGE = (ROOT / "docs" / "forgetting.md").read_text()

@@ -14,7 +14,7 @@ from finch.config.instantiate import build, locate
 from finch.config.methods import LORA
 from finch.errors import UserError
 from finch.models.families import model_block
-from finch.models.family_table import FAMILIES as KNOWN_FAMILIES
+from finch.models.hf_config import FAMILIES as KNOWN_FAMILIES
 from finch.models.lora import adapter_parameters, initialize_adapters
 from finch.weights.conversion import CONVERSIONS
 from finch.weights.huggingface import HuggingFaceFolder
@@ -93,7 +93,7 @@ def test_lora_where_it_is_impossible_is_refused(tmp_path):
         ("llama", {"mlp_bias": True}, "has mlp_bias=True"),
         ("llama", {"hidden_act": "gelu"}, "has hidden_act=gelu, but .* has silu"),
         ("gemma2", {"hidden_activation": "gelu"}, "has hidden_activation=gelu, but .* has gelu_pytorch_tanh"),
-        ("gemma2", {"layer_types": ["full_attention"] * 2}, r"has layer_types\[0\]=full_attention, but in the builder of Gemma 2 layers 0, 2"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, r"has layer_types\[0\]=full_attention, but in the builder of Gemma 2 only layers 0, 2"),
         ("gemma2", {"final_logit_softcapping": None}, "has final_logit_softcapping=None, but"),
         ("gemma2", {"use_bidirectional_attention": True}, "has use_bidirectional_attention=True, but"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "finch trains weights that are not quantized"),

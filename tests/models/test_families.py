@@ -1,6 +1,9 @@
 """Every family that torchtune ships and finch converts, as a small random model, against transformers on the same files."""
 
+from __future__ import annotations
+
 import importlib
+import inspect
 import json
 import random
 
@@ -8,15 +11,17 @@ import pytest
 import torch
 import transformers
 from helpers.models import FAMILIES, VOCAB, edit_config, llama3_scaling, load, save
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
 from torchtune.models.gemma2 import _convert_weights as torchtune_gemma2_weights
 from torchtune.models.gemma2 import gemma2 as torchtune_gemma2
 
-from finch.config.instantiate import locate
+from finch.config.instantiate import build, locate
 from finch.errors import UserError
 from finch.models import gemma2, phi4
-from finch.models.family_table import FAMILIES as KNOWN_FAMILIES
+from finch.models.families import _WRONG_BUILDERS, replace_known_bad_builder
+from finch.models.hf_config import FAMILIES as KNOWN_FAMILIES
 from finch.models.hf_config import is_tied
 from finch.training.chunked_loss import TokenLoss
 from finch.weights.huggingface import HuggingFaceFolder
@@ -260,3 +265,23 @@ def test_every_text_family_of_torchtune_is_known():
     assert packages - {"clip", "flux", "t5", "llama3_2_vision"} <= set().union(
         *(family.packages for family in KNOWN_FAMILIES.values())
     )
+
+
+@pytest.mark.parametrize("name", _WRONG_BUILDERS)
+def test_known_bad_builder_is_replaced(name):
+    torchtune_name, finch_name = f"torchtune.models.{name}", f"finch.models.{name}"
+    node, message = replace_known_bad_builder(OmegaConf.create({"_component_": torchtune_name}))
+    assert node["_component_"] == finch_name
+    assert message.startswith(f"model: {torchtune_name} ")
+    assert message.endswith(f"; {finch_name} takes its place")
+    stock, fixed = (inspect.signature(locate(path, "model")) for path in (torchtune_name, finch_name))
+    assert set(stock.parameters) <= set(fixed.parameters)
+    with torch.device("meta"):
+        stock, fixed = (build({"_component_": path}, "model") for path in (torchtune_name, finch_name))
+    shapes = [sorted(weight.shape for weight in model.parameters()) for model in (stock, fixed)]
+    assert shapes[0] == shapes[1]
+
+
+def test_other_builders_are_kept():
+    node = OmegaConf.create({"_component_": "torchtune.models.gemma.gemma_2b", "x": 1})
+    assert replace_known_bad_builder(node) == (node, None)

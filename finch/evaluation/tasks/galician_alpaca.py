@@ -31,14 +31,14 @@ def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: 
     Raises:
         UserError: rows without ``instruction`` and ``output``.
     """
-    from finch.data import splits
+    from finch.data.row_files import part_indices
 
     rows = [{field: row.get(field) or "" for field in FIELDS} for row in ROWS.load(data_root)]
     if broken := next((row for row in rows if not (row["instruction"] and row["output"])), None):
         raise UserError(
             f"galician_alpaca: a row of {ROWS.file} has no instruction or no output: {str(broken)[:100]}; fix or remove it"
         )
-    indices = splits.part_indices(
+    indices = part_indices(
         [([row["instruction"], row["input"]], [row["output"]]) for row in rows],
         "test",
         validation_fraction=VALIDATION_FRACTION,

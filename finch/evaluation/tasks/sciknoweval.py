@@ -44,10 +44,10 @@ def dataset(
         has_chat_template: whether the prompt becomes a user's turn.
         part: ``test`` or ``validation``.
     """
-    from finch.data import splits
+    from finch.data.row_files import part_indices
 
     rows = [row for row in ROWS.load(data_root) if row["domain"] == "Chemistry" and row["details"]["level"] == "L3"]
-    indices = splits.part_indices(
+    indices = part_indices(
         [(row["question"], row["choices"]) for row in rows],
         part,
         validation_fraction=VALIDATION_FRACTION,

@@ -74,9 +74,9 @@ def _document(row: Row, has_chat_template: bool, is_letters: bool) -> Row:
 
 def _validation_questions(data_root: str | None) -> set[str]:
     """Of the 10% of all rows that are not trained on, by the default split of ``finch.data.tofu``."""
-    from finch.data.rows import hold_out
+    from finch.data.rows import train_validation_split
 
-    return set(hold_out(table(FULL.load(data_root)), "validation", VALIDATION_FRACTION, SEED)["question"])
+    return set(train_validation_split(table(FULL.load(data_root)), "validation", VALIDATION_FRACTION, SEED)["question"])
 
 
 def samples(records: Records) -> list[Sample]:

@@ -1,13 +1,37 @@
-"""Builders of Gemma 2's decoders: torchtune's, with the soft cap where it belongs."""
+"""Gemma 2 as Google published it, on torchtune's modules.
+
+torchtune 0.6.1's own Gemma 2 is another function of the same weights: it soft-caps the normed hidden states where Gemma 2
+caps the logits, its builders give either cap the value of the other, and its conversion from Hugging Face exchanges the
+norms before and after the feed-forward. The builders and the conversion here have torchtune's names and arguments.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import torch
+from torch import nn
+from torchtune.models.gemma2 import _convert_weights as torchtune_weights
 from torchtune.models.gemma2 import gemma2 as torchtune_gemma2
-from torchtune.modules import TransformerDecoder
+from torchtune.modules import TiedLinear, TransformerDecoder
 
-from finch.models.gemma2.head import SoftCappedTiedLinear
+
+class SoftCappedTiedLinear(TiedLinear):
+    """torchtune's tied output layer with Gemma 2's soft cap: ``cap * tanh(logits / cap)``.
+
+    Args:
+        tied_module: the embedding whose weight it uses.
+        cap: bound of the logits' absolute value, in nats.
+    """
+
+    def __init__(self, tied_module: nn.Module, cap: float) -> None:
+        super().__init__(tied_module)
+        self.cap = cap
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: [..., embed_dim]; returns logits [..., vocab]."""
+        return torch.tanh(super().__call__(x) / self.cap) * self.cap
 
 
 def gemma2(
@@ -32,7 +56,7 @@ def gemma2(
 
     Args:
         vocab_size: rows of the embedding, which is the output layer as well.
-        num_layers: transformer blocks; those with an even index attend within the window alone.
+        num_layers: transformer blocks; those with an even index attend only within the window.
         num_heads: query heads.
         head_dim: width of a head; need not be embed_dim / num_heads.
         num_kv_heads: key and value heads; divides ``num_heads``.
@@ -86,3 +110,37 @@ gemma2_27b = partial(
     intermediate_dim=36864,
     query_pre_attn_scalar=144,
 )
+
+
+# Names from torchtune's conversion, and their names in finch's decoder. In torchtune's layer `mlp_norm` comes
+# before the feed-forward and `mlp_scale` after it; its conversion has them the other way round.
+_FROM_TORCHTUNE = {".mlp_norm.": ".mlp_scale.", ".mlp_scale.": ".mlp_norm.", "norm.rms_norm.": "norm."}
+_TO_TORCHTUNE = {".mlp_norm.": ".mlp_scale.", ".mlp_scale.": ".mlp_norm."}
+_FINAL_NORM = {"norm.scale": "norm.rms_norm.scale"}
+
+
+def gemma2_hf_to_tune(weights: dict[str, torch.Tensor], **sizes: Any) -> dict[str, torch.Tensor]:
+    """Any part of a Hugging Face state dict under the names of :func:`finch.models.gemma2.gemma2`.
+
+    Args:
+        weights: Hugging Face's names and tensors.
+        sizes: num_heads, num_kv_heads, dim, head_dim.
+
+    Raises:
+        Exception: torchtune's, for a name that is not Gemma 2's.
+    """
+    converted = torchtune_weights.gemma2_hf_to_tune(weights, **sizes)
+    return {_renamed(name, _FROM_TORCHTUNE): tensor for name, tensor in converted.items()}
+
+
+def gemma2_tune_to_hf(weights: dict[str, torch.Tensor], **sizes: Any) -> dict[str, torch.Tensor]:
+    """Converts torchtune's names and layouts back to Hugging Face's."""
+    renamed = {_FINAL_NORM.get(name, _renamed(name, _TO_TORCHTUNE)): tensor for name, tensor in weights.items()}
+    return torchtune_weights.gemma2_tune_to_hf(renamed, **sizes)
+
+
+def _renamed(name: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        if old in name:
+            return name.replace(old, new)
+    return name

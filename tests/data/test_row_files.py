@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from finch.data.splits import PARTS, part_indices
+from finch.data.row_files import PARTS, part_indices
 from finch.errors import UserError
 
 SHARES = {"validation_fraction": 0.05, "test_fraction": 0.25, "seed": 0}

@@ -1,4 +1,4 @@
-"""torchao's optimizers with stochastic rounding, on FSDP2's shards as well.
+"""Two kinds of optimizers: torchao's with stochastic rounding, on FSDP2's shards as well, and steps inside the backward.
 
 A bf16 weight of 0.02 has neighbours 1.2e-4 apart: rounding to the nearest undoes an update of 1e-5 every time. Stochastic
 rounding rounds up with a probability equal to the remainder, so that the mean of many such updates is right.
@@ -7,17 +7,20 @@ rounding rounds up with a probability equal to the remainder, so that the mean o
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from finch.dtensor import to_local
 from finch.errors import UserError
 
 # torch's optimizers and torchao's equivalents that can round stochastically.
-TWINS = {"torch.optim.AdamW": "torchao.optim._AdamW", "torch.optim.Adam": "torchao.optim._Adam"}
+STOCHASTIC_VARIANTS = {"torch.optim.AdamW": "torchao.optim._AdamW", "torch.optim.Adam": "torchao.optim._Adam"}
 # These select a kernel of torch's; torchao compiles its own.
 _KERNEL_ARGUMENTS = ("fused", "foreach", "capturable")
 
@@ -35,13 +38,13 @@ def stochastic_optimizer(component: str, arguments: dict[str, Any]) -> tuple[str
     Raises:
         UserError: there is none for this optimizer.
     """
-    twin = TWINS.get(component, component)
-    if not twin.startswith("torchao.optim."):
+    variant = STOCHASTIC_VARIANTS.get(component, component)
+    if not variant.startswith("torchao.optim."):
         raise UserError(
             f"optimizer._component_={component} cannot round stochastically: with dtype=bf16_stochastic use torch.optim.AdamW or one of torchao.optim"
         )
-    kept = {key: value for key, value in arguments.items() if twin == component or key not in _KERNEL_ARGUMENTS}
-    return twin, {**kept, "bf16_stochastic_round": True}
+    kept = {key: value for key, value in arguments.items() if variant == component or key not in _KERNEL_ARGUMENTS}
+    return variant, {**kept, "bf16_stochastic_round": True}
 
 
 def adapt(optimizer: torch.optim.Optimizer) -> None:
@@ -55,7 +58,9 @@ def adapt(optimizer: torch.optim.Optimizer) -> None:
       and 4-bit optimizers are unchanged.
     """
     fp32_states = (_Fp32States,) if type(optimizer).__name__ in ("_AdamW", "_Adam") else ()
-    optimizer.__class__ = type(f"Adapted{type(optimizer).__name__}", (_LocalStep, *fp32_states, type(optimizer)), {})
+    optimizer.__class__ = type(
+        f"Adapted{type(optimizer).__name__}", (_UnshardedStep, *fp32_states, type(optimizer)), {}
+    )
 
 
 class _Fp32States:
@@ -63,7 +68,7 @@ class _Fp32States:
         return torch.zeros_like(parameter, dtype=torch.float32)
 
 
-class _LocalStep:
+class _UnshardedStep:
     param_groups: list[dict[str, Any]]
     state: defaultdict[torch.Tensor, Any]
 
@@ -109,3 +114,29 @@ def _as_sharded_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def optimizers_in_backward(
+    parameters: Iterable[nn.Parameter], build: Callable[[list[nn.Parameter]], Optimizer]
+) -> list[Optimizer]:
+    """One optimizer per parameter, each stepped by its parameter's hook during the backward.
+
+    The gradients of the complete model never exist at one time. So gradient clipping and accumulation are impossible,
+    and the learning rate must be set before the backward. FINCH's can be: it depends only on the loss
+    (:class:`finch.FinchLR` accepts the list).
+
+    Args:
+        parameters: sharded by FSDP2 or not.
+        build: builds the optimizer of one parameter.
+    """
+    optimizers = []
+    for parameter in parameters:
+        optimizer = build([parameter])
+        parameter.register_post_accumulate_grad_hook(partial(_step, optimizer))
+        optimizers.append(optimizer)
+    return optimizers
+
+
+def _step(optimizer: Optimizer, _: torch.Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
