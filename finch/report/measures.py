@@ -16,7 +16,7 @@ from finch.evaluation.judge import answers_definition
 from finch.evaluation.results import POINTS, Sample, SuiteResult, base_path, read_result, read_samples
 from finch.evaluation.statistics import Delta, Mean, holm, mean_interval, paired_delta
 from finch.report.runs import Run, base_builder
-from finch.report.selection import Measure, select_measures
+from finch.report.selection import Measure, Selection, select_measures
 
 BaseSamples = dict[tuple[Path, str], tuple[list[Sample], Mean]]
 """What was read of the pretrained model so far, by folder and task: all runs share it."""
@@ -70,28 +70,17 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Runs, what is compared, and their outcomes.
+class Comparison(Selection):
+    """What is compared, the runs, and their outcomes.
 
     Attributes:
-        new: what was learned; None where neither an evaluation nor a probe measures it.
-        old: the old tasks of the trade-off, all of one unit.
         outcomes: for each run, its outcomes by measure's name.
         bases: the pretrained model's result of each suite.
-        other_old: old tasks that have their changes only in the tables.
     """
 
     runs: Sequence[Run]
-    new: Measure | None
-    old: Sequence[Measure]
-    reliability: Sequence[Measure]
     outcomes: Sequence[Mapping[str, Outcome]]
     bases: Mapping[str, SuiteResult]
-    other_old: Sequence[Measure] = ()
-
-    @property
-    def measures(self) -> list[Measure]:
-        return [*([self.new] if self.new else []), *self.old, *self.other_old, *self.reliability]
 
     def is_complete(self, run: int) -> bool:
         """Whether a run has the new task and every old one: a place in the trade-off."""
@@ -128,10 +117,9 @@ def compare(
     _check_models(runs)
     bases = _read_bases(runs, base)
     chosen = select_measures(runs, new_task=new_task, old_tasks=old_tasks)
-    measures = [*([chosen.new] if chosen.new else []), *chosen.old, *chosen.other_old, *chosen.reliability]
     samples: BaseSamples = {}
-    outcomes = [_outcomes_of_run(run, measures, bases, base, samples) for run in runs]
-    return Comparison(runs, chosen.new, chosen.old, chosen.reliability, outcomes, bases, chosen.other_old)
+    outcomes = [_outcomes_of_run(run, chosen.measures, bases, base, samples) for run in runs]
+    return Comparison(chosen.new, chosen.old, chosen.other_old, chosen.reliability, runs, outcomes, bases)
 
 
 def probe_values(run: Run, key: str) -> list[tuple[int, float]]:

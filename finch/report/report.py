@@ -18,16 +18,7 @@ from finch.evaluation.results import NATS
 from finch.report.front import compare_fronts, group_settings, trade_off
 from finch.report.measures import compare
 from finch.report.runs import read_runs, sort_runs
-from finch.report.sections import (
-    Report,
-    Section,
-    changes_section,
-    curves_section,
-    origin_section,
-    paper_section,
-    reliability_section,
-    trade_off_sections,
-)
+from finch.report.sections import Report, Section, make_sections
 from finch.report.style import COLOURS, method_styles
 from finch.report.summary import Paragraph, join, notes, summarize
 from finch.report.tables import make_names, summary_csv
@@ -94,14 +85,6 @@ def write_report(
         resolution = 0.001 if comparison.new is not None and comparison.new.unit == NATS else 0.1
         front = compare_fronts(points, resolution=resolution, order=list(names.styles))
         report = Report(comparison, settings, points, front, names, figures)
-        sections = [
-            *trade_off_sections(report),
-            *changes_section(report),
-            *reliability_section(report),
-            *curves_section(report),
-            *paper_section(report),
-            *origin_section(report, options),
-        ]
         new = comparison.new
         methods = [style.label for method, style in names.styles.items()]
         page = Page(
@@ -109,7 +92,7 @@ def write_report(
             + (f" on {new.name}" if new is not None else ""),
             summarize(comparison, points, front, names),
             notes(comparison, settings, names),
-            sections,
+            make_sections(report, options),
             f"Written by finch report {__version__}. Figures: {FIGURES}/*.svg and *.png; numbers: summary.csv.",
         )
         for name, text in {

@@ -10,17 +10,8 @@ from typing import Any
 
 from finch.evaluation.results import POINTS
 from finch.evaluation.tasks.confidence import stated_confidences
-from finch.report.figures import (
-    Answers,
-    Curve,
-    Mark,
-    draw_calibration,
-    draw_curves,
-    draw_front,
-    draw_scores,
-    draw_trade_off,
-    running_mean,
-)
+from finch.report import figures, tables
+from finch.report.figures import Curve
 from finch.report.front import Front, Setting, TradeOff
 from finch.report.measures import Comparison, probe_values
 from finch.report.paper import (
@@ -37,20 +28,7 @@ from finch.report.runs import Run
 from finch.report.selection import Measure
 from finch.report.style import Drawing
 from finch.report.summary import commands, provenance
-from finch.report.tables import (
-    Names,
-    Table,
-    changes_table,
-    difference_table,
-    front_table,
-    old_tasks_table,
-    paper_table,
-    reliability_table,
-    runs_table,
-    settings_table,
-    tasks_table,
-    tests_table,
-)
+from finch.report.tables import Names, Table
 
 BEST_SETTINGS = "Of each method the setting with the best new-task score"
 PROBE_METRICS = {
@@ -83,14 +61,18 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that the parts of a report are made of."""
+    """Everything that the parts of a report are made of.
+
+    Attributes:
+        folder: for the figures.
+    """
 
     comparison: Comparison
     settings: Sequence[Setting]
     trade_off: TradeOff
     front: Front
     names: Names
-    figures: Path
+    folder: Path
 
     @property
     def task(self) -> str | None:
@@ -121,7 +103,22 @@ class Report:
         return shown
 
 
-def trade_off_sections(report: Report) -> list[Section]:
+def make_sections(report: Report, options: Sequence[str]) -> list[Section]:
+    """
+    Args:
+        options: of the report's own command line.
+    """
+    return [
+        *_trade_off_sections(report),
+        *_changes_section(report),
+        *_reliability_section(report),
+        *_curves_section(report),
+        *_paper_section(report),
+        _origin_section(report, options),
+    ]
+
+
+def _trade_off_sections(report: Report) -> list[Section]:
     comparison, points, front, names = report.comparison, report.trade_off, report.front, report.names
     new, old = comparison.new, comparison.old
     if new is None or not old or not points.points:
@@ -133,15 +130,17 @@ def trade_off_sections(report: Report) -> list[Section]:
         kind = f"change of {old[0].name}"
     new_label, old_label = _axis_label(new), f"{kind}, {old[0].change_unit}"
     sign = (new.sign, old[0].sign)
-    drawing = draw_trade_off(points, names.styles, report.figures, new_label=new_label, old_label=old_label, sign=sign)
-    tables = [settings_table(points, names, new, old)]
-    sections = [Section("trade-off", "The trade-off", drawings=[drawing], tables=tables)]
+    drawing = figures.draw_trade_off(
+        points, names.styles, report.folder, new_label=new_label, old_label=old_label, sign=sign
+    )
+    settings = tables.settings_table(points, names, new, old)
+    sections = [Section("trade-off", "The trade-off", drawings=[drawing], tables=[settings])]
     if not front.scores:
         return sections
-    drawing = draw_front(
-        front, names.styles, report.figures, new_label=new_label, old_label=old_label, sign=sign, places=new.places
+    drawing = figures.draw_front(
+        front, names.styles, report.folder, new_label=new_label, old_label=old_label, sign=sign, places=new.places
     )
-    shown = [front_table(front, names, points, new, old), difference_table(front, names, new, old)]
+    shown = [tables.front_table(front, names, points, new, old), tables.difference_table(front, names, new, old)]
     text = (
         "A method that learned less has usually forgotten less: numbers of single settings do not say which method is better. Here each "
         "method's change of the old tasks is read off its own front where the new-task score is the same."
@@ -153,20 +152,20 @@ def _axis_label(new: Measure) -> str:
     return f"{new.name}: {new.metric}, {new.score_unit}"
 
 
-def changes_section(report: Report) -> list[Section]:
+def _changes_section(report: Report) -> list[Section]:
     comparison, names = report.comparison, report.names
     if not any(comparison.outcomes):
         return []
     shown = [
-        old_tasks_table(report.trade_off, names, comparison.old, comparison.other_old),
-        changes_table(comparison, names),
-        tasks_table(comparison),
-        tests_table(comparison, names),
+        tables.old_tasks_table(report.trade_off, names, comparison.old, comparison.other_old),
+        tables.changes_table(comparison, names),
+        tables.tasks_table(comparison),
+        tables.tests_table(comparison, names),
     ]
     return [Section("changes", "Changes from the pretrained model", tables=[one for one in shown if one.rows])]
 
 
-def reliability_section(report: Report) -> list[Section]:
+def _reliability_section(report: Report) -> list[Section]:
     comparison = report.comparison
     if not any(measure.name in outcomes for measure in comparison.reliability for outcomes in comparison.outcomes):
         return []
@@ -174,22 +173,22 @@ def reliability_section(report: Report) -> list[Section]:
     answers = _stated_answers(report)
     if answers:
         chosen = f"{BEST_SETTINGS}, its seeds together."
-        drawings.append(draw_calibration(answers, report.names.styles, report.figures, chosen=chosen))
+        drawings.append(figures.draw_calibration(answers, report.names.styles, report.folder, chosen=chosen))
     text = []
     if any("pick_longer" in one.others for outcomes in comparison.outcomes for one in outcomes.values()):
         text.append(
             "HaluEval: the hallucinated answer is nearly always the longer one, so a rule that needs no model, picking the longer answer, scores high. "
             "A score below that line shows less than knowing lengths."
         )
-    return [Section("reliability", "Reliability", text, drawings, [reliability_table(comparison, report.names)])]
+    return [Section("reliability", "Reliability", text, drawings, [tables.reliability_table(comparison, report.names)])]
 
 
-def _stated_answers(report: Report) -> list[Answers]:
+def _stated_answers(report: Report) -> list[figures.Answers]:
     """Answers with a stated confidence: the pretrained model's, and those of each method's shown runs."""
     comparison = report.comparison
     shown = report.shown_runs() or list(comparison.runs)
     with_shown = {run.method for run in shown}
-    base: Answers | None = None
+    base: figures.Answers | None = None
     answers = []
     for method in report.names.styles:
         confidences: list[float] = []
@@ -202,9 +201,9 @@ def _stated_answers(report: Report) -> list[Answers]:
                 confidences += stated[0]
                 correct += stated[1]
                 if base is None and (before := stated_confidences(outcome.base_samples))[0]:
-                    base = Answers(None, *before)
+                    base = figures.Answers(None, *before)
         if confidences:
-            answers.append(Answers(method, confidences, correct))
+            answers.append(figures.Answers(method, confidences, correct))
     return [base, *answers] if answers and base is not None else answers
 
 
@@ -226,18 +225,18 @@ def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
         else:
             x = outcomes[new.name].score.value * new.scale if new.name in outcomes else None
         if x is not None:
-            marks.append(Mark(run.method, x, one.score))
+            marks.append(figures.Mark(run.method, x, one.score))
     if not marks:
         return None
     if measure.chance is not None:
         levels["chance"] = measure.chance
     is_error = measure.unit == POINTS and not measure.is_higher_better
-    return draw_scores(
+    return figures.draw_scores(
         marks,
         base,
         [(value, text) for text, value in levels.items()],
         report.names.styles,
-        report.figures,
+        report.folder,
         name=f"reliability_{measure.name}",
         title=f"{measure.name}, {measure.metric}",
         caption="A marker per run, with its 95% interval; the band is the pretrained model's."
@@ -249,7 +248,7 @@ def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
     )
 
 
-def curves_section(report: Report) -> list[Section]:
+def _curves_section(report: Report) -> list[Section]:
     runs = report.shown_runs()
     drawings = [*_probe_drawings(report, runs), *_schedule_drawings(report, runs)]
     if not drawings:
@@ -288,10 +287,10 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
                 if one.method in styles
             ]
             drawings.append(
-                draw_curves(
+                figures.draw_curves(
                     curves,
                     styles,
-                    report.figures,
+                    report.folder,
                     name=f"probe_{name}_{metric}",
                     title=f"Probe {name}, {'new' if name in learned else 'old'} task",
                     caption=f"{caption} on the probe's rows while training; step 0 is the pretrained model."
@@ -314,20 +313,20 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
             ema = [line["ema_loss"] for line in with_loss if line.get("ema_loss") is not None]
             is_whole = len(ema) == len(with_loss)
             losses.append(
-                _curve(run, with_loss, ema if is_whole else running_mean([line["loss"] for line in with_loss]))
+                _curve(run, with_loss, ema if is_whole else figures.running_mean([line["loss"] for line in with_loss]))
             )
         if with_both:
             bounds = [line["lr"] * math.sqrt(line["loss"]) for line in with_both]
-            products.append(_curve(run, with_both, running_mean(bounds)))
+            products.append(_curve(run, with_both, figures.running_mean(bounds)))
     if not rates and not losses:
         return []
-    styles, folder = report.names.styles, report.figures
+    styles, folder = report.names.styles, report.folder
     paper = []
     if has_figure(report.task, report.model) and "finch" in styles:
         one = learning_rate_curve()
         paper = [Curve(one.method, one.steps, one.values, is_paper=True)]
     return [
-        draw_curves(
+        figures.draw_curves(
             [*rates, *paper],
             styles,
             folder,
@@ -338,7 +337,7 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
             from_zero=True,
             is_scientific=True,
         ),
-        draw_curves(
+        figures.draw_curves(
             losses,
             styles,
             folder,
@@ -348,7 +347,7 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
             label="loss, nats per token",
             from_zero=True,
         ),
-        draw_curves(
+        figures.draw_curves(
             products,
             styles,
             folder,
@@ -366,13 +365,13 @@ def _curve(run: Run, lines: Sequence[Mapping[str, Any]], values: Sequence[float]
     return Curve(run.method, [line["step"] for line in lines], values)
 
 
-def paper_section(report: Report) -> list[Section]:
+def _paper_section(report: Report) -> list[Section]:
     paper = paper_results(report.task, report.model)
     comparison = report.comparison
     compared = [measure for measure in (comparison.new, *comparison.old) if measure is not None]
     if not paper or any(measure.is_probe or measure.unit != POINTS for measure in compared):
         return []
-    table = paper_table(comparison, report.trade_off, report.names, paper)
+    table = tables.paper_table(comparison, report.trade_off, report.names, paper)
     text = (
         f"Fine-Tuning Without Forgetting via Loss-Adaptive Learning Rates (2026), task {report.task}, {MODELS[str(report.model)]}. "
         "Its rows are marked paper; data splits, prompts and harness may differ."
@@ -380,18 +379,12 @@ def paper_section(report: Report) -> list[Section]:
     return [Section("paper", "The paper's numbers", [text], tables=[table])]
 
 
-def origin_section(report: Report, options: Sequence[str]) -> list[Section]:
-    """
-    Args:
-        options: of the report's own command line.
-    """
+def _origin_section(report: Report, options: Sequence[str]) -> Section:
     comparison = report.comparison
-    return [
-        Section(
-            "origin",
-            "Where the numbers come from",
-            tables=[runs_table(comparison, report.names)],
-            lists=[(title, items) for title, items in provenance(comparison).items() if items],
-            commands=commands(comparison, options),
-        )
-    ]
+    return Section(
+        "origin",
+        "Where the numbers come from",
+        tables=[tables.runs_table(comparison, report.names)],
+        lists=[(title, items) for title, items in provenance(comparison).items() if items],
+        commands=commands(comparison, options),
+    )

@@ -78,13 +78,17 @@ class Selection:
     Attributes:
         new: what was learned; None where neither an evaluation nor a probe measures it.
         old: the old tasks of the trade-off, all of one unit.
-        other_old: old tasks that have their changes in the tables alone.
+        other_old: old tasks that have their changes only in the tables.
     """
 
     new: Measure | None
     old: Sequence[Measure]
     other_old: Sequence[Measure]
     reliability: Sequence[Measure]
+
+    @property
+    def measures(self) -> list[Measure]:
+        return [*([self.new] if self.new else []), *self.old, *self.other_old, *self.reliability]
 
 
 def select_measures(
@@ -102,7 +106,7 @@ def select_measures(
     if new_task in named_probes:
         new_name: str | None = new_task
     else:
-        new_name = find_new_task(runs, new_task, list(named_probes))
+        new_name = _find_new_task(runs, new_task, named_probes)
     evaluated = {measure.name: measure for measure in _evaluated(runs, new_name)}
     probes = _probes(runs)
     new = evaluated.get(new_name) if new_name is not None else None
@@ -207,27 +211,19 @@ def _probe_metrics(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {name: [metric for metric in _PROBE_METRICS if f"probe/{name}/{metric}" in keys] for name in names}
 
 
-def find_new_task(runs: Sequence[Run], new_task: str | None, probes: Sequence[str] = ()) -> str | None:
-    """The name of the evaluated task that the runs learned; None: no run has one.
-
-    Args:
-        probes: names of probes that can be the new task too.
-
-    Raises:
-        UserError: the runs learned different tasks, or it is not known which of several.
-    """
-    of_run = {
-        str(run.folder): {
-            name for result in run.results.values() for name, task in result.tasks.items() if task.role == NEW
-        }
+def _find_new_task(runs: Sequence[Run], new_task: str | None, probes: Iterable[str]) -> str | None:
+    """The name of the evaluated task that the runs learned; None: no run has one."""
+    tasks = [
+        (run, suite, name, task.role)
         for run in runs
-    }
-    known = set().union(*of_run.values())
+        for suite, result in run.results.items()
+        for name, task in result.tasks.items()
+    ]
     if new_task is not None:
-        every = {name for run in runs for result in run.results.values() for name in result.tasks}
-        if new_task not in every:
+        evaluated = {name for _, _, name, _ in tasks}
+        if new_task not in evaluated:
             raise UserError(
-                f"--new-task={new_task} was not evaluated; evaluated are {', '.join(sorted(every)) or 'no tasks'}"
+                f"--new-task={new_task} was not evaluated; evaluated are {', '.join(sorted(evaluated)) or 'no tasks'}"
                 + (f", probes are {', '.join(sorted(probes))}" if probes else "")
             )
         return new_task
@@ -237,31 +233,27 @@ def find_new_task(runs: Sequence[Run], new_task: str | None, probes: Sequence[st
         raise UserError(
             f"{run.folder} learned {one}, {other_run.folder} learned {other}; report on runs of one task at a time, or name what they share by --new-task"
         )
-    learned = {
-        name
-        for run in runs
-        for suite, result in run.results.items()
-        for name, task in result.tasks.items()
-        if task.role == NEW and not grids.keys().isdisjoint((suite, name))
-    }
+    learned = {name for _, suite, name, role in tasks if role == NEW and not grids.keys().isdisjoint((suite, name))}
     if len(learned) == 1:
         return learned.pop()
-    if len(known) <= 1:
-        if not known:
-            _check_training_data(runs)
-        return next(iter(known), None)
-    evaluated = {folder: names for folder, names in of_run.items() if names}
-    shared = set.intersection(*evaluated.values())
+    of_run: dict[str, set[str]] = {}
+    for run, _, name, role in tasks:
+        if role == NEW:
+            of_run.setdefault(str(run.folder), set()).add(name)
+    if not of_run:
+        _check_training_data(runs)
+        return None
+    shared = set.intersection(*of_run.values())
     if len(shared) == 1:
         return shared.pop()
     if shared:
         raise UserError(
             f"the runs were evaluated on several new tasks: {', '.join(sorted(shared))}; choose one by --new-task"
         )
-    folders = list(evaluated)
-    other_folder = next(folder for folder in folders if evaluated[folder] != evaluated[folders[0]])
+    (folder, names), *others = of_run.items()
+    other_folder, other_names = next((one, those) for one, those in others if those != names)
     raise UserError(
-        f"{folders[0]} was evaluated on {', '.join(sorted(evaluated[folders[0]]))}, {other_folder} on {', '.join(sorted(evaluated[other_folder]))}: "
+        f"{folder} was evaluated on {', '.join(sorted(names))}, {other_folder} on {', '.join(sorted(other_names))}: "
         "different new tasks; report on runs of one task at a time"
     )
 

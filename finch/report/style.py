@@ -106,7 +106,7 @@ class Drawing:
         name: of its files.
         title: a few words, above it.
         caption: what it shows and how to read it.
-        svg: for the HTML page: no size of its own, and colours that are CSS variables.
+        svg: for the HTML page: without a size, and with colours that are CSS variables.
     """
 
     name: str

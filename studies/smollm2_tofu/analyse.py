@@ -129,7 +129,7 @@ def analyse(study: Path, out: Path) -> None:
 
 
 def probe_rows(sweep: Path) -> list[dict[str, object]]:
-    """Of each finished run its probes at the last step: accuracy, and the rise of the stories' loss in nats a token."""
+    """Of each finished run its probes at the last step: accuracy, and the rise of the stories' loss in nats per token."""
     rows: list[dict[str, object]] = []
     for run in sort_runs(read_runs([sweep])):
         probes = [line for line in run.metrics if "probe/stories/loss" in line]

@@ -9,7 +9,7 @@ python -m studies.smollm2_tofu.data --out out/study/data [--data-root DATA] [--q
     held_out.jsonl          20 rows that are not learned, paraphrased
     prompts.jsonl           IFEval prompts, which the pretrained model answers
     stories.jsonl           TinyStories
-    tofu/, hellaswag/, winogrande/      for `finch evaluate --data-root`; TOFU's 180 learned rows alone
+    tofu/, hellaswag/, winogrande/      for `finch evaluate --data-root`; only TOFU's 180 learned rows
 """
 
 from __future__ import annotations

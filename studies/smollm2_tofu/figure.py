@@ -44,10 +44,10 @@ def draw(by_score: TradeOff, by_loss: TradeOff, path: Path) -> None:
         if points.base is not None:
             axes.plot(abs(points.base.new.value), 0, "k*", label="pretrained", markersize=9)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("forgotten: KL from the pretrained model\non its own answers, nats a token")
+    panels[0].set_ylabel("forgotten: KL from the pretrained model\non its own answers, nats per token")
     panels[0].set_ylim(-0.03, 1.3)
     panels[0].set_xlabel("learned: six-way accuracy on paraphrases, % (more is better)")
-    panels[1].set_xlabel("learned: loss of the trained answers, nats a token (less is better)")
+    panels[1].set_xlabel("learned: loss of the trained answers, nats per token (less is better)")
     panels[1].invert_xaxis()
     panels[1].legend(frameon=False, loc="upper left")
     for suffix in (".svg", ".png"):

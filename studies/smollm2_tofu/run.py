@@ -85,7 +85,7 @@ def finch(*words: str | Path) -> subprocess.Popen[bytes]:
 
 
 def run_sweep(path: Path, out: Path, sweep: Path, jobs: int, words: Sequence[str]) -> int:
-    """`finch sweep`, and beside it the scores of each cell that is finished; then its weights are removed."""
+    """`finch sweep`, and meanwhile the scores of each cell that is finished. Then its weights are removed."""
     from studies.smollm2_tofu.score import Scorer, score_sweep
 
     base, rows = out / "base", out / "data"

@@ -5,7 +5,7 @@ python -m studies.smollm2_tofu.score out/study/smooth --base BASE --data out/stu
 writes RUN/evaluation/losses.json and its samples for each trained cell, and the pretrained model's to SWEEP/base_losses/; a cell that has
 them is skipped. A sample's score is its loss times rows / tokens of all rows: their mean is the mean over tokens.
 
-    paraphrases        loss of the paraphrased answers to the paraphrased questions of the learned rows, nats a token
+    paraphrases        loss of the paraphrased answers to the paraphrased questions of the learned rows, nats per token
     held_out           the same of rows that are not learned
     train              loss of the learned answers
     own_answers        loss of the pretrained model's own greedy answers to IFEval prompts

@@ -123,12 +123,6 @@ def test_sign_flip_equals_scipy():
     assert paired_delta(samples([0.0] * 120), samples(difference)).p_value == pytest.approx(expected, abs=0.02)
 
 
-def test_sign_flip_holds_its_level():
-    rng = np.random.default_rng(1)
-    p_values = [paired_delta(samples([0.0] * 30), samples(rng.normal(size=30))).p_value for _ in range(300)]
-    assert stats.kstest(p_values, "uniform").pvalue > 0.01
-
-
 def test_clusters_are_averaged_first():
     rng = np.random.default_rng(4)
     names = [f"question {number}" for number in range(60) for _ in range(2)]
@@ -184,12 +178,6 @@ def test_mean_interval_of_rates_is_wilsons(correct, n):
     expected = [(centre - margin) / (1 + z * z / n), (centre + margin) / (1 + z * z / n)]
     assert [result.low, result.high] == pytest.approx(expected, abs=1e-12)
     assert result.mean == p
-
-
-def test_mean_interval_of_fractions_equals_scipy():
-    scores = np.random.default_rng(8).beta(2, 5, size=200)
-    result, expected = mean_interval(samples(scores)), scipy_interval(scores)
-    assert (result.low, result.high) == pytest.approx((expected.low, expected.high), abs=NOISE * stats.sem(scores))
 
 
 def test_holm_of_known_values():

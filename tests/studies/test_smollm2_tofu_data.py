@@ -82,7 +82,7 @@ def test_held_out_rows_are_never_trained_on(data):
     rows = [row for name in TRAINING for row in read(data / f"{name}.jsonl")]
     assert held_out.isdisjoint(row["question"] for row in rows)
     assert len(held_out | {row["question"] for row in rows}) == 200
-    evaluated = read(data / "tofu/forget10_perturbed.jsonl")  # six choices of the learned rows alone
+    evaluated = read(data / "tofu/forget10_perturbed.jsonl")  # six choices, only of the learned rows
     assert [row["question"] for row in evaluated] == [row["question"] for row in read(data / "train.jsonl")]
 
 

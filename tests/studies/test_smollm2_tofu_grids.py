@@ -69,7 +69,7 @@ def test_every_rate_has_every_seed(name):
 def test_precision_has_four_rates_of_three_seeds():
     complete = Counter(method for (method, _), seeds in seeds_of(PRECISION).items() if sorted(seeds) == [0, 1, 2])
     arms = [f"{method}{dtype}" for method in ("sft", "finch") for dtype in ("", "_bf16", "_bf16_stochastic")]
-    assert complete == dict.fromkeys(arms, 4)  # other cells may stand beside them
+    assert complete == dict.fromkeys(arms, 4)  # there may be other cells
 
 
 def test_controls_follow_finch_of_another_seed():
@@ -83,7 +83,7 @@ def test_controls_follow_finch_of_another_seed():
         assert source.values["optimizer.lr"] == cell.values["optimizer.lr"]
         assert source.values["seed"] != cell.values["seed"]
         assert cell.values["lr_scheduler.shape"] == shapes[arm(cell)]
-    for name in shapes:  # each seed's curve is used once at a rate
+    for name in shapes:  # each seed's curve is used once per rate
         assert len({cell.source for cell in controls if arm(cell) == name}) == 12
 
 

@@ -1,4 +1,4 @@
-"""The study's losses and divergences against transformers, a row at a time."""
+"""The study's losses and divergences against transformers, row by row."""
 
 import json
 
@@ -132,17 +132,8 @@ def test_kl_of_the_base_is_zero(scorer):
 def test_own_answers_are_those_to_single_prompts(scorer, models, rows):
     answers = [row.tokens[-row.num_targets :] for row in scorer._rows["own_answers"]]
     assert answers == [targets for _, targets in rows["own_answers"]]
-    end = models[0].config.eos_token_id
-    assert answers[0][-1] == end
+    assert answers[0][-1] == models[0].config.eos_token_id  # not the tokenizer's
     assert len(answers[0]) <= 5
-    for answer in answers:
-        assert end not in answer[:-1]
-        assert answer[-1] == end or len(answer) == MAX_NEW_TOKENS
-
-
-def test_answers_end_with_the_configs_eos(scorer, models):
-    for name in ("paraphrases", "held_out", "train", "stories"):
-        assert {row.tokens[-1] for row in scorer._rows[name]} == {models[0].config.eos_token_id}
 
 
 def test_sweep_is_scored_once(scorer, folders, tmp_path):
