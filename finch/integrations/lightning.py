@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from finch.errors import UserError
 from finch.extras import require_extras
-from finch.integrations.step_loss import StepLoss
+from finch.integrations.step_loss import MeanLoss
 from finch.optim.finch_lr import FinchLR
 
 require_extras("finch.integrations.lightning", "lightning")
@@ -42,7 +42,7 @@ class FinchCallback(Callback):
         self, *, init: float | str, count_targets: Callable[[Any], Any] = count_targets, **options: Any
     ) -> None:
         self._options, self._count_targets = {"init": init, **options}, count_targets
-        self._step_loss = StepLoss()
+        self._step_loss = MeanLoss()
         self._resumed: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

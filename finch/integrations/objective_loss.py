@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from finch.errors import UserError
-from finch.integrations.step_loss import StepLoss
+from finch.integrations.step_loss import MeanLoss
 from finch.objectives import EAFT, IGNORE_INDEX, Objective
 
 _AGREEMENT = 1e-3  # relative; an auxiliary or smoothed loss differs by more
@@ -49,7 +49,7 @@ class ObjectiveLoss:
                 "micro-batch; pass a number of nats, as TALR(tau=1.5), or use finch's recipe"
             )
         self.objective = objective
-        self.step_loss: StepLoss | None = None
+        self.step_loss: MeanLoss | None = None
 
     def __call__(
         self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None

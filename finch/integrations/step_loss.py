@@ -6,10 +6,10 @@ import torch
 from torch import distributed
 
 
-class StepLoss:
+class MeanLoss:
     """Sums losses and target tokens over micro-batches, then over the ranks of a process group.
 
-        step_loss = StepLoss()
+        step_loss = MeanLoss()
         for batch in micro_batches:
             loss, num_targets = ...  # mean over the batch's target tokens, and their number
             loss.backward()
@@ -57,8 +57,11 @@ class StepLoss:
             RuntimeError: nothing was added.
         """
         if self._sums is None:
-            raise RuntimeError("StepLoss.compute() without update(): this step has had no micro-batch")
+            raise RuntimeError("MeanLoss.compute() without update(): this step has had no micro-batch")
         sums, self._sums = self._sums, None
         if distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(sums, group=self.group)
         return sums[0] / sums[1], sums[1]
+
+
+StepLoss = MeanLoss  # its name in earlier versions

@@ -20,7 +20,7 @@ from finch.errors import UserError
 from finch.extras import require_extras
 from finch.files import atomic_file, write_text
 from finch.integrations.objective_loss import LossReader, ObjectiveLoss
-from finch.integrations.step_loss import StepLoss
+from finch.integrations.step_loss import MeanLoss
 from finch.log import logger
 from finch.optim.finch_lr import ETA_MAX, FinchLR
 
@@ -109,7 +109,7 @@ class FinchCallback(TrainerCallback):
         self._check_trainer(args, state, kwargs["lr_scheduler"])
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         resumed = self._read_state(args, state) if state.global_step > 0 else None
-        self._step_loss, self._reader = StepLoss(), LossReader()
+        self._step_loss, self._reader = MeanLoss(), LossReader()
         init = self._init
         if resumed is not None and init == "dataset":
             init = "first_batch"  # without effect: the moving average is restored
@@ -311,7 +311,7 @@ def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: to
         num_workers=loader.num_workers,
         generator=torch.Generator(),
     )
-    step_loss, reader = StepLoss(), LossReader()
+    step_loss, reader = MeanLoss(), LossReader()
     was_training = model.training
     model.eval()
     for share, batch in zip(shares, rows, strict=True):

@@ -193,14 +193,14 @@ def run_accelerate(data: Path, folder: Path) -> Curves:
     from accelerate import Accelerator
 
     from finch import FinchLR
-    from finch.integrations.step_loss import StepLoss
+    from finch.integrations.step_loss import MeanLoss
 
     accelerator = Accelerator(cpu=True)
     model, rows = load(data)
     loader = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=ETA_BASE, weight_decay=0.0)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    schedule, step_loss = FinchLR(optimizer, eta_max=ETA_MAX, init=INIT), StepLoss()
+    schedule, step_loss = FinchLR(optimizer, eta_max=ETA_MAX, init=INIT), MeanLoss()
     losses, rates = [], []
     for _ in range(EPOCHS):
         batches = list(loader)

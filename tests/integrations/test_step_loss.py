@@ -1,4 +1,4 @@
-"""StepLoss in one process; test_equality has its ranks."""
+"""MeanLoss in one process; test_equality has its ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from finch.integrations.step_loss import StepLoss
+from finch.integrations.step_loss import MeanLoss
 
 
 def test_mean_is_over_tokens_and_starts_again():
-    step_loss = StepLoss()
+    step_loss = MeanLoss()
     step_loss.update(torch.tensor(6.0), torch.tensor(2))
     step_loss.update(torch.tensor(math.nan), torch.tensor(0))  # the mean of a micro-batch without targets
     step_loss.update(4.0, 3)
@@ -21,7 +21,7 @@ def test_mean_is_over_tokens_and_starts_again():
 
 
 def test_step_without_targets_has_no_mean():
-    step_loss = StepLoss()
+    step_loss = MeanLoss()
     step_loss.update(torch.tensor(0.0), 0)
     loss, num_targets = step_loss.compute()
     assert loss.isnan()
@@ -30,4 +30,4 @@ def test_step_without_targets_has_no_mean():
 
 def test_step_without_micro_batch_is_refused():
     with pytest.raises(RuntimeError, match="has had no micro-batch"):
-        StepLoss().compute()
+        MeanLoss().compute()
