@@ -1,4 +1,4 @@
-"""One pass with the pretrained model: each row's losses in their index, on any number of ranks, packed or not, kept and result."""
+"""One pass with the pretrained model: each row's losses and most likely tokens, on any number of ranks, packed or not, kept in a file."""
 
 import pytest
 import torch
@@ -18,7 +18,14 @@ from finch.data.training_data import TrainingData
 from finch.distributed import parallel
 from finch.errors import UserError
 from finch.training.chunked_loss import TokenLoss
-from finch.training.reference import ReferenceFile, ReferenceLosses, compute_reference_losses
+from finch.training.reference import (
+    ReferenceFile,
+    ReferenceLosses,
+    ReferenceTopK,
+    compute_reference_losses,
+    compute_reference_top_k,
+    fingerprint_of,
+)
 
 
 @pytest.fixture
@@ -28,39 +35,44 @@ def config(base_folder, tmp_path):
     return OmegaConf.create(make_config(base_folder, rows, tmp_path / "run"))
 
 
+ONE_PROCESS = parallel.Parallel(torch.device("cpu"))
+TOP_K = 4
+
+
 def small_model():
     torch.manual_seed(0)
-    return TokenLoss(llama2(**llama_args()))
+    return TokenLoss(llama2(**llama_args()), num_chunks=3)
 
 
-def compute(config, batch_size=4, ranks=None):
+def evaluation(config, batch_size=4, ranks=ONE_PROCESS):
+    """The rows of a config in batches, the rows, and how they become a batch."""
     tokenizer = instantiate(config.tokenizer)
     samples = load_dataset(config, "dataset", tokenizer)
     collate = collator(samples, tokenizer, padded_collate_sft)
     if batch_size > 1:
         collect_stats(samples, 0, 1)  # the lengths are known
-    loader = EvalLoader(samples, collate, ranks or parallel.Parallel(torch.device("cpu")), batch_size)
+    return EvalLoader(samples, collate, ranks, batch_size), samples, collate
+
+
+def compute(config, batch_size=4, ranks=ONE_PROCESS):
+    loader, samples, collate = evaluation(config, batch_size, ranks)
     return compute_reference_losses(small_model(), loader), samples, collate
 
 
-def by_hand(samples):
-    """One row at a time, no padding, plain torch: the losses of its target tokens."""
-    model = small_model()
-    model.decoder.unembed = lambda hidden: model.decoder.output(model.decoder.norm(hidden))
-    rows = []
+def by_hand(samples, model):
+    """One row at a time, no padding, plain torch: the log-probabilities at its target tokens, and these."""
     with torch.no_grad():
         for index in range(len(samples)):
             tokens, labels = (torch.tensor(samples.data[index][name]) for name in ("tokens", "labels"))
-            logits = model.decoder(tokens[None])[0, :-1]
-            losses = F.cross_entropy(logits, labels[1:], reduction="none", ignore_index=-100)
-            rows.append(losses[labels[1:] != -100])
-    return rows
+            model.decoder.unembed = lambda hidden: model.decoder.output(model.decoder.norm(hidden))
+            log_probs = model.decoder(tokens[None])[0, :-1].log_softmax(-1)
+            yield log_probs[labels[1:] != -100], labels[1:][labels[1:] != -100]
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
 def test_reference_losses_of_each_row(config, batch_size):
     result, samples, _ = compute(config, batch_size)
-    expected = by_hand(samples)
+    expected = [F.nll_loss(*row, reduction="none") for row in by_hand(samples, small_model())]
     for index, losses in enumerate(expected):
         torch.testing.assert_close(result.row(index), losses, rtol=0, atol=2e-6)
     assert result.row(EMPTY).numel() == 0
@@ -98,7 +110,7 @@ def test_reference_losses_two_ranks_equal_one(config, tmp_path):
     OmegaConf.save(config, tmp_path / "config.yaml")
     code = """
         from omegaconf import OmegaConf
-        from training.test_reference_loss import compute
+        from training.test_reference import compute
         from finch.distributed import parallel
         ranks = parallel.start(device, shard=False)
         result, _, _ = compute(OmegaConf.load(folder / "config.yaml"), ranks=ranks)
@@ -131,8 +143,7 @@ def test_mixture_reads_the_rows_it_draws_and_weighs_them(packed, config, tmp_pat
         entry.update(weight=weight, packed=packed)
     config.update(collate_fn="torchtune.data.padded_collate_sft", gradient_accumulation_steps=1, epochs=3)
     config.update(shuffle=True, drop_last=False, dataset_validation=None, check_dataset=True, num_workers=0)
-    alone = parallel.Parallel(torch.device("cpu"))
-    data = TrainingData(config, instantiate(config.tokenizer), alone, seed=5, needs_stats=True)
+    data = TrainingData(config, instantiate(config.tokenizer), ONE_PROCESS, seed=5, needs_stats=True)
     result = compute_reference_losses(small_model(), data.eval_loader(data.samples, ""))
 
     first = data.order.permutation(0)
@@ -152,7 +163,65 @@ def test_mixture_reads_the_rows_it_draws_and_weighs_them(packed, config, tmp_pat
     assert result.mean == pytest.approx(sum(loss for loss, _ in sums) / sum(number for _, number in sums), rel=1e-6)
     file = ReferenceFile(tmp_path / "kept", "a")
     file.save(result.tensors())
-    kept = ReferenceLosses(**file.load(alone))
+    kept = ReferenceLosses(**file.load(ONE_PROCESS))
     assert kept.mean == result.mean
     for name in ("losses", "ends", "sequence_losses"):
         assert torch.equal(getattr(kept, name), getattr(result, name))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_reference_top_k_of_each_row(batch_size, config, tmp_path):
+    """Probabilities of the most likely tokens, and of the rest; read again bit for bit."""
+    loader_, samples, collate = evaluation(config, batch_size)
+    result = compute_reference_top_k(small_model().double(), loader_, TOP_K)
+    assert result.tokens.dtype == torch.int32
+    assert result.num_bytes == len(result.tokens) * (8 * (TOP_K + 1) + 4 * TOP_K)
+    tops = [row.exp().topk(TOP_K) for row, _ in by_hand(samples, small_model().double())]
+    rest = [1 - top.values.sum(-1, keepdim=True) for top in tops]
+    order = GlobalOrder(41, micro_batch=3, ranks=2, seed=3)  # shuffled; rank 1 ends with an empty row
+    for rank in (0, 1):
+        for rows, batch in zip(order.micro_batches(rank), loader(samples, order, collate, rank=rank), strict=True):
+            found = result.add_to(batch, rows)
+            assert found.keys() == batch.keys() | {"reference_log_probs", "reference_tokens"}
+            assert len(found["reference_tokens"]) == len(batch["targets"])
+            rows = [index for index in rows if index != EMPTY]
+            values = torch.cat([torch.cat([tops[index].values, rest[index]], -1) for index in rows])
+            torch.testing.assert_close(found["reference_log_probs"].exp(), values, rtol=0, atol=1e-12)
+            assert torch.equal(found["reference_tokens"].long(), torch.cat([tops[index].indices for index in rows]))
+    file = ReferenceFile(tmp_path / "top_k.safetensors", "a")
+    file.save(vars(result))
+    again = ReferenceTopK(**file.load(ONE_PROCESS))
+    for name in ("log_probs", "tokens", "ends"):
+        assert torch.equal(getattr(again, name), getattr(result, name))
+
+
+def test_file_counts_only_complete_and_under_its_fingerprint(tmp_path):
+    path = tmp_path / "reference.safetensors"
+    file = ReferenceFile(path, "a")
+    assert file.load(ONE_PROCESS) is None
+    tensors = {"losses": torch.randn(7), "ends": torch.tensor([3, 7])}
+    file.save(tensors)
+    again = ReferenceFile(path, "a").load(ONE_PROCESS)
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+    assert ReferenceFile(path, "b").load(ONE_PROCESS) is None
+    path.write_bytes(path.read_bytes()[:-8])
+    assert file.load(ONE_PROCESS) is None
+
+
+def test_fingerprint_covers_weights_rows_and_settings(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(10_000_000))
+    one = fingerprint_of([file], 1, {"dtype": "bf16"})
+    assert one == fingerprint_of([file], 1, {"dtype": "bf16"})
+    moved = tmp_path / "elsewhere" / "model.safetensors"
+    moved.parent.mkdir()
+    moved.write_bytes(file.read_bytes())
+    assert one == fingerprint_of([moved], 1, {"dtype": "bf16"})
+    tuned = bytearray(10_000_000)
+    tuned[::2] = b"x" * 5_000_000
+    moved.write_bytes(tuned)
+    others = {fingerprint_of([moved], 1, {"dtype": "bf16"}), fingerprint_of([file], 2, {"dtype": "bf16"})}
+    others |= {fingerprint_of([file], 1, {"dtype": "fp32"}), fingerprint_of([file, moved], 1, {"dtype": "bf16"})}
+    assert one not in others
+    assert len(others) == 4

@@ -1,0 +1,170 @@
+"""A run's folder: its lock, the room on its disk, the best epoch."""
+
+import errno
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+import torch
+from helpers.models import load, save
+from omegaconf import OmegaConf
+from torchtune.models.llama2 import lora_llama2
+
+from finch.errors import UserError
+from finch.training import run as run_module
+from finch.training.run import RunLock, describe_best, update_best
+
+HOLDER = """
+import multiprocessing, sys, time
+from pathlib import Path
+from finch.training.run import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+worker.start()
+print(worker.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short_timeout(monkeypatch):
+    monkeypatch.setattr(run_module, "ACQUIRE_TIMEOUT_S", 0.2)
+
+
+def test_second_run_names_the_holder_until_it_is_killed(tmp_path):
+    """A data-loader worker that the killed holder has forked, and that is still alive, does not keep the lock."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    worker = int(holder.stdout.readline())
+    try:
+        for start in (RunLock(tmp_path).check, RunLock(tmp_path).acquire, RunLock(tmp_path).acquire):
+            with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on \S+ since 2.*; wait for it"):
+                start()
+        holder.kill()
+        holder.wait()
+        lock = RunLock(tmp_path)
+        lock.check()
+        lock.acquire()
+        lock.release()
+    finally:
+        holder.kill()
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_release_frees_a_lock_acquired_twice_and_forked(tmp_path):
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.acquire()
+    context = multiprocessing.get_context("fork")
+    ended = context.Event()
+    child = context.Process(target=ended.wait, args=(1000,))
+    child.start()
+    with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on "):
+        RunLock(tmp_path).check()
+    lock.release()
+    RunLock(tmp_path).check()
+    ended.set()
+    child.join()
+
+
+def test_check_creates_nothing(tmp_path):
+    RunLock(tmp_path).check()
+    RunLock(tmp_path / "absent").check()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOSYS])
+def test_file_system_without_locks_gives_a_warning(number, tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    lock = RunLock(tmp_path)
+    for start in (lock.acquire, lock.check):
+        with pytest.warns(UserWarning, match="is on a file system without locks: a second run could write into it"):
+            start()
+    lock.release()
+
+
+Usage = namedtuple("Usage", "free")
+
+
+def weight_bytes(folder):
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 tied"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_exported_bytes_equal_the_folder_s(name, dtype, tmp_path):
+    save(name, tmp_path / "base")
+    base, decoder = load(name, tmp_path / "base")
+    base.write(decoder.state_dict().items(), tmp_path / "epoch_0", is_writer=True, dtype=dtype)
+    written, computed = weight_bytes(tmp_path / "epoch_0"), run_module.exported_bytes(decoder, dtype)
+    assert computed < written < computed + 8192  # the header
+
+
+def test_exported_bytes_of_lora():
+    with torch.device("meta"):
+        decoder = lora_llama2(
+            ["q_proj"],
+            vocab_size=10,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            embed_dim=8,
+            max_seq_len=8,
+            lora_rank=2,
+            lora_alpha=2,
+        )
+    adapter = 4 * (2 * 8 + 8 * 2)
+    assert run_module.exported_bytes(decoder, None, adapter_only=True) == adapter
+    complete = sum(weight.numel() for weight in decoder.parameters())
+    assert run_module.exported_bytes(decoder, torch.bfloat16) == 2 * complete
+
+
+def test_check_disk_room(monkeypatch, caplog):
+    cfg = OmegaConf.create({"output_dir": "/nowhere/run", "epochs": 1, "save_last_epoch_only": False})
+    decoder = torch.nn.Linear(10, 10, bias=False)  # 400 bytes
+    for free, freed, is_warned in ((800, 0, False), (799, 1, False), (799, 0, True), (400, 0, True)):
+        caplog.clear()
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: Usage(free))
+        run_module.check_disk_room(cfg, decoder, dtype=None, freed_bytes=freed)
+        assert bool(caplog.records) == is_warned
+    for is_last_only, first, needed in ((False, 0, 2000), (False, 3, 800), (True, 0, 800)):
+        for free in (needed - 1, needed):
+            caplog.clear()
+            monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: Usage(free))
+            cfg.epochs, cfg.save_last_epoch_only = 4, is_last_only
+            run_module.check_disk_room(cfg, decoder, dtype=None, first_epoch=first)
+            assert bool(caplog.records) == (free < needed)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(399))
+    with pytest.raises(UserError, match="/nowhere/run has 399 bytes of free disk, the weights of one epoch need 400;"):
+        run_module.check_disk_room(cfg, decoder, dtype=None)
+
+
+@pytest.mark.parametrize(
+    ("best", "key", "value", "is_chosen"),
+    [
+        (None, "validation_loss", 2.0, True),
+        ({"epoch": "epoch_0", "validation_loss": 2.5}, "validation_loss", 2.0, True),
+        ({"epoch": "epoch_0", "validation_loss": 2.0}, "validation_loss", 2.0, False),
+        ({"epoch": "epoch_0", "probe/a/accuracy": 0.5}, "probe/a/accuracy", 0.75, True),
+        ({"epoch": "epoch_0", "probe/a/accuracy": 0.5}, "probe/a/accuracy", 0.25, False),
+        ({"epoch": "epoch_0", "validation_loss": 2.0}, "probe/a/loss", 9.0, True),  # chosen by another metric before
+        (None, "validation_loss", math.nan, False),
+        (None, None, 2.0, False),
+    ],
+)
+def test_better_compares_one_metric(best, key, value, is_chosen):
+    found = update_best(best, key, "epoch_1", {"x": -9.0, str(key): value})
+    assert found == ({"epoch": "epoch_1", key: value} if is_chosen else best)
+
+
+def test_describe_best_has_its_unit():
+    assert describe_best({"epoch": "epoch_0", "validation_loss": 2.5}) == "validation loss 2.5000 nats"
+    assert describe_best({"epoch": "epoch_0", "probe/a/accuracy": 0.5}) == "probe/a/accuracy 0.5000"
