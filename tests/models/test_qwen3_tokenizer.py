@@ -79,29 +79,15 @@ def test_a_folder_without_a_template_gets_chatml(tmp_path):
     assert tokenizer.special_tokens["<think>"] == QWEN3_SPECIAL.index("<think>")
 
 
-def test_missing_files_and_tokens_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"tokenizer\.json does not exist"):
-        tokenizer_of(tmp_path)
+def test_missing_tokens_are_refused(tmp_path):
     write_qwen3_tokenizer(tmp_path, WORDS, special=["<|endoftext|>", "<|im_end|>"])
     with pytest.raises(UserError, match=r"tokenizer\.json lacks the special token <\|im_start\|>"):
         tokenizer_of(tmp_path)
     write_qwen3_tokenizer(tmp_path, WORDS, special=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     with pytest.raises(UserError, match="lacks the special token <think>"):  # which the template writes
         tokenizer_of(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot be read"):
-        tokenizer_of(tmp_path)
     with pytest.raises(UserError, match="prompt_template"):
         tokenizer_of(tmp_path, prompt_template="x")
-
-
-def test_template_that_hides_the_answer_is_refused(tmp_path):
-    write_qwen3_tokenizer(tmp_path, WORDS, template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UserError, match="cannot tell what to train on"):
-        tokenizer_of(tmp_path).tokenize_messages(turns(("a", "b")))
-    write_qwen3_tokenizer(tmp_path, WORDS, template="{{ raise_exception('no system turn') }}")
-    with pytest.raises(UserError, match=r"refuses a conversation .no system turn"):
-        tokenizer_of(tmp_path).tokenize_messages(turns(("a", "b")))
 
 
 def test_system_and_tool_turns_are_context(folder):
