@@ -15,7 +15,7 @@ from torchtune._recipe_registry import get_all_recipes
 
 from finch.config.instantiate import build, component_of
 from finch.config.parser import read
-from finch.config.schema import FULL_FINETUNE, UNSUPPORTED_KEYS
+from finch.config.schema import UNSUPPORTED_KEYS, FullFinetuneKeys
 from finch.distributed.tensor_parallel import build_plan
 from finch.errors import UserError
 from finch.models.families import replace_known_bad_builder
@@ -39,7 +39,7 @@ def torchtune_configs() -> list[tuple[str, str]]:
 def error_of(name: str) -> str | None:
     """Why finch refuses a config; None if it runs."""
     try:
-        cfg = read(["--config", str(CONFIGS / f"{name}.yaml")], FULL_FINETUNE)
+        cfg = read(["--config", str(CONFIGS / f"{name}.yaml")], FullFinetuneKeys)
         check_schedule(cfg)
         check_combinations(cfg, torch.device("cuda"))
         with torch.device("meta"):

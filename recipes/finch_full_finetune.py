@@ -47,7 +47,7 @@ class FinchFullFinetune(FTRecipeInterface):
         UserError: a mistake in the config, a file or the data, in one line and before weights are loaded.
     """
 
-    options = schema.FULL_FINETUNE
+    options = schema.FullFinetuneKeys
     """The keys of the config, which is saved with the run."""
     saves_all_weights = True
     """Whether a checkpoint holds every weight, or only the trained ones."""
@@ -305,7 +305,7 @@ class FinchFullFinetune(FTRecipeInterface):
         return name
 
 
-@parser.parse(schema.FULL_FINETUNE)
+@parser.parse(schema.FullFinetuneKeys)
 def recipe_main(cfg: DictConfig) -> None:
     run_recipe(FinchFullFinetune, cfg)
 

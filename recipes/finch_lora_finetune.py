@@ -32,7 +32,7 @@ class FinchLoRAFinetune(FinchFullFinetune):
         UserError: a model without LoRA layers, or an option that has no meaning for adapters.
     """
 
-    options = schema.LORA_FINETUNE
+    options = schema.LoraFinetuneKeys
     saves_all_weights = False
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -63,7 +63,7 @@ class FinchLoRAFinetune(FinchFullFinetune):
         return f"{name}_adapter" if self.cfg.save_adapter_weights_only else name
 
 
-@parser.parse(schema.LORA_FINETUNE)
+@parser.parse(schema.LoraFinetuneKeys)
 def recipe_main(cfg: DictConfig) -> None:
     run_recipe(FinchLoRAFinetune, cfg)
 

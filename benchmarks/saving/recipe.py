@@ -19,7 +19,7 @@ from finch_full_finetune import FinchFullFinetune
 
 from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 from finch.errors import exit_without_teardown
 from finch.training import checkpointer
 
@@ -51,7 +51,7 @@ class AlternatingWriter(CheckpointWriter):
         return self._mode != NEVER
 
 
-@parse(FULL_FINETUNE)
+@parse(FullFinetuneKeys)
 def recipe_main(cfg: Any) -> None:
     checkpointer.CheckpointWriter = AlternatingWriter  # type: ignore[misc, assignment]
     finch_full_finetune.run_recipe(FinchFullFinetune, cfg)

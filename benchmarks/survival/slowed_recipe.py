@@ -24,7 +24,7 @@ from benchmarks.survival.phases import Phases, phases_file
 from finch import files
 from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 from finch.errors import exit_without_teardown
 from finch.weights.files import SafetensorsWriter
 
@@ -84,7 +84,7 @@ def slow_down(phases: Phases | None) -> None:
     record(CheckpointWriter, "_run_on_all_ranks", lambda _, action: SAVE_PHASES[action.__name__])
 
 
-@parse(FULL_FINETUNE)
+@parse(FullFinetuneKeys)
 def recipe_main(cfg: Any) -> None:
     slow_down(Phases(phases_file(Path(cfg.output_dir))) if os.environ.get("RANK", "0") == "0" else None)
     finch_full_finetune.run_recipe(FinchFullFinetune, cfg)

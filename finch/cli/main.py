@@ -129,6 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
         action = {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)
         action(parsed)
     elif parsed.command == "keys":
+        require_extras("finch keys", "torchtune")
         from finch.config.key_help import format_keys
 
         print(format_keys(parsed.word))
@@ -184,12 +185,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def list_configs(_: argparse.Namespace) -> None:
-    """Prints each config's name and the first line of its header, then those of the grids for `finch sweep`."""
+    """Prints each config's name and what it is, then those of the grids for `finch sweep`."""
     from finch.config.instantiate import config_names, grid_names
 
     names = {**config_names(), **grid_names()}
     for name, path in names.items():
-        header = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
+        header = path.read_text(encoding="utf-8").splitlines()[1].removeprefix("#").strip()  # below the schema's path
         print(f"{name:<{max(map(len, names))}}  {header}")
 
 
@@ -209,8 +210,8 @@ def show_config(parsed: argparse.Namespace) -> None:
 
     from finch.config.instantiate import find_config
     from finch.config.parser import complete, merge, recipe_of
-    from finch.config.schema import RECIPES, REQUIRED
-    from finch.config.validation import check, drop_null_blocks
+    from finch.config.schema import RECIPES
+    from finch.config.validation import check, drop_null_blocks, fill_in
 
     try:
         file_cfg = DictConfig(OmegaConf.load(find_config(parsed.name)))
@@ -219,14 +220,12 @@ def show_config(parsed: argparse.Namespace) -> None:
             file_blocks: Any = OmegaConf.to_container(file_cfg)
             cfg, _ = merge(complete(file_blocks, parsed.overrides)[0], parsed.overrides)
             drop_null_blocks(cfg)
-        options = RECIPES[recipe_of(cfg)]
-        for key, option in options.items():
-            if option.default is not REQUIRED and key not in cfg:
-                cfg[key] = option.default
         for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
             cfg[key] = f"<{key}>"
+        model = RECIPES[recipe_of(cfg)]
+        fill_in(cfg, model)
         if is_changed:
-            check(cfg, options, user_keys=file_cfg)
+            check(cfg, model, user_keys=file_cfg)
         print(OmegaConf.to_yaml(cfg, resolve=True), end="")
     except UserError:
         raise
@@ -239,14 +238,17 @@ def copy_config(parsed: argparse.Namespace) -> None:
     from finch.config.instantiate import find_config
 
     source = find_config(parsed.name)
+    text = source.read_text(encoding="utf-8")
+    schema = Path(__file__).parents[1] / "config" / "finch.schema.json"
+    text = re.sub(r"^(# yaml-language-server: \$schema=).*", rf"\g<1>{schema}", text)
     if parsed.file.exists():
         raise UserError(f"{parsed.file} exists; give another name")
     try:
         parsed.file.parent.mkdir(parents=True, exist_ok=True)
-        parsed.file.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+        parsed.file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{parsed.file} cannot be written ({error.strerror}); give another path") from error
-    missing_keys = re.findall(r"^(\w+): \?\?\?", source.read_text(encoding="utf-8"), re.MULTILINE)
+    missing_keys = re.findall(r"^(\w+): \?\?\?", text, re.MULTILINE)
     overrides = "".join(f" {key}=..." for key in missing_keys)
     print(f"copied to {parsed.file}; start it with: tune run finch_full_finetune --config {parsed.file}{overrides}")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from finch import run_files
 from finch.cli.early_checks import build_model, config_checks, machine_checks, read_job
 from finch.config.instantiate import find_config
-from finch.config.unknown_keys import key_hint
+from finch.config.key_help import key_hint
 from finch.distributed.processes import share_cores
 from finch.errors import ERROR_FILE, UserError
 from finch.log import logger
@@ -118,9 +118,9 @@ def number_of_ranks(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def _keys() -> list[str]:
-    from finch.config.schema import LORA_FINETUNE
+    from finch.config.schema import LoraFinetuneKeys
 
-    return list(LORA_FINETUNE)
+    return list(LoraFinetuneKeys.model_fields)
 
 
 def _launcher_parser() -> argparse.ArgumentParser:

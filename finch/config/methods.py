@@ -30,7 +30,7 @@ Blocks = dict[str, Any]
 """Top-level keys of a config, as read from YAML."""
 
 SMALL_LR_FACTOR = 0.1
-"""small_lr's learning rate / the config's: a stand-in for the paper's rule, which needs a sweep."""
+"""small_lr's learning rate / the config's: in place of the paper's rule, which needs a sweep."""
 
 LORA_LR = 2.0e-4
 """The start of the paper's grid for LoRA (Appendix B.2); a rate of full fine-tuning is too small for adapters."""
@@ -63,7 +63,7 @@ class MethodContext:
 
     Attributes:
         cfg: file, method and command line merged; changed in place.
-        file_cfg: the file alone.
+        file_cfg: only the file.
         overrides: the command line's ``key=value``.
         method: the value of ``method=``.
     """
@@ -138,7 +138,7 @@ def _add_adapters(context: MethodContext) -> None:
 METHODS: dict[str, Method] = {
     "sft": Method("plain fine-tuning: cross-entropy, 5% linear warm-up, cosine to 0", SFT),
     "small_lr": Method(
-        "sft at a tenth of the config's optimizer.lr, unless optimizer.lr is given: a stand-in for the paper's rule",
+        "sft at a tenth of the config's optimizer.lr, unless optimizer.lr is given: in place of the paper's rule",
         resolve=_scale_lr,
     ),
     "finch": Method(
@@ -269,7 +269,7 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
         )
     if "small_lr" in names:
         logger.info(
-            f"method=small_lr: optimizer.lr={cfg.optimizer.lr:g}, a stand-in for the paper's rule: the largest rate of its grid with less than "
+            f"method=small_lr: optimizer.lr={cfg.optimizer.lr:g}, in place of the paper's rule: the largest rate of its grid with less than "
             "2 points of average forgetting"
         )
     if "wise_ft" in names:

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from finch.config import methods
 from finch.config.instantiate import component_of, find_config, first_line, locate
 from finch.config.key_help import recipe_help
-from finch.config.schema import FULL_FINETUNE, Option
+from finch.config.schema import FullFinetuneKeys, Keys, keys
 from finch.config.validation import check, referred_keys
 from finch.errors import UserError, report_user_errors
 from finch.log import logger
@@ -25,7 +25,7 @@ from finch.log import logger
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
 
 
-def parse(options: Mapping[str, Option]) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
+def parse(model: type[Keys]) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
     """Decorates a recipe's main function: it gets the checked config. ``--help`` prints what the command line accepts."""
 
     def decorate(main: Callable[[DictConfig], Any]) -> Callable[[], None]:
@@ -34,23 +34,21 @@ def parse(options: Mapping[str, Option]) -> Callable[[Callable[[DictConfig], Any
         def wrapper() -> None:
             if {"-h", "--help"} & set(sys.argv[1:]):
                 if os.environ.get("RANK", "0") == "0":
-                    print(recipe_help(Path(sys.argv[0]).stem, options))
+                    print(recipe_help(Path(sys.argv[0]).stem, model))
                 return
-            main(read(sys.argv[1:], options))
+            main(read(sys.argv[1:], model))
 
         return wrapper
 
     return decorate
 
 
-def read(
-    arguments: list[str], options: Mapping[str, Option], on_error: Callable[[UserError], None] | None = None
-) -> DictConfig:
+def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError], None] | None = None) -> DictConfig:
     """A checked config, defaults filled in, from a recipe's command line.
 
     Args:
         arguments: without the program's name.
-        options: the recipe's keys.
+        model: the recipe's keys.
         on_error: see ``check``.
 
     Raises:
@@ -89,13 +87,13 @@ def read(
         problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
         reason = first_line(error) if problem is None or mark is None else f"{problem} in line {mark.line + 1}"
         raise UserError(f"{path} cannot be read as YAML: {reason}") from error
-    if "lora" in names and options is FULL_FINETUNE:
+    if "lora" in names and model is FullFinetuneKeys:
         raise UserError(
             f"method={'+'.join(names)} trains adapters, which needs the other recipe: tune run finch_lora_finetune {' '.join(arguments)}"
         )
     file_cfg = _load_file(path)
     user_keys = set(map(str, file_cfg)) if "auto" in file_cfg else referred_keys(file_cfg)
-    cfg = check(cfg, options, user_keys=user_keys, on_error=on_error)
+    cfg = check(cfg, model, user_keys=user_keys, on_error=on_error)
     for message in chosen:
         logger.info(f"{arguments[index]}: {message}")
     methods.log_method(names, cfg)
@@ -186,7 +184,7 @@ def _remove_block(override: str, blocks: Mapping[str, Any]) -> str:
 def _expand_component(override: str) -> str:
     """`loss=PATH` as `loss._component_=PATH`, which merges with `loss.key=value`."""
     key, _, value = override.partition("=")
-    is_component = key in FULL_FINETUNE and FULL_FINETUNE[key].is_component
+    is_component = key in keys(FullFinetuneKeys) and keys(FullFinetuneKeys)[key].is_component
     return f"{key}._component_={value}" if is_component and "." in value and "{" not in value else override
 
 

@@ -1,14 +1,14 @@
-"""The resolved config saved beside a run; configs and values without secrets, for files, logs and error messages."""
+"""The resolved config saved next to a run; configs and values without secrets, for files, logs and error messages."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from finch.config.schema import Option
+if TYPE_CHECKING:
+    from finch.config.schema import Keys
 
 # Keys whose values are never shown. pad_token and the like are words of a tokenizer, not secrets.
 SECRETS = re.compile(
@@ -46,8 +46,8 @@ def redacted(cfg: DictConfig) -> DictConfig:
     return OmegaConf.create(mask_values(mask_keys(OmegaConf.to_container(cfg, resolve=True))))
 
 
-def resolved_config(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfig:
-    """The resolved config to save beside a run: with another ``output_dir`` it starts the same run from scratch there."""
+def resolved_config(cfg: DictConfig, model: type[Keys]) -> DictConfig:
+    """The resolved config to save next to a run: with another ``output_dir`` it starts the same run from scratch there."""
     output = str(cfg.output_dir)
 
     def relative(node: Any) -> Any:
@@ -59,7 +59,9 @@ def resolved_config(cfg: DictConfig, options: Mapping[str, Option]) -> DictConfi
             return "${output_dir}" + node[len(output) :]
         return node
 
-    known = OmegaConf.to_container(OmegaConf.masked_copy(redacted(cfg), list(options)))
+    known = OmegaConf.to_container(
+        OmegaConf.masked_copy(redacted(cfg), [field.alias or name for name, field in model.model_fields.items()])
+    )
     return OmegaConf.create(
         {**relative(known), "output_dir": output, "resume_from_checkpoint": False, "overwrite": False}
     )

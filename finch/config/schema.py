@@ -1,395 +1,518 @@
-"""The keys of the recipes' configs: each with its type, its default and what it does. `finch keys` prints them."""
+"""The keys of the recipes' configs, and the arguments of finch's own components: types, choices, ranges, defaults and what each does.
+
+``validation`` checks configs against these models, `finch keys` prints them, and editors read them as finch.schema.json, which
+docs/json_schema.py writes after a change. The text under a key is its description everywhere.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-REQUIRED = object()
-"""The default of a key that must be given."""
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
-Component = dict
+Json = dict[str, Any]
+
+
+def _number(value: Any) -> Any:
+    """Text such as 1e-5 as a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _whole_number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _refuse_fp16(value: Any) -> Any:
+    if value in ("fp16", "float16", "half"):
+        raise ValueError("is not trained in full: its range needs gradient scaling; use bf16, bf16_mixed or fp32")
+    return value
+
+
+def _require_component(value: dict[str, Any]) -> dict[str, Any]:
+    if "_component_" not in value:
+        raise PydanticCustomError("no_component", "has no _component_")
+    return value
+
+
+def _without_null(value: Any) -> Any:
+    return {name: block for name, block in value.items() if block is not None} if isinstance(value, dict) else value
+
+
+Component = Annotated[dict[str, Any], AfterValidator(_require_component), WithJsonSchema({"shown": "component"})]
 """A block with a ``_component_``, the dotted path of a class or function, and its arguments."""
 
+Components = Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"shown": "component"}, "shown": "list"})]
+NamedComponents = Annotated[dict[str, Any], WithJsonSchema({"shown": "component, named components"})]
+"""Also a component; ``validation`` checks which it is."""
 
-@dataclass(frozen=True)
-class Option:
-    """A config key.
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveNumber = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
+"""Part of a metric's name and of a file's."""
+
+
+def _text(shown: str, pattern: str | None = None) -> Any:
+    """Text that people read about as ``shown``."""
+    return Field(pattern=pattern, json_schema_extra={"shown": shown})
+
+
+class Keys(BaseModel):
+    """Keys of a config, others are unknown. Numbers and booleans are not read from text, but for those that say so."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Block(Keys):
+    """The keys of a block without a component; null is the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, values: Any) -> Any:
+        return _without_null(values)
+
+
+class ModelAndData(Keys):
+    model: Component
+    """builds the torchtune decoder"""
+    tokenizer: Component
+    """builds the tokenizer"""
+    checkpointer: Component
+    """torchtune's block: checkpoint_dir, checkpoint_files, output_dir, model_type"""
+    dataset: Component | Components
+    """training rows; the datasets of a list are concatenated, or mixed if each has a weight"""
+    dataset_validation: NamedComponents | Components | None = None
+    """held-out rows; their mean loss is computed at the end of each epoch; a mapping from names to components is several sets"""
+    collate_fn: str = "torchtune.data.padded_collate_sft"
+    """function that pads a micro-batch"""
+    output_dir: str
+    """the run's folder: metrics, checkpoints, Hugging Face folders"""
+
+
+class Batch(Keys):
+    batch_size: PositiveInt = 1
+    """samples per forward pass and rank (the micro-batch)"""
+    gradient_accumulation_steps: PositiveInt = 1
+    """micro-batches per optimizer step"""
+    shuffle: bool = True
+    """a new seeded permutation each epoch"""
+    seed: Annotated[int, Field(ge=0)] | None = 0
+    """seed of the data order and of all random numbers; null draws one"""
+    drop_last: bool = False
+    """leave out an epoch's last global batch if it is short"""
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """processes per rank that read and tokenize ahead"""
+    check_dataset: bool = True
+    """read every row once before weights are loaded, to find broken and overlong ones; init: dataset, FLOW and STM read them anyway"""
+
+
+class Optimization(Keys):
+    optimizer: Component
+    """the optimizer; its lr is eta_base under FinchLR"""
+    lr_scheduler: Component | None = None
+    """finch.FinchLR, a torchtune scheduler, or null for a constant learning rate"""
+    loss: Component = {"_component_": "torch.nn.CrossEntropyLoss"}
+    """one of torchtune's cross-entropy losses, or of finch.objectives"""
+    regularizer: Component | None = None
+    """adds a gradient toward the pretrained weights: finch.regularization.L2; null: none"""
+    kl_penalty: Component | None = None
+    """adds the KL divergence from the pretrained model's next-token distribution to the objective: finch.regularization.KL; null: none"""
+    clip_grad_norm: Annotated[PositiveNumber, BeforeValidator(_number)] | None = None
+    """largest gradient norm; null does not clip; the paper clips to 1.0"""
+    on_nonfinite: Literal["raise", "skip"] | None = None
+    """if a loss or gradient is not finite: raise an error, or skip the update; null: what lr_scheduler sets, else raise"""
+    optimizer_in_bwd: bool = False
+    """update each weight inside the backward and free its gradient at once; no accumulation, no clipping"""
+    epochs: PositiveInt = 1
+    """passes over the training rows"""
+    max_steps_per_epoch: PositiveInt | None = None
+    """optimizer steps after which an epoch ends; null: all rows"""
+    validate_every_n_steps: PositiveInt | None = None
+    """also validate after every n optimizer steps"""
+
+
+class Probe(Block):
+    kind: Literal["auto", "text", "question_answer", "multiple_choice", "self"] = "auto"
+    """what is measured; auto: by the fields of the rows; self: the pretrained model's own greedy answers to the rows' prompts"""
+    source: str | None = None
+    """a hub name, or json, csv or parquet; null: by the extension of data_files"""
+    data_files: str | list[Any] | None = None
+    """local path, pattern, or a list of them"""
+    name: str | None = None
+    """the hub's configuration"""
+    split: str = "train"
+    """the hub's or file's split; train[100:200] is accepted"""
+    format: str = "auto"
+    """format of text, chat and question-answer rows, as in finch.data.rows.rows_dataset"""
+    column_map: dict[str, Any] | None = None
+    """from the format's fields to the columns"""
+    rows: PositiveInt = 32
+    """how many rows of the split are used, from the first"""
+    every_n_steps: PositiveInt | None = None
+    """null: probes_every_n_steps"""
+    task: bool = False
+    """these rows are of the task that is learned: select_by takes them for DFT, TALR and STM"""
+    max_new_tokens: PositiveInt = 64
+    """of kind self: longest answer, in tokens"""
+    top_k: PositiveInt = 512
+    """of kind self: most likely tokens of the pretrained model that are kept for the KL; the rest count as one"""
+
+
+class Budget(Block):
+    probe: str
+    """name of the probe"""
+    metric: Literal["loss", "kl"] = "loss"
+    """loss: its increase since step 0; kl: the KL, of a probe of kind self"""
+    max_increase: PositiveNumber
+    """largest value inside the budget, in nats per token"""
+    action: Literal["stop", "note"] = "note"
+    """stop: the run ends at the first evaluation outside; note: a log line"""
+    save: Literal["evaluations", "epochs"] = "evaluations"
+    """when RUN/within_budget is renewed: at each evaluation inside the budget, which exports the model, or only at the ends of epochs"""
+
+
+class Forgetting(Keys):
+    probes: Annotated[dict[Name, Probe], BeforeValidator(_without_null)] | None = None
+    """small sets that are evaluated before the first step, during training and at the ends of epochs, by name"""
+    probes_every_n_steps: PositiveInt | None = None
+    """steps between two evaluations of the probes; null: so many that they take less than 5% of the time, by token counts"""
+    forgetting_budget: Budget | None = None
+    """how much one probe may get worse"""
+    select_by: (
+        Annotated[
+            str,
+            _text(
+                "validation_loss, validation/NAME/loss, probe/NAME/loss, probe/NAME/accuracy, probe/NAME/kl",
+                "^(validation_loss|validation/[^/]+/loss|probe/[^/]+/(loss|accuracy|kl))$",
+            ),
+        ]
+        | None
+    ) = None
+    """which metric RUN/best is chosen by; null: the first validation loss, for DFT, TALR and STM the probe with task: True"""
+
+
+class Hardware(Keys):
+    device: Literal["auto", "cpu", "cuda"] | Annotated[str, _text("cuda:N", r"^cuda:\d+$")] = "auto"
+    """auto: CUDA where there is a GPU"""
+    dtype: Annotated[
+        Literal["fp32", "bf16", "bf16_mixed", "bf16_stochastic", "fp64"], BeforeValidator(_refuse_fp16)
+    ] = "fp32"
+    """bf16: pure; bf16_mixed: fp32 master weights; bf16_stochastic: bf16 weights, stochastic rounding"""
+    compile: bool = False
+    """torch.compile layers and loss"""
+    padding_free: bool = True
+    """run the layers on samples without padding, tokens that all of a micro-batch begin with once; False: pad"""
+    enable_activation_checkpointing: bool = False
+    """recompute each layer in the backward: less memory, more time"""
+    enable_activation_offloading: bool = False
+    """keep checkpointed activations in host memory (CUDA)"""
+    ac_mode: Literal["full", "selective"] | None = None
+    """torchtune's selective activation checkpointing: which layers"""
+    ac_option: Literal["op"] | Annotated[PositiveInt, BeforeValidator(_whole_number)] | None = None
+    """with ac_mode=selective: op, or n for every n-th layer"""
+    custom_sharded_layers: list[Any] | None = None
+    """modules, besides the layers, that FSDP2 wraps separately, such as tok_embeddings"""
+    cudnn_deterministic_mode: (
+        Literal["default", "warn", "error"]
+        | Annotated[int, Field(ge=0, le=2, json_schema_extra={"shown": "0, 1, 2"})]
+        | None
+    ) = None
+    """torch's deterministic debug mode"""
+
+
+class Parallelism(Keys):
+    fsdp_cpu_offload: bool = False
+    """keep parameters, gradients and optimizer states in host memory"""
+    fsdp_reshard_after_forward: bool = True
+    """free gathered parameters after the forward; False: faster, more memory"""
+    fsdp_reduce_every_micro_batch: bool = True
+    """reduce gradients after each micro-batch; False: once per step, with complete gradients on each rank"""
+    data_parallel_replicate_dim: PositiveInt = 1
+    """HSDP: copies of the sharded model; gradients are averaged over them"""
+    data_parallel_shard_dim: Literal[-1] | PositiveInt = -1
+    """ranks that one copy is sharded over; -1: all remaining"""
+    tensor_parallel_dim: PositiveInt = 1
+    """ranks that share each layer's matrix products"""
+    tensor_parallel_plan: Component | None = None
+    """how they share them: torchtune.models.llama3.base_llama_tp_plan, or finch.models.qwen3.qwen3_tp_plan"""
+    debug_checks: bool = False
+    """compare learning rate and EMA bit for bit over the ranks at each step"""
+    distributed_timeout: Annotated[float, Field(ge=1)] = 1800
+    """seconds after which a collective that hangs is an error"""
+
+
+class Checkpoint(Block):
+    every_n_steps: PositiveInt | None = None
+    """save a resumable checkpoint after every n optimizer steps"""
+    every_n_minutes: Annotated[float, Field(ge=0)] | None = None
+    """save one at the next step once n minutes have passed since the last save"""
+    keep_last: PositiveInt = 1
+    """complete checkpoints that are kept; 2 leaves one to fall back on"""
+    is_async: bool = Field(True, alias="async")
+    """write while training continues; costs a copy of the state in host memory"""
+
+
+class Output(Keys):
+    checkpoint: Checkpoint = Checkpoint()
+    """when a resumable checkpoint is saved between epoch ends"""
+    save_last_epoch_only: bool = False
+    """write only the last epoch's Hugging Face folder, and save no resumable checkpoint at the ends of the epochs before it"""
+    resume_from_checkpoint: bool | Literal["auto"] | Annotated[str, _text("PATH")] = False
+    """continue the run in output_dir: True from its last checkpoint, auto if there is one, or from a step_N folder"""
+    overwrite: bool = False
+    """start from scratch in an output_dir that holds a run; its files are removed when the first step starts"""
+    metric_logger: Component | None = None
+    """a torchtune metric logger next to metrics.jsonl"""
+    log_every_n_steps: PositiveInt = 1
+    """how often the metric logger and the progress bar are updated, and a GPU is read"""
+    log_peak_memory_stats: bool = True
+    """log the peak memory of each step, on CUDA"""
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "WARN", "FATAL", "NOTSET"],
+        BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
+        WithJsonSchema(
+            {"anyOf": [{"enum": ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]}, {"pattern": "^[A-Za-z]+$"}]}
+        ),
+    ] = "INFO"
+    """of finch's logger"""
+    hooks: NamedComponents | None = None
+    """your own finch.training.hooks.Hook classes by name, called around each step; docs/recipe.md"""
+    profiler: Component | None = None
+    """torchtune's profiler block"""
+    export_dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    """dtype of the Hugging Face folders' weights; null: as trained"""
+
+
+class Lora(Keys):
+    save_adapter_weights_only: bool = False
+    """write only the adapter at the end of an epoch, without the merged model"""
+
+
+SECTIONS: dict[str, type[Keys]] = {
+    "Model and data": ModelAndData,
+    "Batch": Batch,
+    "Optimization": Optimization,
+    "Forgetting": Forgetting,
+    "Precision, memory, speed": Hardware,
+    "Parallelism": Parallelism,
+    "Output": Output,
+}
+
+
+class FullFinetuneKeys(Output, Parallelism, Hardware, Forgetting, Optimization, Batch, ModelAndData):
+    """The keys of finch_full_finetune."""
+
+
+class LoraFinetuneKeys(Lora, FullFinetuneKeys):
+    """The keys of finch_lora_finetune."""
+
+    model: Component
+    """builds a torchtune decoder with LoRA layers, such as torchtune.models.llama3.lora_llama3_8b"""
+
+
+RECIPES: dict[str, type[Keys]] = {"finch_full_finetune": FullFinetuneKeys, "finch_lora_finetune": LoraFinetuneKeys}
+
+
+class Arguments(Keys):
+    """The arguments of one of finch's components that a config gives.
 
     Attributes:
-        type: one type or a union: ``Literal`` for choices, ``Component`` for a block with a ``_component_``, ``Path`` for any
-            text, ``| None`` where null is accepted. An int is accepted where float is.
-        default: the value if the key is left out, or REQUIRED.
-        help: what the key does.
-        minimum: the smallest number accepted.
-        above: a number must be larger. With a bound, text is read as a number.
-        pattern: a regular expression of texts accepted beside the choices.
-        unsupported: values that have an error message of their own.
-        block: the keys of a block without a ``_component_``; empty: any.
-        named_block: the keys of each block of a mapping from names to blocks.
-        is_named: whether a mapping from names to components is accepted as well.
+        component: its dotted path; other paths to the same object are accepted as well.
+        key: where a config has it.
     """
 
-    type: Any
-    default: Any
-    help: str
-    minimum: float | None = None
-    above: float | None = None
-    pattern: str | None = None
-    unsupported: Mapping[Any, str] = field(default_factory=dict)
-    block: Mapping[str, Option] | None = None
-    named_block: Mapping[str, Option] | None = None
-    is_named: bool = False
+    component: ClassVar[str]
+    key: ClassVar[str]
 
-    @property
-    def members(self) -> tuple[Any, ...]:
-        """The members of the union; a type by itself is its only member."""
-        return (self.type,) if get_origin(self.type) is Literal else get_args(self.type) or (self.type,)
-
-    @property
-    def choices(self) -> tuple[Any, ...]:
-        return tuple(choice for member in self.members for choice in get_args(member))
-
-    @property
-    def is_nullable(self) -> bool:
-        return NoneType in self.members
-
-    @property
-    def is_component(self) -> bool:
-        is_block = self.block is not None or self.named_block is not None
-        return Component in self.members and list not in self.members and not is_block
-
-    @property
-    def expected(self) -> str:
-        """The accepted values for people: ``int >= 1``, ``full, selective or null``."""
-        names = [str(choice) for choice in self.choices if type(choice) is not bool]
-        bound = (
-            f" >= {self.minimum:g}"
-            if self.minimum is not None
-            else f" > {self.above:g}"
-            if self.above is not None
-            else ""
-        )
-        words = {bool: "True, False", int: f"int{bound}", float: f"number{bound}", list: "list", Path: "PATH"}
-        for member in self.members:
-            if member is bool:
-                names = ["True", "False", *names]
-            elif member in words:
-                names.append(words[member])
-            elif member is str and not (self.choices or bound):
-                names.append("text")
-            elif member is Component:
-                names.append("named blocks" if self.named_block else "component" if self.block is None else "block")
-        if self.is_named:
-            names.append("named components")
-        if self.is_nullable:
-            names.append("null")
-        return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-    def accepts(self, value: Any) -> bool:
-        """Whether a value that is not null has the type and lies in the bounds."""
-        if any(type(value) is type(choice) and value == choice for choice in self.choices):
-            return True
-        if self.pattern is not None and isinstance(value, str):
-            return re.fullmatch(self.pattern, value) is not None
-        types = {{Path: str}.get(member, member) for member in self.members}
-        if type(value) not in types and not (type(value) is int and float in types):
-            return False
-        if self.minimum is None and self.above is None:
-            return True
-        try:
-            number = float(value)
-        except ValueError:
-            return False
-        return number > self.above if self.above is not None else number >= (self.minimum or 0)
+    @classmethod
+    def paths(cls) -> str:
+        """A pattern of the dotted paths to it."""
+        return rf"^finch\.(\w+\.)*{cls.component.rpartition('.')[2]}$"
 
 
-MODEL_AND_DATA: dict[str, Option] = {
-    "model": Option(Component, REQUIRED, "builds the torchtune decoder"),
-    "tokenizer": Option(Component, REQUIRED, "builds the tokenizer"),
-    "checkpointer": Option(
-        Component, REQUIRED, "torchtune's block: checkpoint_dir, checkpoint_files, output_dir, model_type"
-    ),
-    "dataset": Option(
-        Component | list,
-        REQUIRED,
-        "training rows; the datasets of a list are concatenated, or mixed if each has a weight",
-    ),
-    "dataset_validation": Option(
-        Component | list | None,
-        None,
-        "held-out rows; their mean loss is computed at the end of each epoch; a mapping from names to components is several sets",
-        is_named=True,
-    ),
-    "collate_fn": Option(str, "torchtune.data.padded_collate_sft", "function that pads a micro-batch"),
-    "output_dir": Option(str, REQUIRED, "the run's folder: metrics, checkpoints, Hugging Face folders"),
-}
+class FinchLR(Arguments):
+    component, key = "finch.FinchLR", "lr_scheduler"
 
-BATCH: dict[str, Option] = {
-    "batch_size": Option(int, 1, "samples per forward pass and rank (the micro-batch)", minimum=1),
-    "gradient_accumulation_steps": Option(int, 1, "micro-batches per optimizer step", minimum=1),
-    "shuffle": Option(bool, True, "a new seeded permutation each epoch"),
-    "seed": Option(int | None, 0, "seed of the data order and of all random numbers; null draws one", minimum=0),
-    "drop_last": Option(bool, False, "leave out an epoch's last global batch if it is short"),
-    "num_workers": Option(int, 0, "processes per rank that read and tokenize ahead", minimum=0),
-    "check_dataset": Option(
-        bool,
-        True,
-        "read every row once before weights are loaded, to find broken and overlong ones; init: dataset, FLOW and STM read them anyway",
-    ),
-}
+    eta_max: PositiveNumber | Literal["auto"] = 5e-5
+    """largest learning rate; 5e-5 in the paper; auto: 2.5 x eta_base"""
+    init: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["dataset", "first_batch"] = "dataset"
+    """where the EMA starts, in nats; dataset: the pretrained model's mean loss over the training rows; first_batch: the first loss"""
+    eta_base: PositiveNumber | None = None
+    """learning rate at a loss of 1 nat; null: optimizer.lr"""
+    ema: Fraction = 0.9
+    """weight of the past in the moving average of the loss"""
+    eps: Annotated[float, Field(ge=0)] = 1e-8
+    """added to the loss under the root, in nats"""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """if a loss is not finite: raise an error, or skip the update; the recipe's key on_nonfinite overrides it"""
+    max_nonfinite: PositiveInt = 10
+    """how many non-finite losses in a row end the run under skip"""
 
-OPTIMIZATION: dict[str, Option] = {
-    "optimizer": Option(Component, REQUIRED, "the optimizer; its lr is eta_base under FinchLR"),
-    "lr_scheduler": Option(
-        Component | None, None, "finch.FinchLR, a torchtune scheduler, or null for a constant learning rate"
-    ),
-    "loss": Option(
-        Component,
-        {"_component_": "torch.nn.CrossEntropyLoss"},
-        "one of torchtune's cross-entropy losses, or of finch.objectives",
-    ),
-    "regularizer": Option(
-        Component | None, None, "adds a gradient toward the pretrained weights: finch.regularization.L2; null: none"
-    ),
-    "kl_penalty": Option(
-        Component | None,
-        None,
-        "adds the KL divergence from the pretrained model's next-token distribution to the objective: finch.regularization.KL; null: none",
-    ),
-    "clip_grad_norm": Option(
-        float | str | None, None, "largest gradient norm; null does not clip; the paper clips to 1.0", above=0
-    ),
-    "on_nonfinite": Option(
-        Literal["raise", "skip"] | None,
-        None,
-        "if a loss or gradient is not finite: raise an error, or skip the update; null: what lr_scheduler sets, else raise",
-    ),
-    "optimizer_in_bwd": Option(
-        bool,
-        False,
-        "update each weight inside the backward and free its gradient at once; no accumulation, no clipping",
-    ),
-    "epochs": Option(int, 1, "passes over the training rows", minimum=1),
-    "max_steps_per_epoch": Option(
-        int | None, None, "optimizer steps after which an epoch ends; null: all rows", minimum=1
-    ),
-    "validate_every_n_steps": Option(int | None, None, "also validate after every n optimizer steps", minimum=1),
-}
 
-PROBE: dict[str, Option] = {
-    "kind": Option(
-        Literal["auto", "text", "question_answer", "multiple_choice", "self"],
-        "auto",
-        "what is measured; auto: by the fields of the rows; self: the pretrained model's own greedy answers to the rows' prompts",
-    ),
-    "source": Option(str | None, None, "a hub name, or json, csv or parquet; null: by the extension of data_files"),
-    "data_files": Option(str | list | None, None, "local path, pattern, or a list of them"),
-    "name": Option(str | None, None, "the hub's configuration"),
-    "split": Option(str, "train", "the hub's or file's split; train[100:200] is accepted"),
-    "format": Option(str, "auto", "format of text, chat and question-answer rows, as in finch.data.rows.rows_dataset"),
-    "column_map": Option(Component | None, None, "from the format's fields to the columns", block={}),
-    "rows": Option(int, 32, "how many rows of the split are used, from the first", minimum=1),
-    "every_n_steps": Option(int | None, None, "null: probes_every_n_steps", minimum=1),
-    "task": Option(
-        bool, False, "these rows are of the task that is learned: select_by takes them for DFT, TALR and STM"
-    ),
-    "max_new_tokens": Option(int, 64, "of kind self: longest answer, in tokens", minimum=1),
-    "top_k": Option(
-        int,
-        512,
-        "of kind self: most likely tokens of the pretrained model that are kept for the KL; the rest count as one",
-        minimum=1,
-    ),
-}
+class ReplayLR(Arguments):
+    component, key = "finch.ReplayLR", "lr_scheduler"
 
-BUDGET: dict[str, Option] = {
-    "probe": Option(str, REQUIRED, "name of the probe"),
-    "metric": Option(
-        Literal["loss", "kl"], "loss", "loss: its increase since step 0; kl: the KL, of a probe of kind self"
-    ),
-    "max_increase": Option(float, REQUIRED, "largest value inside the budget, in nats a token", above=0),
-    "action": Option(
-        Literal["stop", "note"], "note", "stop: the run ends at the first evaluation outside; note: a log line"
-    ),
-    "save": Option(
-        Literal["evaluations", "epochs"],
-        "evaluations",
-        "when RUN/within_budget is renewed: at each evaluation inside the budget, which exports the model, or at the ends of epochs alone",
-    ),
-}
+    log: str
+    """the earlier run whose learning rates are replayed: its folder or metrics.jsonl"""
+    shape: Literal["curve", "linear", "mean"] = "curve"
+    """curve: as logged; linear: the straight line between the log's ends; mean: their mean"""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """as finch.FinchLR has it"""
+    max_nonfinite: PositiveInt = 10
+    """as finch.FinchLR has it"""
 
-FORGETTING: dict[str, Option] = {
-    "probes": Option(
-        Component | None,
-        None,
-        "small sets that are evaluated before the first step, during training and at the ends of epochs, by name",
-        named_block=PROBE,
-    ),
-    "probes_every_n_steps": Option(
-        int | None,
-        None,
-        "steps between two evaluations of the probes; null: so many that they take less than 5% of the time, by token counts",
-        minimum=1,
-    ),
-    "forgetting_budget": Option(Component | None, None, "how much one probe may get worse", block=BUDGET),
-    "select_by": Option(
-        Literal["validation_loss", "validation/NAME/loss", "probe/NAME/loss", "probe/NAME/accuracy", "probe/NAME/kl"]
-        | None,
-        None,
-        "which metric RUN/best is chosen by; null: the first validation loss, for DFT, TALR and STM the probe with task: True",
-        pattern=r"validation/[^/]+/loss|probe/[^/]+/(loss|accuracy|kl)",
-    ),
-}
 
-HARDWARE: dict[str, Option] = {
-    "device": Option(
-        Literal["auto", "cpu", "cuda", "cuda:N"], "auto", "auto: CUDA where there is a GPU", pattern=r"cuda:\d+"
-    ),
-    "dtype": Option(
-        Literal["fp32", "bf16", "bf16_mixed", "bf16_stochastic", "fp64"],
-        "fp32",
-        "bf16: pure; bf16_mixed: fp32 master weights; bf16_stochastic: bf16 weights, stochastic rounding",
-        unsupported=dict.fromkeys(
-            ("fp16", "float16", "half"),
-            "is not trained in full: its range needs gradient scaling; use bf16, bf16_mixed or fp32",
-        ),
-    ),
-    "compile": Option(bool, False, "torch.compile layers and loss"),
-    "padding_free": Option(
-        bool,
-        True,
-        "run the layers on samples without padding, tokens that all of a micro-batch begin with once; False: pad",
-    ),
-    "enable_activation_checkpointing": Option(
-        bool, False, "recompute each layer in the backward: less memory, more time"
-    ),
-    "enable_activation_offloading": Option(bool, False, "keep checkpointed activations in host memory (CUDA)"),
-    "ac_mode": Option(
-        Literal["full", "selective"] | None, None, "torchtune's selective activation checkpointing: which layers"
-    ),
-    "ac_option": Option(
-        Literal["op"] | int | str | None, None, "with ac_mode=selective: op, or n for every n-th layer", minimum=1
-    ),
-    "custom_sharded_layers": Option(
-        list | None, None, "modules besides the layers that FSDP2 wraps on their own, such as tok_embeddings"
-    ),
-    "cudnn_deterministic_mode": Option(
-        Literal["default", "warn", "error", 0, 1, 2] | None, None, "torch's deterministic debug mode"
-    ),
-}
+class CosineWithWarmup(Arguments):
+    component, key = "finch.cosine.cosine_with_warmup", "lr_scheduler"
 
-PARALLELISM: dict[str, Option] = {
-    "fsdp_cpu_offload": Option(bool, False, "keep parameters, gradients and optimizer states in host memory"),
-    "fsdp_reshard_after_forward": Option(
-        bool, True, "free gathered parameters after the forward; False: faster, more memory"
-    ),
-    "fsdp_reduce_every_micro_batch": Option(
-        bool, True, "reduce gradients after each micro-batch; False: once a step, with complete gradients on each rank"
-    ),
-    "data_parallel_replicate_dim": Option(
-        int, 1, "HSDP: copies of the sharded model; gradients are averaged over them", minimum=1
-    ),
-    "data_parallel_shard_dim": Option(
-        Literal[-1] | int, -1, "ranks that one copy is sharded over; -1: all remaining", minimum=1
-    ),
-    "tensor_parallel_dim": Option(int, 1, "ranks that share each layer's matrix products", minimum=1),
-    "tensor_parallel_plan": Option(
-        Component | None,
-        None,
-        "how they share them: torchtune.models.llama3.base_llama_tp_plan, or finch.models.qwen3.qwen3_tp_plan",
-    ),
-    "debug_checks": Option(bool, False, "compare learning rate and EMA bit for bit over the ranks at each step"),
-    "distributed_timeout": Option(float, 1800, "seconds after which a collective that hangs is an error", minimum=1),
-}
+    warmup_fraction: Fraction = 0.05
+    """share of the steps with a linear warm-up from 0"""
+    num_cycles: float = 0.5
+    """periods of the cosine; 0.5 ends at 0"""
 
-CHECKPOINT: dict[str, Option] = {
-    "every_n_steps": Option(int | None, None, "save a resumable checkpoint after every n optimizer steps", minimum=1),
-    "every_n_minutes": Option(
-        float | None, None, "save one at the next step once n minutes have passed since the last save", minimum=0
-    ),
-    "keep_last": Option(int, 1, "complete checkpoints that are kept; 2 leaves one to fall back on", minimum=1),
-    "async": Option(bool, True, "write while training continues; costs a copy of the state in host memory"),
-}
 
-OUTPUT: dict[str, Option] = {
-    "checkpoint": Option(
-        Component,
-        {key: option.default for key, option in CHECKPOINT.items()},
-        "when a resumable checkpoint is saved between epoch ends",
-        block=CHECKPOINT,
-    ),
-    "save_last_epoch_only": Option(
-        bool,
-        False,
-        "write the Hugging Face folder of the last epoch alone, and save no resumable checkpoint at the ends of the epochs before it",
-    ),
-    "resume_from_checkpoint": Option(
-        bool | Literal["auto"] | Path,
-        False,
-        "continue the run in output_dir: True from its last checkpoint, auto if there is one, or from a step_N folder",
-    ),
-    "overwrite": Option(
-        bool,
-        False,
-        "start from scratch in an output_dir that holds a run; its files are removed when the first step starts",
-    ),
-    "metric_logger": Option(Component | None, None, "a torchtune metric logger beside metrics.jsonl"),
-    "log_every_n_steps": Option(
-        int, 1, "how often the metric logger and the progress bar are updated, and a GPU is read", minimum=1
-    ),
-    "log_peak_memory_stats": Option(bool, True, "log the peak memory of each step, on CUDA"),
-    "log_level": Option(
-        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
-        "INFO",
-        "of finch's logger",
-        pattern="(?i)debug|info|warn|warning|error|fatal|critical|notset",
-    ),
-    "hooks": Option(
-        Component | None,
-        None,
-        "your own finch.training.hooks.Hook classes by name, called around each step; docs/recipe.md",
-        is_named=True,
-    ),
-    "profiler": Option(Component | None, None, "torchtune's profiler block"),
-    "export_dtype": Option(
-        Literal["fp32", "bf16", "fp64"] | None, None, "dtype of the Hugging Face folders' weights; null: as trained"
-    ),
-}
+class FLOW(Arguments):
+    component, key = "finch.objectives.FLOW", "loss"
 
-LORA: dict[str, Option] = {
-    "save_adapter_weights_only": Option(
-        bool, False, "write only the adapter at the end of an epoch, without the merged model"
-    ),
-}
+    tau: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """in nats; null: the median of the pretrained model's sequence losses over the training rows"""
 
-SECTIONS: dict[str, dict[str, Option]] = {
-    "Model and data": MODEL_AND_DATA,
-    "Batch": BATCH,
-    "Optimization": OPTIMIZATION,
-    "Forgetting": FORGETTING,
-    "Precision, memory, speed": HARDWARE,
-    "Parallelism": PARALLELISM,
-    "Output": OUTPUT,
-}
 
-FULL_FINETUNE: dict[str, Option] = {key: option for section in SECTIONS.values() for key, option in section.items()}
+class TALR(Arguments):
+    component, key = "finch.objectives.TALR", "loss"
 
-LORA_FINETUNE: dict[str, Option] = {
-    **FULL_FINETUNE,
-    "model": Option(
-        Component,
-        REQUIRED,
-        "builds a torchtune decoder with LoRA layers, such as torchtune.models.llama3.lora_llama3_8b",
-    ),
-    **LORA,
-}
+    tau: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto", "exact", "lagged"] = "auto"
+    """in nats, or from the median sequence loss of this step (exact) or of the one before (lagged); auto: exact where a step has one micro-batch"""
+    w_min: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """least weight of a token"""
 
-RECIPES: dict[str, dict[str, Option]] = {"finch_full_finetune": FULL_FINETUNE, "finch_lora_finetune": LORA_FINETUNE}
+
+class STM(Arguments):
+    component, key = "finch.objectives.STM", "loss"
+
+    threshold: Annotated[float, Field(gt=1)] = 2.5
+    """largest perplexity under the pretrained model of a token that is trained on; 2.5 in the paper"""
+
+
+class L2(Arguments):
+    component, key = "finch.regularization.L2", "regularizer"
+
+    strength: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
+    """factor of the penalty; 0 only measures the distance"""
+    form: Literal["sum", "half", "mean"] = "sum"
+    """of the squares of the differences: their sum, half of it, or their mean"""
+    offload: bool = False
+    """keep the pretrained weights in host memory"""
+
+
+class KL(Arguments):
+    component, key = "finch.regularization.KL", "kl_penalty"
+
+    strength: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    """factor of the penalty; 0.1 by ASFT's authors; 0 only measures the divergence"""
+    reference: Literal["online", "cached"] = "online"
+    """online: the pretrained model runs next to the trained one, exactly; cached: its top_k likeliest tokens are computed once"""
+    top_k: PositiveInt | None = None
+    """tokens of a cached distribution; null: 64"""
+
+
+class Dataset(Arguments):
+    """Each of finch's datasets has some of them; the defaults are rows_dataset's."""
+
+    component, key = "finch.data.rows.rows_dataset", "dataset"
+
+    @classmethod
+    def paths(cls) -> str:
+        return r"^finch\.data\.\w+\.\w+_dataset$"
+
+    source: str | None = None
+    """a hub name, or json, csv or parquet; null: by the extension of data_files"""
+    data_files: str | list[Any] | None = None
+    """local path, pattern, or a list of them"""
+    name: str | None = None
+    """the hub's configuration"""
+    split: str | None = "train"
+    """the hub's or file's split; train[:400] is accepted"""
+    format: str = "auto"
+    """auto, or one of docs/data.md's formats by name"""
+    column_map: dict[str, Any] | None = None
+    """from the format's fields to columns of other names"""
+    part: Literal["all", "train", "validation", "test"] = "all"
+    """which rows; rows_dataset has test with split_by=content"""
+    validation_fraction: Fraction = 0.1
+    """share of the rows in the part validation"""
+    test_fraction: Fraction = 0.0
+    """share of the rows in the part test"""
+    split_seed: int = 0
+    """of the permutation or hash that chooses the rows of a part"""
+    split_by: Literal["order", "content"] = "order"
+    """order: a permutation of the row numbers; content: the same rows whatever their order in the file, equal prompts together"""
+    domain: str | None = None
+    """sciknoweval_dataset: of the rows; null: any"""
+    level: str | None = None
+    """sciknoweval_dataset: of the rows; null: any"""
+    train_on_input: bool = False
+    """whether all turns are targets, not only the assistant's"""
+    new_system_prompt: str | None = None
+    """a system turn before each row, in place of its own"""
+    packed: bool = False
+    """whether rows are packed to tokenizer.max_seq_len"""
+
+
+class LoraBuilder(Arguments):
+    """A builder of a model with LoRA layers, torchtune's or finch's; it has other arguments as well."""
+
+    model_config = ConfigDict(extra="allow")
+    component, key = "lora_...", "model"
+
+    @classmethod
+    def paths(cls) -> str:
+        return r"\.lora_\w+$"
+
+    lora_attn_modules: Annotated[
+        list[Any],
+        WithJsonSchema({"type": "array", "items": {"enum": ["q_proj", "k_proj", "v_proj", "output_proj"]}}),
+    ]
+    """the attention's layers with adapters; all four with method=lora"""
+    apply_lora_to_mlp: bool = False
+    """whether the feed-forward layers have adapters; True with method=lora"""
+    apply_lora_to_output: bool = False
+    """whether the output layer has one; not where it is the embedding"""
+    lora_rank: PositiveInt = 8
+    """columns of B, rows of A; 64 with method=lora"""
+    lora_alpha: PositiveNumber = 16
+    """B A is multiplied by lora_alpha / lora_rank; 64 with method=lora"""
+    lora_dropout: Fraction = 0.0
+    """share of A's inputs set to 0 in training"""
+    use_dora: bool = False
+    """train each row's norm separately (DoRA)"""
+
+
+COMPONENTS: tuple[type[Arguments], ...] = (
+    LoraBuilder,
+    FinchLR,
+    ReplayLR,
+    CosineWithWarmup,
+    FLOW,
+    TALR,
+    STM,
+    L2,
+    KL,
+    Dataset,
+)
+
+
+def arguments_of(path: str) -> type[Arguments] | None:
+    """The arguments of a component, by a dotted path to it; None of one that is not described here."""
+    return next((model for model in COMPONENTS if re.search(model.paths(), path)), None)
 
 
 @dataclass(frozen=True)
@@ -422,3 +545,83 @@ UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
 
 # Names of torchtune's main branch for keys that finch has.
 ALIASES = {"dataset_val": "dataset_validation", "run_val_every_n_steps": "validate_every_n_steps"}
+
+
+REQUIRED = object()
+"""The default of a key that must be given."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a model says of one key.
+
+    Attributes:
+        expected: the accepted values for people: ``int >= 1``, ``full, selective or null``.
+        default: REQUIRED if the key must be given.
+        block: the names in a block without a component.
+        is_named: whether it is a mapping from names to such blocks.
+    """
+
+    expected: str
+    default: Any
+    help: str
+    block: tuple[str, ...] = ()
+    is_named: bool = False
+
+    @property
+    def is_nullable(self) -> bool:
+        return self.expected.endswith("null")
+
+    @property
+    def is_component(self) -> bool:
+        return self.expected in ("component", "component or null")
+
+
+@functools.cache
+def keys(model: type[Keys]) -> dict[str, Key]:
+    """Each key of a model by its dotted path, such as ``checkpoint.every_n_steps`` and ``probes.NAME.rows``; a block before its keys."""
+    schema = model.model_json_schema()
+    return dict(_keys(schema, schema.get("$defs", {})))
+
+
+def _keys(schema: Json, definitions: Json) -> Iterator[tuple[str, Key]]:
+    for name, node in schema["properties"].items():
+        members = [_resolved(member, definitions) for member in node.get("anyOf", [node])]
+        blocks = [*members, *(_resolved(value, definitions) for each in members for value in _named(each))]
+        block = next((each for each in blocks if "properties" in each), None)
+        words = [word for member in members for word in _words(member)]
+        expected = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+        default = REQUIRED if name in schema.get("required", ()) else node.get("default")
+        is_named = any(_named(each) for each in members)
+        yield name, Key(expected, default, node["description"], tuple(block["properties"] if block else ()), is_named)
+        if block is not None:
+            prefix = f"{name}.NAME" if is_named else name
+            yield from ((f"{prefix}.{inner}", key) for inner, key in _keys(block, definitions))
+
+
+def _resolved(node: Json, definitions: Json) -> Json:
+    return definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def _named(node: Json) -> list[Json]:
+    """The blocks of a mapping from names to blocks."""
+    return list(node.get("patternProperties", {}).values())
+
+
+def _words(node: Json) -> list[str]:
+    """The values that one member of a JSON schema accepts, for people."""
+    if "shown" in node:
+        return node["shown"].split(", ")
+    if "const" in node or "enum" in node:
+        return [str(value) for value in node.get("enum", [node.get("const")])]
+    if node.get("type") == "object":
+        return ["named blocks" if _named(node) else "block"]
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = " and".join(f" {sign} {node[name]:g}" for name, sign in signs.items() if name in node)
+    words = {
+        "boolean": ["True", "False"],
+        "integer": [f"int{bounds}"],
+        "number": [f"number{bounds}"],
+        "string": ["text"],
+    }
+    return {**words, "array": ["list"], "null": ["null"]}.get(node.get("type", ""), [])

@@ -1,29 +1,35 @@
-"""Checks a config's keys, values and components against the schema, and fills in the defaults."""
+"""Checks a recipe's config: its keys and values against the schema, its components against their arguments; fills in the defaults."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from pydantic import ValidationError
 
-from finch.config.dataset_weights import WEIGHT, accepts_weight, check_weight_place, dataset_weights
 from finch.config.instantiate import component_of, locate
+from finch.config.key_help import format_default, key_hint
 from finch.config.resolved import format_value
-from finch.config.schema import ALIASES, REQUIRED, UNSUPPORTED_KEYS, Option
-from finch.config.unknown_keys import key_hint
+from finch.config.schema import ALIASES, REQUIRED, UNSUPPORTED_KEYS, Key, Keys, arguments_of, keys
 from finch.errors import UserError
 
+WEIGHT = "weight"
+"""How often an entry of a list of datasets is drawn; it is next to the entry's ``_component_`` and its arguments."""
+
 _NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a metric's name and of a file's
+_BAD_NAME = "a name has only letters, digits, _ and -; rename it"
 _NOT_TEXT_MODELS = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")
+_MISSING = "???"  # OmegaConf's value of a key that the command line must give
 
 
 def check(
     cfg: DictConfig,
-    options: Mapping[str, Option],
+    model: type[Keys],
     user_keys: Collection[str] = (),
     on_error: Callable[[UserError], None] | None = None,
 ) -> DictConfig:
@@ -31,80 +37,55 @@ def check(
 
     Args:
         cfg: changed in place.
-        options: the recipe's keys.
-        user_keys: other keys that are accepted, beside those that ``cfg`` refers to, as ``${data_root}``.
+        model: the recipe's keys.
+        user_keys: other keys that are accepted, besides those that ``cfg`` refers to, as ``${data_root}``.
         on_error: called with each mistake; None raises the first one.
 
     Raises:
         UserError: names key, value and remedy.
     """
-    for error in _errors(cfg, options, user_keys):
+    for error in _errors(cfg, model, user_keys):
         if on_error is None:
             raise error
         on_error(error)
     return cfg
 
 
-def _errors(cfg: DictConfig, options: Mapping[str, Option], user_keys: Collection[str]) -> Iterator[UserError]:
+def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> Iterator[UserError]:
     """Each mistake in a config, whose defaults are filled in on the way."""
+    known = keys(model)
     drop_null_blocks(cfg)
-    _apply_aliases(cfg)
+    for alias, name in ALIASES.items():
+        if alias in cfg and name not in cfg:
+            cfg[name] = cfg.pop(alias)
     yield from _drop_unsupported_keys(cfg)
     component = str(component_of(cfg.get("model")))
     if _NOT_TEXT_MODELS.match(component):  # early, since a multimodal config differs in many other keys as well
         yield UserError(
             f"model._component_={component} is not a text decoder, which this recipe trains; give the builder of one"
         )
-    known = {*options, *referred_keys(cfg), *user_keys}
-    for key in map(str, cfg):
-        if key not in known:
-            hint = key_hint(key, options, _names_in_blocks(cfg, options)) or "; see `finch keys`"
-            yield UserError(f"unknown key {key}={format_value(cfg[key], key)}{hint}")
-    for key, option in options.items():
-        try:
-            _check_key(cfg, key, option)
-        except UserError as error:
-            yield error
+    accepted = {*known, *referred_keys(cfg), *user_keys}
+    for name in map(str, cfg):
+        if name not in accepted or "." in name:
+            hint = key_hint(name, top_level(model), _names_in_blocks(cfg, known)) or "; see `finch keys`"
+            yield UserError(f"unknown key {name}={format_value(cfg[name], name)}{hint}")
+    for name in top_level(model):
+        _expand_component(cfg, name, known[name])
+    errors = list(_value_errors(model, {name: _plain(cfg.get(name)) for name in map(str, cfg) if name in known}))
+    fill_in(cfg, model)
+    yield from errors
+    for name in top_level(model):
+        if "named components" in known[name].expected:
+            yield from _named_component_errors(name, cfg.get(name))
     for path, node in _components(cfg):
         try:
-            yield from _component_errors(path, node, options)
+            yield from _component_errors(path, node, top_level(model))
         except UserError as error:
             yield error
     try:
         dataset_weights(cfg.get("dataset"))
     except UserError as error:
         yield error
-
-
-def _check_key(cfg: DictConfig, key: str, option: Option) -> None:
-    """Checks the value of one of the recipe's keys, or sets its default."""
-    if option.named_block is not None:
-        cfg[key] = _check_named_blocks(key, cfg.get(key), option)
-        return
-    if option.block is not None:
-        is_absent = option.default is None and cfg.get(key) is None
-        cfg[key] = None if is_absent else _check_block(key, cfg.get(key), option.block)
-        return
-    if option.is_component and isinstance(cfg.get(key), str):
-        cfg[key] = {"_component_": cfg[key]}  # torchtune's short form, `loss=torch.nn.CrossEntropyLoss`
-    value = cfg.get(key)
-    if isinstance(value, DictConfig) and isinstance(option.default, dict) and "_component_" not in value:
-        value = cfg[key] = OmegaConf.merge(option.default, value)  # `loss.x=y` on top of the default
-    if value is None:
-        if option.default is REQUIRED:
-            raise UserError(f"{key} is missing: {option.help}")
-        if key not in cfg:
-            cfg[key] = option.default
-        elif not option.is_nullable:
-            raise UserError(f"{key} has no value: {option.help}; leave the key out for {format_value(option.default)}")
-        return
-    _check_value(key, value, option)
-
-
-def _apply_aliases(cfg: DictConfig) -> None:
-    for alias, key in ALIASES.items():
-        if alias in cfg and key not in cfg:
-            cfg[key] = cfg.pop(alias)
 
 
 def _drop_unsupported_keys(cfg: DictConfig) -> Iterator[UserError]:
@@ -125,67 +106,116 @@ def referred_keys(cfg: Any) -> set[str]:
     return set(re.findall(r"\$\{([A-Za-z_]\w*)", OmegaConf.to_yaml(cfg)))
 
 
-def _check_block(key: str, node: Any, options: Mapping[str, Option]) -> DictConfig:
-    """A block without a component, its defaults filled in."""
-    known = ", ".join(options)
-    if node is None:
-        node = DictConfig({})
-    if not isinstance(node, DictConfig):
-        raise UserError(f"{key}={format_value(node)} must be a block with some of {known}")
-    for name in map(str, node):
-        if name not in options:
-            hint = key_hint(f"{key}.{name}", options) or f"; {key} accepts {known}"
-            raise UserError(f"unknown key {key}.{name}={format_value(node[name], name)}{hint}")
-    for name, option in options.items():
-        if option.default is REQUIRED and node.get(name) is None:
-            raise UserError(f"{key}.{name} is missing: {option.help}")
-    filled = {name: option.default if node.get(name) is None else node[name] for name, option in options.items()}
-    for name, option in options.items():
-        if filled[name] is not None:
-            _check_value(f"{key}.{name}", filled[name], option)
-    return DictConfig(filled)
+def top_level(model: type[Keys]) -> list[str]:
+    """The names of a model's keys, without those in blocks."""
+    return [name for name in keys(model) if "." not in name]
 
 
-def _check_named_blocks(key: str, node: Any, option: Option) -> DictConfig | None:
-    """A mapping from names to blocks without components, their defaults filled in; a block that is null is left out."""
-    assert option.named_block is not None
-    if node is None:
-        return None
-    if not isinstance(node, DictConfig):
-        raise UserError(f"{key}={format_value(node)} must be a mapping from names to blocks: {option.help}")
-    blocks = {}
-    for name in map(str, node):
-        if not _NAME.fullmatch(name):
-            raise UserError(f"{key}.{name}: a name has letters, digits, _ and - alone; rename it")
-        if node[name] is not None:
-            blocks[name] = _check_block(f"{key}.{name}", node[name], option.named_block)
-    return DictConfig(blocks) if blocks else None
+def _plain(value: Any) -> Any:
+    if isinstance(value, (DictConfig, ListConfig)):
+        value = OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, dict):
+        return {name: None if part == _MISSING else part for name, part in value.items()}
+    return value
 
 
-def _check_value(key: str, value: Any, option: Option) -> None:
-    plain = {} if isinstance(value, DictConfig) else [] if isinstance(value, ListConfig) else value
-    if isinstance(plain, str) and plain in option.unsupported:
-        raise UserError(f"{key}={plain} {option.unsupported[plain]}")
-    if not option.accepts(plain):
-        expected = "a block with a _component_" if option.is_component else option.expected
-        raise UserError(f"{key}={format_value(value)} must be {expected}: {option.help}")
-    if option.block is None and isinstance(value, DictConfig) and "_component_" not in value:
-        if not option.is_named:
-            raise UserError(f"{key} has no _component_: {option.help}")
-        _check_named_components(key, value)
+def _expand_component(cfg: DictConfig, name: str, key: Key) -> None:
+    """Torchtune's short form `loss=torch.nn.CrossEntropyLoss`, and `loss.x=y` on top of the default."""
+    value = cfg.get(name)
+    if key.is_component and isinstance(value, str):
+        cfg[name] = {"_component_": value}
+    elif isinstance(value, DictConfig) and isinstance(key.default, dict) and "_component_" not in value:
+        cfg[name] = OmegaConf.merge(key.default, value)
 
 
-def _check_named_components(path: str, node: DictConfig) -> None:
+def fill_in(cfg: DictConfig, model: type[Keys]) -> None:
+    """Sets the defaults of keys that are absent, and of those in blocks; a named block that is null is left out."""
+    known = keys(model)
+
+    def filled(block: Any, path: str, names: Collection[str]) -> Any:
+        if not isinstance(block, DictConfig):
+            return block
+        values = {name: known[f"{path}.{name}"].default for name in names}
+        values |= {str(name): block[name] for name in block if block.get(name) is not None}
+        return {name: value for name, value in values.items() if value is not REQUIRED}
+
+    for name in top_level(model):
+        key, given = known[name], cfg.get(name)
+        if key.is_named and isinstance(given, DictConfig):
+            blocks = {str(each): given[each] for each in given if given[each] is not None}
+            cfg[name] = {each: filled(block, f"{name}.NAME", key.block) for each, block in blocks.items()} or None
+        elif key.block and (given is not None or not key.is_nullable):
+            cfg[name] = filled(DictConfig({}) if given is None else given, name, key.block)
+        elif name not in cfg and key.default is not REQUIRED:
+            cfg[name] = key.default
+
+
+def _value_errors(model: type[Keys], values: Mapping[str, Any], prefix: str = "") -> Iterator[UserError]:
+    """Each key whose value a model refuses, once."""
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        problems = {_path(model, problem["loc"]): problem for problem in reversed(error.errors(include_url=False))}
+        for path, problem in reversed(problems.items()):
+            yield UserError(_message(model, path, problem["type"], values, prefix, problem.get("ctx", {})))
+
+
+def _path(model: type[Keys], location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Of the key at pydantic's location, which goes on into the members of a union."""
+    names = tuple(map(str, location))
+    key = keys(model).get(names[0])
+    return names[: 1 if key is None or not key.block else 3 if key.is_named else 2]
+
+
+def _message(
+    model: type[Keys], path: tuple[str, ...], problem: str, values: Mapping[str, Any], prefix: str, context: Any
+) -> str:
+    """What is wrong with a value, by pydantic's name of the problem, and what it must be."""
+    known, name = keys(model), prefix + ".".join(path)
+    first = known[path[0]]
+    block_path = (path[0], "NAME") if first.is_named else (path[0],)
+    is_inner = first.block and len(path) > len(block_path)
+    key = known.get(".".join((*block_path, path[-1]))) if is_inner else first
+    value: Any = values
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else value
+    shown = format_value(OmegaConf.create(value) if isinstance(value, (dict, list)) else value, path[-1])
+    if path[-1] == "[key]" or (problem == "string_pattern_mismatch" and first.is_named and not is_inner):
+        return f"{name.removesuffix('.[key]')}: {_BAD_NAME}"
+    if key is None:
+        block = ".".join(path[:-1])
+        hint = key_hint(name, first.block) or f"; {block} accepts {', '.join(first.block)}"
+        return f"unknown key {name}={shown}{hint}"
+    if key.default is REQUIRED and value is None:
+        return f"{name} is missing: {key.help}"
+    if value is None:
+        return f"{name} has no value: {key.help}; leave the key out for {format_default(key)}"
+    if problem == "value_error":
+        return f"{name}={shown} {context['error']}"
+    if problem == "no_component":
+        return f"{name} has no _component_: {key.help}"
+    if key.block and len(path) == len(block_path):
+        return f"{name}={shown} must be a block with some of {', '.join(key.block)}"
+    if key.block:
+        return f"{name}={shown} must be a mapping from names to blocks: {key.help}"
+    expected = "a block with a _component_" if key.is_component else key.expected
+    return f"{name}={shown} must be {expected}: {key.help}"
+
+
+def _named_component_errors(path: str, node: Any) -> Iterator[UserError]:
+    """The mistakes in a mapping from names to components or to lists of them."""
+    if not isinstance(node, DictConfig) or "_component_" in node:
+        return
     if not node:
-        raise UserError(f"{path} has no _component_ and no named sets; give one, or set it to null")
+        yield UserError(f"{path} has no _component_ and no named sets; give one, or set it to null")
     for name, value in ((str(key), node[key]) for key in node):
         is_component = isinstance(value, DictConfig) and "_component_" in value
         if not (is_component or isinstance(value, ListConfig)):
-            raise UserError(
+            yield UserError(
                 f"{path} has no _component_, and {path}.{name}={format_value(value)} is none; give each name a block with a _component_"
             )
         if not _NAME.fullmatch(name):
-            raise UserError(f"{path}.{name}: a name has letters, digits, _ and - alone; rename it")
+            yield UserError(f"{path}.{name}: {_BAD_NAME}")
 
 
 def _components(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
@@ -199,7 +229,7 @@ def _components(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
             yield from _components(item, f"{path}[{index}]")
 
 
-def _component_errors(path: str, node: DictConfig, options: Mapping[str, Option]) -> Iterator[UserError]:
+def _component_errors(path: str, node: DictConfig, recipe_keys: Collection[str]) -> Iterator[UserError]:
     name = node["_component_"]
     if not isinstance(name, str):
         raise UserError(f"{path}._component_={name} must be a dotted path such as torch.optim.AdamW")
@@ -209,17 +239,17 @@ def _component_errors(path: str, node: DictConfig, options: Mapping[str, Option]
     if not callable(component):
         raise UserError(f"{path}._component_={name} is not a class or function")
     if WEIGHT in node and WEIGHT not in (_parameters(component, is_complete=False) or ()):
-        check_weight_place(path)  # here, since a dataset's builder may accept any argument
+        _check_weight_place(path)  # here, since a dataset's builder may accept any argument
     parameters = _parameters(component)
-    if parameters is None:
-        return
-    known = ", ".join(parameters)
     for key in map(str, node):
-        if key == WEIGHT and accepts_weight(path):
-            continue
-        if key != "_component_" and key not in parameters:
-            hint = key_hint(f"{path}.{key}", parameters, {option: option for option in options})
-            yield UserError(f"unknown key {path}.{key}{hint or f'; {name} accepts {known}'}")
+        is_own = key in ("_component_", WEIGHT) and (key != WEIGHT or re.fullmatch(r"dataset\[\d+\]", path))
+        if parameters is not None and key not in parameters and not is_own:
+            hint = key_hint(f"{path}.{key}", parameters, {option: option for option in recipe_keys})
+            yield UserError(f"unknown key {path}.{key}{hint or f'; {name} accepts ' + ', '.join(parameters)}")
+    arguments = arguments_of(name)
+    if arguments is not None:
+        given = {key: value for key, value in _plain(node).items() if key in keys(arguments)}
+        yield from _value_errors(arguments, given, f"{path}.")
 
 
 def _parameters(component: Callable[..., Any], *, is_complete: bool = True) -> list[str] | None:
@@ -234,12 +264,10 @@ def _parameters(component: Callable[..., Any], *, is_complete: bool = True) -> l
     return [each.name for each in parameters if each.name != "self" and each.kind not in variadic]
 
 
-def _names_in_blocks(cfg: DictConfig, options: Mapping[str, Option]) -> dict[str, str]:
+def _names_in_blocks(cfg: DictConfig, known: Mapping[str, Key]) -> dict[str, str]:
     """The dotted paths of the keys that the blocks of a config accept, by their last part; for suggestions."""
-    paths = {
-        name: f"{key}.{name}" for key, option in options.items() if option.block is not None for name in option.block
-    }
-    blocks = [(path, node) for path, node in _components(cfg) if path in options]
+    paths = {path.rpartition(".")[2]: path for path in known if "." in path and ".NAME." not in path}
+    blocks = [(path, node) for path, node in _components(cfg) if path in known]
     for path, node in blocks:
         for name in map(str, node):
             paths.setdefault(name, f"{path}.{name}")
@@ -248,4 +276,56 @@ def _names_in_blocks(cfg: DictConfig, options: Mapping[str, Option]) -> dict[str
             component = locate(str(node["_component_"]), path)
             for name in (callable(component) and _parameters(component, is_complete=False)) or ():
                 paths.setdefault(name, f"{path}.{name}")
-    return {name: path for name, path in paths.items() if name not in (*options, "_component_")}
+    return {name: path for name, path in paths.items() if name not in (*known, "_component_")}
+
+
+def dataset_weights(dataset: Any) -> list[float] | None:
+    """The weights of a config's ``dataset``; None where it has none: one component, or a list that is concatenated.
+
+    Raises:
+        UserError: some entries have no weight, there is only one entry, or a weight is not a number above 0.
+    """
+    if not isinstance(dataset, (list, ListConfig)):
+        return None
+    weights = [entry.get(WEIGHT) if isinstance(entry, Mapping) else None for entry in dataset]
+    given = [index for index, weight in enumerate(weights) if weight is not None]
+    if not given:
+        return None
+    for index, weight in enumerate(weights):
+        if weight is None:
+            raise UserError(
+                f"dataset[{index}] has no weight, but dataset[{given[0]}].weight={format_value(weights[given[0]])}: give every entry of the list a "
+                "weight, or none"
+            )
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not (weight > 0 and math.isfinite(weight)):
+            raise UserError(
+                f"dataset[{index}].weight={format_value(weight)} must be a number above 0: it is the entry's part of the samples; remove an entry "
+                "that is not to be drawn"
+            )
+    if len(weights) == 1:
+        raise UserError(
+            f"dataset[0].weight={weights[0]}: dataset has one entry, which is every sample; remove weight, or add an entry"
+        )
+    return [float(weight) for weight in weights if weight is not None]
+
+
+def without_weight(entry: Any) -> Any:
+    """The component of an entry of a list of datasets."""
+    if not isinstance(entry, DictConfig) or WEIGHT not in entry:
+        return entry
+    resolved: Any = OmegaConf.to_container(entry, resolve=True)  # a copy by itself loses what interpolations refer to
+    return DictConfig({key: value for key, value in resolved.items() if key != WEIGHT})
+
+
+def _check_weight_place(path: str) -> None:
+    """Refuses a ``weight`` of a single dataset or of validation data."""
+    if path == "dataset":
+        raise UserError(
+            "unknown key dataset.weight; weights belong to the entries of a list: dataset: [{_component_: ..., weight: 0.95}, {_component_: ..., "
+            "weight: 0.05}]"
+        )
+    if path.startswith("dataset_validation"):
+        raise UserError(
+            f"unknown key {path}.weight; only the entries of dataset have weights, since validation reads every row once; remove it"
+        )

@@ -13,8 +13,8 @@ from omegaconf import ListConfig
 from torch.utils.data import Dataset
 from torchtune.datasets import ConcatDataset, PackedDataset
 
-from finch.config.dataset_weights import without_weight
 from finch.config.instantiate import build, component_of
+from finch.config.validation import without_weight
 from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
 from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern

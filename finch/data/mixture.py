@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from omegaconf import DictConfig
 
-from finch.config.dataset_weights import dataset_weights
+from finch.config.validation import dataset_weights
 from finch.data.dataset import Samples
 from finch.errors import UserError
 

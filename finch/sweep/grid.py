@@ -30,7 +30,6 @@ from typing import Any
 from finch import run_files
 from finch.config.instantiate import did_you_mean, find_grid
 from finch.config.methods import METHODS, split_name
-from finch.config.schema import RECIPES
 from finch.errors import UserError
 from finch.evaluation.custom_tasks import CUSTOM
 from finch.evaluation.results import NEW
@@ -265,6 +264,8 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
     Raises:
         UserError: the file cannot be read, has an unknown key, or a value of the wrong kind.
     """
+    from finch.config.schema import RECIPES  # here, since reports import this module and need not have pydantic
+
     path = find_grid(name)
     content = _load(path)
     _check_keys(content, KEYS, f"{path}: ")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.tiny_text import WORDS
 from finch.config.instantiate import find_config
 from finch.config.parser import read
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 from finch.errors import UserError
 
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def auto(*arguments):
-    return read(["--config", "auto", *arguments], FULL_FINETUNE)
+    return read(["--config", "auto", *arguments], FullFinetuneKeys)
 
 
 def test_auto_config_names_builder_rows_and_batch(folder, rows_file):

@@ -74,7 +74,9 @@ def test_configs_cp_never_overwrites(capsys, tmp_path):
     code, out, _ = finch(capsys, "configs", "cp", "llama3/8B_sft", str(target))
     assert code == 0
     assert f"--config {target}" in out
-    assert target.read_text() == find_config("llama3/8B_sft").read_text()
+    schema, _, copied = target.read_text().partition("\n")
+    assert schema == f"# yaml-language-server: $schema={ROOT / 'finch' / 'config' / 'finch.schema.json'}"
+    assert copied == find_config("llama3/8B_sft").read_text().partition("\n")[2]
     code, _, err = finch(capsys, "configs", "cp", "llama3/8B_sft", str(target))
     assert code == 1
     assert f"{target} exists; give another name" in err

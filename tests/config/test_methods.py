@@ -14,7 +14,7 @@ from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 from finch.config.instantiate import config_names, locate
 from finch.config.methods import METHODS
 from finch.config.parser import merge, read
-from finch.config.schema import FULL_FINETUNE, LORA_FINETUNE
+from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
 from finch.errors import UserError
 from finch.optim.torch_lr import cosine_with_warmup
 
@@ -89,7 +89,7 @@ def test_method_precedence_file_method_command_line():
 
 def test_method_block_can_be_removed(file):
     for name in ("sft", "finch", "lr_replay"):
-        cfg = read(["--config", str(file), f"method={name}", "~lr_scheduler"], FULL_FINETUNE)
+        cfg = read(["--config", str(file), f"method={name}", "~lr_scheduler"], FullFinetuneKeys)
         assert cfg.lr_scheduler is None
         assert "method" not in cfg
 
@@ -160,8 +160,8 @@ def test_lora_replaces_the_model_builder(full, lora):
 def test_full_recipe_rejects_lora_with_the_right_command(file):
     file.write_text(yaml.safe_dump({**MINIMAL, "method": "lora"}))
     with pytest.raises(UserError, match=f"tune run finch_lora_finetune --config {file} epochs=2"):
-        read(["--config", str(file), "epochs=2"], FULL_FINETUNE)
-    assert read(["--config", str(file)], LORA_FINETUNE).model["_component_"].endswith(".lora_llama2_7b")
+        read(["--config", str(file), "epochs=2"], FullFinetuneKeys)
+    assert read(["--config", str(file)], LoraFinetuneKeys).model["_component_"].endswith(".lora_llama2_7b")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_full_recipe_rejects_lora_with_the_right_command(file):
 )
 def test_read_rejects_method_names(file, name, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        read(["--config", str(file), f"method={name}"], FULL_FINETUNE)
+        read(["--config", str(file), f"method={name}"], FullFinetuneKeys)
 
 
 @pytest.mark.parametrize("name", [name for name in config_names() if name != "auto"])  # needs a model's folder
@@ -187,7 +187,7 @@ def test_every_config_accepts_every_method(name):
     given = [f"{key}=/x" for key, value in yaml.safe_load(config_names()[name].read_text()).items() if value == "???"]
     for method in METHODS:
         log = ["lr_scheduler.log=/x"] if method == "lr_replay" else []
-        options = LORA_FINETUNE if method == "lora" else FULL_FINETUNE
+        options = LoraFinetuneKeys if method == "lora" else FullFinetuneKeys
         cfg = read(["--config", name, f"method={method}", *given, *log], options)
         assert "method" not in cfg
         assert cfg.output_dir == f"out/{name}"
@@ -195,7 +195,7 @@ def test_every_config_accepts_every_method(name):
 
 def test_log_method_names_blocks_and_next_command(file, caplog):
     with caplog.at_level("INFO", logger="finch"):
-        read(["--config", str(file), "method=wise_ft+finch", "epochs=3", "output_dir=run"], FULL_FINETUNE)
+        read(["--config", str(file), "method=wise_ft+finch", "epochs=3", "output_dir=run"], FullFinetuneKeys)
     assert "method=wise_ft+finch: lr_scheduler finch.FinchLR, loss torchtune" in caplog.text
     assert "finch wise-ft --base x --tuned run/epoch_2 --out run/wise_ft" in caplog.text
 

@@ -7,7 +7,7 @@ import yaml
 from helpers.runs import MINIMAL
 
 from finch.config.parser import parse, read
-from finch.config.schema import FULL_FINETUNE, LORA_FINETUNE
+from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
 from finch.errors import UserError
 
 FINCH = {"_component_": "finch.FinchLR", "eta_max": 1.0}
@@ -27,27 +27,27 @@ def file(tmp_path):
 
 def test_read_overrides_the_file_from_the_command_line(file):
     path = file(epochs=3, lr_scheduler=FINCH)
-    cfg = read(["--config", path, "epochs=5", "optimizer.lr=3e-4", "loss=torch.nn.CrossEntropyLoss"], FULL_FINETUNE)
+    cfg = read(["--config", path, "epochs=5", "optimizer.lr=3e-4", "loss=torch.nn.CrossEntropyLoss"], FullFinetuneKeys)
     assert (cfg.epochs, cfg.optimizer.lr, cfg.lr_scheduler) == (5, 3e-4, FINCH)
     assert cfg.loss == {"_component_": "torch.nn.CrossEntropyLoss"}
 
 
 @pytest.mark.parametrize("override", ["~lr_scheduler", "lr_scheduler=null"])
 def test_read_removes_a_block(file, override):
-    assert read([f"--config={file(lr_scheduler=FINCH)}", override], FULL_FINETUNE).lr_scheduler is None
+    assert read([f"--config={file(lr_scheduler=FINCH)}", override], FullFinetuneKeys).lr_scheduler is None
 
 
 @pytest.mark.parametrize("block", [{}, {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}])
 def test_read_merges_component_and_arguments(file, block):
     overrides = ["loss=finch.objectives.STM", "loss.threshold=3.0"]
     for order in (overrides, overrides[::-1]):
-        cfg = read(["--config", file(**block), *order], FULL_FINETUNE)
+        cfg = read(["--config", file(**block), *order], FullFinetuneKeys)
         assert cfg.loss == {"_component_": "finch.objectives.STM", "threshold": 3.0}
 
 
 def test_read_accepts_user_keys_whose_reference_is_overridden(file):
     path = file(name="x", output_dir="out/${name}")
-    assert read(["--config", path, "output_dir=elsewhere"], FULL_FINETUNE).output_dir == "elsewhere"
+    assert read(["--config", path, "output_dir=elsewhere"], FullFinetuneKeys).output_dir == "elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -63,20 +63,20 @@ def test_read_accepts_user_keys_whose_reference_is_overridden(file):
 def test_read_rejects_command_line(file, arguments, message):
     arguments = [file() if argument == "FILE" else argument for argument in arguments]
     with pytest.raises(UserError, match=message):
-        read(arguments, FULL_FINETUNE)
+        read(arguments, FullFinetuneKeys)
 
 
 def test_read_rejects_invalid_yaml(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("a: [1\nb: 2")
     with pytest.raises(UserError, match="cannot be read as YAML"):
-        read(["--config", str(path)], FULL_FINETUNE)
+        read(["--config", str(path)], FullFinetuneKeys)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--config", "anything", "--help"]])
-@pytest.mark.parametrize(("recipe", "options"), [("full", FULL_FINETUNE), ("lora", LORA_FINETUNE)])
-def test_recipe_help(capsys, monkeypatch, arguments, recipe, options):
-    @parse(options)
+@pytest.mark.parametrize(("recipe", "model"), [("full", FullFinetuneKeys), ("lora", LoraFinetuneKeys)])
+def test_recipe_help(capsys, monkeypatch, arguments, recipe, model):
+    @parse(model)
     def main(cfg):
         raise AssertionError("started a run")
 
@@ -84,7 +84,7 @@ def test_recipe_help(capsys, monkeypatch, arguments, recipe, options):
     main()
     printed = capsys.readouterr().out
     assert f"finch_{recipe}_finetune --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]" in printed
-    assert set(options) <= set(printed.split())
+    assert set(model.model_fields) <= set(printed.split())
     assert ("save_adapter_weights_only" in printed) == (recipe == "lora")
     assert all(f"`finch {command}`" in printed for command in ("configs", "keys", "methods"))
     assert max(map(len, printed.splitlines())) <= 120

@@ -1,90 +1,178 @@
-"""The keys: types, choices and defaults; and the texts made from them."""
+"""The keys: types, choices and defaults, and the JSON schemas made from them."""
 
+import inspect
+import json
 import runpy
-import subprocess
-import sys
 
+import jsonschema
 import pytest
-from helpers.runs import ROOT, finch
+import referencing
+import yaml
+from helpers.runs import ROOT
 
-from finch.config.key_help import format_default, format_keys, key_options
-from finch.config.schema import FULL_FINETUNE, LORA_FINETUNE, REQUIRED
+from finch.config.instantiate import config_names, grid_names, locate
+from finch.config.key_help import shown_keys
+from finch.config.schema import COMPONENTS, REQUIRED, Dataset, FullFinetuneKeys, LoraBuilder, LoraFinetuneKeys, keys
 from finch.distributed.precision import PRECISIONS
-from finch.errors import UserError
+from finch.sweep import grid
 
-OPTIONS = dict(key_options(LORA_FINETUNE))
-
-
-@pytest.mark.parametrize("key", OPTIONS)
-def test_option_accepts_its_default(key):
-    option = OPTIONS[key]
-    if option.default is None:
-        assert option.is_nullable
-    elif option.default is not REQUIRED:
-        assert option.accepts(option.default)
+KEYS = shown_keys(LoraFinetuneKeys)
+SCHEMAS = {path: json.loads(path.read_text()) for path in (ROOT / "finch" / "config").glob("*.schema.json")}
+SCRIPT = runpy.run_path(str(ROOT / "docs" / "json_schema.py"))
 
 
-def test_options_are_used():
+def accepts(model, key, value):
+    """Whether pydantic accepts the value of one key, the others aside."""
+    block, _, name = key.rpartition(".")
+    values = {name: value} if not block else {block: {name: value}}
+    try:
+        model.model_validate(values)
+    except ValueError as error:
+        return all(problem["loc"][0] != key.partition(".")[0] for problem in error.errors())
+    return True
+
+
+@pytest.mark.parametrize("model", [LoraFinetuneKeys, *COMPONENTS])
+def test_models_accept_their_defaults(model):
+    given = {name: key.default for name, key in keys(model).items() if "." not in name and key.default is not REQUIRED}
+    assert [name for name, value in given.items() if not accepts(model, name, value)] == []
+
+
+def test_keys_are_used():
     files = [path for folder in ("finch", "recipes") for path in (ROOT / folder).rglob("*.py")]
     code = "\n".join(path.read_text() for path in files if path.parent.name != "config")
-    for key in LORA_FINETUNE:
+    for key in LoraFinetuneKeys.model_fields:
         assert f".{key}" in code or f'"{key}"' in code, key
 
 
 def test_dtype_choices_are_the_implemented_ones():
-    assert set(FULL_FINETUNE["dtype"].choices) == set(PRECISIONS)
-    assert set(FULL_FINETUNE["export_dtype"].choices) <= set(PRECISIONS)
+    assert KEYS["dtype"].expected == "fp32, bf16, bf16_mixed, bf16_stochastic or fp64"
+    assert all(accepts(FullFinetuneKeys, "dtype", name) for name in PRECISIONS)
+    assert KEYS["export_dtype"].expected == "fp32, bf16, fp64 or null"
 
 
 @pytest.mark.parametrize(
     ("key", "expected", "accepted", "rejected"),
     [
         ("batch_size", "int >= 1", [1, 8], [0, 1.0, True, "1"]),
-        ("distributed_timeout", "number >= 1", [1, 2.5], [0, False, "x"]),
+        ("distributed_timeout", "number >= 1", [1, 2.5], [0, False, "x", float("nan")]),
         ("shuffle", "True or False", [True, False], [1, "True"]),
         ("seed", "int >= 0 or null", [0, 7], [-1]),
         ("clip_grad_norm", "number > 0 or null", [1, 0.5, "1.0", float("inf")], [0, -1, "x", True, float("nan")]),
         ("ac_mode", "full, selective or null", ["full", "selective"], ["op", 1]),
-        ("ac_option", "op, int >= 1 or null", ["op", 1, "2"], [0, "full", True]),
+        ("ac_option", "op, int >= 1 or null", ["op", 1, "2"], [0, "0", "full", True]),
         ("device", "auto, cpu, cuda or cuda:N", ["auto", "cpu", "cuda", "cuda:1"], ["tpu", "cuda:x", "cpu:0", 0]),
         ("data_parallel_shard_dim", "-1 or int >= 1", [-1, 1, 8], [0, -2, "all"]),
         ("resume_from_checkpoint", "True, False, auto or PATH", [True, False, "auto", "run/step_5"], [1]),
         ("cudnn_deterministic_mode", "default, warn, error, 0, 1, 2 or null", ["warn", 0, 2], [True, 3, "on"]),
-        ("log_level", "DEBUG, INFO, WARNING, ERROR or CRITICAL", ["INFO", "debug", "WARN"], ["LOUD", 10]),
+        ("log_level", "DEBUG, INFO, WARNING, ERROR or CRITICAL", ["INFO", "debug", "Warn"], ["LOUD", 10]),
+        (
+            "select_by",
+            "validation_loss, validation/NAME/loss, probe/NAME/loss, probe/NAME/accuracy, probe/NAME/kl or null",
+            ["validation_loss", "validation/a/loss", "probe/b/kl"],
+            ["validation/a/kl", "probe/b/c/kl", "probe/b/kl\n"],
+        ),
         ("export_dtype", "fp32, bf16, fp64 or null", ["fp32", "bf16", "fp64"], ["bf16_mixed", "fp16"]),
-        ("on_nonfinite", "raise, skip, rollback or null", ["raise", "skip", "rollback"], ["ignore"]),
-        ("model", "component", [{}], [[], 7, "x"]),
-        ("dataset", "component or list", [{}, []], [7, "x"]),
+        ("model", "component", [{"_component_": "a.b"}], [{}, [], 7, "x"]),
+        ("dataset", "component or list", [{"_component_": "a.b"}, []], [7, "x"]),
+        ("dataset_validation", "component, named components, list or null", [{}, []], [7, "x"]),
         ("output_dir", "text", ["x"], [7]),
+        ("checkpoint.every_n_minutes", "number >= 0 or null", [0, 0.5, None], [-1, "x"]),
     ],
 )
-def test_option_values(key, expected, accepted, rejected):
-    option = FULL_FINETUNE[key]
-    assert option.expected == expected
-    assert [value for value in accepted if not option.accepts(value)] == []
-    assert [value for value in rejected if option.accepts(value)] == []
+def test_values(key, expected, accepted, rejected):
+    assert KEYS[key].expected == expected
+    assert [value for value in accepted if not accepts(FullFinetuneKeys, key, value)] == []
+    assert [value for value in rejected if accepts(FullFinetuneKeys, key, value)] == []
 
 
-def test_keys_lists_all_keys_without_importing_torch():
-    code = "import sys; from finch.cli.main import main; main(['keys']); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert sorted(words[0] for words in lines) == sorted(OPTIONS)
-    assert "[raise, skip, rollback or null; default: null]" in done.stdout
+@pytest.mark.parametrize("model", [model for model in COMPONENTS if model not in (LoraBuilder, Dataset)])
+def test_arguments_are_those_of_the_component(model):
+    given_by_finch = {"optimizer", "num_training_steps", "last_epoch", "tokenizer"}
+    parameters = inspect.signature(locate(model.component, model.key)).parameters
+    assert set(keys(model)) == set(parameters) - given_by_finch
+    for name, key in keys(model).items():
+        default = parameters[name].default
+        if default is inspect.Parameter.empty:
+            assert key.default is REQUIRED or (model.component, name) == ("finch.FinchLR", "init")
+        else:
+            assert key.default == default, name
 
 
-def test_keys_searches_names_and_descriptions(capsys):
-    code, out, _ = finch(capsys, "keys", "Every_N")
-    assert code == 0
-    keys = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert keys[:3] == ["validate_every_n_steps", "probes.NAME.every_n_steps", "probes_every_n_steps"]
-    assert keys[3:] == ["checkpoint.every_n_steps", "checkpoint.every_n_minutes", "log_every_n_steps"]
-    assert "clip_grad_norm" in format_keys("the paper clips")
-    with pytest.raises(UserError, match="no key contains epocs, did you mean epochs"):
-        format_keys("epocs")
+def test_arguments_of_datasets_and_lora_builders_exist():
+    paths = ["rows.rows", "tofu.tofu", "sciknoweval.sciknoweval", "galician_alpaca.galician_alpaca"]
+    datasets = [inspect.signature(locate(f"finch.data.{path}_dataset", "dataset")).parameters for path in paths]
+    assert set(keys(Dataset)) == {name for parameters in datasets for name in parameters} - {"tokenizer"}
+    defaults = {name: parameter.default for name, parameter in datasets[0].items() if name != "tokenizer"}
+    assert {name: keys(Dataset)[name].default for name in defaults} == defaults
+    for path in ("torchtune.models.llama2.lora_llama2", "finch.models.qwen3.lora_qwen3"):
+        assert set(keys(LoraBuilder)) <= set(inspect.signature(locate(path, "model")).parameters)
 
 
-def test_recipe_page_lists_every_key():
-    table = runpy.run_path(str(ROOT / "docs" / "keys.py"))["table"]()
-    assert table.strip() in (ROOT / "docs" / "recipe.md").read_text()
-    assert format_default(OPTIONS["loss"]) == "torch.nn.CrossEntropyLoss"
+# The JSON schemas, for editors
+
+
+def problems(name, values):
+    resources = [(path.name, referencing.Resource.from_contents(schema)) for path, schema in SCHEMAS.items()]
+    schema = next(schema for path, schema in SCHEMAS.items() if path.name == f"{name}.schema.json")
+    validator = jsonschema.Draft7Validator(schema, registry=referencing.Registry().with_resources(resources))
+    return [error.json_path for error in validator.iter_errors(values)]
+
+
+def test_json_schemas_are_up_to_date():
+    assert {path.name: json.dumps(schema, indent=1) + "\n" for path, schema in SCHEMAS.items()} == {
+        path.name: text for path, text in SCRIPT["texts"]().items()
+    }
+    assert set(SCRIPT["Grid"].model_fields) == set(grid.KEYS)
+    assert set(SCRIPT["Evaluate"].model_fields) == set(grid.Evaluation.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [*(("finch", path) for path in config_names().values()), *(("grid", path) for path in grid_names().values())],
+)
+def test_shipped_files_name_their_schema_and_fit_it(kind, path):
+    first, _, _ = path.read_text().partition("\n")
+    named = first.removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / named).resolve() == ROOT / "finch" / "config" / f"{kind}.schema.json"
+    assert problems(kind, yaml.safe_load(path.read_text())) == []
+
+
+CONFIG = yaml.safe_load((ROOT / "configs" / "quickstart" / "finch.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("key", "accepted", "rejected"),
+    [
+        ("batch_size", [4, "${rows}", "???"], [0, "four", None]),
+        ("clip_grad_norm", [1.0, "1e-5", "1.5E+3", None], ["x", 0]),
+        ("epoch", [], [3]),
+        ("data_root", ["/data", None], [3]),
+        ("dtype", ["bf16", "${dtype}"], ["fp16"]),
+        ("shuffle", [True, "${shuffle}"], [1]),
+        ("checkpoint", [{"keep_last": 2}], [{"keep": 2}, {"keep_last": "two"}]),
+        ("probes", [{"a": {"rows": 8}}], [{"a": {"row": 8}}]),
+        ("loss", ["torch.nn.CrossEntropyLoss", {"_component_": "finch.objectives.TALR", "tau": "auto"}], [7]),
+        ("lr_scheduler", [None, {"_component_": "my.Schedule", "x": 1}], [{"_component_": "finch.FinchLR", "x": 1}]),
+        ("dataset", [[{"_component_": "finch.data.tofu.tofu_dataset", "weight": 1}]], [7]),
+        (
+            "dataset_validation",
+            [{"a": {"_component_": "finch.data.rows.rows_dataset", "part": "all"}}],
+            [{"a": {"_component_": "finch.data.rows.rows_dataset", "part": "some"}}],
+        ),
+        ("model", [{"_component_": "a.lora_b", "x": 1}], [{"_component_": "a.lora_b", "lora_rank": "x"}]),
+        ("context_parallel_dim", [1], [2]),
+    ],
+)
+def test_json_schema_of_configs_marks_mistakes(key, accepted, rejected):
+    assert [value for value in accepted if problems("finch", {**CONFIG, key: value})] == []
+    assert [value for value in rejected if not problems("finch", {**CONFIG, key: value})] == []
+
+
+def test_json_schema_of_grids_marks_mistakes():
+    values = {"config": "x", "out": "y", "grid": {"method": ["sft"], "optimizer.lr": [1e-5]}}
+    assert problems("grid", values) == []
+    assert problems("grid", {**values, "grid": [{"epochs": [1, 2]}], "overrides": {"epochs": 3}}) == []
+    for wrong in ({"configs": "x"}, {"grid": {"epochs": ["x"]}}, {"grid": {"seed": 1}}, {"overrides": {"epochs": 0}}):
+        assert problems("grid", {**values, **wrong}), wrong
+    assert problems("grid", {"config": "x", "out": "y"})

@@ -1,23 +1,27 @@
-"""Checks of keys and values, without a run."""
+"""Checks of keys, values, components and the weights of datasets, without a run."""
+
+import re
 
 import pytest
 from helpers.runs import MINIMAL
 from omegaconf import OmegaConf
 
+from finch.config.parser import merge
 from finch.config.resolved import redacted
-from finch.config.schema import FULL_FINETUNE, REQUIRED, UNSUPPORTED_KEYS
-from finch.config.validation import check
+from finch.config.schema import REQUIRED, UNSUPPORTED_KEYS, FullFinetuneKeys, keys
+from finch.config.validation import check, dataset_weights, without_weight
 from finch.errors import UserError
 
 
 def checked(**changes):
-    return check(OmegaConf.create({**MINIMAL, **changes}), FULL_FINETUNE)
+    return check(OmegaConf.create({**MINIMAL, **changes}), FullFinetuneKeys)
 
 
 def test_check_fills_in_defaults():
     cfg = checked()
-    assert set(cfg) == set(FULL_FINETUNE)
-    assert all(cfg[key] == option.default for key, option in FULL_FINETUNE.items() if option.default is not REQUIRED)
+    defaults = {name: key.default for name, key in keys(FullFinetuneKeys).items() if "." not in name}
+    assert set(cfg) == set(defaults)
+    assert all(cfg[name] == default for name, default in defaults.items() if default is not REQUIRED)
 
 
 def test_check_accepts_user_keys_that_others_refer_to():
@@ -47,11 +51,39 @@ def test_check_accepts_user_keys_that_others_refer_to():
         ({"checkpoint": {"every_n_steps": 0}}, r"^checkpoint\.every_n_steps=0 must be int >= 1 or null: "),
         ({"checkpoint": {"async": 1}}, r"^checkpoint\.async=1 must be True or False: "),
         ({"checkpoint": "often"}, r"^checkpoint=often must be a block with some of every_n_steps, "),
+        ({"probes": [1]}, r"^probes=\[\.\.\.\] must be a mapping from names to blocks: small sets"),
+        ({"probes": {"a": 7}}, r"^probes\.a=7 must be a block with some of kind, "),
+        ({"probes": {"a b": {}}}, r"^probes\.a b: a name has only letters, digits, _ and -; rename it"),
+        ({"probes": {"a": {"row": 7}}}, r"^unknown key probes\.a\.row=7, did you mean probes\.a\.rows\?"),
+        ({"probes": {"a": {"rows": 0}}}, r"^probes\.a\.rows=0 must be int >= 1: how many"),
+        ({"forgetting_budget": {"probe": "a"}}, r"^forgetting_budget\.max_increase is missing: largest"),
+        ({"ac_option": 0}, r"^ac_option=0 must be op, int >= 1 or null: "),
+        (
+            {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": "x"}},
+            r"^lr_scheduler\.eta_max=x must be number > 0 or auto: ",
+        ),
+        ({"lr_scheduler": {"_component_": "finch.ReplayLR"}}, r"^lr_scheduler\.log is missing: the earlier run"),
+        (
+            {"loss": {"_component_": "finch.objectives.TALR", "tau": None}},
+            r"^loss\.tau has no value: .*; leave the key out for auto",
+        ),
     ],
 )
 def test_check_rejects(changes, message):
     with pytest.raises(UserError, match=message):
         checked(**changes)
+
+
+def test_check_reports_each_mistake_once():
+    errors = []
+    lr_scheduler = {"_component_": "finch.FinchLR", "eta_max": 0, "etta": 1}
+    changes = {"epoch": 3, "ac_option": [], "batch_size": 0, "model": {}, "checkpoint": {"keep": 1, "async": 2}}
+    cfg = OmegaConf.create({**MINIMAL, **changes, "lr_scheduler": lr_scheduler})
+    check(cfg, FullFinetuneKeys, on_error=errors.append)
+    keys_in_order = ["epoch", "model", "batch_size", "ac_option", "checkpoint.async", "checkpoint.keep"]
+    keys_in_order += ["lr_scheduler.etta", "lr_scheduler.eta_max"]
+    assert [re.split("[ =,;]", str(error).removeprefix("unknown key "))[0] for error in errors] == keys_in_order
+    assert cfg.seed == 0
 
 
 def test_check_fills_in_a_block_without_a_component():
@@ -80,3 +112,52 @@ def test_redacted_masks_secrets():
     text = OmegaConf.to_yaml(redacted(OmegaConf.create(cfg)))
     assert "s3cret" not in text
     assert all(line in text for line in ("path: at:***@x", "tokenizer: e", "max_tokens: f"))
+
+
+# The weights of a list of datasets
+
+ALPACA = {"_component_": "torchtune.datasets.alpaca_dataset"}
+
+
+def test_weights_of_a_list_and_of_none():
+    weighted = [{**ALPACA, "weight": 19}, {**ALPACA, "weight": "${general}", "split": "train"}]
+    cfg = checked(dataset=weighted, general=1)
+    assert dataset_weights(cfg.dataset) == [19.0, 1.0]
+    assert without_weight(cfg.dataset[1]) == {**ALPACA, "split": "train"}
+    assert dataset_weights(checked(dataset=ALPACA).dataset) is None
+    assert dataset_weights(checked(dataset=[ALPACA, ALPACA]).dataset) is None
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, -0.5, ".nan", float("nan"), float("inf"), True, "x", [1], {}])
+def test_weight_must_be_a_number_above_0(weight):
+    with pytest.raises(UserError, match=r"^dataset\[1\]\.weight=.* must be a number above 0"):
+        checked(dataset=[{**ALPACA, "weight": 1}, {**ALPACA, "weight": weight}])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "changes", "message"),
+    [
+        ({**ALPACA, "weight": 1}, {}, "unknown key dataset.weight; weights belong to the entries of a list"),
+        ([{**ALPACA, "weight": 1}], {}, "dataset[0].weight=1: dataset has one entry"),
+        ([ALPACA, {**ALPACA, "weight": 1}], {}, "dataset[0] has no weight, but dataset[1].weight=1"),
+        (ALPACA, {"dataset_validation": [{**ALPACA, "weight": 1}] * 2}, "only the entries of dataset have weights"),
+        (ALPACA, {"dataset_validation": {**ALPACA, "weight": 1}}, "only the entries of dataset have weights"),
+    ],
+)
+def test_weight_elsewhere_is_refused(dataset, changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        checked(dataset=dataset, **changes)
+
+
+def test_command_line_overrides_entries_of_a_list():
+    blocks = {"dataset": [{**ALPACA, "weight": 1}, {**ALPACA, "weight": 2}], "epochs": 1}
+    cfg, _ = merge(blocks, ["dataset[1].weight=0.5", "epochs=2", "dataset[0].split=train[:3]"])
+    assert cfg.epochs == 2
+    assert cfg.dataset == [{**ALPACA, "weight": 1, "split": "train[:3]"}, {**ALPACA, "weight": 0.5}]
+
+
+@pytest.mark.parametrize("override", ["dataset[2].weight=1", "epochs[0]=1", "absent[0].weight=1"])
+def test_command_line_names_an_entry_that_does_not_exist(override):
+    blocks = {"dataset": [{**ALPACA, "weight": 1}, {**ALPACA, "weight": 2}], "epochs": 1}
+    with pytest.raises(UserError, match=re.escape(override)):
+        merge(blocks, [override])

@@ -6,7 +6,7 @@ import yaml
 from helpers.runs import MINIMAL, ROOT
 from omegaconf import OmegaConf
 
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 from finch.config.validation import check
 from finch.data.training_data import validation_sets
 from finch.probes.settings import check_probes, read_budget, read_probes
@@ -19,7 +19,7 @@ def test_blocks_of_the_page_are_configs():
     for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL):
         blocks |= yaml.safe_load(text)
     for select_by in re.findall(r"select_by=(\S+)", PAGE):
-        cfg = check(OmegaConf.create({**MINIMAL, **blocks, "select_by": select_by}), FULL_FINETUNE)
+        cfg = check(OmegaConf.create({**MINIMAL, **blocks, "select_by": select_by}), FullFinetuneKeys)
         check_probes(cfg)
     assert read_probes(cfg)["own_answers"].kind == "self"
     assert read_budget(cfg).key == "probe/own_answers/kl"

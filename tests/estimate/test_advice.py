@@ -6,7 +6,7 @@ import pytest
 from helpers.runs import MINIMAL
 from omegaconf import OmegaConf
 
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 from finch.config.validation import check
 from finch.estimate.advice import changes, trials
 
@@ -17,7 +17,7 @@ RECOMPUTE, SMALL = "enable_activation_checkpointing=True", "batch_size=1"
 def cfg():
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 1e-5, "fused": True}
     changed = {**MINIMAL, "optimizer": optimizer, "batch_size": 4, "gradient_accumulation_steps": 2}
-    return check(OmegaConf.create(changed), FULL_FINETUNE)
+    return check(OmegaConf.create(changed), FullFinetuneKeys)
 
 
 def try_all(cfg, peak):

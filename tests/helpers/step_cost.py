@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finch.config.parser import read
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _NO_DATA = ("wait_tensor", "_wrap_tensor_autograd")
@@ -92,7 +92,7 @@ def start(config, *overrides):
     """The recipe, set up and ready for its first step."""
     import finch_full_finetune
 
-    cfg = read(["--config", config, *overrides], FULL_FINETUNE)
+    cfg = read(["--config", config, *overrides], FullFinetuneKeys)
     recipe = finch_full_finetune.FinchFullFinetune(cfg)
     recipe.setup(cfg)
     recipe.begin()

@@ -12,7 +12,7 @@ from helpers.runs import LORA, llama_args, make_config, run_here, run_ranks, tun
 from benchmarks.tiny_job import instruct_dataset
 from finch import run_files
 from finch.config.parser import read
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 from finch.errors import UserError
 
 LORA_MODEL = {"_component_": "torchtune.models.llama2.lora_llama2", **llama_args(), "lora_rank": 4, "lora_alpha": 8}
@@ -166,7 +166,7 @@ def test_file_is_rejected(config, error_of, tmp_path):
     assert "probes.texts and dataset_validation.texts have the same name" in error_of(named_twice)
     (tmp_path / "twice.yaml").write_text("probes:\n  one: {data_files: x.jsonl}\n  one: {data_files: y.jsonl}\n")
     with pytest.raises(UserError, match="found duplicate key one in line 3"):
-        read(["--config", str(tmp_path / "twice.yaml")], FULL_FINETUNE)
+        read(["--config", str(tmp_path / "twice.yaml")], FullFinetuneKeys)
 
 
 def test_threshold_that_keeps_nothing_is_rejected(config, tmp_path):

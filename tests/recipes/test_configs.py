@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from benchmarks.tiny_text import WORDS
 from finch.config.instantiate import config_names, find_config
 from finch.config.parser import read
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 
 LARGE = ["qwen3/4B_finch", "qwen3/4B_sft", "llama3/8B_finch", "llama3/8B_sft"]
 
@@ -30,7 +30,7 @@ def test_config_is_valid_and_its_header_has_commands(name):
         for key in ("data_root", "base", "start", "rows")
         if f"\n{key}: ???" in find_config(name).read_text()
     ]
-    cfg = read(["--config", name, *given], FULL_FINETUNE)
+    cfg = read(["--config", name, *given], FullFinetuneKeys)
     assert cfg.output_dir == f"out/{name}"
     header = find_config(name).read_text().split("\n\n")[0]
     for word in ("tune run", "--nproc_per_node", "Override:", "Memory"):
@@ -42,7 +42,7 @@ def test_config_is_valid_and_its_header_has_commands(name):
 
 @pytest.mark.parametrize("family", ["qwen3/4B", "llama3/8B", "smollm2/135M"])
 def test_finch_and_sft_configs_differ_in_the_schedule(family):
-    finch, sft = (read(["--config", f"{family}_{kind}"], FULL_FINETUNE) for kind in ("finch", "sft"))
+    finch, sft = (read(["--config", f"{family}_{kind}"], FullFinetuneKeys) for kind in ("finch", "sft"))
     assert {key for key in finch if finch[key] != sft[key]} <= {
         "lr_scheduler",
         "output_dir",

@@ -7,7 +7,7 @@ import pytest
 from helpers.runs import ROOT
 
 from finch.config.parser import read
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 from finch.sweep.grid import RUN, cells_of, read_grid
 
 STUDY = Path("studies/smollm2_tofu")
@@ -99,7 +99,7 @@ def test_configs_of_all_arms_are_accepted(name, tmp_path):
     grid = read_grid(str(STUDY / name), [f"model_dir={tmp_path}", f"data={tmp_path}"], str(tmp_path))
     one_of_each = {arm(cell): cell for cell in cells_of(grid) if cell.kind == RUN}
     for method, cell in one_of_each.items():
-        cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FULL_FINETUNE)
+        cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FullFinetuneKeys)
         assert cfg.output_dir == str(cell.folder)
         assert cfg.optimizer.lr == cell.values["optimizer.lr"]
         assert cfg.seed == cell.values["seed"]
@@ -114,7 +114,7 @@ def test_blocks_are_read_in_their_order(tmp_path):
     grid = read_grid(str(STUDY / "GRID_blocks.yaml"), [f"model_dir={tmp_path}", f"data={tmp_path}"])
     seeds = set()
     for cell in cells_of(grid)[:3]:
-        cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FULL_FINETUNE)
+        cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FullFinetuneKeys)
         assert cfg.dataset.data_files == f"{tmp_path}/train_blocks_{cell.values['seed']}.jsonl"
         assert (cfg.shuffle, cfg.epochs) == (False, 1)
         seeds.add(cell.values["seed"])

@@ -6,7 +6,7 @@ from helpers.runs import MINIMAL, llama_args
 from omegaconf import OmegaConf
 from torchtune.models.llama2 import llama2, lora_llama2
 
-from finch.config.schema import FULL_FINETUNE
+from finch.config.schema import FullFinetuneKeys
 from finch.config.validation import check
 from finch.distributed.precision import precision_of
 from finch.models.lora import train_adapters_only
@@ -18,7 +18,7 @@ MICRO_BATCH = MicroBatch(batch=3, seq=40, targets=70)
 
 
 def config(**changes):
-    return check(OmegaConf.create({**MINIMAL, **changes}), FULL_FINETUNE)
+    return check(OmegaConf.create({**MINIMAL, **changes}), FullFinetuneKeys)
 
 
 def decoder(device="meta"):

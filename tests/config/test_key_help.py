@@ -1,12 +1,15 @@
-"""What an unknown key's error suggests, without a run."""
+"""The keys as text, and what an unknown key's error suggests."""
+
+import runpy
+import subprocess
+import sys
 
 import pytest
-from helpers.runs import MINIMAL
+from helpers.runs import MINIMAL, ROOT, finch
 from omegaconf import OmegaConf
 
-from finch.config.key_help import format_keys
-from finch.config.schema import FULL_FINETUNE, LORA_FINETUNE
-from finch.config.unknown_keys import OTHER_NAMES, key_hint
+from finch.config.key_help import OTHER_NAMES, format_keys, key_hint, shown_keys
+from finch.config.schema import COMPONENTS, FullFinetuneKeys, LoraFinetuneKeys, keys
 from finch.config.validation import check
 from finch.errors import UserError
 
@@ -17,7 +20,7 @@ def error_of(key):
     cfg = OmegaConf.create({**MINIMAL, "lr_scheduler": FINCH})
     OmegaConf.update(cfg, key, 1, force_add=True)
     with pytest.raises(UserError) as caught:
-        check(cfg, FULL_FINETUNE)
+        check(cfg, FullFinetuneKeys)
     return str(caught.value)
 
 
@@ -75,20 +78,60 @@ def test_unknown_key_names_what_to_use(key, suggestion):
     assert "\n" not in error
 
 
-@pytest.mark.parametrize("word", OTHER_NAMES)
-def test_other_names_are_no_keys_and_name_existing_ones(word):
-    assert word not in LORA_FINETUNE
-    named = [part.partition("=")[0].rstrip(",;") for part in OTHER_NAMES[word].removeprefix("use ").split()]
-    assert (
-        any(name.partition(".")[0] in (*LORA_FINETUNE, "method") for name in named)
-        or "leave it out" in OTHER_NAMES[word]
-    )
+def test_other_names_are_no_keys_and_name_existing_ones():
+    known = {*LoraFinetuneKeys.model_fields, "method"}
+    assert not known & set(OTHER_NAMES)
+    for text in OTHER_NAMES.values():
+        named = [part.partition("=")[0].rstrip(",;") for part in text.removeprefix("use ").split()]
+        assert any(name.partition(".")[0] in known for name in named) or "leave it out" in text
 
 
 def test_key_hint_without_a_near_name_is_empty():
-    assert key_hint("ocean", FULL_FINETUNE) == ""
+    assert key_hint("ocean", FullFinetuneKeys.model_fields) == ""
 
 
-def test_keys_knows_other_names():
-    with pytest.raises(UserError, match=r"^no key contains learning_rate; use optimizer\.lr$"):
-        format_keys("learning_rate")
+def test_keys_lists_all_keys_without_importing_torch():
+    code = "import sys; from finch.cli.main import main; main(['keys']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
+    arguments = [f"{model.key}.{name}" for model in COMPONENTS for name in keys(model)]
+    assert sorted(listed) == sorted([*shown_keys(LoraFinetuneKeys), *arguments])
+    assert "[True, False, auto or PATH; default: False]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "listed"),
+    [
+        (
+            "Every_N",
+            "validate_every_n_steps probes.NAME.every_n_steps probes_every_n_steps checkpoint.every_n_steps "
+            "checkpoint.every_n_minutes log_every_n_steps",
+        ),
+        ("the paper clips", "clip_grad_norm"),
+        ("eta_max", "lr_scheduler.eta_max"),
+        ("lora_rank", "model.lora_rank model.lora_alpha"),
+        ("objectives.TALR", "loss.tau loss.w_min"),
+    ],
+)
+def test_keys_searches_names_and_descriptions(capsys, word, listed):
+    code, out, _ = finch(capsys, "keys", word)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == listed.split()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("epocs", "no key contains epocs, did you mean epochs"),
+        ("learning_rate", r"^no key contains learning_rate; use optimizer\.lr$"),
+    ],
+)
+def test_keys_says_what_to_search_for(word, message):
+    with pytest.raises(UserError, match=message):
+        format_keys(word)
+
+
+def test_recipe_page_lists_every_key():
+    table = runpy.run_path(str(ROOT / "docs" / "keys.py"))["table"]()
+    assert table.strip() in (ROOT / "docs" / "recipe.md").read_text()
+    assert "| torch.nn.CrossEntropyLoss |" in table
