@@ -19,7 +19,6 @@ from finch.errors import UserError
 from finch.objectives import Objective
 from finch.objectives.regularization import KL
 from finch.optim.optimizers import stochastic_optimizer
-from finch.optim.replay_lr import check_shape
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
 from finch.training.kl_penalty import build_kl
 from finch.training.optimizer import loss_schedule
@@ -59,19 +58,6 @@ def check_schedule(cfg: DictConfig) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run warns with the dataset's loss
         build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
-
-
-def check_replay_shape(cfg: DictConfig) -> None:
-    """Checks ``lr_scheduler.shape`` of a replay whose log may not exist yet.
-
-    Raises:
-        UserError: it is unknown.
-    """
-    if loss_schedule(cfg) is ReplayLR:
-        try:
-            check_shape(cfg.lr_scheduler.get("shape", "curve"))
-        except ValueError as error:
-            raise UserError(f"lr_scheduler: {error}") from error
 
 
 def check_replay(cfg: DictConfig, num_steps: int) -> None:

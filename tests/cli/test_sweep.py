@@ -88,7 +88,7 @@ def test_sweep_of_last_epochs_alone_is_finished(grid, tmp_path, capsys):
                 },
             ],
             (),
-            "cell lr_replay_log-finch_shape-flat: lr_scheduler: shape='flat' must be one of curve, linear, mean",
+            "cell lr_replay_log-finch_shape-flat: lr_scheduler.shape=flat must be curve, linear or mean: ",
         ),
         ({"seed": [0]}, ("--jobs", "0"), "--jobs 0 must be at least 1"),
         ({"seed": [0]}, ("--nodes", "2"), "--nodes is not an option of finch sweep; options of sbatch need --slurm"),

@@ -126,7 +126,7 @@ def test_replay_repeats_only_the_learning_rates(config, trained, tmp_path):
     assert mean.column("lr") == pytest.approx([sum(rates) / len(rates)] * len(rates), rel=1e-12)
     assert len(set(rates)) > 1
     for change, message in (
-        ("lr_scheduler.shape=flat", "lr_scheduler: shape='flat' must be one of curve, linear, mean"),
+        ("lr_scheduler.shape=flat", "lr_scheduler.shape=flat must be curve, linear or mean"),
         ("epochs=2", f"holds {len(rates)} steps, the run takes {2 * len(rates)}"),
     ):
         assert message in replayed("wrong", change).error()
