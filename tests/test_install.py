@@ -160,6 +160,7 @@ def test_core_needs_torch_alone(wheel, torch_alone, tmp_path):
         ("python", "-m", "finch_full_finetune", "--config", "qwen3/4B_finch"),
         ("python", "-m", "finch_lora_finetune", "--config", "qwen3/4B_finch"),
         ("finch", "configs", "show", "qwen3/4B_finch"),
+        ("finch", "keys"),
         ("finch", "slurm", "submit", "qwen3/4B_finch", "--dry-run"),
         ("finch", "wise-ft", "--base", "base", "--tuned", "tuned", "--out", "out"),
     ):
