@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
 
 Json = dict[str, Any]
 
@@ -38,7 +37,7 @@ def _refuse_fp16(value: Any) -> Any:
 
 def _require_component(value: dict[str, Any]) -> dict[str, Any]:
     if "_component_" not in value:
-        raise PydanticCustomError("no_component", "has no _component_")
+        raise ValueError("has no _component_")
     return value
 
 

@@ -190,10 +190,9 @@ def _message(
         return f"{name} is missing: {key.help}"
     if value is None:
         return f"{name} has no value: {key.help}; leave the key out for {format_default(key)}"
-    if problem == "value_error":
-        return f"{name}={shown} {context['error']}"
-    if problem == "no_component":
-        return f"{name} has no _component_: {key.help}"
+    if problem == "value_error":  # one of the schema's own validators says why
+        is_block = isinstance(value, dict)
+        return f"{name} {context['error']}: {key.help}" if is_block else f"{name}={shown} {context['error']}"
     if key.block and len(path) == len(block_path):
         return f"{name}={shown} must be a block with some of {', '.join(key.block)}"
     if key.block:
