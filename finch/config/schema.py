@@ -76,7 +76,11 @@ class Block(Keys):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, values: Any) -> Any:
-        return _without_null(values)
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        is_block = isinstance(values, dict)
+        return (
+            {key: each for key, each in values.items() if each is not None or key not in names} if is_block else values
+        )
 
 
 class ModelAndData(Keys):

@@ -71,7 +71,9 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
             yield UserError(f"unknown key {name}={format_value(cfg[name], name)}{hint}")
     for name in top_level(model):
         _expand_component(cfg, name, known[name])
-    errors = list(_value_errors(model, {name: _plain(cfg.get(name)) for name in map(str, cfg) if name in known}))
+    values = {name: _plain(cfg.get(name)) for name in map(str, cfg) if name in known}
+    values = {name: value for name, value in values.items() if value is not None or not known[name].block}
+    errors = list(_value_errors(model, values))
     fill_in(cfg, model)
     yield from errors
     for name in top_level(model):
@@ -136,13 +138,13 @@ def fill_in(cfg: DictConfig, model: type[Keys]) -> None:
         if not isinstance(block, DictConfig):
             return block
         values = {name: known[f"{path}.{name}"].default for name in names}
-        values |= {str(name): block[name] for name in block if block.get(name) is not None}
+        values |= {str(name): block.get(name) for name in block if block.get(name) is not None}
         return {name: value for name, value in values.items() if value is not REQUIRED}
 
     for name in top_level(model):
         key, given = known[name], cfg.get(name)
         if key.is_named and isinstance(given, DictConfig):
-            blocks = {str(each): given[each] for each in given if given[each] is not None}
+            blocks = {str(each): given.get(each) for each in given if given.get(each) is not None}
             cfg[name] = {each: filled(block, f"{name}.NAME", key.block) for each, block in blocks.items()} or None
         elif key.block and (given is not None or not key.is_nullable):
             cfg[name] = filled(DictConfig({}) if given is None else given, name, key.block)

@@ -46,6 +46,7 @@ def test_check_accepts_user_keys_that_others_refer_to():
             {"checkpoint": {"every_n_step": 5}},
             r"^unknown key checkpoint\.every_n_step=5, .* checkpoint\.every_n_steps\?",
         ),
+        ({"checkpoint": {"often": None}}, r"^unknown key checkpoint\.often=None; checkpoint accepts every_n_steps, "),
         ({"checkpoint": {"often": 5}}, r"^unknown key checkpoint\.often=5; checkpoint accepts every_n_steps, "),
         ({"checkpoint": {"every_n_steps": "five"}}, r"^checkpoint\.every_n_steps=five must be int >= 1 or null: "),
         ({"checkpoint": {"every_n_steps": 0}}, r"^checkpoint\.every_n_steps=0 must be int >= 1 or null: "),
@@ -89,6 +90,9 @@ def test_check_reports_each_mistake_once():
 def test_check_fills_in_a_block_without_a_component():
     expected = {"every_n_steps": None, "every_n_minutes": 0.5, "keep_last": 1, "async": True}
     assert checked(checkpoint={"every_n_minutes": 0.5}).checkpoint == expected
+    assert checked(checkpoint=None).checkpoint == checked().checkpoint
+    assert checked(probes={"a": None}).probes is None
+    assert checked(probes={"a": {"rows": None}}).probes.a.rows == 32
 
 
 @pytest.mark.parametrize("key", UNSUPPORTED_KEYS)
