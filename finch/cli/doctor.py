@@ -134,10 +134,11 @@ def _slow_problems() -> Iterator[str]:
         except Exception as error:
             reason = " ".join(str(error).split())[:150]
             yield f"torchtune does not import ({reason}): pip install --force-reinstall '{DISTRIBUTION}[torchtune]'"
-    for module, *arguments in (["torch.utils.collect_env"], ["pip", "check"]):
-        print(f"\npython -m {module} {' '.join(arguments)}".rstrip(), flush=True)
-        if subprocess.call([sys.executable, "-m", module, *arguments]) != 0:
-            yield f"{module} has failed; its output is above"
+    for package, *command in (["torch", "torch.utils.collect_env"], ["pip", "pip", "check"]):
+        if _version(package):
+            print(f"\npython -m {' '.join(command)}", flush=True)
+            if subprocess.call([sys.executable, "-m", *command]) != 0:
+                yield f"{' '.join(command)} has failed; its output is above"
 
 
 def _version(name: str) -> str | None:

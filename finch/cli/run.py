@@ -152,10 +152,7 @@ def _run_in_process(config: str, overrides: Sequence[str]) -> None:
 def _launch(
     recipe: str, cfg: DictConfig, arguments: Sequence[str], options: argparse.Namespace, local_ranks: int
 ) -> int:
-    """Starts the ranks and waits for them; returns the exit code of the first one that fails.
-
-    A rank prints its own error. Where that is a mistake of the user, which it also writes to FINCH_ERROR_FILE, nothing is added.
-    """
+    """Starts the ranks and returns the exit code of the first one that fails. A rank reports a user's mistake itself, in FINCH_ERROR_FILE too."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run as run_launcher

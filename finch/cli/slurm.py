@@ -114,7 +114,7 @@ class JobOptions:
         given: sbatch's options, defaults added.
         by_name: the options by their long names, those of the script's ``#SBATCH`` lines included.
         settings: the script's environment variables.
-        ranks_per_node, num_ranks: None where only Slurm or the site's own script knows.
+        ranks_per_node, num_ranks: None: only Slurm or the site's script knows.
     """
 
     given: list[str]
@@ -239,7 +239,7 @@ def _number(text: str) -> int | None:
 
 
 def _ranks_per_node(settings: Mapping[str, str], options: Mapping[str, str], script: str) -> int | None:
-    """None where only Slurm or the site's own script knows."""
+    """None: only Slurm or the site's script knows."""
     if given := settings.get("FINCH_RANKS_PER_NODE"):
         if not re.fullmatch(r"[1-9]\d*", given):
             raise UserError(f"FINCH_RANKS_PER_NODE={given} must be a number of at least 1")
@@ -251,11 +251,7 @@ def _ranks_per_node(settings: Mapping[str, str], options: Mapping[str, str], scr
 
 
 def _check_config(config: str, overrides: list[str], ranks: int | None) -> tuple[str, Path]:
-    """The checks that a run does in its first second, without its files, which may be on another machine.
-
-    Returns:
-        The recipe for the config's model, and the run's folder.
-    """
+    """The recipe and the run's folder, after the checks that need none of the run's files: these may be on another machine."""
     recipe, cfg = read_job(config, ["resume_from_checkpoint=auto", *overrides])
     for check in config_checks(cfg, ranks):
         check()

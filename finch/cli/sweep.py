@@ -49,7 +49,6 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
     """Runs the sweep; ends the process with 1 if a cell has failed.
 
     Args:
-        args: as parsed by ``add_sweep_arguments``.
         rest: GRID, overrides and, with ``--slurm``, sbatch's options.
 
     Raises:
@@ -118,11 +117,7 @@ def _print_commands(jobs: Sequence[Job]) -> None:
 
 
 def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:
-    """Options of `finch run`, and the number of ranks that they start.
-
-    Raises:
-        UserError: torchrun does not understand the number.
-    """
+    """Options of `finch run`, and the number of ranks that they start."""
     if args.nproc_per_node is None:
         return [], 1
     from torch.distributed.run import determine_local_world_size
@@ -219,7 +214,7 @@ def submit_sweep(
     Args:
         options: sbatch's.
         words: GRID and its overrides, as given.
-        max_parallel: tasks of an array at a time; None: no limit.
+        max_parallel: tasks of an array at a time. None: no limit.
         trains: whether the arrays are submitted.
 
     Raises:

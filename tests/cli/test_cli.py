@@ -93,6 +93,15 @@ def test_doctor_finds_no_problems_here(capsys, monkeypatch):
     assert len(packages) == len(set(packages))  # transformers, which two extras need, is one line
 
 
+def test_full_doctor_runs_torchs_report_and_pip_check(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "COMFORTABLE_FREE_BYTES", 0)
+    started = []
+    monkeypatch.setattr(doctor.subprocess, "call", lambda command: started.append(command[2:]) or len(started) - 1)
+    code, out, _ = finch(capsys, "doctor", "--full")
+    assert (code, started) == (1, [["torch.utils.collect_env"], ["pip", "check"]])
+    assert out.endswith("problem: pip check has failed; its output is above\n")
+
+
 REQUIRES = [
     "torch>=2.11",
     "tomli>=2; python_version < '3.0'",

@@ -49,6 +49,7 @@ def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path
         return "# sft_seed0: trained" in finch(capsys, "sweep", file, "--dry-run", *overrides)[1]
 
     assert is_trained()
+    assert is_trained("save_last_epoch_only=True")
     assert not is_trained("epochs=2")
     (run / "REQUEUE").touch()
     assert not is_trained()
@@ -61,15 +62,6 @@ def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path
     error = finch(capsys, "sweep", file, "--dry-run", "batch_size=2")[2]
     assert "cell sft_seed0: " in error
     assert "holds a run with batch_size=4, the grid says 2" in error
-
-
-def test_sweep_of_last_epochs_alone_is_finished(grid, tmp_path, capsys):
-    file = grid({"seed": [0]})
-    code, printed, _ = finch(capsys, "sweep", file, "epochs=2", "save_last_epoch_only=True")
-    assert code == 0, printed
-    assert [path.name for path in (tmp_path / "out" / "seed0").glob("epoch_*")] == ["epoch_1"]
-    for key in ("save_last_epoch_only=True", "save_last_epoch_only=False"):
-        assert "# seed0: trained" in finch(capsys, "sweep", file, "epochs=2", "--dry-run", key)[1]
 
 
 @pytest.mark.parametrize(
@@ -92,11 +84,7 @@ def test_sweep_of_last_epochs_alone_is_finished(grid, tmp_path, capsys):
         ),
         ({"seed": [0]}, ("--jobs", "0"), "--jobs 0 must be at least 1"),
         ({"seed": [0]}, ("--nodes", "2"), "--nodes is not an option of finch sweep; options of sbatch need --slurm"),
-        (
-            {"seed": [0]},
-            ("--slurm", "overwrite=True"),
-            "overwrite=True: a job that is requeued would start from scratch",
-        ),
+        ({"seed": [0]}, ("--slurm", "overwrite=True"), "overwrite=True: a job that is requeued would start from"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(grid, tmp_path, capsys, mappings, arguments, message):
