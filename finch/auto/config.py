@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from finch.auto.device import device_keys
 from finch.config.instantiate import component_of
 from finch.data import formats
+from finch.distributed import parallel
 from finch.errors import UserError
 from finch.models.families import model_block
 from finch.models.hf_config import check_folder
@@ -24,6 +25,15 @@ MAX_TOKENS = 2048
 VALIDATION_FRACTION = 0.1
 MAX_VALIDATION_ROWS = 1000
 MIN_ROWS_TO_SPLIT = 10
+
+GLOBAL_BATCH = 16
+"""Samples per optimizer step: the smaller of the paper's two (Appendix B.2)."""
+
+_MICRO_BATCH = 4
+_BF16_MIXED_BYTES = 16
+"""Of fp32 weights and gradients, and AdamW's two fp32 moments, per parameter."""
+_SHARE_FOR_STATE = 0.7
+"""Of a GPU's memory; the rest is for activations and logits."""
 
 _BLOCKS = ("model", "tokenizer", "dataset")
 
@@ -73,7 +83,7 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
         data, num_rows, message = _data(given)
         chosen.update(data)
         messages.append(message)
-    device = device_keys(str(given.get("device", "auto")), num_parameters, num_rows)
+    device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows)
     chosen.update(device)
     chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
@@ -116,6 +126,24 @@ def _required(given: DictConfig, key: str, meaning: str) -> str:
 def _num_parameters(folder: Path) -> int:
     files = HuggingFaceFolder(str(folder)).files
     return sum(math.prod(shape) for file in files for _, shape in read_shapes(file))
+
+
+def _device_keys(device: str, num_parameters: int, num_rows: int | None) -> dict[str, Any]:
+    """Batch, dtype and activation checkpointing. On a GPU the dtype is bf16_mixed, if weights, gradients and AdamW's moments in fp32 leave room
+    for activations, else bf16; on a CPU it is fp32."""
+    local = parallel.local_device(device)
+    ranks = parallel.launched_ranks()
+    global_batch = min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH)
+    micro_batch = max(1, min(_MICRO_BATCH, global_batch // ranks))
+    keys: dict[str, Any] = {
+        "batch_size": micro_batch,
+        "gradient_accumulation_steps": max(1, global_batch // (micro_batch * ranks)),
+    }
+    if local.type != "cuda":
+        return {**keys, "dtype": "fp32", "enable_activation_checkpointing": False}
+    memory = ranks * torch.cuda.get_device_properties(local).total_memory
+    is_roomy = num_parameters * _BF16_MIXED_BYTES <= _SHARE_FOR_STATE * memory
+    return {**keys, "dtype": "bf16_mixed" if is_roomy else "bf16", "enable_activation_checkpointing": True}
 
 
 def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
