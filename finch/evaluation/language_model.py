@@ -30,7 +30,7 @@ from finch.files import atomic_file, write_text
 from finch.log import logger
 from finch.progress import EvaluationProgress
 
-TOKENS_PER_REQUEST = 5
+_TOKENS_PER_REQUEST = 5
 """Generated tokens that take about as long as a log-likelihood; measured on a CPU, estimated for a GPU."""
 
 AUTO = "auto"
@@ -176,7 +176,7 @@ def count_requests(requests: Iterable[Any], default_max_tokens: int = 256) -> in
     for request in requests:
         number += 1
         if request.request_type == "generate_until":
-            number += request.args[1].get("max_gen_toks", default_max_tokens) // TOKENS_PER_REQUEST
+            number += request.args[1].get("max_gen_toks", default_max_tokens) // _TOKENS_PER_REQUEST
     return number
 
 

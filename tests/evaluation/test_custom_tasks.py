@@ -50,7 +50,7 @@ def test_generated_answers_use_the_chat_template():
     assert task.definition(True).endswith("; 5-shot; chat template")
 
 
-def test_documents_of_a_group_are_told_apart():
+def test_documents_of_a_group_have_separate_ids():
     task = custom_task("arc_easy", Manager("acc", parts=("one", "two")), is_new=False)
     samples = task.samples({"one": [record(0, acc=1)], "two": [record(0, acc=0)]})
     assert [sample["doc_id"] for sample in samples] == ["one/0", "two/0"]

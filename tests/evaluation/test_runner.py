@@ -109,14 +109,6 @@ def test_another_limit_is_another_result(evaluate, tmp_path):
     assert "is reused" in evaluate("--limit", 4)
 
 
-def test_tasks_of_a_suite_are_merged(evaluate, tmp_path):
-    evaluate(tasks="winogrande")
-    printed = evaluate()
-    assert "is reused: winogrande" in printed
-    result = read_result(only(tmp_path, "out/base-*/forgetting.json"))
-    assert list(result.tasks) == ["winogrande", "hellaswag"]
-
-
 def test_run_has_its_results(evaluate, tuned_folder, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tuned_folder, run / "epoch_0")
