@@ -264,7 +264,7 @@ class Checkpoint(Block):
 
 
 class Output(Keys):
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Checkpoint = Checkpoint.model_validate({})
     """when a resumable checkpoint is saved between epoch ends"""
     save_last_epoch_only: bool = False
     """write only the last epoch's Hugging Face folder, and save no resumable checkpoint at the ends of the epochs before it"""
