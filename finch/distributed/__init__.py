@@ -1,5 +1,4 @@
-"""Ranks and devices: process group and mesh, FSDP2, tensor parallelism, precision, the watchdog for hung collectives, signals, and what
-becomes of a process when its parent ends.
+"""Ranks and devices: process group, mesh, FSDP2, tensor parallelism, precision, watchdog, signals, and processes that end with their parent.
 
 May import config and what is below it. Knows nothing of data, checkpoints or the training step; must not import checkpoint, models,
 data, weights or training.

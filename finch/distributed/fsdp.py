@@ -27,9 +27,8 @@ def shard_model(
 ) -> None:
     """Applies FSDP2 to each of ``layers`` and then to ``model``, whose group holds the rest (norm, output, embeddings).
 
-    Args:
-        pin_memory: of offloaded shards. False with the optimizer inside the backward, whose hooks would read gradients that FSDP2 is
-            still copying.
+    ``pin_memory`` of offloaded shards must be False with the optimizer inside the backward, whose hooks would read gradients that FSDP2
+    is still copying.
     """
     if parallel.mesh is None:
         return
@@ -52,11 +51,7 @@ def shard_model(
 
 def reduce_last(model: nn.Module, batches: Sequence[T], *, each: bool) -> Iterator[T]:
     """The micro-batches of a step. Gradients are reduced over the ranks in the last one's backward; until then each rank adds to its own,
-    complete ones.
-
-    Args:
-        each: reduce them in every backward, which needs less memory.
-    """
+    complete ones. With ``each`` they are reduced in every backward, which needs less memory."""
     for number, batch in enumerate(batches, start=1):
         if isinstance(model, FSDPModule) and not each:
             model.set_requires_gradient_sync(number == len(batches))

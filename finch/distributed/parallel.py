@@ -31,11 +31,7 @@ class MeshSizes:
     tensor: int = 1
 
     def resolve(self, world_size: int) -> MeshSizes:
-        """The sizes with ``shard`` resolved.
-
-        Raises:
-            UserError: they do not multiply to the world size.
-        """
+        """The sizes with ``shard`` resolved. Raises UserError if they do not multiply to the world size."""
         given = f"data_parallel_replicate_dim={self.replicate} x tensor_parallel_dim={self.tensor}"
         shard = self.shard
         if shard == -1:
@@ -86,11 +82,8 @@ class Parallel:
         return values
 
     def check_equal(self, name: str, value: float | torch.Tensor | None) -> None:
-        """Compares a number, or each of several, bit for bit over the ranks (``debug_checks``); None is not compared.
-
-        Raises:
-            RuntimeError: it differs, which is a defect of finch.
-        """
+        """Compares a number, or each of several, bit for bit over the ranks (``debug_checks``); None is not compared. Raises RuntimeError
+        if it differs, which is a defect of finch."""
         if self.world_size == 1 or value is None:
             return
         values = torch.as_tensor(value, dtype=torch.float64).reshape(-1).to(self.device)
@@ -132,15 +125,13 @@ def start(
     """Joins torchrun's process group if there is one, and creates the mesh.
 
     Args:
-        device: this rank's device.
         shard: whether FSDP2 is needed even in one process (mixed precision, CPU offload). Otherwise one process
             runs unsharded: FSDP2 at world size 1 took 22% longer per step on a 0.26 M parameter model on CPU.
         offload: whether parameters will live on the CPU, whose collectives then need gloo next to NCCL.
         timeout_s: seconds after which a hung collective is an error.
         sizes: of the mesh's dimensions; None: FSDP2 over all ranks.
 
-    Raises:
-        UserError: the sizes do not multiply to the number of ranks; before any rank waits for another.
+    Raises UserError before any rank waits for another if the sizes do not multiply to the number of ranks.
     """
     sizes = (sizes or MeshSizes()).resolve(launched_ranks())
     backend = {"cuda": "nccl", "cpu": "gloo"}.get(device.type) or dist.get_default_backend_for_device(device)
@@ -167,11 +158,7 @@ def start_from(cfg: DictConfig, device: torch.device, *, shard: bool) -> Paralle
 
 
 def join(device: torch.device, sizes: MeshSizes) -> Parallel:
-    """This rank's place in the process group that exists, with the mesh over its ranks.
-
-    Args:
-        sizes: of the mesh's dimensions, resolved.
-    """
+    """This rank's place in the process group that exists, with the mesh over its ranks; ``sizes`` are resolved."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh(
         device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
@@ -217,11 +204,8 @@ def describe_ranks(number: int) -> str:
 
 
 def local_device(name: str | None) -> torch.device:
-    """This rank's device: ``cpu``, or the GPU of its local rank. ``auto`` and None: CUDA where there is one.
-
-    Raises:
-        UserError: the device does not exist here.
-    """
+    """This rank's device: ``cpu``, or the GPU of its local rank. ``auto`` and None: CUDA where there is one. Raises UserError if the device
+    does not exist here."""
     kind = name if name not in (None, "auto") else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")

@@ -12,13 +12,9 @@ from finch.errors import UserError
 
 @dataclass(frozen=True)
 class Precision:
-    """One value of the key ``dtype``.
+    """One value of the key ``dtype``: the dtypes of parameters and of forward and backward.
 
-    Attributes:
-        weights: dtype in which parameters are kept, and optimizer states too unless rounding is stochastic.
-        compute: dtype of forward and backward.
-        stochastic: whether the optimizer rounds its updates stochastically.
-        description: the same, for the log.
+    Optimizer states have the dtype of the parameters unless the optimizer rounds its updates stochastically.
     """
 
     weights: torch.dtype
@@ -62,11 +58,7 @@ PRECISIONS = {
 
 
 def precision_of(name: str) -> Precision:
-    """The precision a config's ``dtype`` names.
-
-    Raises:
-        UserError: unknown, or fp16.
-    """
+    """The precision a config's ``dtype`` names. Raises UserError if it is unknown, or fp16."""
     if name in PRECISIONS:
         return PRECISIONS[name]
     if str(name) in ("fp16", "float16", "half"):

@@ -21,10 +21,8 @@ _DUPLICATE_WINDOW_S = 3.0
 class Signals:
     """Records the signals of this rank.
 
-    The first one ends the run after the step; a second one ends the process at once, with 128 + its number.
-
-    Args:
-        before_training: called at SIGTERM or SIGUSR1 before ``start``; must be quick, the process then exits with 0.
+    The first one ends the run after the step; a second one ends the process at once, with 128 + its number. ``before_training`` is called at
+    SIGTERM or SIGUSR1 before ``start``; it must be quick, the process then exits with 0.
     """
 
     def __init__(self, before_training: Callable[[], None] | None = None) -> None:

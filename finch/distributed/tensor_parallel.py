@@ -25,14 +25,8 @@ Plan = Mapping[str, ParallelStyle]
 def build_plan(node: Any, decoder: TransformerDecoder, size: int) -> Plan:
     """The plan under ``tensor_parallel_plan``, checked against the model on every rank alike, before weights are loaded.
 
-    Args:
-        node: the config's block; its component returns a mapping from module names, ``*`` for the number of a layer, to
-            styles of torch's tensor parallelism.
-        decoder: as built, on any device.
-        size: ranks of a tensor-parallel group.
-
-    Raises:
-        UserError: the component does not exist, or see :func:`check_plan`.
+    ``node`` is the config's block, whose component returns a mapping from module names, ``*`` for the number of a layer, to styles of
+    torch's tensor parallelism; ``size``: ranks of a tensor-parallel group. Raises UserError if it does not exist, or as :func:`check_plan`.
     """
     key = "tensor_parallel_plan"
     plan = build(node, key, **plan_arguments(locate(component_of(node) or "", key), decoder))
@@ -41,11 +35,10 @@ def build_plan(node: Any, decoder: TransformerDecoder, size: int) -> Plan:
 
 
 def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
-    """Whether a plan fits a model.
+    """Checks that a plan fits a model on ``size`` ranks.
 
-    Raises:
-        UserError: a pattern that no module has; a projection of the attention that none names; a model that cannot be sharded;
-            heads that do not divide; weights within a head that the plan leaves out, whose gradients would cover only this rank's heads.
+    Raises UserError for a pattern that no module has, a projection of the attention that none names, a model that cannot be sharded,
+    heads that do not divide, and weights within a head that the plan leaves out, whose gradients would cover only this rank's heads.
     """
     names = [name for name, _ in decoder.named_modules() if name]
     tied = isinstance(decoder.output, TiedLinear)  # no module: it is sharded with the embedding

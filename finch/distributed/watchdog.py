@@ -19,11 +19,7 @@ _STDERR = 2  # the descriptor: sys.stderr may have been replaced, by a progress 
 
 
 class Watchdog:
-    """Prints the stacks once :meth:`heartbeat` has not been called for a while; does not end the process.
-
-    Args:
-        timeout_s: seconds after which a collective fails; the stacks are printed after nine tenths of them.
-    """
+    """Prints the stacks once :meth:`heartbeat` has not been called for nine tenths of the collectives' timeout; does not end the process."""
 
     def __init__(self, timeout_s: float) -> None:
         self._limit_s = _SHARE_OF_TIMEOUT * timeout_s

@@ -23,12 +23,7 @@ REFERENCES = ("reference_log_probs", "reference_tokens")
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What all probes of a run share.
-
-    Attributes:
-        collator: makes a set's collate function, see :func:`finch.data.loader.collator`.
-        batch_size: samples per forward pass and rank in training.
-    """
+    """What all probes of a run share: ``collator`` as :func:`finch.data.loader.collator`, ``batch_size`` per forward pass and rank in training."""
 
     parallel: Parallel
     collator: Callable[[Samples], Collate]
@@ -58,11 +53,7 @@ def evaluate(model: nn.Module, name: str, rows: ProbeRows, settings: EvalSetting
 
 
 def probe_metrics(losses: torch.Tensor, rows: ProbeRows) -> dict[str, float]:
-    """``loss``, and of a multiple-choice probe ``accuracy``; see :func:`evaluate`.
-
-    Args:
-        losses: [samples] each one's sum over its targets in nats, on the host.
-    """
+    """``loss``, and of a multiple-choice probe ``accuracy``, from [samples] sums over their targets in nats; see :func:`evaluate`."""
     counts = torch.tensor([num_targets(sample) for sample in rows.samples], dtype=torch.float64)
     if rows.questions:
         return _multiple_choice(losses, counts, rows.questions)

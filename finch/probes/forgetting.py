@@ -22,11 +22,7 @@ from finch.training.run import Run
 class Forgetting(Hook):
     """Probes and budget of a run; without their keys in the config it only says which metric chooses the best epoch.
 
-    Args:
-        trainer: with its rows, before its weights are loaded.
-
-    Raises:
-        UserError: rows that cannot be used, or a metric that a probe does not have.
+    Built before weights are loaded. Raises UserError for rows that cannot be used, or a metric that a probe does not have.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -46,11 +42,8 @@ class Forgetting(Hook):
 
     @staticmethod
     def check(cfg: DictConfig) -> None:
-        """Checks the config's keys without reading rows.
-
-        Raises:
-            UserError: a probe without rows, or a budget or a selection that refers to nothing.
-        """
+        """Checks the config's keys without reading rows. Raises UserError for a probe without rows, or a budget or a selection that refers
+        to nothing."""
         check_probes(cfg)
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,8 +172,7 @@ class ForgettingBudget:
     def keep_step(self, step: int, *, is_epoch_end: bool = False) -> None:
         """Exports the model of an evaluation inside the budget, and links it; a collective.
 
-        Args:
-            is_epoch_end: of an epoch that has no folder; with ``save: epochs`` other evaluations do nothing.
+        ``is_epoch_end``: of an epoch that has no folder; with ``save: epochs`` other evaluations do nothing.
         """
         if self._settings is None or not (is_epoch_end or self._settings.save == "evaluations"):
             return

@@ -30,15 +30,7 @@ from finch.training.reference import ReferenceFile, fingerprint_of
 
 
 class SelfGeneratedProbe:
-    """The answers of one probe of kind self.
-
-    Args:
-        name: of the probe.
-        run: the run's folder.
-        rows: the prompts; they become prompts with answers.
-        tokenizer: torchtune's.
-        dtype: in which the model computes.
-    """
+    """The answers of one probe of kind self. ``rows`` are the prompts, which become prompts with answers."""
 
     def __init__(
         self, name: str, run: Path, rows: ProbeRows, settings: ProbeSettings, tokenizer: Any, dtype: torch.dtype
@@ -53,9 +45,7 @@ class SelfGeneratedProbe:
     def load(self, weight_files: Iterable[Path], model_settings: dict[str, Any], parallel: Parallel) -> bool:
         """Takes the answers of an earlier start of this run; a collective. Returns whether every rank could read them.
 
-        Args:
-            weight_files: of the pretrained model.
-            model_settings: what else decides its outputs, as JSON.
+        They belong to the pretrained ``weight_files`` and to ``model_settings``, what else decides the model's outputs, as JSON.
         """
         settings = {**model_settings, "max_new_tokens": self._settings.max_new_tokens, "top_k": self._settings.top_k}
         prompts = json.dumps([self._prompts, self._stop_tokens]).encode()
@@ -69,11 +59,7 @@ class SelfGeneratedProbe:
         return True
 
     def generate(self, model: TokenLoss, settings: EvalSettings) -> None:
-        """Generates the answers with the pretrained weights and saves them; a collective.
-
-        Raises:
-            UserError: no answer has a token.
-        """
+        """Generates the answers with the pretrained weights and saves them; a collective. Raises UserError if no answer has a token."""
         start, parallel = time.perf_counter(), settings.parallel
         answers = greedy_answers(
             model,
@@ -156,10 +142,7 @@ def greedy_answers(
 ) -> list[list[int]]:
     """The most likely next token, again and again, in evaluation mode; a collective. Every rank gets all answers.
 
-    Args:
-        stop_tokens: each ends an answer, of which it is the last token.
-        batch_size: prompts per forward pass and rank.
-        dtype: in which the model computes.
+    Each of ``stop_tokens`` ends an answer, of which it is the last token. ``batch_size``: prompts per forward pass and rank.
     """
     longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # little padding
     order = GlobalOrder(

@@ -38,18 +38,10 @@ FORWARD_COST = 0.5
 class Probes:
     """All probes of a run; without any, every method does nothing.
 
-    Args:
-        cfg: a recipe's config.
-        tokenizer: torchtune's.
-        data: the training rows, whose length decides how often probes are evaluated.
-        max_seq_len: longest row that the model can take, in tokens; None: no limit.
+    The number of training rows decides how often probes are evaluated. ``max_seq_len``: the longest row that the model can take, in
+    tokens; None: no limit. ``seconds``: spent on probes since this start, the pretrained model's answers included.
 
-    Attributes:
-        kinds: of each probe by name, ``auto`` resolved.
-        seconds: spent on probes since this start, the pretrained model's answers included.
-
-    Raises:
-        UserError: rows that cannot be used.
+    Raises UserError for rows that cannot be used.
     """
 
     def __init__(
@@ -88,8 +80,7 @@ class Probes:
     def find_answers(self, base: PretrainedFolder) -> bool:
         """Reads the pretrained model's answers where an earlier start of the run has left them; a collective.
 
-        Returns:
-            Whether :meth:`start` needs the pretrained weights.
+        Returns whether :meth:`start` needs the pretrained weights.
         """
         model = {"model": OmegaConf.to_container(self._cfg.model, resolve=True), "dtype": self._cfg.dtype}
         for name, answers in self._answers.items():
@@ -195,11 +186,8 @@ class Probes:
 def default_interval(eval_tokens: int, step_tokens: float, steps_per_epoch: int) -> int:
     """Steps between two evaluations, so that those of an epoch take less than 5% of its time; at most ten per epoch, at least one at its end.
 
-    They follow from config and rows: a resumed run, or one on another machine, has the same steps.
-
-    Args:
-        eval_tokens: of one evaluation.
-        step_tokens: of an optimizer step, over all ranks.
+    They follow from config and rows: a resumed run, or one on another machine, has the same steps. ``eval_tokens``: of one evaluation;
+    ``step_tokens``: of an optimizer step, over all ranks.
     """
     affordable = math.floor(MAX_SHARE * steps_per_epoch / eval_cost(eval_tokens, step_tokens))
     return math.ceil(steps_per_epoch / min(max(affordable, 1), MAX_PER_EPOCH))

@@ -30,12 +30,8 @@ Sample = dict[str, Any]
 class Question:
     """One row.
 
-    Attributes:
-        context: what comes before a choice.
-        choices: the texts that are compared.
-        answer: index of the right one.
-        is_dialogue: whether the context is a user turn and each choice an assistant turn; otherwise a choice continues the context
-            after a space.
+    ``context`` comes before a choice, ``answer`` is the index of the right one. In a dialogue the context is a user turn and each choice an
+    assistant turn; otherwise a choice continues the context after a space.
     """
 
     context: str
@@ -66,14 +62,9 @@ class ProbeRows:
 
 
 def read_rows(name: str, settings: ProbeSettings, tokenizer: Any, max_seq_len: int | None) -> ProbeRows:
-    """The rows of the probe ``name``.
+    """The rows of the probe ``name``. ``max_seq_len``: the longest row that the model can take, in tokens; None: no limit.
 
-    Args:
-        tokenizer: torchtune's.
-        max_seq_len: longest row that the model can take, in tokens; None: no limit.
-
-    Raises:
-        UserError: rows that cannot be read, of another kind than the settings', longer than the model's context, or without targets.
+    Raises UserError for rows that cannot be read, of another kind than the settings', longer than the model's context, or without targets.
     """
     key = f"probes.{name}"
     try:
@@ -203,11 +194,7 @@ def _dialogue(question: str, answer: str, tokenizer: Any) -> Sample:
 
 
 def _prompt(row: Mapping[str, Any], settings: ProbeSettings, tokenizer: Any) -> Sample:
-    """A row's prompt up to where the assistant's answer starts.
-
-    Raises:
-        UserError: the row has none.
-    """
+    """A row's prompt up to where the assistant's answer starts."""
     sample = _plain(
         SFTTransform(model_transform=tokenizer)(
             {"messages": [*_first_turns(row, settings), Message(role="assistant", content=".")]}
@@ -266,8 +253,7 @@ def question_of(row: Mapping[str, Any]) -> Question:
     TOFU's perturbed rows have their paraphrased question, the paraphrased answer, which is right, and the perturbed answers. HellaSwag's
     ``activity_label`` goes before its ``ctx``, as in lm-eval.
 
-    Raises:
-        UserError: a field is missing or of another type, or the answer is none of the choices.
+    Raises UserError if a field is missing or of another type, or the answer is none of the choices.
     """
     if _is_perturbed(row):
         texts = _texts([row["paraphrased_answer"], *row["perturbed_answer"]], "perturbed_answer")

@@ -67,11 +67,8 @@ def read_budget(cfg: DictConfig) -> BudgetSettings | None:
 
 
 def check_probes(cfg: DictConfig) -> None:
-    """Checks what can be known of probes, budget and ``select_by`` without reading rows.
-
-    Raises:
-        UserError: a probe without rows, a name that a validation set has as well, a budget or a selection that refers to nothing.
-    """
+    """Checks what can be known of probes, budget and ``select_by`` without reading rows. Raises UserError for a probe without rows, a name
+    that a validation set has as well, a budget or a selection that refers to nothing."""
     probes, validations = read_probes(cfg), validation_sets(cfg.dataset_validation)
     for name, probe in probes.items():
         if probe.source is None and probe.data_files is None:
@@ -95,14 +92,8 @@ def check_probes(cfg: DictConfig) -> None:
 
 
 def selection_key(cfg: DictConfig, kinds: dict[str, str]) -> str | None:
-    """The metric that the best epoch is chosen by; None: there is none to choose by.
-
-    Args:
-        kinds: the kind of each probe by name, ``auto`` resolved.
-
-    Raises:
-        UserError: ``select_by`` names a metric that the probe's kind does not have.
-    """
+    """The metric that the best epoch is chosen by; None: there is none to choose by. Raises UserError if ``select_by`` names a metric that
+    the probe's kind does not have."""
     if cfg.select_by is not None:
         match = re.fullmatch(r"probe/([^/]+)/(accuracy|kl)", cfg.select_by)
         if match is not None:

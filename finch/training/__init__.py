@@ -1,5 +1,4 @@
-"""What the recipes are made of: the model that returns token losses, its sharding, the loss over a dataset, the pretrained model's losses,
-schedule and optimizer from the config, checks before weights are loaded, the run's folder, and export.
+"""The training step of the recipes and what surrounds it: model and sharding, loss, schedule and optimizer, hooks, checks, the run's folder.
 
 May import everything but cli.
 """

@@ -121,12 +121,7 @@ class Resumable(Protocol):
 
 
 class Checkpointer:
-    """Saves and restores what a run needs to continue bit for bit. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`.
-
-    Args:
-        cfg: a recipe's config.
-        run: the run's folder.
-    """
+    """Saves and restores what a run needs to continue bit for bit. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`."""
 
     def __init__(self, cfg: DictConfig, run: Path, parallel: Parallel) -> None:
         self._parallel, self._user_hooks = parallel, set(cfg.hooks or ())
@@ -149,9 +144,7 @@ class Checkpointer:
     def save(self, trainer: Resumable, *, metrics_lines: int, wait: bool) -> bool:
         """A collective. Returns whether the disk has refused no file so far; without ``wait`` the save may have only begun.
 
-        Args:
-            metrics_lines: of metrics.jsonl that belong to the steps so far.
-            wait: until it is on the disk.
+        ``metrics_lines`` is the number of lines of metrics.jsonl that belong to the steps so far.
         """
         state = trainer.state
         state.is_save_due = False
@@ -179,10 +172,7 @@ class Checkpointer:
 
     def load(self, trainer: Resumable, folder: Path, scalars: dict[str, Any]) -> None:
         """Restores weights, optimizer, schedule, position, hooks and random states; a collective. Base learning rates stay the config's.
-
-        Raises:
-            UserError: the checkpoint does not hold what this model and optimizer need.
-        """
+        Raises UserError if the checkpoint does not hold what this model and optimizer need."""
         saved = scalars.get("hooks", {})
         tensors = {name: _split(trainer.hooks[name].state_dict())[0] for name in self._user_hooks & saved.keys()}
         load_tensors(folder, trainer.model, trainer.update.optimizers, self._parallel, extra=_nonempty(tensors))

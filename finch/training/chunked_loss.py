@@ -26,9 +26,8 @@ LOGITS_BYTES = 2**28
 def chunks_for(num_tokens: int, vocab_size: int, num_chunks: int, *, has_kl: bool = False) -> int:
     """In how many chunks the logits of ``num_tokens`` tokens are computed.
 
-    Args:
-        num_chunks: 1: never more where there is a gradient; otherwise 1 where the logits are at most ``LOGITS_BYTES``, else at least that many.
-        has_kl: whether the KL divergence is computed, which takes twice as many tensors of that size: chunks are half as large.
+    With ``num_chunks`` 1 there is one wherever there is a gradient; otherwise one if the logits are at most ``LOGITS_BYTES``, else at
+    least that many. ``has_kl`` halves the chunks, since the KL divergence takes twice as many tensors of that size.
     """
     num_bytes = 4 * num_tokens * vocab_size
     if (num_chunks == 1 and torch.is_grad_enabled()) or num_bytes <= LOGITS_BYTES:
@@ -165,8 +164,7 @@ class TokenLoss(nn.Module):
         num_top_logits: int,
         num_top_log_probs: int,
     ) -> dict[str, torch.Tensor]:
-        """``logits``: [tokens, vocab]; ``labels``: [tokens]; ``reference``: the pretrained model's hidden states [tokens, embed], or its
-        top log-probabilities and their tokens. Returns what ``forward`` does, [tokens, ...]."""
+        """``logits`` [tokens, vocab], ``labels`` [tokens], ``reference``: hidden states [tokens, embed], or top log-probabilities and their tokens."""
         outputs = {"loss": self.cross_entropy(logits, labels)}
         if num_top_logits:  # the objective raises for a vocabulary that is too small
             outputs["top_logits"] = logits.detach().topk(min(num_top_logits, logits.shape[-1])).values

@@ -39,11 +39,8 @@ def check(cfg: DictConfig, device: torch.device, ranks: int | None = None) -> No
 
 
 def check_schedule(cfg: DictConfig) -> None:
-    """Builds a loss-dependent schedule on a dummy optimizer, so that wrong arguments fail early.
-
-    Raises:
-        UserError: an argument is out of its range, or optimizer.lr is not above 0.
-    """
+    """Builds a loss-dependent schedule on a dummy optimizer, so that wrong arguments fail early. Raises UserError if an argument is out of
+    its range, or optimizer.lr is not above 0."""
     kind = loss_schedule(cfg)
     if kind is None:
         return
@@ -61,11 +58,7 @@ def check_schedule(cfg: DictConfig) -> None:
 
 
 def check_replay(cfg: DictConfig, num_steps: int) -> None:
-    """Checks that the log to replay has a learning rate for each of the ``num_steps`` optimizer steps.
-
-    Raises:
-        UserError: it is shorter.
-    """
+    """Checks that the log to replay has a learning rate for each of the ``num_steps`` optimizer steps. Raises UserError if not."""
     if loss_schedule(cfg) is not ReplayLR:
         return
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=float(cfg.optimizer.lr))
@@ -76,13 +69,9 @@ def check_replay(cfg: DictConfig, num_steps: int) -> None:
 
 
 def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None = None) -> None:
-    """Checks options that exclude or need each other.
+    """Checks options that exclude or need each other. Raises UserError that names both, and what to set.
 
-    Args:
-        ranks: how many the run has; None: those that torchrun has started.
-
-    Raises:
-        UserError: names both, and what to set.
+    ``ranks``: how many the run has; None: those that torchrun has started.
     """
     if cfg.optimizer_in_bwd and cfg.clip_grad_norm is not None:
         raise UserError(
@@ -133,11 +122,7 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
 
 
 def check_lora_combinations(cfg: DictConfig) -> None:
-    """Checks options that have no meaning for adapters.
-
-    Raises:
-        UserError: names the option, and what to set.
-    """
+    """Checks options that have no meaning for adapters. Raises UserError that names the option, and what to set."""
     if cfg.tensor_parallel_dim > 1:
         raise UserError(
             f"tensor_parallel_dim={cfg.tensor_parallel_dim} does not cut LoRA layers; set it to 1, FSDP2 shards the model over all ranks"
@@ -149,11 +134,7 @@ def check_lora_combinations(cfg: DictConfig) -> None:
 
 
 def check_text_decoder(model: nn.Module, component: str) -> None:
-    """Checks that the model is a text decoder; multimodal models and encoders have other inputs.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raises UserError if the model is no text decoder; multimodal models and encoders have other inputs."""
     if not isinstance(model, TransformerDecoder):
         raise UserError(
             f"model._component_={component} builds a {type(model).__name__}, and this recipe trains text decoders; give the builder of one"
@@ -163,8 +144,7 @@ def check_text_decoder(model: nn.Module, component: str) -> None:
 def check_output_folder(cfg: DictConfig) -> list[Path]:
     """The checkpoints to resume from, in order of preference; empty for a new run.
 
-    Raises:
-        UserError: there is no checkpoint to resume from; the folder holds another run, or lies inside the pretrained model's.
+    Raises UserError if there is none to resume from, or the folder holds another run or lies inside the pretrained model's.
     """
     run = Path(cfg.output_dir)
     resume = cfg.resume_from_checkpoint

@@ -16,11 +16,7 @@ from finch.progress import track
 
 
 def iter_token_losses(model: nn.Module, loader: EvalLoader) -> Iterator[tuple[list[int], Batch, torch.Tensor]]:
-    """This rank's share of a dataset in evaluation mode: row indices, their batch on the host, token losses [batch, seq] in nats.
-
-    Args:
-        model: returns token losses; see :class:`finch.training.chunked_loss.TokenLoss`.
-    """
+    """This rank's share of a dataset in evaluation mode: row indices, their batch on the host, token losses [batch, seq] in nats."""
     return iter_outputs(model, loader)
 
 
@@ -39,11 +35,7 @@ def iter_outputs(model: nn.Module, loader: EvalLoader, **options: Any) -> Iterat
 
 @torch.no_grad()
 def dataset_loss(model: nn.Module, loader: EvalLoader) -> float:
-    """Token-weighted mean cross-entropy in nats; every target token weighs the same.
-
-    Raises:
-        UserError: no sample has a target token.
-    """
+    """Token-weighted mean cross-entropy in nats; every target token weighs the same. Raises UserError if no sample has a target token."""
     # [sum of losses, number of target tokens]; fp64, for a sum over millions of tokens.
     sums = torch.zeros(2, dtype=torch.float64, device=loader.parallel.device)
     for _, batch, token_loss in iter_token_losses(model, loader):

@@ -32,13 +32,7 @@ from finch.weights.huggingface import PretrainedFolder
 
 
 class Trainer(Resumable, Protocol):
-    """What a hook sees of a recipe.
-
-    Attributes:
-        cfg: its config.
-        base: the folder of the pretrained weights.
-        decoder: the model's torchtune decoder.
-    """
+    """What a hook sees of a recipe: its config, ``base``, the folder of the pretrained weights, the torchtune decoder, and so on."""
 
     cfg: DictConfig
     parallel: Parallel
@@ -109,14 +103,7 @@ class Hook:
 
 
 def user_hooks(cfg: DictConfig, reserved: set[str]) -> dict[str, Hook]:
-    """The hooks of the config, by their names there.
-
-    Args:
-        reserved: names of the recipe's own.
-
-    Raises:
-        UserError: a component is not a hook, or has a reserved name.
-    """
+    """The hooks of the config, by their names there. Raises UserError if a component is not a hook, or has a name in ``reserved``."""
     found: dict[str, Hook] = {}
     for name, node in (cfg.hooks or {}).items():
         if name in reserved:
@@ -175,11 +162,7 @@ class NonfiniteGuard(Hook):
         self.may_save(state)
 
     def may_save(self, state: TrainState) -> bool:
-        """Always True; an update can break the weights before any forward shows it.
-
-        Raises:
-            FloatingPointError: a weight is not finite.
-        """
+        """Always True; an update can break the weights before any forward shows it. Raises FloatingPointError if a weight is not finite."""
         trainer = self._trainer
         trainer.update.schedule.check()
         if not trainer.parallel.all_true(all_finite(trainer.model.trained_parameters().values())):
@@ -210,11 +193,7 @@ class StepChecks(Hook):
 
 
 class Profiler(Hook):
-    """torchtune's profiler, of the config's block.
-
-    Raises:
-        UserError: it cannot be built.
-    """
+    """torchtune's profiler, of the config's block. Raises UserError if it cannot be built."""
 
     def __init__(self, cfg: DictConfig) -> None:
         is_enabled = cfg.profiler is not None and cfg.profiler.get("enabled", False)
@@ -259,11 +238,8 @@ class Validation(Hook):
 
 
 def build_metrics_log(cfg: DictConfig, run: Path, parallel: Parallel, *, num_steps: int) -> MetricsLog:
-    """The metrics of a run of ``num_steps`` optimizer steps, not opened yet.
-
-    Raises:
-        UserError: the metric logger cannot be built, most often because its package is not installed.
-    """
+    """The metrics of a run of ``num_steps`` optimizer steps, not opened yet. Raises UserError if the metric logger cannot be built, most
+    often because its package is not installed."""
     metric_logger = None
     if cfg.metric_logger is not None and parallel.is_rank_zero:
         metric_logger = build(cfg.metric_logger, "metric_logger")

@@ -27,11 +27,8 @@ from finch.weights.huggingface import PretrainedFolder
 
 
 def build_kl(cfg: DictConfig) -> KL | None:
-    """The settings under ``kl_penalty``; None without the block.
-
-    Raises:
-        UserError: an argument is out of its range, or the component is another one.
-    """
+    """The settings under ``kl_penalty``; None without the block. Raises UserError if an argument is out of its range, or the component is
+    another one."""
     if cfg.kl_penalty is None:
         return None
     settings = build(cfg.kl_penalty, "kl_penalty")
@@ -52,17 +49,11 @@ class KLPenalty:
 
     The mean is over all target tokens, also with an objective that has another denominator (STM).
 
-    Args:
-        cfg: a recipe's config.
-        decoder: as built, on any device.
-        parallel: the ranks that share a step.
-
     Attributes:
         is_cached: whether the pretrained model's distributions are computed once, before training.
         has_reference: whether the model needs a frozen copy of the pretrained one.
 
-    Raises:
-        UserError: a setting is out of its range.
+    Raises UserError if a setting is out of its range.
     """
 
     def __init__(self, cfg: DictConfig, decoder: TransformerDecoder, parallel: Parallel) -> None:
@@ -93,11 +84,7 @@ class KLPenalty:
             logger.info(f"the pretrained model's most likely tokens are read from {path}")
 
     def prepare(self, model: TokenLoss, data: TrainingData) -> None:
-        """Computes what is cached and not there yet, and logs what the reference costs on this rank; a collective.
-
-        Args:
-            model: with the pretrained weights.
-        """
+        """Computes what is cached and not there yet, with the pretrained weights, and logs what the reference costs on this rank; a collective."""
         if self._settings is None:
             return
         start = f"KL penalty {self._settings.strength:g} x the mean token KL from the pretrained model:"

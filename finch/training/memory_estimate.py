@@ -1,4 +1,4 @@
-"""An estimate of the peak memory of a training step, by part, from shapes alone: no weight is allocated."""
+"""An estimate of the peak memory of a training step, by part, only from shapes: no weight is allocated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MicroBatch:
 
     Attributes:
         batch, seq: its shape; all samples are padded to ``seq`` tokens.
-        targets: target tokens, at which alone logits are computed.
+        targets: target tokens, the only ones at which logits are computed.
         num_chunks: in how many chunks logits are computed where they are many, see ``finch.training.chunked_loss.chunks_for``.
     """
 
@@ -52,24 +52,19 @@ class MemoryEstimate:
             output, norm) in the compute dtype, and the gradients of one layer and of the root before they are reduced:
             (3 layer + 2 root) c, with a frozen copy one root more; all layers and the root with ``fsdp_reshard_after_forward: False``;
             T w more with gradient accumulation and ``fsdp_reduce_every_micro_batch: False``, the gradients before they are reduced.
-        gradients: T w / N; with ``optimizer_in_bwd`` those of the largest layer alone.
+        gradients: T w / N; with ``optimizer_in_bwd`` only those of the largest layer.
         optimizer: T x the bytes of state per parameter, counted on a small parameter (AdamW: 2 w; SGD: 0, with momentum w;
             bf16_stochastic: 8; 8-bit: 2 (1 + 4/256)) / N.
         logits: 12 x vocabulary x targets of the largest chunk: log-probabilities, their gradient and the logits' gradient in fp32. With a
             KL penalty 24 x: the two models' log-probabilities and the pretrained one's logits and probabilities as well.
         activations: what autograd saves in a layer for the backward, counted by running one layer on fake tensors, x layers; with
-            activation checkpointing a layer's input alone, batch x seq x width x c, x layers; and the last hidden state twice.
+            activation checkpointing only a layer's input, batch x seq x width x c, x layers; and the last hidden state twice.
         recomputed: with activation checkpointing what one layer saves. The logits are freed before.
         is_accumulated: whether gradients of earlier micro-batches are there during a forward pass.
         is_offloaded: weights, gradients and optimizer states are in host memory.
 
-    Estimate / measured growth of anonymous resident memory during training, on a CPU in fp32 with AdamW, without and with activation
-    checkpointing: 1.07 and 0.89 for a 0.29 M parameter model with 128 x 274 tokens, 0.97 and 0.90 for SmolLM2-135M with 4 x 129
-    tokens (the run's batches had at most 4 x 100). This is with MALLOC_MMAP_THRESHOLD_=65536, so that glibc returns freed blocks. With
-    its defaults, where freed blocks stay, the small model's were 0.90 and 0.37. Nothing has been compared on a GPU.
-
-    Not counted: the framework itself (a CUDA context: about 0.5 GB), temporary tensors inside an operation, fragmentation, buffers of
-    the collectives, compiled kernels' workspaces, data, and the host copy of an asynchronous checkpoint.
+    Compared with real runs in docs/verification.md. Not counted: the framework itself (a CUDA context: about 0.5 GB), temporary tensors
+    inside an operation, fragmentation, the collectives' buffers, kernels' workspaces, data, and the host copy of an asynchronous checkpoint.
     """
 
     weights: int
@@ -104,8 +99,6 @@ def estimate_memory(
 
     Args:
         decoder: on the meta device, in the dtype of the weights; parameters that are not trained require no gradient.
-        cfg: a recipe's config.
-        micro_batch: the largest one.
         shards: ranks that one copy of the model is divided over, tensor parallelism included.
         is_sharded: whether FSDP2 is used.
     """

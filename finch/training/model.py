@@ -35,10 +35,8 @@ def build_decoder(
 ) -> tuple[modules.TransformerDecoder, PretrainedFolder, Plan | None]:
     """The decoder on the meta device, the folder of its pretrained weights, and the tensor-parallel plan if there is one.
 
-    All are checked against each other; no weight is read.
-
-    Raises:
-        UserError: not a text decoder, not the folder's model, or layers that do not exist.
+    All are checked against each other; no weight is read. Raises UserError for a model that is no text decoder or not the folder's, and
+    for layers that do not exist.
     """
     decoder, plan, component = decoder_on_meta(cfg, precision)
     base = open_checkpoint(cfg.checkpointer)
@@ -49,8 +47,7 @@ def build_decoder(
 def decoder_on_meta(cfg: DictConfig, precision: Precision) -> tuple[modules.TransformerDecoder, Plan | None, str]:
     """The decoder on the meta device, the tensor-parallel plan if there is one, and the builder's name. Reads no file.
 
-    Raises:
-        UserError: not a text decoder, or layers that do not exist.
+    Raises UserError for a model that is no text decoder, and for layers that do not exist.
     """
     node, message = replace_known_bad_builder(cfg.model)
     if message is not None:
@@ -67,10 +64,7 @@ def decoder_on_meta(cfg: DictConfig, precision: Precision) -> tuple[modules.Tran
 
 
 def _check_custom_layers(decoder: nn.Module, names: Iterable[str]) -> None:
-    """
-    Raises:
-        UserError: ``custom_sharded_layers`` names a layer that the model does not have.
-    """
+    """Checks that the model has the layers of ``custom_sharded_layers``."""
     known = {name for name, _ in decoder.named_modules()} | {"output"}
     for name in names:
         if name not in known:
@@ -91,10 +85,7 @@ def parallelize(
 ) -> TokenLoss:
     """Applies tensor parallelism, compile, activation checkpointing and FSDP2, in this order; all stays on the meta device.
 
-    Args:
-        num_chunks: in how many chunks logits are computed.
-        plan: of tensor parallelism.
-        has_reference: whether to add a second, frozen copy of the decoder, sharded in the same way.
+    ``has_reference`` adds a second, frozen copy of the decoder, sharded in the same way.
     """
     reference = copy.deepcopy(decoder).requires_grad_(False) if has_reference else None
     model = TokenLoss(decoder, num_chunks, reference)

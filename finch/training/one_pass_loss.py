@@ -7,7 +7,7 @@ pass, and with it the chunk's share of the gradients of hidden states and head. 
 logits and recomputing them in the backward takes 4. Otherwise the losses of all chunks are computed first: 4 products as well.
 
 The head's gradient is accumulated in one buffer of its weight's dtype, as by autograd: the only tensor of its size next to the
-weight, which in fp32 would be twice as large for a bf16 head. The product adds to it before it rounds: once a chunk.
+weight, which in fp32 would be twice as large for a bf16 head. The product adds to it before it rounds, once per chunk.
 """
 
 from __future__ import annotations
@@ -48,12 +48,7 @@ class Weighting:
 
 
 class _LinearHead:
-    """An output layer that is one product. Its weight's gradient needs no second tensor of that size.
-
-    Attributes:
-        parameters: that are trained.
-        gradients: of these, summed over the chunks so far.
-    """
+    """An output layer that is one product. Its weight's gradient, summed over the chunks, needs no second tensor of that size."""
 
     def __init__(self, output: Any, weight: torch.Tensor) -> None:
         self._output, self._weight = output, weight

@@ -25,12 +25,7 @@ Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
 
 
 class Update:
-    """Updates the weights after the last backward of a step.
-
-    Attributes:
-        optimizers: one; in :class:`UpdateInBackward` one per parameter.
-        schedule: sets the learning rate of a step from its loss.
-    """
+    """Updates the weights after the last backward of a step. ``optimizers`` has one, in :class:`UpdateInBackward` one per parameter."""
 
     def __init__(
         self,
@@ -50,9 +45,7 @@ class Update:
     def mean_loss(self, loss_sum: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """[] the step's cross-entropy in nats per target token, whatever the objective; a collective.
 
-        Args:
-            loss_sum: [] over this rank's micro-batches so far.
-            targets: [] target tokens of the step, over all ranks.
+        ``loss_sum``: [] over this rank's micro-batches so far; ``targets``: [] target tokens of the step, over all ranks.
         """
         return self._parallel.all_reduce_sum_(loss_sum) / targets.clamp(min=1)
 
@@ -62,11 +55,7 @@ class Update:
         return norm.to(self._parallel.device, non_blocking=True)  # offloaded gradients live on the CPU
 
     def step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, denominator: torch.Tensor) -> None:
-        """Sets the learning rate from the step's loss, and updates the weights.
-
-        Args:
-            denominator: [] what the objective divides by; without any there is no update.
-        """
+        """Sets the learning rate from the step's loss, and updates the weights; not where ``denominator`` [], what the objective divides by, is 0."""
         # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
         if self.schedule.step(loss if grad_norm is None else loss + 0 * grad_norm, denominator):
             self.optimizers[0].step()
@@ -124,11 +113,10 @@ def build_update(
 def build_optimizers(
     cfg: DictConfig, parameters: Sequence[nn.Parameter], precision: Precision, device: torch.device, *, tensor_lr: bool
 ) -> list[Optimizer]:
-    """
-    Args:
-        parameters: the trained ones.
-        tensor_lr: keep the learning rate as a tensor on ``device`` where the optimizer supports it, for a schedule that
-            never synchronises with a GPU.
+    """The optimizers of the trained parameters.
+
+    With ``tensor_lr`` the learning rate stays a tensor on ``device`` where the optimizer supports it, for a schedule that never
+    synchronises with a GPU.
     """
     node = {**cfg.optimizer}
     if precision.stochastic:
@@ -175,11 +163,7 @@ def on_nonfinite(cfg: DictConfig) -> str:
 def build_schedule(
     cfg: DictConfig, optimizers: Sequence[Optimizer], *, init: float | str | None, num_steps: int
 ) -> Schedule:
-    """
-    Args:
-        init: FINCH's Lbar_0.
-        num_steps: of the complete run, for schedulers with an end.
-    """
+    """The schedule of the config. ``init``: FINCH's Lbar_0; ``num_steps``: of the complete run, for schedulers with an end."""
     action = on_nonfinite(cfg)
     if loss_schedule(cfg) is None:
         scheduler = None

@@ -24,8 +24,7 @@ _COMPUTES_SCORES = (Gemma2Attention.forward,)
 def accept_padding_free(decoder: TransformerDecoder) -> bool:
     """Lets the decoder's attention layers take a :class:`PaddingFree` as their ``mask``; with any other mask they do what they did.
 
-    Returns:
-        Whether all could: only torchtune's attention layers and finch's are known.
+    Returns whether all could: only torchtune's attention layers and finch's are known.
     """
     layers = [layer.attn for layer in decoder.layers]
     if not all(type(layer).forward in (*_CALLS_ATTENTION, *_COMPUTES_SCORES) for layer in layers):
@@ -41,13 +40,7 @@ def accept_padding_free(decoder: TransformerDecoder) -> bool:
 def padding_free_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PaddingFree, dropout_p: float = 0.0
 ) -> torch.Tensor:
-    """
-    Args:
-        q, k, v: [1, heads, T, head_dim], of the prefix and of each sample's own tokens.
-
-    Returns:
-        [1, heads, T, head_dim]
-    """
+    """[1, heads, T, head_dim] from ``q``, ``k``, ``v`` of that shape: the prefix, then each sample's own tokens."""
     if not layout.prefix:
         rows = zip(*(each.split(layout.lengths, dim=2) for each in (q, k, v)), strict=True)
         return torch.cat([_attend(*row, dropout_p=dropout_p, is_causal=True) for row in rows], dim=2)

@@ -40,10 +40,6 @@ class ReferenceFile:
     """A safetensors file that counts only under its fingerprint.
 
     It is mapped into memory: the ranks of a machine share its pages, and what is not in use need not be in memory.
-
-    Args:
-        path: of the file.
-        fingerprint: see :func:`fingerprint_of`.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -53,12 +49,7 @@ class ReferenceFile:
     def of_training_rows(
         cls, path: Path, cfg: DictConfig, base: PretrainedFolder, data: TrainingData, **settings: Any
     ) -> ReferenceFile:
-        """The file of a run's training rows.
-
-        Args:
-            data: with statistics, whose digest of the rows is in the fingerprint.
-            settings: what decides the tensors, besides the model and its dtype.
-        """
+        """The file of a run's training rows. ``data`` has statistics, whose digest of the rows is in the fingerprint, as are ``settings``."""
         assert data.stats is not None
         settings = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype, **settings}
         return cls(path, fingerprint_of(base.files, data.stats.digest, settings))
@@ -85,11 +76,9 @@ class ReferenceFile:
 def fingerprint_of(weight_files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:
     """What tensors of the pretrained model belong to.
 
-    Args:
-        weight_files: of the pretrained model; their sizes and 64 pieces spread over each are read, since tuning changes every
-            weight and reading complete files would take minutes.
-        rows: digest of all tokenized rows, which depend on tokenizer, template and max_seq_len.
-        settings: whatever else decides the tensors, as JSON: the model's block, the dtype.
+    Of each weight file the size and 64 pieces spread over it are read: tuning changes every weight, and reading complete files would
+    take minutes. ``rows`` is the digest of all tokenized rows, which depend on tokenizer, template and max_seq_len; ``settings`` is
+    whatever else decides the tensors, as JSON: the model's block, the dtype.
     """
     digest = hashlib.sha256(json.dumps([rows, settings], sort_keys=True).encode())
     for file in weight_files:
@@ -141,26 +130,14 @@ class ReferenceLosses:
 
 
 def row_span(ends: torch.Tensor, index: int) -> slice:
-    """Where the values of one row stand.
-
-    Args:
-        ends: [rows] int64, where the values of each row end.
-        index: of the row; ``EMPTY`` has no values.
-    """
+    """Where the values of a row are, which end at ``ends[index]``, [rows] int64; the row ``EMPTY`` has none."""
     if index == EMPTY:
         return slice(0, 0)
     return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
 
 
 class ReferenceLossCache:
-    """A run's reference losses: those of an earlier start, or computed before training.
-
-    Args:
-        cfg: a recipe's config.
-        base: the pretrained model.
-        data: with statistics of the training rows.
-        run: the run's folder.
-    """
+    """A run's reference losses: those of an earlier start, or computed before training."""
 
     def __init__(self, cfg: DictConfig, base: PretrainedFolder, data: TrainingData, run: Path) -> None:
         self._file = ReferenceFile.of_training_rows(run / run_files.REFERENCE_LOSSES, cfg, base, data)
@@ -175,13 +152,9 @@ class ReferenceLossCache:
         return ReferenceLosses(**tensors)
 
     def compute(self, model: nn.Module) -> ReferenceLosses:
-        """Computes and saves them; a collective.
+        """Computes them with the pretrained weights and saves them; a collective.
 
-        Args:
-            model: with the pretrained weights.
-
-        Raises:
-            UserError: no row has a target token, or the mean is not finite.
+        Raises UserError if no row has a target token, or the mean is not finite.
         """
         start = time.perf_counter()
         loader = self._data.eval_loader(self._data.samples, "pretrained model's loss over the training rows")
@@ -201,11 +174,8 @@ class ReferenceLossCache:
 
 
 def compute_reference_losses(model: nn.Module, loader: EvalLoader) -> ReferenceLosses:
-    """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all losses.
-
-    Raises:
-        UserError: no row has a target token.
-    """
+    """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all losses. Raises UserError if no
+    row has a target token."""
     indices: list[int] = []
     num_targets, losses, sequence_losses = [], [], []
     draws = loader.samples.draws
@@ -263,11 +233,9 @@ class ReferenceTopK:
         return sum(values.numel() * values.element_size() for values in (self.log_probs, self.tokens))
 
     def add_to(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        """The batch with the distributions of its target tokens, as :class:`finch.training.chunked_loss.TokenLoss` takes them.
+        """The batch, on the host, with the distributions of its target tokens, as :class:`finch.training.chunked_loss.TokenLoss` takes them.
 
-        Args:
-            batch: on the host.
-            rows: the dataset indices of its samples, in their order.
+        ``rows``: the dataset indices of its samples, in their order.
         """
         spans = [row_span(self.ends, index) for index in rows]
         return {

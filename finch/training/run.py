@@ -54,8 +54,7 @@ class Recipe(Protocol):
 def run_recipe(recipe_class: Callable[[DictConfig], Recipe], cfg: DictConfig) -> None:
     """Runs a recipe from its checks to the end of the process. Ctrl-C, once the state is saved, ends it with exit code 130.
 
-    Raises:
-        UserError: a mistake in the config, or a loss, gradient or weight that is not finite.
+    Raises UserError for a mistake in the config, and for a loss, gradient or weight that is not finite.
     """
     if is_launched():
         die_with_parent()
@@ -79,17 +78,13 @@ class Run:
     """The folder of a run. It is locked while the run is set up and becomes this run's in :meth:`begin`: a run that fails before its
     first step leaves everything as it was. Only rank 0 writes and holds the lock.
 
-    Args:
-        cfg: a recipe's config.
-
     Attributes:
         path: the folder, which need not exist.
         resumed_from: the checkpoint that the run resumes from, verified; None: a new run.
         scalars: of that checkpoint; empty for a new run.
         start_time: of this process, by ``time.perf_counter``.
 
-    Raises:
-        UserError: another run holds the folder, or it holds a run that this one must not touch.
+    Raises UserError if another run holds the folder, or it holds a run that this one must not touch.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -104,12 +99,9 @@ class Run:
         self._candidates = check_output_folder(cfg)
 
     def open(self, parallel: Parallel) -> None:
-        """Locks the folder if it exists, and verifies the checkpoint to resume from; a collective. Call it before a metric logger is
-        built, whose files are not an earlier run's.
-
-        Raises:
-            UserError: another run holds the folder, it cannot be written, or every checkpoint is damaged.
-        """
+        """Locks the folder if it exists, and verifies the checkpoint to resume from; a collective. Call it before a metric logger is built,
+        whose files are not an earlier run's. Raises UserError if another run holds the folder, it cannot be written, or every checkpoint
+        is damaged."""
         if self.is_writer and self.path.is_dir():
             with self._os_error_as_user_error():
                 self._lock.acquire()
@@ -134,11 +126,7 @@ class Run:
         return seed
 
     def identify(self, data: TrainingData, seed: int) -> dict[str, Any]:
-        """The identity of the run, see :func:`identity_of`.
-
-        Raises:
-            UserError: the checkpoint to resume from is another run's.
-        """
+        """The identity of the run, see :func:`identity_of`. Raises UserError if the checkpoint to resume from is another run's."""
         identity = identity_of(self._cfg, data, seed)
         if self.resumed_from is not None:
             checkpoint.check_identity(self.scalars, identity, self.resumed_from)
@@ -153,11 +141,7 @@ class Run:
             check_disk_room(self._cfg, decoder, dtype=dtype, freed_bytes=freed, first_epoch=epoch)
 
     def create(self) -> None:
-        """Creates and locks the folder; what is in it stays.
-
-        Raises:
-            UserError: another run holds the folder, or it cannot be written.
-        """
+        """Creates and locks the folder; what is in it stays. Raises UserError if another run holds the folder, or it cannot be written."""
         if self.is_writer:
             with self._os_error_as_user_error():
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -168,11 +152,7 @@ class Run:
     def begin(self, config: Any) -> None:
         """Makes the folder this run's; called when the first step starts. Checkpoints later than the one that is resumed are archived.
 
-        Args:
-            config: written to config.yaml.
-
-        Raises:
-            UserError: a file cannot be removed or written.
+        ``config`` is written to config.yaml. Raises UserError if a file cannot be removed or written.
         """
         if not self.is_writer:
             return
@@ -197,11 +177,9 @@ class Run:
                 partial.symlink_to(name)
 
     def export(self, write: Callable[[], None], name: str, parallel: Parallel) -> bool:
-        """Writes a model's folder; a collective. Returns whether it could be written; a full disk does not end the run.
+        """Writes a model's folder by ``write``, which every rank calls, since each sends its shards; a collective.
 
-        Args:
-            write: writes it; called on every rank, since each sends its shards.
-            name: of the folder, for the log.
+        Returns whether it could be written; a full disk does not end the run.
         """
         folder, start = self.path / name, time.perf_counter()
         message = None
@@ -296,11 +274,7 @@ class RunLock:
         self._lock = FileLock(self._path, timeout=ACQUIRE_TIMEOUT_S, fallback_to_soft=False)
 
     def check(self) -> None:
-        """Checks that no run holds the folder; creates nothing.
-
-        Raises:
-            UserError: another run holds the folder; names it.
-        """
+        """Raises UserError that names the other run if one holds the folder; creates nothing."""
         with contextlib.suppress(OSError):  # the file cannot be opened: `acquire` reports that
             if self._path.exists():
                 self._acquire()
@@ -309,9 +283,7 @@ class RunLock:
     def acquire(self) -> None:
         """Locks the folder, which must exist, until ``release`` or the end of the process.
 
-        Raises:
-            UserError: another run holds the folder; names it.
-            OSError: the folder cannot be written.
+        Raises UserError that names the other run if one holds it, and OSError if the folder cannot be written.
         """
         self._acquire()
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
@@ -353,14 +325,12 @@ def check_disk_room(
     """Checks that the weights of one epoch fit; warns if those of all epochs that are written and a checkpoint do not.
 
     Args:
-        cfg: a recipe's config.
         decoder: may be on the meta device.
         dtype: of the exported weights; None: as they are.
         freed_bytes: of an earlier run that is removed before anything is written.
         first_epoch: from 0; those before it are written already.
 
-    Raises:
-        UserError: the weights of one epoch do not fit.
+    Raises UserError if the weights of one epoch do not fit.
     """
     folder, adapter_only = Path(cfg.output_dir), cfg.get("save_adapter_weights_only", False)
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -426,11 +396,8 @@ def update_best(
 ) -> dict[str, Any] | None:
     """The best epoch so far: ``{"epoch": name, key: value}``, or None.
 
-    Args:
-        best: of the epochs before; one that was chosen by another metric does not count.
-        key: of the metric; of an accuracy larger is better, of all others smaller. None: no epoch is chosen.
-        name: of the current epoch.
-        metrics: at its end.
+    A ``best`` that was chosen by another metric does not count. Of an accuracy larger is better, of all other metrics smaller. Without
+    a ``key`` no epoch is chosen.
     """
     if key is None:
         return best

@@ -35,19 +35,12 @@ class StepLoss:
 
     A step calls :meth:`counts`, :meth:`start`, the loss of each micro-batch, :meth:`add_gradients` and :meth:`finish`, in this order.
 
-    Args:
-        cfg: a recipe's config.
-        decoder: as built, on any device.
-        parallel: the ranks that share a step.
-        scalars: of the checkpoint that the run resumes from; empty: a new run.
-
     Attributes:
         num_chunks: in how many chunks logits are computed.
         kl_penalty: does nothing without its block in the config.
         reference: the pretrained model's losses on the training rows, once :meth:`prepare` has run; None: not needed.
 
-    Raises:
-        UserError: a setting is out of its range.
+    Raises UserError if a setting is out of its range.
     """
 
     def __init__(
@@ -72,8 +65,7 @@ class StepLoss:
     def load_caches(self, cfg: DictConfig, base: PretrainedFolder, data: TrainingData, run: Path) -> bool:
         """Reads what an earlier start has computed with the pretrained model; a collective.
 
-        Returns:
-            Whether :meth:`prepare` needs the pretrained weights, also in a run that is resumed.
+        Returns whether :meth:`prepare` needs the pretrained weights, also in a run that is resumed.
         """
         if self._needs_losses:
             self._cache = ReferenceLossCache(cfg, base, data, run)
@@ -83,13 +75,9 @@ class StepLoss:
         return not has_losses or self.regularizer is not None or self.kl_penalty.needs_pretrained
 
     def prepare(self, model: TokenLoss, data: TrainingData) -> None:
-        """Computes what is missing of the pretrained model's outputs and gives it to the objective; a collective.
+        """Computes with the pretrained weights what is missing of their outputs and gives it to the objective; a collective.
 
-        Args:
-            model: with the pretrained weights.
-
-        Raises:
-            UserError: the objective would have nothing to learn.
+        Raises UserError if the objective would have nothing to learn.
         """
         self.kl_penalty.prepare(model, data)
         if self._cache is not None and self.reference is None:
@@ -119,23 +107,17 @@ class StepLoss:
         return torch.tensor([num_targets, num_counted], dtype=torch.float64, pin_memory=pin_memory)
 
     def start(self, model: TokenLoss, batches: Sequence[Batch], targets: torch.Tensor) -> None:
-        """Called before the first forward of a step; a collective where the objective needs the step's median.
+        """Called before the first forward of a step with this rank's micro-batches and ``targets`` [], the target tokens of the step.
 
-        Args:
-            batches: the step's micro-batches on this rank, on its device.
-            targets: [] target tokens of the step, over all ranks and micro-batches.
+        A collective where the objective needs the step's median.
         """
         self.kl_penalty.start_step(targets)
         self.median.before_step(batches, lambda batch: model(**model_inputs(batch)))
 
     def __call__(self, model: TokenLoss, batch: Batch, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The forward pass of a micro-batch.
+        """The forward pass of a micro-batch; ``scale`` [] multiplies the weighted sum of the token losses.
 
-        Args:
-            scale: [] what the weighted sum of the token losses is multiplied by.
-
-        Returns:
-            [batch, seq] token losses in nats, detached; and [] the micro-batch's share of what is differentiated, with its graph.
+        Returns [batch, seq] token losses in nats, detached; and [] the micro-batch's share of what is differentiated, with its graph.
         """
         is_known = self.median.add_to(batch)
 
@@ -184,18 +166,12 @@ def build_objective(cfg: DictConfig) -> tuple[Objective, int]:
 
 
 class StepMedian:
-    """TALR's tau. Puts the step's median, over all its micro-batches and ranks, into ``batch["statistic"]`` where the objective declares one; does nothing otherwise.
+    """TALR's tau: puts the median of the step, over all micro-batches and ranks, into ``batch["statistic"]`` where the objective declares one.
 
     ``exact`` is this step's median. With several micro-batches each forward then runs a second time, without gradients,
     since the median is needed before the first backward. ``lagged`` is the last finite median of an earlier step and
-    costs one gathering of the losses; the first step has none and uses its own. Either way the host reads the device at
-    each step.
-
-    Args:
-        objective: its ``statistic`` selects the mode, see :class:`finch.objectives.Objective`.
-        parallel: the ranks that share a step.
-        micro_batches: of a step on one rank; with one, ``auto`` is exact.
-        resumed: the scalars of the checkpoint that the run resumes from; ``auto`` then stays what it was.
+    costs one gathering of the losses; the first step has none and uses its own. ``auto`` is exact with one micro-batch; in a resumed run
+    it stays what it was. Either way the host reads the device at each step.
 
     Attributes:
         last: the last finite median in nats, or None; part of the checkpoint.
@@ -220,12 +196,7 @@ class StepMedian:
         self._losses: list[torch.Tensor] = []
 
     def before_step(self, batches: Sequence[Batch], token_losses: Callable[[Batch], torch.Tensor]) -> None:
-        """Computes the median before the first backward, where the objective needs it then.
-
-        Args:
-            batches: the step's micro-batches on this rank.
-            token_losses: the forward, [batch, seq] in nats.
-        """
+        """Computes the median before the first backward, where the objective needs it then; ``token_losses`` is the forward, [batch, seq] in nats."""
         self._losses = []
         self._value = self.last if self.mode == "lagged" else None
         if self.mode is not None and self._value is None and len(batches) > 1:

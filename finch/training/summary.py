@@ -74,12 +74,7 @@ def epoch_to_use(run: Path, best: Mapping[str, Any] | None, *, last: str, select
 
 
 def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> list[str]:
-    """A line for each metric of a probe: its value at step 0, and its change since then at the best epoch and at the last evaluation.
-
-    Args:
-        lines: of a metrics.jsonl.
-        best_epoch: from 0; None: there is none.
-    """
+    """A line for each metric of a probe: its value at step 0, and its change since then at the best epoch (from 0) and at the last evaluation."""
     evaluations = [line for line in lines if any(key.startswith("probe/") for key in line)]
     keys = {
         key: None for line in evaluations for key in line if key.startswith("probe/") and not key.endswith("_change")
