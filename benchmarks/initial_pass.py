@@ -15,9 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable
 
-import torch
 from finch_full_finetune import FinchFullFinetune
 
+from benchmarks.processes import machine, rotated
 from finch.cli.early_checks import read_job
 from finch.distributed.parallel import launched_rank
 from finch.errors import exit_without_teardown, report_user_errors
@@ -45,8 +45,7 @@ def main() -> None:
         run()  # the first pass has paid for allocations and kernels
     times: dict[str, list[float]] = {name: [] for name in timed}
     for number in range(args.rounds):
-        # The order turns, so that none always follows the same other one.
-        for name in [*timed][number % len(timed) :] + [*timed][: number % len(timed)]:
+        for name in rotated([*timed], number):
             start = time.perf_counter()
             timed[name]()
             times[name].append(time.perf_counter() - start)
@@ -54,8 +53,8 @@ def main() -> None:
         data = recipe.data
         lengths = [len(data.samples[index]["labels"]) for index in data.samples.rows]
         print(
-            f"{args.config} {' '.join(args.overrides)}: {len(lengths)} rows, {sum(lengths):,} tokens, {data.order.global_batch} rows a step; "
-            f"{args.rounds} rounds; torch {torch.__version__}, {torch.get_num_threads()} threads"
+            f"{args.config} {' '.join(args.overrides)}: {len(lengths)} rows, {sum(lengths):,} tokens, {data.order.global_batch} rows "
+            f"per step; {args.rounds} rounds; {machine()}"
         )
         epoch = times.pop("epoch")
         print(f"{'training epoch':16}{statistics.median(epoch):8.2f} s")

@@ -1,24 +1,24 @@
 """Where a step's time goes, by group of operators: finch's recipe without its two largest gains in turn, and torchtune's stock recipe.
 
-    python -m benchmarks.profile --data DATA [--model stories260k|smollm2] [--model-dir SMOLLM2] [--steps N]
+    python -m benchmarks.profile --data DATA [--model stories260k|smollm2] [--model-dir SMOLLM2]
 
-torch.profiler's own time of each operator on the CPU, milliseconds a step, 16 TOFU rows. Profiling slows a step down; the last line is a
-step without it.
+torch.profiler's own time of each operator on the CPU, milliseconds per step, 16 TOFU rows. Profiling slows a step down. The last line is
+a step without it.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.processes import machine, print_line
+from benchmarks.speed.blocks import Contender, start_all
+from benchmarks.speed.contenders import CONTENDERS
+from benchmarks.speed.rows import arguments_parser, parse_with_model, settings_of
 
-from benchmarks.speed.operators import GROUPS
-from benchmarks.speed.paired import Contender, num_cores, start_all
-from benchmarks.speed.settings import ROWS, settings_of
+STEPS = 2  # profiled, and as many without profiling
 
 # Title, contender, what is changed.
 COLUMNS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -28,39 +28,62 @@ COLUMNS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("stock recipe", "torchtune_single_device", {}),
 )
 
+ELEMENTWISE, REST = "norms, rotary, elementwise", "rest"
+# The first entry of which an operator's name, or else that of the operators it runs inside, has a part.
+_BY_NAME = {
+    "optimizer, clipping": ("Optimizer.", "_fused_adamw", "foreach", "linalg_vector_norm", "clip_grad"),
+    "attention": ("scaled_dot_product", "flash_attention", "PaddingFreeAttention"),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::matmul", "aten::linear", "mkldnn_linear"),
+    "loss": ("softmax", "logsumexp", "nll_loss", "cross_entropy", "TargetLogits"),
+}
+_ELEMENTWISE = (
+    "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "mean", "sum", "silu", "sigmoid", "exp", "log", "cat", "stack",
+    "rms_norm", "layer_norm", "where", "copy", "clone", "contiguous", "sin", "cos", "gelu", "tanh", "relu", "fill",
+)  # fmt: skip
+GROUPS = ("matrix products", "attention", ELEMENTWISE, "loss", "optimizer, clipping", REST)
+
+
+def group_of(names: Sequence[str]) -> str:
+    """The group of an operator.
+
+    Args:
+        names: the operator's name, then those of the operators it runs inside, innermost first.
+    """
+    for name in names:
+        for group, parts in _BY_NAME.items():
+            if any(part in name for part in parts):
+                return group
+    own = names[0].removeprefix("aten::").rstrip("_")
+    return ELEMENTWISE if own in _ELEMENTWISE else REST
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with tofu/ and stories260k/")
-    parser.add_argument("--model", choices=sorted(ROWS), default="stories260k")
-    parser.add_argument("--model-dir", type=Path, help="SmolLM2-135M-Instruct's Hugging Face folder")
-    parser.add_argument("--steps", type=int, default=2, help="profiled, and as many without profiling")
-    args = parser.parse_args()
-    if args.model == "smollm2" and args.model_dir is None:
-        parser.error("--model smollm2 needs --model-dir")
-    with tempfile.TemporaryDirectory() as folder:
-        settings = settings_of(args.model, args.data, args.model_dir, Path(folder))
+    options = parse_with_model(arguments_parser(__doc__))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = settings_of(options.model, options.data, options.model_dir, folder)
         contenders = [
-            Contender(name, {**settings, **changes, "out": f"{folder}/{number}"}, Path(folder) / f"{number}.log")
-            for number, (_, name, changes) in enumerate(COLUMNS)
+            Contender(CONTENDERS[one], {**settings, **changes, "out": f"{folder}/{number}"}, folder / f"{number}.log")
+            for number, (_, one, changes) in enumerate(COLUMNS)
         ]
         start_all(contenders)
-        for one in contenders:
-            one.run(1)
-        profiled = [one.run(args.steps, is_profiled=True)["groups_s"] for one in contenders]
-        seconds = [one.run(args.steps)["wall_s"] for one in contenders]
-        for one in contenders:
-            one.close()
-    print(f"{args.model}, 16 TOFU rows a step; torch {torch.__version__}, {num_cores()} cores, {platform.machine()}")
-    print(f"{'ms a step':28}" + "".join(f"{title:>20}" for title, *_ in COLUMNS))
+        for contender in contenders:
+            contender.run(1)
+        profiled = [contender.run(STEPS, is_profiled=True)["operators"] for contender in contenders]
+        seconds = [contender.run(STEPS)["seconds"] for contender in contenders]
+        for contender in contenders:
+            contender.close()
+    print(f"{options.model}, 16 TOFU rows per step; {machine()}")
+    print_line("ms per step", *(title for title, *_ in COLUMNS), width=20)
+    by_group = [[(group_of(names), own) for names, own in operators] for operators in profiled]
     for group in GROUPS:
-        _print_line(group, [each[group] / args.steps for each in profiled])
-    _print_line("all operators", [sum(each.values()) / args.steps for each in profiled])
-    _print_line("step, not profiled", [each / args.steps for each in seconds])
+        _print_milliseconds(group, [sum(own for its, own in each if its == group) for each in by_group])
+    _print_milliseconds("all operators", [sum(own for _, own in each) for each in by_group])
+    _print_milliseconds("step, not profiled", seconds)
 
 
-def _print_line(title: str, seconds: list[float]) -> None:
-    print(f"{title:28}" + "".join(f"{1000 * each:>20,.1f}" for each in seconds))
+def _print_milliseconds(title: str, seconds: list[float]) -> None:
+    print_line(title, *(f"{1000 * each / STEPS:,.1f}" for each in seconds), width=20)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,20 @@ def llama_args(**changes: Any) -> dict[str, Any]:
     return {"vocab_size": VOCAB_SIZE, "max_seq_len": 64, "norm_eps": 1e-5, **TINY, **changes}
 
 
+def make_llama(folder: Path, *, max_shard_size: str = "50GB", **sizes: Any) -> int:
+    """Writes a Hugging Face folder of random fp32 weights, without a tokenizer. Returns their bytes.
+
+    Args:
+        sizes: of transformers' ``LlamaConfig``.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **sizes))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
 def make_base(folder: Path, std: float = 0.2, **size: int) -> None:
     """Writes a Hugging Face folder: random weights as transformers saves them, and a SentencePiece tokenizer trained here.
 
@@ -31,13 +45,11 @@ def make_base(folder: Path, std: float = 0.2, **size: int) -> None:
         std: of the weights.
         size: changes of ``llama_args``.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder.mkdir(exist_ok=True)
     train_tokenizer(folder, random.Random(0))
-    torch.manual_seed(0)
     arguments = llama_args(**size)
-    config = LlamaConfig(
+    make_llama(
+        folder,
         vocab_size=arguments["vocab_size"],
         hidden_size=arguments["embed_dim"],
         intermediate_size=arguments["intermediate_dim"],
@@ -46,13 +58,12 @@ def make_base(folder: Path, std: float = 0.2, **size: int) -> None:
         num_key_value_heads=arguments["num_kv_heads"],
         max_position_embeddings=arguments["max_seq_len"],
         rms_norm_eps=arguments["norm_eps"],
-        tie_word_embeddings=False,
         initializer_range=std,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def instruct_dataset(rows: Path) -> dict[str, Any]:
+    """The ``dataset`` block of question-answer rows."""
     columns = {"input": "question", "output": "answer"}
     component = "torchtune.datasets.instruct_dataset"
     return {"_component_": component, "source": "json", "data_files": str(rows), "column_map": columns}

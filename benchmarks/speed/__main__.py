@@ -2,21 +2,19 @@
 
     python -m benchmarks.speed --data DATA [--model stories260k|smollm2] [--quick] [--json FILE]
 
-Each contender trains in a process of its own, those on 2 ranks in two. They alternate in blocks of a few steps, so that whatever else the
-machine does meets all of them; a step has the same rows with all but TRL, whose steps have rows of like length. A ratio is a contender's
-time for a target token over that of finch on the same number of ranks, with a 95% bootstrap interval over blocks.
+Each contender trains in a separate process, those on 2 ranks in two. They alternate in blocks of a few steps, so that whatever else the
+machine does meets all of them. A step has the same rows with all but TRL, whose steps have rows of like length. A ratio is a contender's
+time per target token over that of finch on the same number of ranks, with a 95% bootstrap interval over blocks.
 
-matmul_share is the rate of the needed FLOPs over the rate of matrix products at the model's shapes, measured in the same run. Needed are
-those without padding, with logits at targets alone and nothing recomputed, a prefix that the rows share counted once: what finch's own
+"of matmul" is the rate of the needed FLOPs over the rate of matrix products at the model's shapes, measured in the same run. Needed are
+those without padding, with logits at targets only and nothing recomputed, a prefix that the rows share counted once: what finch's own
 step computes, counted by torch's FlopCounterMode.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -25,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.processes import machine, num_cores, print_line, rotated
+from benchmarks.speed.blocks import Contender, matmul_rate, ratio_interval, start_all
 from benchmarks.speed.contenders import BATCH, CONTENDERS, samples_of
-from benchmarks.speed.matmul import matmul_rate
-from benchmarks.speed.paired import Contender, num_cores, ratio_interval, start_all
-from benchmarks.speed.settings import Lengths, like_lengths_together, settings_of
+from benchmarks.speed.rows import Lengths, arguments_parser, group_by_length, parse_with_model, settings_of
 
-# The first of each is what the others are compared with. Each list alternates alone, so that all of it fits into memory.
+# The first of each is what the others are compared with. Each list alternates separately, so that all of it fits into memory.
 GROUPS = (
     ("finch", "finch_constant", "finch_padded"),
     ("finch", "torchtune_single_device", "authors_loop"),
@@ -59,152 +57,109 @@ FULL = {"stories260k": Plan(10, 45, 600), "smollm2": Plan(1, 15, 900)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with tofu/ and stories260k/")
-    parser.add_argument("--model", choices=sorted(QUICK), default="stories260k")
-    parser.add_argument(
-        "--model-dir", type=Path, help="SmolLM2-135M-Instruct's Hugging Face folder, for --model smollm2"
-    )
+    parser = arguments_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks, within 8 minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), metavar="NAME")
-    args = parser.parse_args()
-    if args.model == "smollm2" and args.model_dir is None:
-        parser.error("--model smollm2 needs --model-dir")
-    names = list(args.contenders)
-    if "trl_sft" in names and importlib.util.find_spec("trl") is None:
+    options = parse_with_model(parser)
+    has_trl = importlib.util.find_spec("trl") is not None
+    if not has_trl:
         print("trl_sft is left out: trl is not installed", file=sys.stderr)
-        names.remove("trl_sft")
-    plan = (QUICK if args.quick else FULL)[args.model]
+    plan = (QUICK if options.quick else FULL)[options.model]
     torch.set_num_threads(num_cores())
-    with tempfile.TemporaryDirectory() as folder:
-        settings = settings_of(args.model, args.data, args.model_dir, Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = settings_of(options.model, options.data, options.model_dir, folder)
         samples = samples_of(settings)
-        lengths = {name: Lengths.of(samples, BATCH) for name in CONTENDERS}
-        lengths["trl_sft"] = Lengths.of(like_lengths_together(samples, BATCH), BATCH)
-        _print_title(args.model, plan, lengths["finch"])
+        lengths = dict.fromkeys(CONTENDERS, Lengths.of(samples, BATCH))
+        lengths["trl_sft"] = Lengths.of(group_by_length(samples, BATCH), BATCH)
+        tokens, targets = (sum(each) / len(each) for each in lengths["finch"])
+        print(
+            f"{options.model}, {BATCH} rows per step, {tokens:,.0f} tokens, {targets:,.0f} of them targets; "
+            f"blocks of {plan.steps} steps; {machine()}"
+        )
+        print_line("", "targets/s", "finch is faster", "TFLOP", "of matmul", "peak MB", "blocks", width=20)
         rows: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(GROUPS):
-            chosen = [group[0], *(name for name in group[1:] if name in names)]
-            if len(chosen) == 1 and names != chosen:
-                continue
-            (own := Path(folder) / str(number)).mkdir()
-            measured = _measure(chosen, plan, settings, lengths, own)
-            _print_rows(measured)
-            rows |= {row["contender"]: row for row in measured if row["contender"] not in rows}
-            if args.json is not None:
-                args.json.write_text(json.dumps(list(rows.values()), indent=2) + "\n", encoding="utf-8")
+            names = [each for each in group if has_trl or each != "trl_sft"]
+            for row in _measure(names, plan, settings, lengths, folder / str(number)):
+                _print_row(row)
+                rows.setdefault(row["contender"], row)
+            if options.json is not None:
+                options.json.write_text(json.dumps(list(rows.values()), indent=2) + "\n", encoding="utf-8")
 
 
 def _measure(
     names: list[str], plan: Plan, settings: dict[str, Any], lengths: dict[str, Lengths], folder: Path
 ) -> list[dict[str, Any]]:
     """The rows of contenders that alternate; the first one is ours."""
-    contenders = [
-        Contender(name, {**settings, "out": f"{folder}/{name}"}, folder / f"{name}.log", ranks=RANKS.get(name, 1))
+    folder.mkdir()
+    contenders = {
+        name: Contender(
+            CONTENDERS[name], {**settings, "out": f"{folder}/{name}"}, folder / f"{name}.log", ranks=RANKS.get(name, 1)
+        )
         for name in names
-    ]
-    start = time.monotonic()
-    start_all(contenders)
-    flops = {one.name: one.flops for one in contenders}
-    tokens_of_a_step = round(sum(lengths[names[0]].tokens) / len(lengths[names[0]].tokens))
-    times: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    }
+    ours, start = lengths[names[0]].tokens, time.monotonic()
+    start_all([*contenders.values()])
+    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     rates = []
     for number in range(plan.blocks):
         round_start = time.monotonic()
-        # The order turns, so that none always follows the same other one.
-        for one in contenders[number % len(names) :] + contenders[: number % len(names)]:
-            times[one.name].append(one.run(plan.steps))
-        rates.append(matmul_rate(tokens_of_a_step, settings["shapes"], 0.5))
+        for name in rotated(names, number):
+            blocks[name].append(contenders[name].run(plan.steps))
+        rates.append(matmul_rate(round(sum(ours) / len(ours)), settings["shapes"]))
         if number and 2 * time.monotonic() - round_start > start + plan.seconds:
             break
-    for one in contenders:
+    for one in contenders.values():
         one.close()
-    starts = [1 + plan.steps * number for number in range(len(rates))]  # the first step is the warm-up
-    targets = {
-        name: [sum(each.targets[start : start + plan.steps]) for start in starts] for name, each in lengths.items()
-    }
-    ours = lengths[names[0]].tokens
-    needed_per_token = flops[names[0]] / ours[0]
-    tokens = sum(sum(ours[start : start + plan.steps]) for start in starts)
-    needed_per_target = needed_per_token * tokens / sum(targets[names[0]])
-    return [
-        _row(name, names[0], times, targets, plan.steps, flops[name], needed_per_target, sum(rates) / len(rates))
-        for name in names
-    ]
 
+    def of_blocks(lengths: list[int]) -> list[int]:
+        """Sums over the steps of each block; the first step is in none."""
+        starts = [1 + plan.steps * number for number in range(len(rates))]
+        return [sum(lengths[start : start + plan.steps]) for start in starts]
 
-def _row(
-    name: str,
-    ours: str,
-    times: dict[str, list[dict[str, Any]]],
-    targets: dict[str, list[int]],
-    steps: int,
-    flops: int,
-    needed_flops: float,
-    matmul: float,
-) -> dict[str, Any]:
-    """A row of the result.
-
-    Args:
-        times: of each block, by contender.
-        targets: target tokens of each block, by contender.
-        steps: of a block.
-        flops: of the contender's first step.
-        needed_flops: for a target token.
-        matmul: rate of matrix products, FLOP/s.
-    """
-
-    def seconds(one: str, clock: str) -> list[float]:
-        return [block[clock] for block in times[one]]
-
-    work = targets[ours], targets[name]
-    ratio, low, high = ratio_interval(seconds(ours, "wall_s"), seconds(name, "wall_s"), work)
-    cpu_ratio, cpu_low, cpu_high = ratio_interval(seconds(ours, "cpu_s"), seconds(name, "cpu_s"), work)
-    wall = sum(seconds(name, "wall_s"))
-    rate = sum(targets[name]) / wall
-    return {
-        "contender": name,
-        "against": ours,
-        "target_tokens_per_s": rate,
-        "ratio": ratio,
-        "ratio_low": low,
-        "ratio_high": high,
-        "cpu_ratio": cpu_ratio,
-        "cpu_ratio_low": cpu_low,
-        "cpu_ratio_high": cpu_high,
-        "matmul_share": needed_flops * rate / matmul,
-        "flops_of_first_step": flops,
-        "needed_flops_per_target_token": needed_flops,
-        "peak_memory_bytes": max(block["peak_memory_bytes"] for block in times[name]),
-        "matmul_flops_per_s": matmul,
-        "step_s": wall / len(times[name]) / steps,
-        "blocks": len(times[name]),
-    }
-
-
-def _print_title(model: str, plan: Plan, lengths: Lengths) -> None:
-    tokens, targets = (sum(each) / len(each) for each in lengths)
-    print(
-        f"{model}, {BATCH} rows a step, {tokens:,.0f} tokens, {targets:,.0f} of them targets; blocks of {plan.steps} steps; "
-        f"torch {torch.__version__}, {num_cores()} cores, {platform.machine()}"
-    )
-    print(
-        f"{'':24}{'targets/s':>10}{'finch is faster':>22}{'by CPU time':>22}{'TFLOP':>10}{'of matmul':>11}{'peak MB':>9}{'blocks':>8}",
-        flush=True,
-    )
-
-
-def _print_rows(rows: list[dict[str, Any]]) -> None:
-    print(f"against {rows[0]['against']}; matrix products {rows[0]['matmul_flops_per_s'] / 1e9:,.1f} GFLOP/s")
-    for row in rows:
-        wall = f"{row['ratio']:.2f} x [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
-        cpu = f"{row['cpu_ratio']:.2f} x [{row['cpu_ratio_low']:.2f}, {row['cpu_ratio_high']:.2f}]"
-        print(
-            f"{row['contender']:24}{row['target_tokens_per_s']:>10,.0f}{wall:>22}{cpu:>22}{row['flops_of_first_step'] / 1e12:>10.4f}"
-            f"{row['matmul_share']:>11.0%}{row['peak_memory_bytes'] / 1e6:>9,.0f}{row['blocks']:>8}",
-            flush=True,
+    seconds = {name: [block["seconds"] for block in blocks[name]] for name in names}
+    targets = {name: of_blocks(lengths[name].targets) for name in names}
+    matmul = sum(rates) / len(rates)
+    needed = contenders[names[0]].flops / ours[0] * sum(of_blocks(ours)) / sum(targets[names[0]])
+    rows = []
+    for name in names:
+        work = targets[names[0]], targets[name]
+        ratio, low, high = ratio_interval(seconds[names[0]], seconds[name], work)
+        rate = sum(targets[name]) / sum(seconds[name])
+        rows.append(
+            {
+                "contender": name,
+                "against": names[0],
+                "target_tokens_per_s": rate,
+                "ratio": ratio,
+                "ratio_low": low,
+                "ratio_high": high,
+                "matmul_share": needed * rate / matmul,
+                "flops_of_first_step": contenders[name].flops,
+                "needed_flops_per_target_token": needed,
+                "peak_memory_bytes": max(block["peak_memory_bytes"] for block in blocks[name]),
+                "matmul_flops_per_s": matmul,
+                "step_s": sum(seconds[name]) / len(rates) / plan.steps,
+                "blocks": len(rates),
+            }
         )
+    return rows
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    if row["contender"] == row["against"]:
+        print(f"against {row['against']}; matrix products {row['matmul_flops_per_s'] / 1e9:,.1f} GFLOP/s")
+    print_line(
+        row["contender"],
+        f"{row['target_tokens_per_s']:,.0f}",
+        f"{row['ratio']:.2f} x [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]",
+        f"{row['flops_of_first_step'] / 1e12:.4f}",
+        f"{row['matmul_share']:.0%}",
+        f"{row['peak_memory_bytes'] / 1e6:,.0f}",
+        str(row["blocks"]),
+        width=20,
+    )
 
 
 if __name__ == "__main__":

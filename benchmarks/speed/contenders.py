@@ -1,15 +1,12 @@
 """The contenders: ways to take the same optimizer steps, 16 rows each, AdamW, gradients clipped to 1.
 
-Each is a function that trains until its process is ended, called as ``python -m benchmarks.speed.contenders NAME SETTINGS``, once a rank.
-All take the rows in the order of the file, so that a step has the same rows with each; only TRL's steps have rows of like length.
+Each is a function that trains until its process is ended, called once per rank. All take the rows in the order of the file, so that a step has the same rows with each; only TRL's steps have rows of like length.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib.util
-import json
-import logging
 import math
 import os
 import runpy
@@ -21,82 +18,65 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.speed.blocks import run_in_blocks
-from benchmarks.speed.settings import like_lengths_together
+from benchmarks.speed.rows import group_by_length
+from benchmarks.tiny_job import make_config
 
 BATCH, LR, EPOCHS = 16, 1e-5, 1000
 IGNORED = -100
 
 
-def config(settings: dict[str, Any]) -> dict[str, Any]:
+def config(settings: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A config that finch's recipe and torchtune's take.
 
     Args:
         settings: ``folder``, ``model``, ``tokenizer``, ``model_type``, ``rows``, ``is_plain`` (question-answer rows, not chats) and ``out``;
-            ``batch_size``, the rows of a rank, by default all 16; ``changes`` of the config.
+            ``batch_size``, the rows of a rank, by default all 16.
     """
-    folder = settings["folder"]
-    return {
-        "output_dir": settings["out"],
-        "model": settings["model"],
-        "tokenizer": settings["tokenizer"],
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": folder,
-            "checkpoint_files": ["model.safetensors"],
-            "recipe_checkpoint": None,
-            "output_dir": settings["out"],
-            "model_type": settings["model_type"],
-        },
+    job = make_config(
+        Path(settings["folder"]),
+        Path(settings["rows"]),
+        Path(settings["out"]),
+        model=settings["model"],
+        tokenizer=settings["tokenizer"],
+        lr_scheduler=None,
+        batch_size=settings.get("batch_size", BATCH),
+        epochs=EPOCHS,
+        optimizer={"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.0, "fused": True},
+    )
+    job["checkpointer"] |= {"recipe_checkpoint": None, "model_type": settings["model_type"]}
+    if not settings["is_plain"]:
+        del job["dataset"]["column_map"]
+        columns = {"conversation_column": "messages", "conversation_style": "openai"}
+        job["dataset"] |= {"_component_": "torchtune.datasets.chat_dataset", **columns}
+    job["dataset"]["split"] = "train"
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": settings["out"]}
+    stock = {  # what torchtune's recipes cannot do without
         "resume_from_checkpoint": False,
-        "dataset": {
-            "_component_": "torchtune.datasets.instruct_dataset"
-            if settings["is_plain"]
-            else "torchtune.datasets.chat_dataset",
-            "source": "json",
-            "data_files": settings["rows"],
-            "split": "train",
-            **(
-                {"column_map": {"input": "question", "output": "answer"}}
-                if settings["is_plain"]
-                else {"conversation_column": "messages", "conversation_style": "openai"}
-            ),
-        },
-        "seed": 0,
         "shuffle": False,
-        "batch_size": settings.get("batch_size", BATCH),
         "gradient_accumulation_steps": 1,
-        "epochs": EPOCHS,
         "max_steps_per_epoch": None,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.0, "fused": True},
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        "clip_grad_norm": 1.0,
-        "device": "cpu",
-        "dtype": "fp32",
         "compile": False,
         "enable_activation_checkpointing": False,
         "enable_activation_offloading": False,
-        "metric_logger": {
-            "_component_": "torchtune.training.metric_logging.DiskLogger",
-            "log_dir": settings["out"],
-            "filename": "log.txt",
-        },
+        "metric_logger": {**logger, "filename": "log.txt"},
         "log_every_n_steps": 1,
         "log_peak_memory_stats": False,
-        **settings.get("changes", {}),
     }
+    return {**job, **stock, **changes}
 
 
-def _run_recipe(name: str, settings: dict[str, Any], changes: dict[str, Any]) -> None:
+def _run_recipe(name: str, settings: dict[str, Any], **changes: Any) -> None:
     from omegaconf import OmegaConf
 
     file = Path(settings["out"] + ".configs") / f"{os.environ.get('RANK', 0)}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create({**config(settings), **changes}), file)
+    OmegaConf.save(OmegaConf.create(config(settings, **changes)), file)
     sys.argv = [name, "--config", str(file)]
-    runpy.run_module(name, run_name="__main__") if name.startswith("finch") else runpy.run_path(
-        _stock(name), run_name="__main__"
-    )
+    if name.startswith("finch"):
+        runpy.run_module(name, run_name="__main__")
+    else:
+        runpy.run_path(_stock(name), run_name="__main__")
 
 
 def _stock(name: str) -> str:
@@ -114,17 +94,17 @@ def finch(settings: dict[str, Any]) -> None:
         chunked_loss.chunks_for = lambda *_, **__: settings["logits_chunks"]
         chunked_loss.head_of = lambda *_: None  # recomputed in the backward
     schedule = {"_component_": "finch.FinchLR", "eta_max": 5e-5, "ema": 0.9, "init": 3.0}
-    _run_recipe("finch_full_finetune", settings, {"lr_scheduler": schedule})
+    _run_recipe("finch_full_finetune", settings, lr_scheduler=schedule)
 
 
 def finch_constant(settings: dict[str, Any]) -> None:
     """finch's recipe with a constant learning rate."""
-    _run_recipe("finch_full_finetune", settings, {})
+    _run_recipe("finch_full_finetune", settings)
 
 
 def finch_padded(settings: dict[str, Any]) -> None:
     """finch's recipe on padded batches."""
-    _run_recipe("finch_full_finetune", settings, {"padding_free": False})
+    _run_recipe("finch_full_finetune", settings, padding_free=False)
 
 
 def finch_2_ranks(settings: dict[str, Any]) -> None:
@@ -134,7 +114,7 @@ def finch_2_ranks(settings: dict[str, Any]) -> None:
 
 def torchtune_single_device(settings: dict[str, Any]) -> None:
     """torchtune's stock recipe."""
-    _run_recipe("full_finetune_single_device", settings, {"optimizer_in_bwd": False})
+    _run_recipe("full_finetune_single_device", settings, optimizer_in_bwd=False)
 
 
 def torchtune_distributed(settings: dict[str, Any]) -> None:
@@ -145,7 +125,7 @@ def torchtune_distributed(settings: dict[str, Any]) -> None:
     training.get_memory_stats = lambda device: {}
     training.log_memory_stats = lambda stats: None
     training.cleanup_before_training = gc.collect
-    _run_recipe("full_finetune_distributed", {**settings, "batch_size": BATCH // 2}, {"optimizer_in_bwd": False})
+    _run_recipe("full_finetune_distributed", {**settings, "batch_size": BATCH // 2}, optimizer_in_bwd=False)
 
 
 def samples_of(settings: dict[str, Any]) -> list[dict[str, list[int]]]:
@@ -160,13 +140,21 @@ def samples_of(settings: dict[str, Any]) -> list[dict[str, list[int]]]:
 
 def _pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     longest = max(len(row["tokens"]) for row in rows)
+
+    def padded(values: list[list[int]], fill: int) -> torch.Tensor:
+        return torch.tensor([each + [fill] * (longest - len(each)) for each in values])
+
     return {
-        "input_ids": torch.tensor([row["tokens"] + [0] * (longest - len(row["tokens"])) for row in rows]),
-        "attention_mask": torch.tensor(
-            [[1] * len(row["tokens"]) + [0] * (longest - len(row["tokens"])) for row in rows]
-        ),
-        "labels": torch.tensor([row["labels"] + [IGNORED] * (longest - len(row["labels"])) for row in rows]),
+        "input_ids": padded([row["tokens"] for row in rows], 0),
+        "attention_mask": padded([[1] * len(row["tokens"]) for row in rows], 0),
+        "labels": padded([row["labels"] for row in rows], IGNORED),
     }
+
+
+def _transformers_model(settings: dict[str, Any]) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
 
 
 def _trainer_arguments(settings: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +171,7 @@ def transformers_trainer(settings: dict[str, Any]) -> None:
     import transformers
 
     rows = samples_of(settings)
-    model = transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
+    model = _transformers_model(settings)
     arguments = transformers.TrainingArguments(**_trainer_arguments(settings), remove_unused_columns=False)
     transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=_pad).train()
 
@@ -191,8 +179,7 @@ def transformers_trainer(settings: dict[str, Any]) -> None:
 def trl_sft(settings: dict[str, Any]) -> None:
     """TRL's SFTTrainer at its fastest setting on a CPU: padded batches of rows of like length.
 
-    Its padding-free batches run as well (``padding_free``), but without flash attention a mask over all tokens of the batch takes their
-    place.
+    Its padding-free batches run as well, but without flash attention a mask over all tokens of the batch takes their place.
     """
     import transformers
     from datasets import Dataset
@@ -200,16 +187,10 @@ def trl_sft(settings: dict[str, Any]) -> None:
 
     rows = [
         {"input_ids": row["tokens"], "completion_mask": [int(label != IGNORED) for label in row["labels"]]}
-        for row in like_lengths_together(samples_of(settings), BATCH)
+        for row in group_by_length(samples_of(settings), BATCH)
     ]
-    model = transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
-    arguments = SFTConfig(
-        **_trainer_arguments(settings),
-        bf16=False,
-        max_length=None,
-        completion_only_loss=True,
-        padding_free=settings.get("padding_free", False),
-    )
+    model = _transformers_model(settings)
+    arguments = SFTConfig(**_trainer_arguments(settings), bf16=False, max_length=None, completion_only_loss=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings["folder"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     SFTTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer).train()
@@ -217,10 +198,8 @@ def trl_sft(settings: dict[str, Any]) -> None:
 
 def authors_loop(settings: dict[str, Any]) -> None:
     """The paper's program in a few lines: transformers, a padded batch, FINCH from ``loss.item()``."""
-    import transformers
-
     rows = samples_of(settings)
-    model = transformers.AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
+    model = _transformers_model(settings)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     average = 3.0
@@ -252,13 +231,3 @@ CONTENDERS: dict[str, Callable[[dict[str, Any]], None]] = {
         torchtune_distributed,
     )
 }
-
-
-def main() -> None:
-    name, settings = sys.argv[1], json.loads(sys.argv[2])
-    logging.disable(logging.WARNING)
-    run_in_blocks(lambda: CONTENDERS[name](settings))
-
-
-if __name__ == "__main__":
-    main()

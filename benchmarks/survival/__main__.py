@@ -1,3 +1,214 @@
-from benchmarks.survival.torture import main
+"""Kills a two-rank job at random instants, resumes it until it ends, and compares it with an undisturbed run.
 
-main()
+    python -m benchmarks.survival [--runs 50] [--seed 0]
+
+The job, the kills and what counts as surviving: docs/survival.md. Everything is written to out/torture, which is removed first; the
+folders of runs that survive are removed again. ``--first N --runs 1`` with the same seed repeats only run N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from benchmarks import tiny_job, tiny_text
+from benchmarks.processes import machine
+from benchmarks.survival.killed_run import KINDS, RECIPE, Job, Outcome, Timing, run_killed, run_undisturbed
+from benchmarks.survival.same_run import differences
+from finch.checkpoint.reader import latest_valid, list_checkpoints
+from finch.distributed.parallel import Parallel
+from finch.errors import report_user_errors
+
+EVERY_N_STEPS = 4
+ROWS = 46  # 12 steps of 4 per epoch, the last one short
+BYTES = 30  # that are changed
+MAX_KILLS = 3
+MAX_TRIES = 5  # on a machine that has become faster a run may end before its kill
+VARIANTS: dict[str, dict[str, Any]] = {
+    "async": {},
+    "sync": {"async": False},
+    "workers": {"num_workers": 2},
+    "accumulation": {"batch_size": 1, "gradient_accumulation_steps": 2},
+}
+
+
+class Flip(NamedTuple):
+    """A changed byte of a checkpoint.
+
+    Attributes:
+        file: its name in the checkpoint's folder.
+        position: of the byte, from 0.
+        mask: XORed with the byte, 1 to 255.
+    """
+
+    file: str
+    position: int
+    mask: int
+
+    def apply(self, folder: Path) -> None:
+        """Changes the byte; a second call restores it."""
+        with (folder / self.file).open("r+b") as file:
+            file.seek(self.position)
+            byte = file.read(1)[0]
+            file.seek(self.position)
+            file.write(bytes([byte ^ self.mask]))
+
+
+def draw_flips(folder: Path, number: int, rng: random.Random) -> list[Flip]:
+    """Flips in every file of the folder once, and then in files drawn by their size."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    sizes = [path.stat().st_size for path in files]
+    chosen = list(range(len(files)))
+    chosen += rng.choices(chosen, weights=sizes, k=max(0, number - len(files)))
+    return [Flip(files[index].name, rng.randrange(sizes[index]), rng.randint(1, 255)) for index in chosen[:number]]
+
+
+def is_detected(run: Path, flip: Flip) -> bool:
+    """Whether a resume of ``run`` would name the file and use the checkpoint before, and use the last one again once the byte is restored.
+
+    Args:
+        run: holds two complete checkpoints.
+    """
+    checkpoints = list_checkpoints(run)
+    one_process = Parallel(torch.device("cpu"))
+    flip.apply(checkpoints[0])
+    try:
+        used, damages = latest_valid(checkpoints, one_process)
+    finally:
+        flip.apply(checkpoints[0])
+    is_named = len(damages) == 1 and f"{checkpoints[0]} is damaged ({flip.file}" in damages[0]
+    return used == checkpoints[1] and is_named and latest_valid(checkpoints, one_process) == (checkpoints[0], [])
+
+
+class Torture:
+    """
+    Args:
+        out: everything is written there.
+        seed: of the kills and of the flips.
+    """
+
+    def __init__(self, out: Path, seed: int) -> None:
+        self._out, self._seed = out, seed
+        self._undisturbed: dict[str, tuple[Path, Timing]] = {}
+        out.mkdir(parents=True)
+        tiny_job.make_base(out / "base")
+        tiny_text.make_rows(out / "rows.jsonl", ROWS, random.Random(1))
+        tiny_text.make_rows(out / "held_out.jsonl", 8, random.Random(2))
+
+    def _job(self, variant: str, name: str, recipe: str = RECIPE) -> Job:
+        """A job in a new folder below ``out``."""
+        folder = self._out / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        changes = {"batch_size": 2, "epochs": 2, **VARIANTS[variant]}
+        config = tiny_job.make_config(
+            self._out / "base",
+            self._out / "rows.jsonl",
+            folder / "run",
+            dataset_validation=tiny_job.instruct_dataset(self._out / "held_out.jsonl"),
+            checkpoint={"every_n_steps": EVERY_N_STEPS, "keep_last": 2, "async": changes.pop("async", True)},
+            **changes,
+        )
+        config["model"]["attn_dropout"] = 0.1  # so that random states matter
+        config["optimizer"]["weight_decay"] = 0.01
+        (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        return Job(folder / "config.yaml", folder / "run", recipe)
+
+    def undisturbed(self, variant: str) -> tuple[Path, Timing]:
+        """The reference run of a variant, made once, and its timing."""
+        if variant not in self._undisturbed:
+            job = self._job(variant, f"undisturbed_{variant}")
+            self._undisturbed[variant] = (job.run, timing := run_undisturbed(job))
+            print(
+                f"undisturbed, {variant}: {timing.steps} steps, {timing.start_s:.1f} s to the first and {timing.training_s:.1f} s from there",
+                flush=True,
+            )
+        return self._undisturbed[variant]
+
+    def run(self, number: int, kinds: list[str] | None = None, recipe: str = RECIPE) -> Outcome:
+        """Run ``number``; seed and number decide on its variant and its kills, whose kinds may be given."""
+        variant = list(VARIANTS)[number % len(VARIANTS)]
+        reference, timing = self.undisturbed(variant)
+        rng = random.Random(f"{self._seed} {number}")
+        drawn_kinds = rng.choices(list(KINDS), weights=list(KINDS.values()), k=rng.randint(1, MAX_KILLS))
+        # A save in the background may last until the next one is due; that one waits, and is lost as well.
+        max_lost = EVERY_N_STEPS if variant == "sync" else 2 * EVERY_N_STEPS
+        for _ in range(MAX_TRIES):
+            job = self._job(variant, f"run_{number}", recipe)
+            outcome = run_killed(job, timing, kinds or drawn_kinds, rng, max_lost)
+            if outcome.kills or outcome.failures:
+                break
+        else:
+            outcome.failures.append(f"ended {MAX_TRIES} times before its kill")
+        outcome.failures += outcome.damaged or ([] if outcome.failures else differences(job.run, reference))
+        kills = "; ".join(map(str, outcome.kills)) or "no kill"
+        lost = " ".join(map(str, outcome.lost)) or "-"
+        verdict = f"FAILED, see {job.run.parent}: {outcome.failures[0]}" if outcome.failures else "survived"
+        print(
+            f"run {number:2}, {variant:12} {outcome.seconds:4.0f} s: {kills}; steps lost: {lost}; {verdict}", flush=True
+        )
+        if not outcome.failures:
+            shutil.rmtree(job.run.parent)
+        return outcome
+
+    def flips(self, number: int) -> tuple[int, Counter[str]]:
+        """Changes ``number`` bytes, one at a time; returns how many were detected, and how many each file had."""
+        run, _ = self.undisturbed("async")
+        last = list_checkpoints(run)[0]
+        flips = draw_flips(last, number, random.Random(f"{self._seed} bytes"))
+        missed = [flip for flip in flips if not is_detected(run, flip)]
+        for flip in missed:
+            print(f"NOT DETECTED: {flip} in {last}", flush=True)
+        return number - len(missed), Counter(flip.file for flip in flips)
+
+
+def summary(outcomes: list[Outcome]) -> list[str]:
+    """The lines about all runs; the last one is the verdict."""
+    kills = [kill for outcome in outcomes for kill in outcome.kills]
+    survived = sum(not outcome.failures for outcome in outcomes)
+    in_save = sum(kill.phase.startswith("save") for kill in kills)
+    lost = max((steps for outcome in outcomes for steps in outcome.lost), default=0)
+    return [
+        f"killed: {_counts(kill.kind for kill in kills)}",
+        f"while in: {_counts(kill.phase for kill in kills)}",
+        f"torture: {survived} / {len(outcomes)} runs survived; {len(kills)} kills, {in_save} of them "
+        f"in a save; at most {lost} steps lost, saving every {EVERY_N_STEPS}",
+    ]
+
+
+def _counts(values: Iterable[str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in sorted(Counter(values).items()))
+
+
+@report_user_errors
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first run")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    out, start = Path("out/torture").resolve(), time.monotonic()
+    shutil.rmtree(out, ignore_errors=True)
+    arguments = f"--runs {options.runs} --first {options.first} --seed {options.seed}"
+    print(f"{machine()}\npython -m benchmarks.survival {arguments}", flush=True)
+    torture = Torture(out, options.seed)
+    outcomes = [torture.run(number) for number in range(options.first, options.first + options.runs)]
+    detected, files = torture.flips(BYTES)
+    print(f"{time.monotonic() - start:.0f} s in all", f"bytes changed in: {_counts(files.elements())}", sep="\n")
+    print(*summary(outcomes), f"byte changes: {detected} / {BYTES} detected", sep="\n", flush=True)
+    if detected < BYTES or any(outcome.failures for outcome in outcomes):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import signal
@@ -10,15 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-from benchmarks.survival import process_tree
-from benchmarks.survival.phases import END, START, phases_file
+from benchmarks.survival.slowed_recipe import END, START, phases_file
 from benchmarks.tiny_job import ROOT, environment, torchrun
 from finch.run_files import METRICS, read_metrics
 
 RECIPE = "benchmarks.survival.slowed_recipe"
+TAG = "FINCH_TORTURE"
+"""The variable in the environment by which all processes of a job are found, orphans included."""
 SIGTERM = "SIGTERM"
 # What is killed, with weights: all processes, the launcher, one rank. SIGTERM is sent to the launcher, which may exit in order.
 KINDS = {"tree": 13, "launcher": 3, "rank": 2, SIGTERM: 2}
@@ -28,6 +31,34 @@ EXIT_TIMEOUT_S = 15.0  # of processes that end with their launcher
 # Of ranks that have lost a peer, that finish their step after SIGTERM, or that still import: these have not yet asked the system to
 # be killed with their launcher.
 SLOW_EXIT_TIMEOUT_S = 90.0
+
+
+def members(tag: str) -> list[psutil.Process]:
+    """The living processes that were started with ``TAG=tag``."""
+    processes = []
+    for process in psutil.process_iter():
+        # It may have ended meanwhile, be a zombie, or another user's.
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(TAG) == tag:
+                processes.append(process)
+    return processes
+
+
+def kill_all(tag: str, rng: random.Random) -> None:
+    """Kills them in a random order, and what they have started meanwhile, until none is left."""
+    while living := members(tag):
+        rng.shuffle(living)
+        for process in living:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def wait_until_gone(tag: str, seconds: float) -> list[psutil.Process]:
+    """Returns the processes that are still alive after ``seconds``."""
+    end = time.monotonic() + seconds
+    while (living := members(tag)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return living
 
 
 @dataclass(frozen=True)
@@ -55,23 +86,24 @@ class Job:
     def log_tail(self, attempt: int) -> str:
         return " | ".join(self.log_text(attempt).strip().splitlines()[-5:])
 
+    def command(self) -> list[str]:
+        """Starts or resumes the job."""
+        return torchrun(2, "-m", self.recipe, "--config", str(self.config), "resume_from_checkpoint=auto")
+
     def start(self, attempt: int) -> subprocess.Popen[bytes]:
-        """Starts the launcher in its own session; the output of all processes goes into ``log``."""
+        """Starts the launcher in a new session; the output of all processes goes into ``log``."""
         phases_file(self.run).unlink(missing_ok=True)
-        command = torchrun(2, "-m", self.recipe, "--config", str(self.config), "resume_from_checkpoint=auto")
-        env = environment(ROOT, **{"OMP_NUM_THREADS": "1", process_tree.VARIABLE: self.tag})
+        env = environment(ROOT, **{"OMP_NUM_THREADS": "1", TAG: self.tag})
         with self.log(attempt).open("wb") as log:
             return subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=self.run.parent, start_new_session=True
+                self.command(), stdout=log, stderr=log, env=env, cwd=self.run.parent, start_new_session=True
             )
 
     def phase(self) -> str:
         """What rank 0 is doing, or did last."""
-        try:
-            lines = phases_file(self.run).read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return START
-        return lines[-1] if lines else START
+        with contextlib.suppress(FileNotFoundError, IndexError):
+            return phases_file(self.run).read_text(encoding="utf-8").splitlines()[-1]
+        return START
 
     def last_step(self) -> int:
         """The last step in metrics.jsonl."""
@@ -79,8 +111,7 @@ class Job:
         return max((line["step"] for line in read_metrics(file)), default=0) if file.exists() else 0
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Of an undisturbed run: seconds until its first step, seconds from there until its last save is done, and its steps."""
 
     start_s: float
@@ -88,15 +119,12 @@ class Timing:
     steps: int
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
+    """What was killed, and what rank 0 was doing then, after which step."""
+
     kind: str
     phase: str
     step: int
-
-    @property
-    def in_save(self) -> bool:
-        return self.phase.startswith("save")
 
     def __str__(self) -> str:
         return f"{self.kind} in {self.phase} at {self.step}"
@@ -131,7 +159,7 @@ def run_undisturbed(job: Job) -> Timing:
         last_save = time.monotonic()
         _wait(launcher, job, start + ATTEMPT_TIMEOUT_S)
     finally:
-        process_tree.kill_all(job.tag, random.Random(0))
+        kill_all(job.tag, random.Random(0))
     if launcher.wait() != 0:
         raise RuntimeError(f"the undisturbed run failed: {job.log_tail(0)}")
     return Timing(first_step - start, last_save - first_step, job.last_step())
@@ -152,9 +180,9 @@ def run_killed(job: Job, timing: Timing, kinds: Sequence[str], rng: random.Rando
         try:
             kill = _run_until_kill(launcher, job, timing, kind, rng)
             is_fast = kill is None or kill.kind == "tree" or (kill.kind == "launcher" and kill.phase != START)
-            survivors = process_tree.wait_until_gone(job.tag, EXIT_TIMEOUT_S if is_fast else SLOW_EXIT_TIMEOUT_S)
+            survivors = wait_until_gone(job.tag, EXIT_TIMEOUT_S if is_fast else SLOW_EXIT_TIMEOUT_S)
         finally:
-            process_tree.kill_all(job.tag, rng)
+            kill_all(job.tag, rng)
         code = launcher.wait()
         outcome.failures += [f"attempt {attempt} left process {process.pid} behind" for process in survivors]
         _check_resume(outcome, job, attempt, step_before, max_lost)
@@ -186,19 +214,18 @@ def _run_until_kill(
         instant = time.monotonic() + fraction * timing.training_s * (1 - job.last_step() / timing.steps)
     if not _wait(launcher, job, min(instant, deadline)):
         return None
-    ranks = [each for each in psutil.Process(launcher.pid).children() if job.recipe in " ".join(_command_line(each))]
+    ranks = [each for each in psutil.Process(launcher.pid).children() if job.recipe in _command_line(each)]
+    phase = job.phase()
     if kind == SIGTERM:
-        phase = job.phase()
         launcher.send_signal(signal.SIGTERM)
     elif kind == "launcher":
         launcher.kill()
         phase = job.phase()
     elif kind == "rank" and ranks:
-        phase = job.phase()
         rng.choice(ranks).kill()
     else:
         kind = "tree"
-        process_tree.kill_all(job.tag, rng)
+        kill_all(job.tag, rng)
         phase = job.phase()
     return Kill(kind, phase, job.last_step())
 
@@ -212,11 +239,10 @@ def _wait(
     return launcher.poll() is None
 
 
-def _command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+def _command_line(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def _check_resume(outcome: Outcome, job: Job, attempt: int, step_before: int, max_lost: int) -> None:

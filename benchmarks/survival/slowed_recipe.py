@@ -3,7 +3,8 @@
 torchrun --nproc_per_node 2 -m benchmarks.survival.slowed_recipe --config FILE
 
 Only pauses are added: between the tensors of a shard, in the middle of each text file, around each rename and before each removal.
-Rank 0 writes what it is doing to RUN.phases: training, a stage of a save, or the export.
+Rank 0 appends what it is doing to RUN.phases, next to the run's folder, so that the place of a kill is known afterwards: training, a
+stage of a save, or the export.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ import finch_full_finetune
 import torch
 from finch_full_finetune import FinchFullFinetune
 
-from benchmarks.survival.phases import Phases, phases_file
 from finch import files
 from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
@@ -28,10 +29,8 @@ from finch.config.schema import FullFinetuneKeys
 from finch.errors import exit_without_teardown
 from finch.weights.files import SafetensorsWriter
 
-STEP_S = 0.1
-PAUSE_S = 0.04
-TENSOR_S = 0.002
-
+START, END = "start", "end"  # phases: nothing has been written yet, and nothing is being done any more
+STEP_S, PAUSE_S, TENSOR_S = 0.1, 0.04, 0.002
 # The stages of a save by the functions in CheckpointWriter that run them
 SAVE_PHASES = {
     "create_folder": "save: shards",
@@ -41,28 +40,49 @@ SAVE_PHASES = {
 }
 
 
+class Phases:
+    """Writes the current phase at every change: the one that began last, since a save runs during the training."""
+
+    def __init__(self, file: Path) -> None:
+        self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._active: list[str] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._change(self._active.append, name)
+        try:
+            yield
+        finally:
+            self._change(self._active.remove, name)
+
+    def _change(self, change: Callable[[str], None], name: str) -> None:
+        with self._lock:
+            change(name)
+            os.write(self._descriptor, ((self._active or [END])[-1] + "\n").encode())
+
+
+def phases_file(run: Path) -> Path:
+    return run.with_name(run.name + ".phases")
+
+
 def slow_down(phases: Phases | None) -> None:
     """Adds the pauses; ``phases`` is rank 0's."""
 
-    def replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    def wrap(
+        owner: Any, name: str, before: float = 0.0, after: float = 0.0, phase_of: Callable[..., str] | None = None
+    ) -> None:
         original = getattr(owner, name)
-        setattr(owner, name, lambda *args, **kwargs: call(lambda: original(*args, **kwargs), *args))
 
-    def slow(owner: Any, name: str, before: float, after: float = 0.0) -> None:
-        def call(original: Callable[[], Any], *_: Any) -> Any:
-            time.sleep(before)
-            result = original()
-            time.sleep(after)
-            return result
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            is_recorded = phases is not None and phase_of is not None
+            with phases.phase(phase_of(*args)) if is_recorded else contextlib.nullcontext():  # type: ignore[union-attr,misc]
+                time.sleep(before)
+                result = original(*args, **kwargs)
+                time.sleep(after)
+                return result
 
-        replace(owner, name, call)
-
-    def record(owner: Any, name: str, phase_of: Callable[..., str]) -> None:
-        def call(original: Callable[[], Any], *args: Any) -> Any:
-            with contextlib.nullcontext() if phases is None else phases.phase(phase_of(*args)):
-                return original()
-
-        replace(owner, name, call)
+        setattr(owner, name, wrapped)
 
     def write_text(path: Path, text: str) -> None:
         with path.open("w", encoding="utf-8", newline="\n") as file:
@@ -72,16 +92,16 @@ def slow_down(phases: Phases | None) -> None:
                 time.sleep(PAUSE_S)
             os.fsync(file.fileno())
 
-    slow(FinchFullFinetune, "train_step", STEP_S)
-    slow(torch, "save", TENSOR_S)  # torch.distributed.checkpoint writes a shard tensor by tensor
-    slow(Path, "rename", PAUSE_S, PAUSE_S)
-    slow(Path, "replace", PAUSE_S)
-    slow(shutil, "rmtree", PAUSE_S)
-    slow(SafetensorsWriter, "write_rows", TENSOR_S)
     files.write_text = write_text
-    record(FinchFullFinetune, "train", lambda *_: "training")
-    record(FinchFullFinetune, "write_weights", lambda *_: "export")
-    record(CheckpointWriter, "_run_on_all_ranks", lambda _, action: SAVE_PHASES[action.__name__])
+    wrap(FinchFullFinetune, "train_step", STEP_S)
+    wrap(torch, "save", TENSOR_S)  # torch.distributed.checkpoint writes a shard tensor by tensor
+    wrap(Path, "rename", PAUSE_S, PAUSE_S)
+    wrap(Path, "replace", PAUSE_S)
+    wrap(shutil, "rmtree", PAUSE_S)
+    wrap(SafetensorsWriter, "write_rows", TENSOR_S)
+    wrap(FinchFullFinetune, "train", phase_of=lambda *_: "training")
+    wrap(FinchFullFinetune, "write_weights", phase_of=lambda *_: "export")
+    wrap(CheckpointWriter, "_run_on_all_ranks", phase_of=lambda _, action: SAVE_PHASES[action.__name__])
 
 
 @parse(FullFinetuneKeys)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from finch.data.mixture import Mixture
     from finch.data.stats import DatasetStats
-    from finch.training.memory_estimate import MemoryEstimate
 
+_MAX_FAKE_LAYERS = 8  # of a model whose step runs on fake tensors within 5 s
 USAGE = "finch check [--nproc_per_node N] --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]"
 
 HELP = f"""usage: {USAGE}
@@ -100,7 +100,7 @@ class Report:
         if model is not None:
             self._section("output", lambda: self._list_output(recipe, cfg, model, stats, steps))
         if model is not None and samples is not None:
-            self._section("memory", lambda: self._estimate_memory(cfg, model, samples, stats))
+            self._section("memory", lambda: self._estimate_memory(recipe, cfg, model, samples, stats))
 
     def _read_config(self) -> tuple[str, DictConfig]:
         errors: list[UserError] = []
@@ -229,7 +229,7 @@ class Report:
         self, recipe: str, cfg: DictConfig, decoder: Any, stats: DatasetStats | None, steps: int | None
     ) -> None:
         from finch.distributed.precision import precision_of
-        from finch.training.memory_estimate import optimizer_bytes
+        from finch.estimate.formula import optimizer_bytes
         from finch.training.optimizer import uses_dataset_init
         from finch.training.run import check_disk_room, exported_bytes, num_exports
 
@@ -260,26 +260,35 @@ class Report:
             self._print(f"the complete run needs about {_gigabytes(needed)}, more than is free")
         check_disk_room(cfg, decoder, dtype=dtype)
 
-    def _estimate_memory(self, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None) -> None:
-        from finch.distributed.precision import precision_of
-        from finch.training.memory_estimate import MicroBatch, estimate_memory
-        from finch.training.step_loss import build_objective
+    def _estimate_memory(
+        self, recipe: str, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None
+    ) -> None:
+        from finch.estimate.fake_step import HOST_PARTS, estimate_step
+        from finch.estimate.formula import Rows, memory_by_formula
 
         if stats is None or not stats.num_rows:
             return
         seq = len(samples[0]["tokens"]) if samples.packed else stats.max_length
-        share = stats.num_targets / sum(stats.lengths)
-        num_chunks = build_objective(cfg)[1]
-        micro_batch = MicroBatch(cfg.batch_size, seq, max(1, round(cfg.batch_size * seq * share)), num_chunks)
-        is_sharded = self._ranks > 1 or precision_of(cfg.dtype).is_mixed or cfg.fsdp_cpu_offload
+        rows = Rows(seq, max(1, round(seq * stats.num_targets / sum(stats.lengths))))
+        parts, peak, method = None, 0, "computed on fake tensors"
+        if len(decoder.layers) <= _MAX_FAKE_LAYERS:
+            with contextlib.suppress(UserError):  # a component needs the values of tensors
+                step = estimate_step(recipe, cfg, ranks=self._ranks, rows=rows)
+                parts, peak = dict(step.memory), step.device_peak
+        if parts is None:
+            parts = dict(memory_by_formula(decoder, cfg, rows, ranks=self._ranks))
+            peak, method = parts.pop("peak"), "by a formula; `finch estimate` takes longer and is closer"
         shards = max(1, self._ranks // cfg.data_parallel_replicate_dim)
-        estimate = estimate_memory(decoder, cfg, micro_batch, shards=shards, is_sharded=is_sharded)
         self._print(
             f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {seq} tokens, {cfg.dtype}"
             + (f", weights divided over {shards} ranks" if shards > 1 else "")
+            + f", {method}"
         )
-        for name, size in _memory_rows(estimate):
-            self._print(f"  {name:<22}{_gigabytes(size):>10}")
+        for part, size in parts.items():
+            if size >= peak / 10_000:
+                where = " (host)" if cfg.fsdp_cpu_offload and part in HOST_PARTS else ""
+                self._print(f"  {part + where:<32}{_gigabytes(size):>10}")
+        self._print(f"  {'peak':<32}{_gigabytes(peak):>10}")
 
     def _section(self, title: str, section: Callable[[], Any]) -> Any:
         """The section's result; None if it ended with a problem."""
@@ -311,20 +320,6 @@ class Report:
     def _problem(self, error: object) -> None:
         self.num_problems += 1
         self._print(f"problem: {error}")
-
-
-def _memory_rows(estimate: MemoryEstimate) -> Iterator[tuple[str, int]]:
-    where = " (host)" if estimate.is_offloaded else ""
-    yield f"weights{where}", estimate.weights
-    yield f"gradients{where}", estimate.gradients
-    yield f"optimizer state{where}", estimate.optimizer
-    yield "logits", estimate.logits
-    yield "activations", estimate.activations
-    if estimate.recomputed:
-        yield "one recomputed layer", estimate.recomputed
-    if estimate.gathered:
-        yield "gathered by FSDP2", estimate.gathered
-    yield "peak", estimate.peak
 
 
 def _rates(cfg: DictConfig, key: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finch.cli.early_checks import read_job
 from finch.config.instantiate import find_config
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from finch.estimate.fake_step import StepEstimate
-    from finch.estimate.rows import Rows
+    from finch.estimate.formula import Rows
 
 USAGE = "finch estimate CONFIG [--gpus N] [--gpu-memory GB] [option ...] [key=value ...] [~key] [method=NAME]"
 _MATMUL, _BANDWIDTH = "--matmul-tflops", "--bandwidth-gb-s"
@@ -44,7 +44,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="finch estimate",
         usage=USAGE,
         description="Runs one step of the recipe at the config's real shapes on fake tensors, and prints what it takes: memory of a rank by "
-        "part, collectives, operations, time at given rates, and what to change if it does not fit.",
+        "part, collectives, operations, time at given rates, and what would save memory if it does not fit.",
         epilog="Exit code: 0 if the step fits, 1 if not.",
         allow_abbrev=False,
     )
@@ -84,18 +84,15 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> bool:
     """Prints all sections; whether the step fits, True where there is no limit."""
     import torch
 
-    from finch.estimate.fake_step import estimate_step
+    from finch.estimate.fake_step import candidates, estimate_step
     from finch.training.config_checks import check_combinations, check_schedule
 
     rows = _rows(options)
 
-    def run(more: Sequence[str], ranks: int) -> tuple[DictConfig, StepEstimate]:
-        recipe, cfg = read_job(options.config, [*overrides, *more])
-        check_schedule(cfg)
-        check_combinations(cfg, torch.device("cuda"), ranks)
-        return cfg, estimate_step(recipe, cfg, ranks=ranks, rows=rows)
-
-    cfg, step = run((), options.gpus)
+    recipe, cfg = read_job(options.config, overrides)
+    check_schedule(cfg)
+    check_combinations(cfg, torch.device("cuda"), options.gpus)
+    step = estimate_step(recipe, cfg, ranks=options.gpus, rows=rows)
     _print_model(options, cfg, step, rows)
     _print_memory(step)
     _print_collectives(step)
@@ -109,20 +106,10 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> bool:
         free = _gigabytes(limit - step.device_peak)
         _print("fits", f"into {options.gpu_memory:g} GB, {free} are left for what is not counted")
         return True
-    _print(
-        "too large",
-        f"for {options.gpu_memory:g} GB by {_gigabytes(step.device_peak - limit)}; each change was run on fake tensors:",
-    )
-    _print_trials(options, cfg, limit, run)
+    _print("too large", f"for {options.gpu_memory:g} GB by {_gigabytes(step.device_peak - limit)}")
+    for number, change in enumerate((*map(" ".join, candidates(cfg)), f"--gpus {2 * options.gpus}")):
+        _print("" if number else "saves memory", change)
     return False
-
-
-def _print_trials(options: argparse.Namespace, cfg: DictConfig, limit: int, run: Callable[..., Any]) -> None:
-    from finch.estimate.advice import trials
-
-    for trial in trials(cfg, options.gpus, limit, lambda more, ranks: run(more, ranks)[1]):
-        verdict = "fits" if trial.step.device_peak <= limit else "too large"
-        _print("", f"{_gigabytes(trial.step.device_peak):>10}  {verdict:<9}  {trial.change} ({trial.change.effect})")
 
 
 def _print_model(options: argparse.Namespace, cfg: DictConfig, step: StepEstimate, rows: Rows) -> None:
@@ -155,44 +142,35 @@ def _print_memory(step: StepEstimate) -> None:
 
 
 def _print_collectives(step: StepEstimate) -> None:
-    from finch.estimate.step_time import sent_bytes, summed_collectives
-
-    rows = summed_collectives(step)
-    if not rows:
+    if not step.collectives:
         _print("collectives", "none: one rank")
         return
     _print("collectives", "of a step; bytes of the complete tensors, and what a rank sends in a ring")
-    for kind, count, nbytes, sent in rows:
+    for kind, count, nbytes, sent in step.summed_collectives():
         _print("", f"  {kind:<20}{count:>6} x{_gigabytes(nbytes):>12}{_gigabytes(sent):>12}")
-    _print("", f"  {'sent by a rank':<28}{'':>12}{_gigabytes(sent_bytes(step)):>12}")
+    _print("", f"  {'sent by a rank':<28}{'':>12}{_gigabytes(step.sent_bytes):>12}")
 
 
 def _print_time(options: argparse.Namespace, step: StepEstimate) -> None:
-    from finch.estimate.step_time import needed_flops, sent_bytes, step_time
-
     total = sum(step.flops.values())
     _print(
         "operations",
-        f"{total / 1e12:,.2f} TFLOP a rank in matrix products and attention, {needed_flops(step) / 1e12:,.2f} without recomputation",
+        f"{total / 1e12:,.2f} TFLOP per rank in matrix products and attention, {step.needed_flops / 1e12:,.2f} without recomputation",
     )
     if options.matmul_tflops is None:
         _print("time", f"give {_MATMUL} and, for several ranks, {_BANDWIDTH}")
         return
-    time = step_time(step, matmul_tflops=options.matmul_tflops, bandwidth_gb_s=options.bandwidth_gb_s)
-    _print("time", f"{time.compute:.3f} s of matrix products at {options.matmul_tflops:g} TFLOP/s")
-    if time.communication is None:
-        _print("", f"communication of {_gigabytes(sent_bytes(step))} is not counted: give {_BANDWIDTH}")
-    elif time.communication:
-        _print("", f"{time.communication:.3f} s of communication at {options.bandwidth_gb_s:g} GB/s")
-        _print(
-            "",
-            f"a step: {time.overlapped:.3f} s if communication overlaps completely, {time.sequential:.3f} s if nothing does",
-        )
-    targets = step.targets * options.gpus
-    _print(
-        "",
-        f"at most {targets / time.overlapped:,.0f} target tokens/s on all ranks; all that is no matrix product comes on top",
-    )
+    compute, communication = step.compute_seconds(options.matmul_tflops), 0.0
+    _print("time", f"{compute:.3f} s of matrix products at {options.matmul_tflops:g} TFLOP/s")
+    if options.bandwidth_gb_s is not None and step.sent_bytes:
+        communication = step.communication_seconds(options.bandwidth_gb_s)
+        _print("", f"{communication:.3f} s of communication at {options.bandwidth_gb_s:g} GB/s")
+        least, most = max(compute, communication), compute + communication
+        _print("", f"a step: {least:.3f} s if communication overlaps completely, {most:.3f} s if nothing does")
+    elif step.sent_bytes:
+        _print("", f"communication of {_gigabytes(step.sent_bytes)} is not counted: give {_BANDWIDTH}")
+    rate = step.targets * options.gpus / max(compute, communication)
+    _print("", f"at most {rate:,.0f} target tokens/s on all ranks; all that is no matrix product comes on top")
 
 
 def _rows(options: argparse.Namespace) -> Rows:
@@ -200,7 +178,7 @@ def _rows(options: argparse.Namespace) -> Rows:
     Raises:
         UserError: more targets than tokens.
     """
-    from finch.estimate.rows import TOFU_TARGETS, TOFU_TOKENS, Rows
+    from finch.estimate.formula import TOFU_TARGETS, TOFU_TOKENS, Rows
 
     seq = options.seq or TOFU_TOKENS
     targets = options.targets or max(1, seq * TOFU_TARGETS // TOFU_TOKENS)

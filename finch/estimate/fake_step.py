@@ -31,19 +31,28 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.modules import TransformerDecoder
 
 from finch.config.instantiate import component_of, locate
-from finch.data.loader import Batch
+from finch.data.loader import Batch, collator
 from finch.distributed import parallel
 from finch.distributed.parallel import MeshSizes, Parallel
 from finch.distributed.precision import Precision, precision_of
 from finch.dtensor import to_local
 from finch.errors import UserError
-from finch.estimate.collectives import Collective
-from finch.estimate.rows import Rows, micro_batch, num_tokens
-from finch.estimate.step_trace import GRADIENTS, OPTIMIZER, PENALTY, REFERENCE, UPDATE, WEIGHTS, StepTrace
+from finch.estimate.formula import Rows, optimizer_bytes
+from finch.estimate.step_trace import (
+    GRADIENTS,
+    OPTIMIZER,
+    PENALTY,
+    RECOMPUTATION,
+    REFERENCE,
+    UPDATE,
+    WEIGHTS,
+    Collective,
+    StepTrace,
+)
 from finch.models.lora import train_adapters_only
-from finch.objectives import Objective
+from finch.objectives import IGNORE_INDEX, Objective
 from finch.optim.optimizers import optimizers_in_backward
-from finch.training.memory_estimate import optimizer_bytes
+from finch.training.kl_penalty import build_kl
 from finch.training.model import allocate, decoder_on_meta, parallelize
 from finch.training.optimizer import Update, UpdateInBackward, build_optimizers, build_schedule, is_finch
 from finch.training.step_loss import StepLoss
@@ -52,6 +61,7 @@ LORA_RECIPE = "finch_lora_finetune"
 HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
 """What ``fsdp_cpu_offload`` keeps in host memory."""
 
+_EIGHT_BITS = {"torch.optim.AdamW": "torchao.optim.AdamW8bit", "torch.optim.Adam": "torchao.optim.Adam8bit"}
 _CPU = torch.device("cpu")
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _NATS = 1.0  # for what a run would read from its losses
@@ -95,6 +105,32 @@ class StepEstimate:
     def device_peak(self) -> int:
         """The peak without what is in host memory."""
         return self.peak - (sum(self.memory.get(part, 0) for part in HOST_PARTS) if self.is_offloaded else 0)
+
+    @property
+    def needed_flops(self) -> int:
+        """Without recomputation."""
+        return sum(flops for phase, flops in self.flops.items() if phase != RECOMPUTATION)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all collectives, by one rank."""
+        return sum(collective.sent_bytes for collective in self.collectives)
+
+    def summed_collectives(self) -> list[tuple[str, int, int, int]]:
+        """Kind, count, bytes of the complete tensors and bytes that a rank sends, largest first."""
+        rows = []
+        for kind in {collective.kind for collective in self.collectives}:
+            calls = [collective for collective in self.collectives if collective.kind == kind]
+            rows.append((kind, len(calls), sum(call.nbytes for call in calls), sum(call.sent_bytes for call in calls)))
+        return sorted(rows, key=lambda row: -row[2])
+
+    def compute_seconds(self, matmul_tflops: float) -> float:
+        """Operations, recomputed ones included, over the device's rate of matrix products in TFLOP/s. All else takes no time here."""
+        return sum(self.flops.values()) / (matmul_tflops * 1e12)
+
+    def communication_seconds(self, bandwidth_gb_s: float) -> float:
+        """Bytes that a rank sends in a ring over its bandwidth in one direction, in GB/s (1e9 bytes)."""
+        return self.sent_bytes / (bandwidth_gb_s * 1e9)
 
 
 def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> StepEstimate:
@@ -149,6 +185,24 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
     )
 
 
+def candidates(cfg: DictConfig) -> list[tuple[str, ...]]:
+    """Overrides that each save memory on the same ranks, the cheapest first. All but 8-bit optimizer states keep the result."""
+    found: list[tuple[str, ...]] = []
+    if not cfg.enable_activation_checkpointing and cfg.ac_mode is None:
+        found.append(("enable_activation_checkpointing=True",))
+    if cfg.batch_size > 1 and not cfg.optimizer_in_bwd:  # which excludes accumulation
+        found.append(
+            ("batch_size=1", f"gradient_accumulation_steps={cfg.gradient_accumulation_steps * cfg.batch_size}")
+        )
+    component = component_of(cfg.optimizer) or ""
+    if component in _EIGHT_BITS:
+        removed = (f"~optimizer.{key}" for key in ("fused", "foreach") if key in cfg.optimizer)
+        found.append((f"optimizer._component_={_EIGHT_BITS[component]}", *removed))
+    if not cfg.fsdp_cpu_offload:
+        found.append(("fsdp_cpu_offload=True",))
+    return found
+
+
 class FakeStep(FinchFullFinetune):
     """The recipe as far as its step needs it; on fake tensors.
 
@@ -193,8 +247,8 @@ class FakeStep(FinchFullFinetune):
     def trace(self, rows: Rows, num_micro_batches: int) -> StepTrace:
         """One step of the recipe."""
         vocab_size = self.decoder.tok_embeddings.weight.shape[0]
-        batches = [micro_batch(self.cfg, rows, self.loss.objective, vocab_size) for _ in range(num_micro_batches)]
-        self.tokens, self.targets = num_tokens(batches[0]), batches[0]["targets"].numel()
+        batches = [_micro_batch(self.cfg, rows, self.loss.objective, vocab_size) for _ in range(num_micro_batches)]
+        self.tokens, self.targets = _num_tokens(batches[0]), batches[0]["targets"].numel()
         self._trace.reset()
         with self._mode, self._trace:
             self.train_step(batches)
@@ -343,3 +397,63 @@ def _fake_group(cfg: DictConfig, ranks: int, precision: Precision) -> Iterator[P
         yield parallel.join(_CPU, sizes)
     finally:
         parallel.stop()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Stands for the samples and the tokenizer in :func:`finch.data.loader.collator`."""
+
+    packed: bool = False
+    pad_id: int = 0
+
+
+def _micro_batch(cfg: DictConfig, rows: Rows, objective: Objective, vocab_size: int) -> Batch:
+    """``cfg.batch_size`` rows as the recipe's collator makes them, with what objective and penalty need beside; real tensors.
+
+    No two rows begin with the same tokens, so that no prefix is shared.
+    """
+    source = _Source(_is_packed(cfg))
+    row = functools.partial(_pack, total=cfg.tokenizer["max_seq_len"]) if source.packed else _row
+    samples = [row(rows, first_token=number % vocab_size) for number in range(cfg.batch_size)]
+    batch = collator(source, source, locate(cfg.collate_fn, "collate_fn"))(samples)  # type: ignore[arg-type]
+    if "pretrained_token_loss" in objective.needs:
+        batch["pretrained_token_loss"] = torch.ones(batch["labels"].shape)
+    kl = build_kl(cfg)
+    if kl is not None and not kl.is_online:
+        number = len(batch["targets"])
+        batch["reference_log_probs"] = torch.zeros(number, kl.top_k + 1)
+        batch["reference_tokens"] = torch.zeros(number, kl.top_k, dtype=torch.int64)
+    return batch
+
+
+def _num_tokens(batch: Batch) -> int:
+    """Tokens that the layers see: without padding where the batch has a layout for that."""
+    layout = batch.get("layout")
+    return batch["tokens"].numel() if layout is None else layout.indices.numel()
+
+
+def _row(rows: Rows, first_token: int) -> dict[str, Any]:
+    tokens = [first_token] + [0] * (rows.seq - 1)
+    return {"tokens": tokens, "labels": _labels(rows)}
+
+
+def _pack(rows: Rows, first_token: int, total: int) -> dict[str, Any]:
+    """As many rows as fit into ``total`` tokens, and padding."""
+    number = max(1, total // rows.seq)
+    rest = max(0, total - number * rows.seq)
+    seq_lens = [rows.seq] * number + [rest] * (rest > 0)
+    return {
+        "tokens": torch.full((sum(seq_lens),), first_token),
+        "labels": torch.tensor(_labels(rows) * number + [IGNORE_INDEX] * rest),
+        "input_pos": torch.cat([torch.arange(length) for length in seq_lens]),
+        "seq_lens": torch.tensor(seq_lens),
+    }
+
+
+def _labels(rows: Rows) -> list[int]:
+    return [IGNORE_INDEX] * (rows.seq - rows.targets) + [0] * rows.targets
+
+
+def _is_packed(cfg: DictConfig) -> bool:
+    node = cfg.dataset if isinstance(cfg.dataset, Mapping) else cfg.dataset[0]
+    return bool(node.get("packed"))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from finch.estimate.collectives import ALL_GATHER, REDUCE_SCATTER, Collective, collective_of
-from finch.estimate.live_memory import LiveMemory
+from finch.dtensor import to_local
 from finch.training.chunked_loss import TokenLoss
 
 WEIGHTS, REFERENCE, BUFFERS = "weights", "reference model", "rotary tables"
@@ -27,6 +30,169 @@ FORWARD_PASS, RECOMPUTATION, BACKWARD_PASS, UPDATE = "forward", "recomputation",
 _PARTS = {FORWARD_PASS: ACTIVATIONS, RECOMPUTATION: RECOMPUTED, BACKWARD_PASS: BACKWARD, UPDATE: OTHER}
 # torch's counter has no formula for the CPU's attention.
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+
+# Of the two families of operators: torch.distributed's calls and DTensor's functional collectives.
+_C10D = {"_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER, "allreduce_": ALL_REDUCE}
+_FUNCTIONAL = {
+    "all_gather_into_tensor": ALL_GATHER,
+    "reduce_scatter_tensor": REDUCE_SCATTER,
+    "all_reduce": ALL_REDUCE,
+    "all_reduce_": ALL_REDUCE,
+}
+_IGNORED = ("wait_tensor",)
+
+
+@dataclass
+class _Storage:
+    reference: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    part: str
+    time: int
+
+
+class LiveMemory:
+    """Follows storages from their allocation until they are freed.
+
+    A storage belongs to one part for all its life: one that :meth:`assign` gives to another part belonged to it at the peak as well.
+
+    Attributes:
+        total: bytes that are live.
+        peak: the most that were live since ``reset_peak``.
+        peak_phase: the ``phase`` that was given for the storage that made the peak.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, _Storage] = {}
+        self._parts: Counter[str] = Counter()
+        self._time = 0
+        self.total = 0
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """The peak is what is live now."""
+        self.peak, self.peak_phase, self._peak_time = self.total, "", self._time
+        self._at_peak = Counter(self._parts)
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes of each part at the peak, without empty ones."""
+        return {part: nbytes for part, nbytes in self._at_peak.items() if nbytes}
+
+    def live(self) -> dict[str, int]:
+        """Bytes of each part now, without empty ones."""
+        return {part: nbytes for part, nbytes in self._parts.items() if nbytes}
+
+    def add(self, tensor: torch.Tensor, part: str, phase: str = "") -> None:
+        """Follows a tensor's storage, if it is not followed yet."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._storages.get(key)
+        if known is None:
+            reference = weakref.ref(storage, functools.partial(self._release, key))
+            self._storages[key] = entry = _Storage(reference, 0, part, 0)
+            self._allocate(entry, storage.nbytes(), phase)
+        elif known.nbytes != storage.nbytes():
+            self.resize(storage, phase)
+
+    def resize(self, storage: torch.UntypedStorage, phase: str = "") -> None:
+        """Reads the new size of a storage that was resized in place; one that is not followed is left alone."""
+        entry = self._storages.get(storage._cdata)
+        if entry is not None:
+            self._free(entry)
+            self._allocate(entry, storage.nbytes(), phase)
+
+    def assign(self, value: Any, part: str) -> None:
+        """Gives the storage of a tensor, of a sharded one the local shard's, to another part; other values are left alone."""
+        tensor = to_local(value)
+        if isinstance(tensor, torch.Tensor):
+            self.add(tensor, part)
+            self.assign_storage(tensor.untyped_storage(), part)
+
+    def assign_storage(self, storage: torch.UntypedStorage, part: str) -> None:
+        """As :meth:`assign`; one that is not followed is left alone."""
+        entry = self._storages.get(storage._cdata)
+        if entry is None:
+            return
+        self._parts[entry.part] -= entry.nbytes
+        self._parts[part] += entry.nbytes
+        if entry.time <= self._peak_time:  # it is live now and was allocated before the peak: it was live then
+            self._at_peak[entry.part] -= entry.nbytes
+            self._at_peak[part] += entry.nbytes
+        entry.part = part
+
+    def _allocate(self, entry: _Storage, nbytes: int, phase: str) -> None:
+        self._time += 1
+        entry.nbytes, entry.time = nbytes, self._time
+        self._parts[entry.part] += nbytes
+        self.total += nbytes
+        if self.total > self.peak:
+            self.peak, self.peak_phase, self._peak_time = self.total, phase, self._time
+            self._at_peak = Counter(self._parts)
+
+    def _free(self, entry: _Storage) -> None:
+        self._parts[entry.part] -= entry.nbytes
+        self.total -= entry.nbytes
+        entry.nbytes = 0
+
+    def _release(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        entry = self._storages.get(key)
+        if entry is not None and entry.reference is reference:
+            self._free(self._storages.pop(key))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call on one rank.
+
+    Attributes:
+        kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, or the operator's name for another.
+        nbytes: of the complete tensor: what an all-gather returns, what the others are given.
+        ranks: of its group.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends, and receives, in a ring: (N - 1) / N of the tensor, twice that for an all-reduce."""
+        rounds = 2 if self.kind == ALL_REDUCE else 1
+        return rounds * self.nbytes * (self.ranks - 1) // self.ranks
+
+
+def collective_of(function: Any, arguments: Sequence[Any], output: Any) -> Collective | None:
+    """The collective that a dispatched operator is; None for any other operator."""
+    name = function._overloadpacket.__name__
+    if function.namespace == "c10d":
+        kind = _C10D.get(name, name)
+        ranks = next(ranks for ranks in map(_group_size, arguments) if ranks)
+        # The output comes first for those that have one.
+        return Collective(kind, _nbytes(arguments[1] if kind == REDUCE_SCATTER else arguments[0]), ranks)
+    if function.namespace == "_c10d_functional" and name not in _IGNORED:
+        kind = _FUNCTIONAL.get(name, name)
+        group = dist.distributed_c10d._resolve_process_group(arguments[-1])
+        return Collective(kind, _nbytes(output if kind == ALL_GATHER else arguments[0]), group.size())
+    return None
+
+
+def _group_size(value: Any) -> int:
+    """Ranks of a process group as operators take it; 0 for another argument."""
+    if isinstance(value, dist.ProcessGroup):
+        return value.size()
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(value).size()
+        except (RuntimeError, TypeError):
+            return 0
+    return 0
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_nbytes, value))
 
 
 class TracedCollective(NamedTuple):
@@ -46,7 +212,7 @@ class StepTrace(TorchDispatchMode):
     Attributes:
         memory: what is live, by the parts above.
         is_paused: whether nothing is counted for now.
-        micro_batch: the one at hand, from 1.
+        micro_batch: the current one, from 1.
         collectives: in their order.
         flops: floating-point operations of matrix products and attention by micro-batch and phase. Attention counts all pairs of its
             queries and keys, causal or not.
@@ -105,7 +271,7 @@ class StepTrace(TorchDispatchMode):
             self.memory.resize(storage, self.phase)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        # Around what DTensor computes of an operator's complete result, on fake tensors of its own.
+        # Around what DTensor computes of an operator's complete result, on other fake tensors.
         self._lock = ShardingPropagator._fake_mode_lock
         ShardingPropagator._fake_mode_lock = _Pause(self)  # type: ignore[assignment]
         super().__enter__()

@@ -1,91 +1,67 @@
-"""benchmarks.speed: the block protocol on one and two ranks, ratios of paired blocks, lengths of steps, groups of operators."""
+"""benchmarks.speed: the block protocol on one and two ranks, ratios of paired blocks, lengths of steps; benchmarks.profile's groups."""
 
-import textwrap
+import os
+import sys
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
-
-from benchmarks.speed.operators import (
-    ATTENTION,
-    ELEMENTWISE,
-    GROUPS,
-    LOSS,
-    MATRIX,
-    OPTIMIZER,
-    REST,
-    group_of,
-    seconds_by_group,
-)
-from benchmarks.speed.paired import Contender, ratio_interval, start_all
-from benchmarks.speed.settings import Lengths, like_lengths_together, linear_shapes
-
-PROGRAM = """
-import json, os, sys
-import torch
 import torch.distributed as dist
-from benchmarks.speed.blocks import run_in_blocks
 
-def train():
-    settings = json.loads(sys.argv[2])
+from benchmarks.profile import GROUPS, group_of
+from benchmarks.speed.blocks import Contender, ratio_interval, start_all
+from benchmarks.speed.rows import Lengths, group_by_length, linear_shapes
+
+MATRIX, ATTENTION, ELEMENTWISE, LOSS, OPTIMIZER, REST = GROUPS
+
+
+def train(settings):
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     model = torch.nn.Linear(4, 4, bias=False)
-    weight = model.weight
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    for step in range(settings["steps"]):
+    optimizer = torch.optim.AdamW([model.weight], fused=True)
+    for _ in range(settings["steps"]):
         model(torch.ones(2, 4)).sum().backward()
         if dist.is_initialized():
-            dist.all_reduce(weight.grad)
+            dist.all_reduce(model.weight.grad)
         optimizer.step()
     print("the program is at its end", file=sys.stderr)
 
-run_in_blocks(train)
-"""
-
-
-@pytest.fixture
-def program(tmp_path):
-    file = tmp_path / "program.py"
-    file.write_text(textwrap.dedent(PROGRAM))
-    return (str(file),)
-
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_count_steps_and_flops(program, tmp_path, ranks):
-    one = Contender("tiny", {"steps": 7}, tmp_path / "log", ranks=ranks, program=program)
+def test_blocks_count_steps_and_flops(tmp_path, ranks):
+    one = Contender(train, {"steps": 7}, tmp_path / "tiny.log", ranks=ranks)
     start_all([one])  # step 1
     # A product of [2, 4] with [4, 4], and the gradient of the weight
     assert one.flops == ranks * 2 * (2 * 2 * 4 * 4)
     plain = one.run(3)
-    assert plain["groups_s"] is None
-    assert plain["wall_s"] > 0
-    assert plain["cpu_s"] > 0
+    assert plain["operators"] == []
+    assert plain["seconds"] > 0
     assert plain["peak_memory_bytes"] > 1e6
-    profiled = one.run(1, is_profiled=True)["groups_s"]
-    assert profiled[MATRIX] > 0
+    seconds = dict.fromkeys(GROUPS, 0.0)
+    for names, own in one.run(1, is_profiled=True)["operators"]:
+        seconds[group_of(names)] += own
+    assert min(seconds[MATRIX], seconds[OPTIMIZER]) > 0
     if ranks == 1:
         one.run(2)  # 7 steps are done
         with pytest.raises(SystemExit, match="tiny has ended"):
             one.run(1)
     one.close()
-    assert ("the program is at its end" in (tmp_path / "log").read_text()) == (ranks == 1)
+    assert ("the program is at its end" in (tmp_path / "tiny.log").read_text()) == (ranks == 1)
 
 
 def test_ratio_interval_pairs_blocks():
-    ours = [1.0, 4.0, 2.0, 8.0]  # the machine's speed varies, the ratio does not
-    assert ratio_interval(ours, [2 * each for each in ours]) == pytest.approx((2, 2, 2))
-    ratio, low, high = ratio_interval([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 2.0])
+    ours, equal = [1.0, 4.0, 2.0, 8.0], ([1.0] * 4, [1.0] * 4)  # the machine's speed varies, the ratio does not
+    assert ratio_interval(ours, [2 * each for each in ours], equal) == pytest.approx((2, 2, 2))
+    ratio, low, high = ratio_interval([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 2.0], equal)
     assert ratio == 2
     assert 1 <= low < ratio < high <= 3
     # Twice the time for twice the tokens is the same speed
-    assert ratio_interval(ours, [2, 8, 4, 16], work=([1, 4, 2, 8], [2, 8, 4, 16])) == pytest.approx((1, 1, 1))
+    assert ratio_interval(ours, [2, 8, 4, 16], ([1, 4, 2, 8], [2, 8, 4, 16])) == pytest.approx((1, 1, 1))
 
 
-def test_like_lengths_together_keeps_all_rows():
+def test_group_by_length_keeps_all_rows():
     samples = [{"tokens": [0] * length, "labels": [0] * length} for length in (1, 9, 2, 8, 3, 7, 4, 6)]
-    ordered = like_lengths_together(samples, 2)
-    lengths = [len(row["tokens"]) for row in ordered]
+    lengths = [len(row["tokens"]) for row in group_by_length(samples, 2)]
     assert sorted(lengths) == [1, 2, 3, 4, 6, 7, 8, 9]
     assert {tuple(lengths[start : start + 2]) for start in range(0, 8, 2)} == {(1, 2), (3, 4), (6, 7), (8, 9)}
 
@@ -115,15 +91,3 @@ def test_linear_shapes_of_grouped_query_attention():
 )
 def test_group_of_operators(names, group):
     assert group_of(names) == group
-
-
-def test_seconds_by_group_sum_to_the_profile():
-    weight = torch.nn.Parameter(torch.randn(32, 32))
-    with profile(activities=[ProfilerActivity.CPU]) as result:
-        torch.nn.functional.silu(torch.randn(8, 32) @ weight).sum().backward()
-        torch.optim.AdamW([weight], fused=True).step()
-    groups = seconds_by_group(result.events())
-    assert set(groups) == set(GROUPS)
-    total = sum(event.self_cpu_time_total for event in result.key_averages()) / 1e6
-    assert sum(groups.values()) == pytest.approx(total)
-    assert min(groups[MATRIX], groups[ELEMENTWISE], groups[OPTIMIZER]) > 0

@@ -13,11 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.survival import byte_flips, process_tree
-from benchmarks.survival.killed_run import SIGTERM, Job, Kill, Outcome, Timing, run_killed
-from benchmarks.survival.phases import END, Phases, phases_file
+from benchmarks.survival.__main__ import Torture, draw_flips, is_detected, summary
+from benchmarks.survival.killed_run import (
+    SIGTERM,
+    TAG,
+    Job,
+    Kill,
+    Outcome,
+    Timing,
+    kill_all,
+    members,
+    run_killed,
+    wait_until_gone,
+)
 from benchmarks.survival.same_run import differences
-from benchmarks.survival.torture import Torture, summary
+from benchmarks.survival.slowed_recipe import END, Phases
 from finch.checkpoint import manifest
 from finch.run_files import read_metrics
 
@@ -92,7 +102,7 @@ def test_differences_names_any_change(expected, pair):
     assert expected in difference
 
 
-# byte_flips
+# changed bytes
 
 
 @pytest.fixture
@@ -109,7 +119,7 @@ def two_checkpoints(tmp_path):
 def test_flips_hit_every_file_and_undo_themselves(two_checkpoints):
     folder = two_checkpoints / "checkpoints" / "step_8"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    flips = byte_flips.draw(folder, 30, random.Random(0))
+    flips = draw_flips(folder, 30, random.Random(0))
     hits = Counter(flip.file for flip in flips)
     assert hits.keys() == before.keys()
     assert hits["__0_0.distcp"] > 20
@@ -121,10 +131,10 @@ def test_flips_hit_every_file_and_undo_themselves(two_checkpoints):
 
 
 def test_flips_are_detected_but_not_without_checksums(two_checkpoints, monkeypatch):
-    flips = byte_flips.draw(two_checkpoints / "checkpoints" / "step_8", 30, random.Random(0))
-    assert all(byte_flips.is_detected(two_checkpoints, flip) for flip in flips)
+    flips = draw_flips(two_checkpoints / "checkpoints" / "step_8", 30, random.Random(0))
+    assert all(is_detected(two_checkpoints, flip) for flip in flips)
     monkeypatch.setattr(manifest, "verify", lambda *_: None)
-    assert {flip.file for flip in flips if byte_flips.is_detected(two_checkpoints, flip)} == {"manifest.json"}
+    assert {flip.file for flip in flips if is_detected(two_checkpoints, flip)} == {"manifest.json"}
 
 
 # phases
@@ -173,12 +183,8 @@ for step in range(first + 1, 11):
 class Stub(Job):
     behaviour = "ends"
 
-    def start(self, attempt):
-        phases_file(self.run).unlink(missing_ok=True)
-        environment = {**os.environ, process_tree.VARIABLE: self.tag}
-        command = [sys.executable, "-c", SCRIPT, str(self.run), self.behaviour]
-        with self.log(attempt).open("wb") as log:
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    def command(self):
+        return [sys.executable, "-c", SCRIPT, str(self.run), self.behaviour]
 
 
 class Halfway(random.Random):
@@ -230,22 +236,22 @@ def test_run_killed_reports_and_ends_orphans(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.survival.killed_run.EXIT_TIMEOUT_S", 0.5)
     outcome = run_stub(tmp_path, "outlives", ("launcher",))
     assert "attempt 1 left process" in outcome.failures[0]
-    assert process_tree.members(str(tmp_path / "run")) == []
+    assert members(str(tmp_path / "run")) == []
 
 
 @pytest.mark.slow
 def test_kill_all_reaches_orphans(tmp_path):
     code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); "
-    environment = {**os.environ, process_tree.VARIABLE: str(tmp_path)}
+    environment = {**os.environ, TAG: str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # the parent has ended
     parent = subprocess.Popen([sys.executable, "-c", code + "time.sleep(60)"], env=environment)
     end = time.monotonic() + 20
-    while len(process_tree.members(str(tmp_path))) < 3 and time.monotonic() < end:
+    while len(members(str(tmp_path))) < 3 and time.monotonic() < end:
         time.sleep(0.01)
-    assert len(process_tree.members(str(tmp_path))) == 3
-    process_tree.kill_all(str(tmp_path), random.Random(0))
+    assert len(members(str(tmp_path))) == 3
+    kill_all(str(tmp_path), random.Random(0))
     assert parent.wait() == -9
-    assert process_tree.wait_until_gone(str(tmp_path), 5) == []
+    assert wait_until_gone(str(tmp_path), 5) == []
 
 
 def test_summary_counts_runs_and_kills():
@@ -275,7 +281,7 @@ def test_killed_run_survives_and_flips_are_detected(torture):
     assert [kill.kind for kill in outcome.kills] == ["tree"]
     assert outcome.kills[0].phase != "start"
     assert outcome.lost
-    detected, files = torture.flips(14, full_starts=0)
+    detected, files = torture.flips(14)
     assert detected == 14
     assert len(files) == 7
 

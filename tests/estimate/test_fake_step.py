@@ -6,13 +6,13 @@ import pytest
 import torch
 from helpers.runs import make_config, run_here, write_config
 
-from benchmarks.estimate.measure import measured_step
+from benchmarks.estimate import measured_step
 from benchmarks.tiny_job import llama_args, make_base
 from finch.cli.early_checks import read_job
 from finch.errors import UserError
-from finch.estimate.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from finch.estimate.fake_step import estimate_step
-from finch.estimate.rows import Rows
+from finch.estimate.fake_step import StepEstimate, candidates, estimate_step
+from finch.estimate.formula import Rows
+from finch.estimate.step_trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from finch.objectives import CrossEntropy
 
 SIZE = {
@@ -152,7 +152,7 @@ def test_every_kind_of_step_runs_on_fake_tensors(changes, ranks, part, estimate)
     assert step.memory.get("temporary tensors", 0) < step.between_steps["weights"]  # none of DTensor's bookkeeping
 
 
-def test_lora_has_states_of_adapters_alone(estimate):
+def test_lora_has_states_of_adapters_only(estimate):
     model = {"_component_": f"{LLAMA2}.lora_llama2", **llama_args(**SIZE)}
     model |= {"lora_attn_modules": ["q_proj"], "lora_rank": 2, "lora_alpha": 4}
     step = estimate(ranks=2, model=model)
@@ -171,3 +171,33 @@ def test_a_component_that_reads_values_is_named(estimate, monkeypatch):
     with pytest.raises(UserError, match=r"aten\._local_scalar_dense"):
         estimate()
     assert not torch.distributed.is_initialized()
+
+
+def test_time_is_operations_and_bytes_over_their_rates():
+    calls = Collective(ALL_GATHER, 4 * 10**9, 4), Collective(ALL_REDUCE, 4, 4), Collective(ALL_GATHER, 4 * 10**9, 4)
+    flops = {"forward": 10**12, "recomputation": 10**12, "backward": 2 * 10**12}
+    step = StepEstimate(1, 1, 4, {}, 0, "forward", {}, calls, flops, 1, 1)
+    assert step.compute_seconds(matmul_tflops=2) == 2.0  # recomputation takes time, though it is not needed
+    assert step.needed_flops == 3 * 10**12
+    assert step.communication_seconds(bandwidth_gb_s=3) == pytest.approx(2.0)
+    assert step.summed_collectives() == [(ALL_GATHER, 2, 8 * 10**9, 6 * 10**9), (ALL_REDUCE, 1, 4, 6)]
+    assert step.sent_bytes == 6 * 10**9 + 6
+
+
+def test_candidates_keep_the_samples_of_a_step_and_save_memory(make, estimate, tmp_path):
+    changes = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    _, cfg = read_job(write_config(tmp_path / "config", make(**changes)), [])
+    found = candidates(cfg)
+    assert found == [
+        ("enable_activation_checkpointing=True",),
+        ("batch_size=1", "gradient_accumulation_steps=8"),
+        ("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"),
+        ("fsdp_cpu_offload=True",),
+    ]
+    peak = estimate(rows=Rows(100, 50), **changes).device_peak
+    for overrides in found:
+        recipe, cfg = read_job(write_config(tmp_path / "config", make(**changes)), overrides)
+        assert estimate_step(recipe, cfg, ranks=1, rows=Rows(100, 50)).device_peak < peak, overrides
+    cfg.enable_activation_checkpointing, cfg.batch_size = True, 1
+    cfg.optimizer._component_ = "torch.optim.SGD"
+    assert candidates(cfg) == []  # nothing that the config has

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.models.llama3_2 import llama3_2
 
-from benchmarks.loss.memory import OBJECTIVES, extra_memory
+from benchmarks.loss import OBJECTIVES, extra_memory
 from finch.distributed.parallel import Parallel
 from finch.objectives import DFT, EAFT, FLOW, STM, TALR, CrossEntropy
 from finch.training import chunked_loss

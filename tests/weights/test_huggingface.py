@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtune.models.llama2 import llama2
 from transformers import AutoModelForCausalLM
 
-from benchmarks.memory.usage import count_read_bytes
+from benchmarks.memory import count_read_bytes
 from finch import dtensor
 from finch.distributed import fsdp, parallel
 from finch.distributed.tensor_parallel import apply_plan, build_plan

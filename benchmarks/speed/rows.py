@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -9,6 +10,23 @@ from typing import Any, NamedTuple
 
 ROWS, COPIES = {"stories260k": 4000, "smollm2": 1600}, {"stories260k": 2, "smollm2": 1}
 WINDOW = 800  # rows, of which those of like length are put together: transformers' 50 batches
+
+
+def arguments_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks on TOFU's rows have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with tofu/ and stories260k/")
+    parser.add_argument("--model-dir", type=Path, help="SmolLM2-135M-Instruct's Hugging Face folder")
+    return parser
+
+
+def parse_with_model(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments with ``--model``."""
+    parser.add_argument("--model", choices=sorted(ROWS), default="stories260k")
+    options = parser.parse_args()
+    if options.model == "smollm2" and options.model_dir is None:
+        parser.error("--model smollm2 needs --model-dir")
+    return options
 
 
 def settings_of(model: str, data: Path, model_dir: Path | None, folder: Path) -> dict[str, Any]:
@@ -23,13 +41,12 @@ def settings_of(model: str, data: Path, model_dir: Path | None, folder: Path) ->
     is_plain = model == "stories260k"
     lines = (data / "tofu" / "full.jsonl").read_text(encoding="utf-8").splitlines()[: ROWS[model]] * COPIES[model]
     random.Random(0).shuffle(lines)
-    rows = [json.loads(line) for line in lines]
     base = data / "stories260k" if is_plain else Path(str(model_dir))
-    return llama_settings(base, rows, folder, tokenizer_folder=base if is_plain else None)
+    return llama_settings(base, [json.loads(line) for line in lines], folder, base if is_plain else None)
 
 
 def llama_settings(
-    base: Path, rows: list[dict[str, str]], folder: Path, *, tokenizer_folder: Path | None = None
+    base: Path, rows: list[dict[str, str]], folder: Path, tokenizer_folder: Path | None = None
 ) -> dict[str, Any]:
     """Settings of any Llama and any rows.
 
@@ -39,35 +56,25 @@ def llama_settings(
         folder: the rows are written to.
         tokenizer_folder: of a SentencePiece tokenizer, for rows without a chat template; None: the model's own, with its template.
     """
-    is_plain = tokenizer_folder is not None
+    tokenizer: dict[str, Any] = {"_component_": "finch.models.auto_tokenizer", "path": str(base.resolve())}
     written: list[dict[str, Any]] = list(rows)
-    if not is_plain:
-        written = [
-            {
-                "messages": [
-                    {"role": "user", "content": row["question"]},
-                    {"role": "assistant", "content": row["answer"]},
-                ]
-            }
-            for row in rows
-        ]
+    if tokenizer_folder is None:
+        keys = {"user": "question", "assistant": "answer"}
+        written = [{"messages": [{"role": role, "content": row[key]} for role, key in keys.items()]} for row in rows]
+    else:
+        path = str(tokenizer_folder.resolve() / "tokenizer.model")
+        component = "torchtune.models.llama2.llama2_tokenizer"
+        tokenizer = {"_component_": component, "path": path, "max_seq_len": None, "prompt_template": None}
+    folder.mkdir(exist_ok=True)
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
-    tokenizer: dict[str, Any] = {"_component_": "finch.models.auto_tokenizer", "path": str(base.resolve())}
-    if tokenizer_folder is not None:
-        tokenizer = {
-            "_component_": "torchtune.models.llama2.llama2_tokenizer",
-            "path": str(tokenizer_folder.resolve() / "tokenizer.model"),
-            "max_seq_len": None,
-            "prompt_template": None,
-        }
     return {
         "folder": str(base.resolve()),
         "rows": str(file),
         "out": str(folder),
-        "is_plain": is_plain,
+        "is_plain": tokenizer_folder is not None,
         "model": {"_component_": "finch.models.auto", "path": str(base.resolve())},
-        "model_type": "LLAMA2" if is_plain else "LLAMA3_2",
+        "model_type": "LLAMA3_2" if tokenizer_folder is None else "LLAMA2",
         "tokenizer": tokenizer,
         "shapes": linear_shapes(json.loads((base / "config.json").read_text(encoding="utf-8"))),
     }
@@ -87,24 +94,24 @@ class Lengths(NamedTuple):
     targets: list[int]
 
     @classmethod
-    def of(cls, samples: list[dict[str, list[int]]], rows_a_step: int) -> Lengths:
+    def of(cls, samples: list[dict[str, list[int]]], rows_per_step: int) -> Lengths:
         """
         Args:
             samples: each with ``tokens`` and ``labels`` (not shifted; -100 where ignored), in the order of the epoch.
         """
-        steps = [samples[start : start + rows_a_step] for start in range(0, len(samples), rows_a_step)]
+        steps = [samples[start : start + rows_per_step] for start in range(0, len(samples), rows_per_step)]
         return cls(
             [sum(len(row["tokens"]) for row in step) for step in steps],
             [sum(label != -100 for row in step for label in row["labels"][1:]) for step in steps],
         )
 
 
-def like_lengths_together(samples: list[dict[str, list[int]]], rows_a_step: int) -> list[dict[str, list[int]]]:
+def group_by_length(samples: list[dict[str, list[int]]], rows_per_step: int) -> list[dict[str, list[int]]]:
     """The samples in an order in which a step's have like lengths, as transformers' ``group_by_length`` makes it: sorted within windows of
     800 rows. The steps are in a seeded random order, so that any few of them have all lengths."""
     steps = []
     for start in range(0, len(samples), WINDOW):
         window = sorted(samples[start : start + WINDOW], key=lambda row: len(row["tokens"]))
-        steps += [window[first : first + rows_a_step] for first in range(0, len(window), rows_a_step)]
+        steps += [window[first : first + rows_per_step] for first in range(0, len(window), rows_per_step)]
     random.Random(0).shuffle(steps)
     return [row for step in steps for row in step]

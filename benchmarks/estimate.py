@@ -1,8 +1,17 @@
-"""The memory of a real training step, from torch's CPU allocator."""
+"""The peak memory of a real training step on the CPU against `finch estimate`, on one process or several:
+
+python -m benchmarks.estimate smollm2/135M_finch model_dir=DIR ...
+torchrun --nproc_per_node 2 -m benchmarks.estimate stories260k/tofu_finch data_root=DATA
+
+Trains two steps. The second one is compared, which has the optimizer's states.
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +21,13 @@ from unittest import mock
 import torch
 from finch_full_finetune import FinchFullFinetune
 
+from finch.cli.early_checks import read_job
+from finch.distributed.parallel import launched_rank, launched_ranks
 from finch.dtensor import to_local
-from finch.estimate.rows import Rows
-
-_MEASURED_STEP = 1  # from 0: the second, which has the optimizer's states
+from finch.errors import report_user_errors
+from finch.estimate.fake_step import LORA_RECIPE, estimate_step
+from finch.estimate.formula import Rows
+from finch.training.run import run_recipe
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ def measured_step() -> Iterator[list[MeasuredStep]]:
     measured: list[MeasuredStep] = []
 
     def measure(recipe: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-        if recipe.state.step != _MEASURED_STEP:
+        if recipe.state.step != 1:
             return train_step(recipe, batches)
         gc.collect()
         before = _state_bytes(recipe)
@@ -54,14 +66,9 @@ def measured_step() -> Iterator[list[MeasuredStep]]:
 
 def _state_bytes(recipe: Any) -> int:
     states = [value for each in recipe.update.optimizers for state in each.state.values() for value in state.values()]
-    values = (*recipe.model.parameters(), *recipe.model.buffers(), *states)
-    return sum(
-        {
-            each.untyped_storage()._cdata: each.untyped_storage().nbytes()
-            for each in map(to_local, values)
-            if isinstance(each, torch.Tensor)
-        }.values()
-    )
+    tensors = map(to_local, (*recipe.model.parameters(), *recipe.model.buffers(), *states))
+    storages = [each.untyped_storage() for each in tensors if isinstance(each, torch.Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _most_allocated(profile: Any) -> int:
@@ -83,3 +90,28 @@ def _mean_rows(batches: list[dict[str, Any]]) -> Rows:
     # A row's last token is not computed.
     tokens = sum(len(layout.lengths) * (layout.prefix + 1) + sum(layout.lengths) for layout in layouts if layout)
     return Rows(round(tokens / number), round(targets / number))
+
+
+@report_user_errors
+def main() -> None:
+    config, *overrides = sys.argv[1:]
+    ranks = launched_ranks()
+    output = f"output_dir={tempfile.gettempdir()}/finch_estimate"
+    fixed = ["max_steps_per_epoch=2", "epochs=1", "lr_scheduler=null", output, "overwrite=True"]
+    recipe, cfg = read_job(config, [*fixed, *overrides])
+    name = "FinchLoRAFinetune" if recipe == LORA_RECIPE else "FinchFullFinetune"
+    with measured_step() as measured:
+        run_recipe(getattr(importlib.import_module(recipe), name), cfg)
+    if launched_rank():
+        return
+    (real,) = measured
+    step = estimate_step(recipe, cfg, ranks=ranks, rows=real.rows)
+    before = sum(step.between_steps.values())
+    print(f"{config} {' '.join(overrides)}, {ranks} rank(s), {real.rows}")
+    for title, estimated, value in (("before the step", before, real.before), ("peak", step.peak, real.peak)):
+        ratio = f"ratio {estimated / value:.4f}"
+        print(f"{title:<16} measured {value / 1e6:10.2f} MB   estimated {estimated / 1e6:10.2f} MB   {ratio}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,9 @@
-"""Live storages by part."""
+"""Live storages by part, and what a rank sends in a ring."""
 
 import pytest
 import torch
 
-from finch.estimate.live_memory import LiveMemory
+from finch.estimate.step_trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective, LiveMemory
 
 
 @pytest.fixture
@@ -51,3 +51,9 @@ def test_a_resized_storage_has_its_new_size(memory):
     storage.resize_(800)
     memory.resize(storage)
     assert (memory.total, memory.peak) == (800, 800)
+
+
+@pytest.mark.parametrize(("kind", "sent"), [(ALL_GATHER, 750), (REDUCE_SCATTER, 750), (ALL_REDUCE, 1500)])
+def test_sent_bytes_of_a_ring_of_four(kind, sent):
+    assert Collective(kind, 1000, 4).sent_bytes == sent
+    assert Collective(kind, 1000, 1).sent_bytes == 0

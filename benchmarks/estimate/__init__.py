@@ -1,1 +1,0 @@
-"""The peak memory of a real training step on the CPU against `finch estimate`."""

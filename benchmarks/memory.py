@@ -1,0 +1,170 @@
+"""Host memory of each rank while a model is loaded and exported.
+
+    python -m benchmarks.memory
+
+Writes a random model of about 1 GB, loads and exports it on 1, 2 and 4 processes, as fp32 and as bf16, and prints a table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtune.training import set_default_dtype
+
+from benchmarks.processes import Ranks
+from benchmarks.tiny_job import make_llama
+from finch.checkpoint.manifest import file_entry
+from finch.distributed import fsdp, parallel
+from finch.dtensor import to_local
+from finch.models import auto
+from finch.training.chunked_loss import TokenLoss
+from finch.training.model import load_pretrained
+from finch.weights.files import StoredTensor
+from finch.weights.huggingface import HuggingFaceFolder
+
+RANKS, DTYPES = (1, 2, 4), (torch.float32, torch.bfloat16)
+_MB = 1e6
+_INTERVAL_S = 0.002
+SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+}
+_HEADER = """\
+| weights | ranks | shard, MB | read, MB | loading, MB | exporting: rank 0, MB | other ranks, MB | load, s | export, s | sha256 of the export |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|---|"""
+
+
+def anonymous_bytes() -> int:
+    """Memory that belongs to this process only. Pages of mapped files are not counted: the system takes them back when it needs them."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no RssAnon")
+
+
+class AnonymousPeak:
+    """The largest ``anonymous_bytes`` while the context is open, read every 2 ms by a thread.
+
+    Attributes:
+        growth: in bytes, the peak above what there was when the context was opened.
+        seconds: while it was open.
+    """
+
+    def __enter__(self) -> AnonymousPeak:
+        self._start, self._start_time = anonymous_bytes(), time.perf_counter()
+        self._peak = self._start
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        self._thread.join()
+        self.growth = max(self._peak, anonymous_bytes()) - self._start
+        self.seconds = time.perf_counter() - self._start_time
+
+    def _watch(self) -> None:
+        while not self._has_ended.wait(_INTERVAL_S):
+            self._peak = max(self._peak, anonymous_bytes())
+
+
+@contextlib.contextmanager
+def count_read_bytes() -> Iterator[list[int]]:
+    """Appends the bytes of each part of a weight file that finch reads."""
+    num_bytes: list[int] = []
+    ordinary = StoredTensor.read
+
+    def counted(stored: StoredTensor, block: tuple[slice, ...]) -> torch.Tensor:
+        part = ordinary(stored, block)
+        num_bytes.append(part.nbytes)
+        return part
+
+    StoredTensor.read = counted  # type: ignore[method-assign,assignment]
+    try:
+        yield num_bytes
+    finally:
+        StoredTensor.read = ordinary  # type: ignore[method-assign]
+
+
+def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Loads a model by the recipe's functions on every rank and writes it again.
+
+    Returns:
+        Of this rank, in bytes and seconds: ``shard``, the weights it keeps; ``read``, of the weight files; ``load``, the
+        peak of anonymous memory while loading, above that before and its own shard; ``export``, the peak while exporting,
+        above that before; ``load_seconds`` and ``export_seconds``.
+    """
+    ranks = parallel.start(torch.device("cpu"), shard=False)
+    base = HuggingFaceFolder(str(base_folder))
+    with set_default_dtype(dtype), torch.device("meta"):
+        decoder = auto(str(base_folder))
+    model = TokenLoss(decoder)
+    fsdp.shard_model(model, decoder.layers, ranks)
+    with AnonymousPeak() as loading, count_read_bytes() as num_bytes:
+        model.to_empty(device="cpu")  # memory that is not written to yet is not counted
+        load_pretrained(model, base)
+    shard = sum(to_local(parameter.detach()).nbytes for parameter in model.parameters())
+    with AnonymousPeak() as exporting:
+        base.write(decoder.state_dict().items(), target, is_writer=ranks.is_rank_zero)
+    return {
+        "shard": shard,
+        "read": sum(num_bytes),
+        "load": loading.growth - shard,
+        "export": exporting.growth,
+        "load_seconds": loading.seconds,
+        "export_seconds": exporting.seconds,
+    }
+
+
+def _rank(connection: Connection, *arguments: Any) -> None:
+    connection.send(load_and_export(*arguments))
+
+
+def table_row(dtype: str, measured: list[dict[str, float]], digest: str) -> str:
+    """The largest of all ranks; when exporting, rank 0, which writes, and the others."""
+    most = {key: max(rank[key] for rank in measured) for key in measured[0]}
+    others = max((rank["export"] for rank in measured[1:]), default=None)
+    cells = [
+        dtype,
+        str(len(measured)),
+        *(f"{most[key] / _MB:,.0f}" for key in ("shard", "read", "load")),
+        f"{measured[0]['export'] / _MB:,.0f}",
+        "" if others is None else f"{others / _MB:,.0f}",
+        *(f"{most[key]:.1f}" for key in ("load_seconds", "export_seconds")),
+        digest[:12],
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        num_bytes = make_llama(folder / "base", max_shard_size="300MB", **SIZES)
+        print(f"a model of {num_bytes / _MB:,.0f} MB in files of 300MB\n{_HEADER}")
+        for dtype in DTYPES:
+            for number in RANKS:
+                with tempfile.TemporaryDirectory(dir=folder) as exported:
+                    target, log = Path(exported) / "exported", folder / "log"
+                    ranks = Ranks(_rank, folder / "base", target, dtype, log=log, ranks=number)
+                    measured = ranks.receive()
+                    ranks.close()
+                    digest = file_entry(target / "model.safetensors")["sha256"]
+                print(table_row(str(dtype).removeprefix("torch."), measured, digest), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Host memory of each rank while a model is loaded and exported: `python -m benchmarks.memory`."""

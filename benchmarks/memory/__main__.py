@@ -1,3 +1,0 @@
-from benchmarks.memory.measure import main
-
-main()

@@ -1,3 +1,0 @@
-from benchmarks.saving.measure import main
-
-main()

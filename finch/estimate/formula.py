@@ -1,0 +1,119 @@
+"""The memory of a step by a formula, for models whose fake step takes long; and what both estimates are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune.modules import TransformerDecoder
+
+from finch.config.instantiate import build
+from finch.distributed.precision import Precision, precision_of
+from finch.optim.optimizers import stochastic_optimizer
+from finch.training.chunked_loss import chunks_for
+from finch.training.kl_penalty import build_kl, needs_reference
+from finch.training.step_loss import build_objective
+
+TOFU_TOKENS, TOFU_TARGETS = 85, 37
+"""Mean tokens and target tokens of a TOFU row with SmolLM2's chat template."""
+
+_SAMPLE_SIZE = 4096  # elements of the parameter that an optimizer's states are counted on
+_BLOCK = 256  # elements that share one fp32 scale in the 8-bit optimizers of torchao and bitsandbytes; 4-bit: 128
+
+
+@dataclass(frozen=True)
+class Rows:
+    """
+    Attributes:
+        seq: tokens of each row.
+        targets: target tokens of each row, its last ones.
+    """
+
+    seq: int = TOFU_TOKENS
+    targets: int = TOFU_TARGETS
+
+
+def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, *, ranks: int) -> Mapping[str, int]:
+    """Bytes of each part of a rank, and ``"peak"``: the most on the device.
+
+    Counted are weights, gradients and optimizer states over the ranks that share them. With FSDP2 what is not sharded for a moment: two
+    layers, the root's group (embedding, output, norm), and the gradients of one layer and of the root. For each layer the inputs and
+    outputs of its matrices and norms; where activations are recomputed only its input, and all of one layer. Selective checkpointing
+    counts as none. The embedding's gradient twice, before it is added up. For each logit of a chunk 12 bytes, with a KL penalty 24.
+
+    Args:
+        decoder: on the meta device, in the dtype of the weights; parameters that are not trained require no gradient.
+        cfg: a recipe's config.
+        rows: of the largest micro-batch.
+        ranks: on all nodes.
+    """
+    precision, kl = precision_of(cfg.dtype), build_kl(cfg)
+    shards = max(1, ranks // cfg.data_parallel_replicate_dim)
+    weight_bytes, compute_bytes = precision.weights.itemsize, precision.compute.itemsize
+    embedding, layer = decoder.tok_embeddings.weight, decoder.layers[0]
+    (count, trained), (in_layer, trained_in_layer) = _sizes(decoder), _sizes(layer)
+    root = count - len(decoder.layers) * in_layer
+    trained_root = trained - len(decoder.layers) * trained_in_layer
+    num_models = 2 if needs_reference(kl, decoder) else 1
+    weights = (count * num_models + (trained if cfg.regularizer is not None else 0)) * weight_bytes // shards
+    states = int(trained * optimizer_bytes(cfg, precision)) // shards
+    held = max(trained_in_layer, trained_root) if cfg.optimizer_in_bwd else trained
+    gradients = held * weight_bytes // shards
+    gathered = 0
+    if ranks > 1 or precision.is_mixed or cfg.fsdp_cpu_offload:
+        held = 2 * in_layer if cfg.fsdp_reshard_after_forward else (count - root) * num_models
+        gathered = (held + root * num_models + trained_in_layer + trained_root) * compute_bytes
+        if cfg.gradient_accumulation_steps > 1 and not cfg.fsdp_reduce_every_micro_batch:
+            gathered += trained * weight_bytes
+    tokens = cfg.batch_size * rows.seq
+    hidden = tokens * embedding.shape[1] * compute_bytes
+    # A matrix has two widths, and a norm's weight one dimension for both.
+    widths = [sum(weight.shape) * (3 - weight.dim()) for weight in layer.parameters()]
+    recomputed, activations = 0, tokens * sum(widths) * compute_bytes
+    if cfg.ac_mode == "full" or (cfg.enable_activation_checkpointing and cfg.ac_mode is None):
+        recomputed = activations
+        activations = 0 if cfg.enable_activation_offloading else hidden
+    activations = activations * len(decoder.layers) + 2 * hidden
+    targets = cfg.batch_size * rows.targets
+    chunks = chunks_for(targets, embedding.shape[0], build_objective(cfg)[1], has_kl=kl is not None)
+    logits = (12 if kl is None else 24) * embedding.shape[0] * -(-targets // chunks)
+    backward = 2 * embedding.numel() * compute_bytes * embedding.requires_grad
+    peak = gathered + activations + max(logits, recomputed)
+    if not cfg.fsdp_cpu_offload:
+        # Activations make room for gradients during the backward.
+        moving = activations + max(logits, recomputed), gradients + backward
+        is_accumulated = cfg.gradient_accumulation_steps > 1
+        peak = weights + states + gathered + (sum(moving) if is_accumulated else max(moving))
+    parts = {"weights": weights, "gradients": gradients, "optimizer states": states, "gathered layers": gathered}
+    parts |= {"activations": activations, "recomputed activations": recomputed, "logits and loss": logits}
+    return {**parts, "gradients inside the backward": backward, "peak": peak}
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """Parameters, and trained ones."""
+    sizes = [(weight.numel(), weight.numel() * weight.requires_grad) for weight in module.parameters()]
+    return sum(size for size, _ in sizes), sum(size for _, size in sizes)
+
+
+def optimizer_bytes(cfg: DictConfig, precision: Precision) -> float:
+    """Bytes of optimizer state per trained parameter: counted on a small parameter, by name for optimizers that compile a kernel."""
+    node: dict[str, Any] = {**cfg.optimizer}
+    if precision.stochastic:
+        component, arguments = stochastic_optimizer(node.pop("_component_"), node)
+        node = {"_component_": component, **arguments}
+    module, _, name = node["_component_"].rpartition(".")
+    for pattern, bits, block in (("8bit", 8, _BLOCK), ("fp8", 8, _BLOCK), ("4bit", 4, _BLOCK // 2)):
+        if pattern in name.lower():
+            return 2 * (bits / 8 + 4 / block)
+    if module.startswith("torchao"):  # its Adam has two moments
+        return 2 * (4 if precision.stochastic else precision.weights.itemsize)
+    parameter = nn.Parameter(torch.zeros(_SAMPLE_SIZE, dtype=precision.weights))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = build(node, "optimizer", [parameter])
+    optimizer.step()
+    states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor) and value.dim()]
+    return sum(state.numel() * state.itemsize for state in states) / _SAMPLE_SIZE
