@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
         folder, done = root / name, root / f"{name}.done"
         with FileLock(root / f"{name}.lock"):
             if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a test that failed there
                 folder.mkdir()
                 fill(folder)
                 done.touch()

@@ -139,8 +139,8 @@ def test_cosine_schedule_resumes_on_another_mesh(config, trained, tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"lr_scheduler": {"_component_": "finch.cosine.cosine_with_warmup"}}])
 def test_optimizer_in_the_backward_is_bitwise(changes, config, trained):
     """The rate is known before the backward: bit for bit the ordinary order."""
-    ordinary = trained(config(clip_grad_norm=None, **changes))
-    run = trained(config(**IN_BACKWARD, **changes))
+    ordinary = trained(config(dtype="fp32", clip_grad_norm=None, **changes))
+    run = trained(config(dtype="fp32", **IN_BACKWARD, **changes))
     for column in ("loss", "lr"):
         assert run.column(column) == ordinary.column(column)
     one, other = weights(run.folder / "epoch_1"), weights(ordinary.folder / "epoch_1")
