@@ -1,5 +1,4 @@
-"""The state a run resumes from, RUN/checkpoints/step_N/: writing it, finding and loading it, the manifest that detects damage, random
-states. The Hugging Face folders that a user takes away are written by finch.weights.
+"""The state a run resumes from, RUN/checkpoints/step_N/. The Hugging Face folders that a user takes away are written by finch.weights.
 
 May import distributed and what is below it; must not import models, data, weights or training.
 """

@@ -69,11 +69,8 @@ def step_from_name(folder: Path) -> int:
 
 
 def find_resume_candidates(run: Path, resume: bool | str) -> list[Path]:
-    """The checkpoints that ``resume_from_checkpoint`` allows to resume from, the preferred one first; empty: start from scratch.
-
-    Raises:
-        UserError: there is none, and the value does not allow a start from scratch.
-    """
+    """The checkpoints that ``resume_from_checkpoint`` allows to resume from, the preferred one first; empty: start from scratch. Raises
+    UserError if there is none, and the value does not allow a start from scratch."""
     if resume is False:
         return []
     if resume is True or resume == "auto":
@@ -94,10 +91,8 @@ def find_resume_candidates(run: Path, resume: bool | str) -> list[Path]:
 def latest_valid(candidates: Sequence[Path], parallel: Parallel) -> tuple[Path | None, list[str]]:
     """The first of ``candidates`` whose files match its manifest, and a warning about each one before it; a collective.
 
-    The ranks share the reading and agree on the result. Nothing is unpickled.
-
-    Args:
-        candidates: rank 0's are used, since a shared file system may show the ranks different folders.
+    The ranks share the reading and agree on the result. Nothing is unpickled. Rank 0's candidates are used, since a shared file system
+    may show the ranks different folders.
     """
     damages: list[str] = []
     for folder in parallel.gather_all_ranks(list(candidates))[0]:
@@ -183,11 +178,8 @@ def load_tensors(
     parallel: Parallel,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Loads model and optimizer state, and ``extra`` tensors, in place, on any number of ranks, from a verified folder.
-
-    Raises:
-        UserError: a tensor of this model or optimizer is missing or has another shape.
-    """
+    """Loads model and optimizer state, and ``extra`` tensors, in place, on any number of ranks, from a verified folder. Raises UserError if
+    a tensor of this model or optimizer is missing or has another shape."""
     tensors = tensor_state_dict(model, optimizers, extra)
     # Learning rate and other hyperparameters stay the config's, as the optimizer was built with them.
     groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
@@ -203,13 +195,9 @@ def load_tensors(
 
 
 def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path) -> None:
-    """Refuses to resume from another run's checkpoint.
+    """Refuses to resume from another run's checkpoint; ``identity`` is this run's, see :func:`finch.training.run.identity_of`.
 
-    Args:
-        identity: of this run, see :func:`finch.training.run.identity_of`.
-
-    Raises:
-        UserError: names the first key that differs; or the checkpoint has another format.
+    Raises UserError that names the first key that differs, or if the checkpoint has another format.
     """
     if state.get("format") != FORMAT:
         raise UserError(

@@ -129,11 +129,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> bool:
-        """Waits for a save in the background and logs its outcome. Returns False if the disk refused a file.
-
-        Raises:
-            Exception: the save failed for another reason than the disk, which is a defect.
-        """
+        """Waits for a save in the background and logs its outcome. Returns False if the disk refused a file; raises what is a defect."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -226,12 +222,7 @@ class CheckpointWriter:
                 remove_checkpoint(path)
 
     def _run_on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs ``action`` on every rank and returns every rank's result; a failure on one rank fails all.
-
-        Raises:
-            WriteFailed: a file could not be written, on any rank.
-            RuntimeError: another rank failed for another reason.
-        """
+        """Runs ``action`` on every rank and returns every rank's result; a failure on one rank fails all, with WriteFailed if the disk refused."""
         result, reason = None, None
         failure: BaseException | None = None
         try:

@@ -25,16 +25,9 @@ class ObjectiveLoss:
 
     The Trainer passes one micro-batch's logits and labels, so this serves the objectives that need no more: CrossEntropy, DFT, EAFT, and
     TALR with a number for tau. FLOW and STM need the pretrained model's losses, TALR's other forms the median over the step's batch:
-    finch's recipes have both.
+    finch's recipes have both. Raises UserError for such an objective.
 
-    Args:
-        objective: from ``finch.objectives``.
-
-    Attributes:
-        step_loss: takes the unweighted losses of training; set by ``FinchCallback``.
-
-    Raises:
-        UserError: the objective needs what the Trainer does not pass.
+    ``step_loss`` takes the unweighted losses of training; set by ``FinchCallback``.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -54,15 +47,12 @@ class ObjectiveLoss:
     def __call__(
         self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """The loss of a micro-batch.
+        """The loss of a micro-batch, [] fp32, graph attached.
 
         Args:
             outputs: of the model, with ``logits``, [batch, seq, vocab].
             labels: [batch, seq], not shifted, -100 where ignored.
             num_items_in_batch: [] target tokens of the step; None divides by the micro-batch's own, as in evaluation.
-
-        Returns:
-            [] fp32, graph attached.
         """
         targets = shift(labels)
         losses = token_losses(outputs.logits, targets)
@@ -85,14 +75,10 @@ def shift(labels: torch.Tensor) -> torch.Tensor:
 
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropies, graph attached.
+    """Cross-entropies, [batch, seq] fp32 or wider in nats, graph attached; 0 where ignored.
 
-    Args:
-        logits: [batch, seq, vocab]; only the last positions are used where there are more than targets, as with PEFT's virtual tokens.
-        targets: [batch, seq], shifted, -100 where ignored.
-
-    Returns:
-        [batch, seq] fp32 or wider in nats; 0 where ignored.
+    ``logits``: [batch, seq, vocab]; only the last positions are used where there are more than targets, as with PEFT's virtual tokens;
+    ``targets``: [batch, seq], shifted, -100 where ignored.
     """
     logits = logits[:, -targets.shape[1] :]
     wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -113,19 +99,14 @@ class LossReader:
 
     @torch.no_grad()
     def read(self, output: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums the losses of a batch.
+        """Sums the losses of a batch: loss_sum [] in nats, and num_targets [].
 
         Args:
             output: of the model: TRL's with ``log_probs``, or one with ``logits``, [batch, seq, vocab].
             batch: the model's arguments: ``labels`` or ``shift_labels``, [batch, seq], and ``num_items_in_batch``, by which the model
                 divides its loss, if not by the batch's own target tokens.
 
-        Returns:
-            loss_sum: [] in nats.
-            num_targets: [].
-
-        Raises:
-            UserError: the output has neither log-probabilities nor logits, nor a loss.
+        Raises UserError if the output has neither log-probabilities nor logits, nor a loss.
         """
         if (log_probs := getattr(output, "log_probs", None)) is not None:
             return -log_probs.double().sum(), output.label_mask.sum()

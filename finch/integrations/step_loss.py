@@ -33,11 +33,9 @@ class MeanLoss:
         return self._sums is None
 
     def update(self, loss_sum: torch.Tensor | float, num_targets: torch.Tensor | int) -> None:
-        """Adds a micro-batch.
+        """Adds a micro-batch: ``loss_sum`` [] of its tokens' cross-entropies in nats, unweighted, and ``num_targets`` [] target tokens.
 
-        Args:
-            loss_sum: [] sum of its tokens' cross-entropies in nats, unweighted.
-            num_targets: [] its target tokens. Without any, ``loss_sum`` is ignored, since a mean over no tokens is NaN.
+        Without any target ``loss_sum`` is ignored, since a mean over no tokens is NaN.
         """
         device = loss_sum.device if isinstance(loss_sum, torch.Tensor) else None
         dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
@@ -49,12 +47,8 @@ class MeanLoss:
     def compute(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Reduces the sums over the ranks, each of which must call it, and starts from zero again.
 
-        Returns:
-            loss: [] mean over the target tokens in nats, NaN without any; the same on every rank.
-            num_targets: [] of all ranks and micro-batches.
-
-        Raises:
-            RuntimeError: nothing was added.
+        Returns [] the mean over the target tokens in nats, NaN without any, and [] their number; the same on every rank. Raises RuntimeError
+        if nothing was added.
         """
         if self._sums is None:
             raise RuntimeError("MeanLoss.compute() without update(): this step has had no micro-batch")

@@ -282,17 +282,8 @@ def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: to
     The pass has a separate loader, without shuffling, so that the training order and the global random state stay as they are. Every
     rank runs the same number of forward passes, since those of a sharded model are collective.
 
-    Args:
-        model: as the Trainer calls it.
-        loader: the Trainer's, for its dataset and collator.
-        batch_size: rows per forward pass on each rank.
-        device: of the batches.
-
-    Returns:
-        Mean over the target tokens in nats, and their number; the same on every rank.
-
-    Raises:
-        UserError: the dataset has no length, or no target tokens.
+    Returns the mean over the target tokens in nats, and their number; the same on every rank. Raises UserError if the dataset has no length,
+    or no target tokens.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):

@@ -17,14 +17,10 @@ _OPTION = "model.path"
 
 
 def auto(path: str, max_seq_len: int | None = None) -> TransformerDecoder:
-    """The decoder of a folder's config.json, without its weights.
+    """The decoder of a Hugging Face folder's config.json, without its weights.
 
-    Args:
-        path: a Hugging Face folder.
-        max_seq_len: longest sequence in tokens; None: the folder's max_position_embeddings.
-
-    Raises:
-        UserError: see :func:`finch.models.families.model_block`.
+    ``max_seq_len``: longest sequence in tokens; None: the folder's max_position_embeddings. Raises UserError as
+    :func:`finch.models.families.model_block`.
     """
     return build(model_block(Path(path), max_seq_len, option=_OPTION), "model")
 
@@ -43,8 +39,7 @@ def lora_auto(
 ) -> TransformerDecoder:
     """:func:`auto` with LoRA layers; their arguments are those of :func:`finch.models.qwen3.lora_qwen3`.
 
-    Raises:
-        UserError: see :func:`finch.models.families.model_block`; a family without LoRA builders; LoRA on a tied output layer.
+    Raises UserError also for a family without LoRA builders, and for LoRA on a tied output layer.
     """
     check_attention_modules(lora_attn_modules)
     block = model_block(Path(path), max_seq_len, option=_OPTION)

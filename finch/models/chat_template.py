@@ -37,8 +37,7 @@ class ChatTemplate:
         special_tokens: by transformers' names, such as ``bos_token``; templates write some of them.
         thinking: the template's ``enable_thinking``.
 
-    Raises:
-        UserError: the source is no template.
+    Raises UserError if the source is no template.
     """
 
     def __init__(self, source: str, folder: Path, special_tokens: Mapping[str, str], *, thinking: bool = False) -> None:
@@ -50,14 +49,9 @@ class ChatTemplate:
             raise UserError(f"tokenizer: the chat template of {folder} cannot be read ({error}); fix it") from error
 
     def render(self, turns: Sequence[Turn], *, generation: bool = False) -> str:
-        """The text of a conversation.
+        """The text of a conversation; with ``generation`` it ends in the header of the next assistant turn.
 
-        Args:
-            turns: in order.
-            generation: whether to end in the header of the next assistant turn.
-
-        Raises:
-            UserError: the template refuses the conversation.
+        Raises UserError if the template refuses the conversation.
         """
         try:
             return self._template.render(**self._variables, messages=turns, add_generation_prompt=generation)
@@ -112,20 +106,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class AnswerSpans:
-    """Finds what the model writes itself: an assistant turn's content and its closing token.
+    """Finds what the model writes itself: an assistant turn's content and ``closing_token``, one of ``added_tokens``.
 
     The template is rendered with marks in place of the assistant turns' contents. So nothing needs to be known about its
     family, and a text that looks like a header of a turn is not taken for one.
 
-    Args:
-        template: of the folder.
-        added_tokens: the tokens that the tokenizer never splits; one of them closes an assistant turn.
-
-    Attributes:
-        closing_token: closes an assistant turn.
-
-    Raises:
-        UserError: the template leaves an assistant turn out or does not close it.
+    Raises UserError if the template leaves an assistant turn out or does not close it.
     """
 
     def __init__(self, template: ChatTemplate, added_tokens: Iterable[str]) -> None:
@@ -141,15 +127,9 @@ class AnswerSpans:
         self._lead = self._answer_prefix(header, user)
 
     def find(self, text: str, turns: Sequence[Turn], *, generation: bool = False) -> list[tuple[int, int]]:
-        """Start and end of each answer, in characters.
+        """Start and end of each answer, in characters, in the rendered ``text`` of ``turns``.
 
-        Args:
-            text: the rendered conversation.
-            turns: of the conversation.
-            generation: whether it was rendered to end in the header of the next assistant turn.
-
-        Raises:
-            UserError: the text of an answer is not where the template puts other texts.
+        Raises UserError if the text of an answer is not where the template puts other texts.
         """
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         if not answers:

@@ -28,8 +28,6 @@ class ChatTokenizer(ModelTokenizer, Transform):
     conversation with an unmasked user turn (torchtune's ``train_on_input``) is trained on completely.
 
     Args:
-        tokenizer: the folder's, see :func:`load_tokenizer`.
-        template: the folder's.
         eos_token: ends a plain text.
         pad_token: pads. It may be a token with a meaning: targets are known by their place, not by their token.
         bos_token: begins a plain text; None: the model was not trained with one.
@@ -37,8 +35,8 @@ class ChatTokenizer(ModelTokenizer, Transform):
         prompt_style: ``chat``, or ``authors`` as in the FINCH paper's code: a conversation without a system turn gets an empty
             one, instead of the template's default.
 
-    Raises:
-        UserError: another prompt_style; the tokenizer lacks a special token; the template leaves an assistant turn out or does not close it.
+    Raises UserError for another prompt_style, a special token that the tokenizer lacks, and a template that leaves an assistant turn out or
+    does not close it.
     """
 
     def __init__(
@@ -69,10 +67,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
         return self._tokenizer.get_vocab_size()
 
     def special_id(self, token: str) -> int:
-        """
-        Raises:
-            UserError: the tokenizer lacks it.
-        """
+        """Raises UserError if the tokenizer lacks it."""
         number = self.special_tokens.get(token, self._tokenizer.token_to_id(token))
         if number is None:
             raise UserError(
@@ -92,14 +87,10 @@ class ChatTokenizer(ModelTokenizer, Transform):
     def tokenize_messages(
         self, messages: list[Message], *, add_end_tokens: bool = True
     ) -> tuple[list[int], list[bool]]:
-        """Token ids and mask (True: no target) of a conversation.
+        """Token ids and mask (True: no target) of a conversation of torchtune's messages, text only.
 
-        Args:
-            messages: torchtune's, text only.
-            add_end_tokens: False ends in the header of the next assistant turn, for generation.
-
-        Raises:
-            UserError: the template refuses the conversation, or leaves a turn out.
+        Without ``add_end_tokens`` it ends in the header of the next assistant turn, for generation. Raises UserError if the template refuses
+        the conversation, or leaves a turn out.
         """
         # torchtune calls a tool's answer "ipython", chat templates "tool".
         turns = [
@@ -140,10 +131,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """
-    Raises:
-        UserError: tokenizer.json is missing or broken.
-    """
+    """Raises UserError if tokenizer.json is missing or broken."""
     if not file.is_file():
         raise UserError(f"tokenizer: {file} does not exist; download it or correct the path")
     try:
@@ -180,21 +168,20 @@ AUTHORS_TEMPLATE = """\
 def auto_tokenizer(
     path: str, max_seq_len: int | None = None, thinking: bool = False, prompt_style: str = "chat"
 ) -> ChatTokenizer:
-    """The tokenizer of a folder, with the folder's chat template.
+    """The tokenizer of a Hugging Face folder with tokenizer.json, with the folder's chat template.
 
     A folder without a template gets prompts of the form ``User: ...`` and ``Assistant: ...``, and a log line says so: BOS
     comes first where the tokenizer adds it to a plain text, EOS after each answer. Without a pad token EOS pads; it stays a
     target where it closes an answer.
 
     Args:
-        path: a Hugging Face folder with tokenizer.json.
         max_seq_len: tokens after which a conversation is truncated; None: never.
         thinking: the template's ``enable_thinking``; off: answers follow an empty thinking block where the template writes it.
         prompt_style: ``chat``, or ``authors`` for the prompts of the FINCH paper's code: an empty system turn where a conversation
             has none, and blank lines between the turns where the folder has no template.
 
-    Raises:
-        UserError: a missing folder or file, a broken one, another prompt_style, no EOS, or a template that does not show what an answer is.
+    Raises UserError for a folder or file that is missing or broken, another prompt_style, no EOS, or a template that does not show what an
+    answer is.
     """
     folder = check_folder(path, "tokenizer.path")
     if not (folder / TOKENIZER).is_file() and (folder / "tokenizer.model").is_file():
@@ -281,22 +268,17 @@ def qwen3_tokenizer(
     thinking: bool = False,
     prompt_style: str = "chat",
 ) -> ChatTokenizer:
-    """The tokenizer of a Qwen3 folder, with that folder's chat template.
+    """The tokenizer of a Qwen3 folder, with that folder's chat template; arguments not listed as for :func:`finch.models.auto_tokenizer`.
 
     Args:
         path: the folder's tokenizer.json; or its vocab.json, as torchtune's main branch has it: tokenizer.json next to
             it holds the same and the special tokens.
         merges_file: accepted so that such a config works; tokenizer.json has the merges.
         special_tokens_path: a tokenizer.json elsewhere.
-        max_seq_len: tokens after which a conversation is truncated; None: never.
         prompt_template: must be None; the folder's chat template decides.
         truncation_type: must be ``right``: what is too long loses its end.
-        thinking: whether assistant turns begin with thinking; off: with the empty thinking block a hybrid model's
-            template writes.
-        prompt_style: as for :func:`finch.models.auto_tokenizer`.
 
-    Raises:
-        UserError: a file or special token is missing, or an argument is not supported.
+    Raises UserError if a file or special token is missing, or an argument is not supported.
     """
     if prompt_template is not None:
         raise UserError(

@@ -39,18 +39,14 @@ _WRONG_BUILDERS = ("gemma2.gemma2_2b", "gemma2.gemma2_9b", "gemma2.gemma2_27b", 
 
 
 def model_block(folder: Path, max_seq_len: int | None = None, *, option: str = "model_dir") -> dict[str, Any]:
-    """The ``model:`` block of a config that builds the model of a folder.
+    """The ``model:`` block of a config that builds the model of a folder: a builder of torchtune or finch, and its arguments.
 
     Args:
         folder: a Hugging Face folder; only its config.json is read.
         max_seq_len: longest sequence in tokens; None: the folder's max_position_embeddings.
         option: the config key that the folder was given by, for messages.
 
-    Returns:
-        ``_component_``, a builder of torchtune or finch, and its arguments.
-
-    Raises:
-        UserError: no such folder; config.json is missing or broken; the family is unknown; the builder lacks a setting.
+    Raises UserError if there is no such folder, config.json is missing or broken, the family is unknown, or the builder lacks a setting.
     """
     folder = check_folder(folder, option)
     config = read_config(folder, option)

@@ -18,12 +18,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 
 
 class SoftCappedTiedLinear(TiedLinear):
-    """torchtune's tied output layer with Gemma 2's soft cap: ``cap * tanh(logits / cap)``.
-
-    Args:
-        tied_module: the embedding whose weight it uses.
-        cap: bound of the logits' absolute value, in nats.
-    """
+    """torchtune's tied output layer with Gemma 2's soft cap: ``cap * tanh(logits / cap)``."""
 
     def __init__(self, tied_module: nn.Module, cap: float) -> None:
         super().__init__(tied_module)
@@ -52,20 +47,13 @@ def gemma2(
     sliding_window_size: int = 4096,
     query_pre_attn_scalar: int | None = None,
 ) -> TransformerDecoder:
-    """A Gemma 2 decoder.
+    """A Gemma 2 decoder. Arguments not listed are the sizes of torchtune's builders.
 
     Args:
-        vocab_size: rows of the embedding, which is the output layer as well.
         num_layers: transformer blocks; those with an even index attend only within the window.
-        num_heads: query heads.
         head_dim: width of a head; need not be embed_dim / num_heads.
-        num_kv_heads: key and value heads; divides ``num_heads``.
-        embed_dim: width of the residual stream.
-        intermediate_dim: width of the feed-forward.
         max_seq_len: longest sequence in tokens.
         attn_dropout: accepted as torchtune's builder does; its Gemma 2 attention ignores it.
-        norm_eps: epsilon of the RMS norms.
-        rope_base: base period of the rotary embedding.
         hidden_capping_value: soft cap of the attention scores (``attn_logit_softcapping``).
         final_capping_value: soft cap of the logits (``final_logit_softcapping``).
         sliding_window_size: tokens that such a layer attends to, the token itself included.
@@ -122,12 +110,7 @@ _FINAL_NORM = {"norm.scale": "norm.rms_norm.scale"}
 def gemma2_hf_to_tune(weights: dict[str, torch.Tensor], **sizes: Any) -> dict[str, torch.Tensor]:
     """Any part of a Hugging Face state dict under the names of :func:`finch.models.gemma2.gemma2`.
 
-    Args:
-        weights: Hugging Face's names and tensors.
-        sizes: num_heads, num_kv_heads, dim, head_dim.
-
-    Raises:
-        Exception: torchtune's, for a name that is not Gemma 2's.
+    ``sizes``: num_heads, num_kv_heads, dim, head_dim. A name that is not Gemma 2's raises torchtune's Exception.
     """
     converted = torchtune_weights.gemma2_hf_to_tune(weights, **sizes)
     return {_renamed(name, _FROM_TORCHTUNE): tensor for name, tensor in converted.items()}

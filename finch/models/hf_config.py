@@ -93,14 +93,9 @@ FAMILIES = {
 
 
 def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") -> Path:
-    """The path, if it is a folder.
+    """The path, if it is a folder; otherwise raises UserError with the command that downloads a model.
 
-    Args:
-        path: of the folder.
-        option: the config key or command-line option it was given by, for messages.
-
-    Raises:
-        UserError: there is no such folder; the message has the command that downloads a model.
+    ``option``: the config key or command-line option it was given by, for messages.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -121,10 +116,7 @@ def _hub_name(name: str) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """
-    Raises:
-        UserError: the file is not JSON.
-    """
+    """Raises UserError if the file is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -132,10 +124,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        UserError: the file is not a JSON object.
-    """
+    """Raises UserError if the file is not a JSON object."""
     settings = read_json(path)
     if not isinstance(settings, dict):
         raise UserError(f"{path} holds no settings; download it again")
@@ -143,11 +132,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> dict[str, Any]:
-    """The content of a folder's config.json; ``option`` as in :func:`check_folder`.
-
-    Raises:
-        UserError: the file is missing or not JSON.
-    """
+    """The content of a folder's config.json; ``option`` as in :func:`check_folder`. Raises UserError if the file is missing or not JSON."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{option}={folder} has no {CONFIG}; give a folder in Hugging Face's format")
     return read_settings(folder / CONFIG)
@@ -161,9 +146,7 @@ def is_tied(config: dict[str, Any]) -> bool:
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The rotary embedding's settings; newer files keep them under one key, older ones under two.
 
-    Returns:
-        The keys of ``rope_parameters``; ``rope_type``, ``rope_theta`` and ``partial_rotary_factor`` are always there, the
-        latter two None where config.json has no value.
+    ``rope_type``, ``rope_theta`` and ``partial_rotary_factor`` are always there, the latter two None where config.json has no value.
     """
     settings = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta"),

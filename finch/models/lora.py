@@ -24,11 +24,8 @@ AdapterLayer: TypeAlias = LoRALinear | DoRALinear
 
 
 def check_attention_modules(names: Any) -> None:
-    """Checks ``lora_attn_modules``; torchtune's own builders ignore an unknown name.
-
-    Raises:
-        UserError: not a list, or a name is unknown.
-    """
+    """Checks ``lora_attn_modules``; torchtune's own builders ignore an unknown name. Raises UserError if it is not a list, or has an
+    unknown name."""
     known = ", ".join(ATTENTION_MODULES)
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise UserError(f"model.lora_attn_modules={names} must be a list of names of {known}")
@@ -38,11 +35,8 @@ def check_attention_modules(names: Any) -> None:
 
 
 def check_lora_settings(block: Mapping[str, Any]) -> None:
-    """Checks a config's ``model:`` block before the model is built from it.
-
-    Raises:
-        UserError: ``lora_attn_modules`` is wrong, or the base is in four bits (QLoRA).
-    """
+    """Checks a config's ``model:`` block before the model is built from it. Raises UserError if ``lora_attn_modules`` is wrong, or the base
+    is in four bits (QLoRA)."""
     if "lora_attn_modules" in block:
         check_attention_modules(block["lora_attn_modules"])
     component = str(block.get("_component_"))
@@ -57,15 +51,7 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
 
 
 def check_adapters(decoder: nn.Module, component: str) -> None:
-    """Checks that the decoder has LoRA layers.
-
-    Args:
-        decoder: as built, on any device.
-        component: the dotted path of its builder.
-
-    Raises:
-        UserError: the decoder has no LoRA layers.
-    """
+    """Checks that the decoder has LoRA layers. Raises UserError if the decoder has no LoRA layers."""
     if adapter_layers(decoder):
         return
     module, _, name = component.rpartition(".")
@@ -91,10 +77,7 @@ def adapter_layers(decoder: nn.Module) -> dict[str, AdapterLayer]:
 
 
 def adapter_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that LoRA trains, by name: ``lora_a.weight``, ``lora_b.weight`` and DoRA's ``magnitude`` of each layer.
-
-    Sharding replaces parameters: ask for them after it.
-    """
+    """The parameters that LoRA trains, by name. Sharding replaces parameters: ask for them after it."""
     return {
         f"{name}.{part}": layer.get_parameter(part)
         for name, layer in adapter_layers(decoder).items()
@@ -119,11 +102,7 @@ def initialize_adapters(decoder: nn.Module, seed: int) -> None:
 
     Call it after the base weights have been loaded, since magnitudes need them. Each A is drawn unsharded, by its own
     generator: it has the same values on any number of ranks, in any precision, and whichever other layers have LoRA.
-    For DoRA this is a collective.
-
-    Args:
-        decoder: materialized, sharded or not.
-        seed: of the run, the same on all ranks.
+    For DoRA this is a collective. ``seed`` is the same on all ranks.
     """
     for name, layer in adapter_layers(decoder).items():
         a = torch.empty(tuple(layer.lora_a.weight.shape), dtype=torch.float32, device="cpu")
@@ -138,15 +117,8 @@ def initialize_adapters(decoder: nn.Module, seed: int) -> None:
 def merged(decoder: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a plain decoder with the same outputs, one at a time; the decoder stays as it is.
 
-    Computed in fp32 (fp64 for an fp64 decoder) and cast once. Every rank must iterate over all of them: each
-    layer's weights are gathered in turn.
-
-    Args:
-        decoder: with LoRA layers, sharded or not.
-        dtype: of the merged weights; None: the base weight's.
-
-    Yields:
-        Name and tensor: merged weights unsharded, all others as they are, sharded or not.
+    Computed in fp32 (fp64 for an fp64 decoder) and cast once to ``dtype``, by default the base weight's. Every rank must iterate over all
+    of them: each layer's weights are gathered in turn. Merged weights come unsharded, all others as they are.
     """
     layers = adapter_layers(decoder)
     stored = decoder.state_dict()

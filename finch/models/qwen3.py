@@ -1,7 +1,6 @@
 """Qwen3's dense models for torchtune 0.6.1, under the names that torchtune's main branch uses, so that a config moves over.
 
-Builders with and without LoRA layers, the tensor-parallel plan, and the names of the weights. Base and instruct models differ only in
-their context length.
+Base and instruct models differ only in their context length.
 """
 
 from __future__ import annotations
@@ -100,19 +99,11 @@ def qwen3(
     tie_word_embeddings: bool = False,
     linear: MakeLinear = _plain_linear,
 ) -> TransformerDecoder:
-    """A Qwen3 decoder on torchtune's modules.
+    """A Qwen3 decoder on torchtune's modules. Arguments not listed are the sizes of torchtune's builders.
 
     Args:
-        vocab_size: rows of the embedding.
-        num_layers: transformer blocks.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; divides ``num_heads``.
-        embed_dim: width of the residual stream.
-        intermediate_dim: width of the feed-forward.
         head_dim: width of a head; 128 in all of Qwen3, not always embed_dim / num_heads.
         max_seq_len: longest sequence in tokens.
-        rope_base: base period of the rotary embedding.
-        norm_eps: epsilon of the RMS norms.
         tie_word_embeddings: whether the output layer is the embedding (0.6B, 1.7B, 4B).
         linear: for :func:`finch.models.qwen3.lora_qwen3`; makes ``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``, ``w1``,
             ``w2``, ``w3`` of each layer, and ``output`` unless embeddings are tied.
@@ -186,14 +177,12 @@ def lora_qwen3(
         lora_attn_modules: of ``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``; may be empty.
         apply_lora_to_mlp: whether ``w1``, ``w2`` and ``w3`` have it.
         apply_lora_to_output: whether the output layer has it; not where it is the embedding.
-        lora_rank: columns of B, rows of A.
-        lora_alpha: B A is multiplied by lora_alpha / lora_rank.
+        lora_rank, lora_alpha: columns of B, rows of A; B A is multiplied by lora_alpha / lora_rank.
         lora_dropout: share of A's inputs set to 0 in training.
         use_dora: weights are split into magnitude and direction ("DoRA", Liu et al., 2024).
         quantize_base: must be False; torchtune's name for QLoRA.
 
-    Raises:
-        UserError: arguments that name no layer, or exclude each other.
+    Raises UserError for arguments that name no layer, or exclude each other.
     """
     check_attention_modules(lora_attn_modules)
     if quantize_base:

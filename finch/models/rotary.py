@@ -27,13 +27,8 @@ def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor 
 
     The product's last bit depends on where in the tensor an element lies: vectors and what is left over round differently.
 
-    Args:
-        rotary: its ``cache`` holds cosine and sine, [positions, head_dim / 2, 2].
-        x: [batch, seq, heads, head_dim]
-        input_pos: [batch, seq] position of each token in its own sample; None: 0 to seq - 1.
-
-    Returns:
-        [batch, seq, heads, head_dim]
+    ``rotary.cache`` holds cosine and sine, [positions, head_dim / 2, 2]; ``x`` and the result are [batch, seq, heads, head_dim];
+    ``input_pos``: [batch, seq] position of each token in its own sample; None: 0 to seq - 1.
     """
     cache: torch.Tensor = rotary.get_buffer("cache")
     used = cache[None, : x.shape[1]] if input_pos is None else cache[input_pos]

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 8 -m torchtitan.train --module finch.titan --config finch_sft_qwen3_4b
 
-Everything goes through TorchTitan's public seams: subclasses of its components, and hooks that it offers. Needs the extra ``titan``; the
-row formats need ``torchtune`` as well. May import data, models and what is below them; must not import sweep, report or cli.
+Everything goes through TorchTitan's public interfaces: subclasses of its components, and hooks that it offers. Needs the extra ``titan``;
+the row formats need ``torchtune`` as well. May import data, models and what is below them; must not import sweep, report or cli.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_version() -> None:
-    """Checks the installed TorchTitan without importing it.
-
-    Raises:
-        UserError: there is none, or it is outside the range.
-    """
+    """Checks the installed TorchTitan without importing it. Raises UserError if there is none, or it is outside the range."""
     try:
         installed = version("torchtitan")
     except PackageNotFoundError as error:

@@ -25,11 +25,8 @@ class RowsDataLoader(ParallelAwareDataloader):
     Step i takes the samples [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, on any number of ranks, as in
     finch's recipe. With gradient accumulation the last step of an epoch may continue with the next one's first samples.
 
-    Rows longer than ``seq_len`` are truncated, shorter ones padded. The folder of TorchTitan's tokenizer is read again by
-    :func:`finch.models.auto_tokenizer`.
-
-    Raises:
-        UserError: rows that cannot be used, or fewer than one micro-batch of all ranks needs.
+    Rows longer than ``seq_len`` are truncated, shorter ones padded. Raises UserError for rows that cannot be used, or fewer than one
+    micro-batch of all ranks needs.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -185,15 +182,10 @@ class RowSequences(IterableDataset[Sequence], Stateful):
 
 
 def to_sequence(sample: dict[str, Any], seq_len: int, pad_id: int) -> Sequence:
-    """A row, or a pack of rows, as TorchTitan takes it.
+    """A row, or a pack of rows, as TorchTitan takes it: input and positions [seq_len], and labels [seq_len], shifted.
 
-    Args:
-        sample: ``tokens`` and ``labels``, [row]; a pack's ``input_pos`` restarts at 0 with each row.
-        seq_len: tokens of the result. What follows the row is padding, a separate document without targets.
-
-    Returns:
-        input and positions, [seq_len], and labels, [seq_len], shifted to the token that predicts them. The end of a row predicts
-        nothing, also where another one follows.
+    ``sample`` has ``tokens`` and ``labels``, [row]; a pack's ``input_pos`` restarts at 0 with each row. What follows the row is padding, a
+    separate document without targets. The end of a row predicts nothing, also where another one follows.
     """
     tokens, labels = (torch.as_tensor(sample[name], dtype=torch.long)[:seq_len] for name in ("tokens", "labels"))
     length = len(tokens)
@@ -209,11 +201,7 @@ def to_sequence(sample: dict[str, Any], seq_len: int, pad_id: int) -> Sequence:
 
 
 def folder_of(tokenizer: BaseTokenizer) -> str:
-    """The Hugging Face folder that TorchTitan has read its tokenizer from.
-
-    Raises:
-        UserError: it is another kind of tokenizer.
-    """
+    """The Hugging Face folder that TorchTitan has read its tokenizer from. Raises UserError if it is another kind of tokenizer."""
     folder = getattr(tokenizer, "tokenizer_path", None)
     if folder is None:
         raise UserError(

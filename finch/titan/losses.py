@@ -33,8 +33,7 @@ class ObjectiveLoss(BaseLoss):
     with a constant tau. FLOW and STM need the pretrained model's losses, and TALR's other forms the losses of the complete step: finch's
     recipe has them. FINCH follows the unweighted cross-entropy, which is collected here; validation reports it as well.
 
-    Raises:
-        UserError: an argument is out of range, or does not belong to the objective.
+    Raises UserError if an argument is out of range, or does not belong to the objective.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -59,15 +58,10 @@ class ObjectiveLoss(BaseLoss):
         global_valid_tokens: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The share of these tokens in the step's loss.
+        """The share of these tokens in the step's loss, [] in nats, and no metrics.
 
-        Args:
-            pred: [batch, seq, vocab] logits.
-            labels: [batch, seq], -100 where ignored.
-            global_valid_tokens: [] of the step; None: the sum of the unweighted cross-entropy is returned.
-
-        Returns:
-            [] in nats, and no metrics.
+        ``pred``: [batch, seq, vocab] logits; ``labels``: [batch, seq], -100 where ignored; ``global_valid_tokens``: [] of the step; without
+        it the sum of the unweighted cross-entropy is returned.
         """
         token_loss = -full_tensor(compute_logprobs(pred, labels))
         token_sum = token_loss.detach().sum(dtype=torch.float64)
@@ -91,10 +85,7 @@ class ObjectiveLoss(BaseLoss):
 
 
 def build_objective(config: ObjectiveLoss.Config) -> Objective:
-    """
-    Raises:
-        UserError: see :class:`ObjectiveLoss`.
-    """
+    """Raises UserError as :class:`ObjectiveLoss`."""
     if config.objective == "TALR":
         if config.tau is None:
             raise UserError(
@@ -123,12 +114,7 @@ def initial_loss(trainer: Any) -> float:
     """The mean loss of the weights that a run starts from over its training rows, in nats; a collective.
 
     It is read from the dump folder where an earlier start of the run, with the same weights, rows and settings, has left it.
-
-    Args:
-        trainer: a FinchTrainer whose weights are loaded.
-
-    Raises:
-        UserError: the dataloader cannot end, or has no target.
+    Raises UserError if the dataloader cannot end, or has no target.
     """
     config = trainer.config
     if not hasattr(config.dataloader, "infinite"):
@@ -206,11 +192,7 @@ def _each_row_once(trainer: Any, mesh: Any) -> Iterator[tuple[dict[str, torch.Te
 
 
 def identity_of(config: Any) -> dict[str, Any] | None:
-    """What the loss before the first step belongs to: weights, rows, tokenizer, model and precision. None: nothing identifies the weights.
-
-    Args:
-        config: a ``FinchTrainer.Config``.
-    """
+    """What the loss before the first step belongs to: weights, rows, tokenizer, model and precision. None: nothing identifies the weights."""
     checkpoint = config.checkpoint
     weights = checkpoint.initial_load_path or (config.hf_assets_path if checkpoint.initial_load_in_hf else None)
     if not checkpoint.enable or weights is None:

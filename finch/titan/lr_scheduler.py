@@ -23,14 +23,11 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
     is FinchLR's, plain numbers that TorchTitan's checkpoints hold as ``lr_scheduler.*``.
 
     Fused optimizers get their learning rate as a 0-d tensor on the device of their parameters: FINCH then never waits for a GPU, and a
-    non-finite step is skipped inside the optimizer.
+    non-finite step is skipped inside the optimizer. Raises UserError if a setting is out of range.
 
     Attributes:
         init: Lbar_0 as configured, in nats or by its name.
         has_state: whether a checkpoint was loaded.
-
-    Raises:
-        UserError: a setting is out of range.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -85,12 +82,8 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
     def set_lr(self, loss: torch.Tensor, targets: torch.Tensor) -> bool:
         """Sets the learning rate of the step whose loss is given; errors as in :meth:`finch.FinchLR.step`.
 
-        Args:
-            loss: [] mean cross-entropy over the target tokens of the step in nats, of all ranks; NaN also where a gradient is not finite.
-            targets: [] number of target tokens behind it.
-
-        Returns:
-            Whether to take the step; True where the optimizers decide by themselves.
+        ``loss``: [] mean cross-entropy over the target tokens of the step in nats, of all ranks; NaN also where a gradient is not finite;
+        ``targets``: [] their number. Returns whether to take the step; True where the optimizers decide by themselves.
         """
         self._hold_lr_as_tensors()  # a loaded state replaces the param groups
         return self.schedule.step(loss, targets)
@@ -133,14 +126,9 @@ def build_schedule(
     init: float | None = None,
     eta_base: float | None = None,
 ) -> FinchLR:
-    """The FinchLR of a config.
+    """The FinchLR of a config. ``init``: Lbar_0 in nats, once it is known; None: as configured, and ``dataset`` waits for it.
 
-    Args:
-        init: Lbar_0 in nats, once it is known; None: as configured, and ``dataset`` waits for it.
-        eta_base: None: as configured.
-
-    Raises:
-        UserError: a setting is out of range.
+    Raises UserError if a setting is out of range.
     """
     start: float | str = config.init if init is None else init
     try:

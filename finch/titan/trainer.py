@@ -31,10 +31,7 @@ class FinchTrainer(Trainer):
     which gives the mean over all target tokens of the step, and sets the learning rate. Nothing of TorchTitan's training step is copied.
 
     Supported: FSDP, HSDP, tensor parallel, gradient accumulation, resume, synchronous and asynchronous checkpoints. Written for, but never
-    run: context parallel and CUDA graphs. Refused: pipeline parallel and ``full_dtensor``.
-
-    Raises:
-        UserError: a setting that FINCH cannot work with, before anything is built.
+    run: context parallel and CUDA graphs. Refused: pipeline parallel and ``full_dtensor``, with a UserError before anything is built.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -82,9 +79,8 @@ class FinchTrainer(Trainer):
     def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor) -> torch.Tensor:
         """As TorchTitan's, and collects the loss.
 
-        Returns:
-            [] this rank's share of the step's mean loss in nats, for TorchTitan's log; 0 where it is not finite: FINCH decides what
-            happens then, where TorchTitan would end the run at its next log.
+        Returns [] this rank's share of the step's mean loss in nats, for TorchTitan's log; 0 where it is not finite: FINCH decides what
+        happens then, where TorchTitan would end the run at its next log.
         """
         loss = Trainer.forward_backward_step(
             self, input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
@@ -190,14 +186,10 @@ def to_finch_config(config: Trainer.Config, **schedule: Any) -> FinchTrainer.Con
 
         config = to_finch_config(llama3_8b(), eta_max=5e-5, init="dataset")
 
-    The optimizer's ``lr`` is eta_base. Settings that FINCH cannot work with are refused when the trainer is built, since the command line
-    may still change them.
+    ``schedule`` are fields of :class:`FinchLRSchedulersContainer.Config`; the optimizer's ``lr`` is eta_base. Settings that FINCH cannot work
+    with are refused when the trainer is built, since the command line may still change them.
 
-    Args:
-        schedule: fields of :class:`FinchLRSchedulersContainer.Config`.
-
-    Raises:
-        UserError: an unknown field, a config of another trainer's class, or one that is FINCH's already.
+    Raises UserError for an unknown field, a config of another trainer's class, or one that is FINCH's already.
     """
     if isinstance(config, FinchTrainer.Config):
         raise UserError(

@@ -1,5 +1,4 @@
-"""Folders of pretrained and tuned weights: Hugging Face, Meta and torchtune formats, names and layouts of each family, the check of a
-model against its config.json, PEFT adapters, and WiSE-FT's interpolation between two folders.
+"""Folders of pretrained and tuned weights: formats, each family's names and layouts, PEFT adapters, and WiSE-FT.
 
 May import models and what is below it; must not import checkpoint, data or training.
 """

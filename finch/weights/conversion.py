@@ -22,10 +22,9 @@ HEAD = "output.weight"  # torchtune's name of an output layer that is not tied t
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight in Hugging Face's format, and where torchtune's weights are in it.
+    """A weight in Hugging Face's format, by its name there, and where torchtune's weights are in it.
 
     Attributes:
-        name: Hugging Face's.
         tensor: of its shape and dtype, on the meta device.
         rows: by torchtune's names: row i of the weight is row ``rows[i]`` of the stored one.
     """
@@ -63,11 +62,7 @@ class Conversion:
     ) -> Iterator[StoredWeight]:
         """What Hugging Face stores for a model's weights; a fused weight comes where its group is complete.
 
-        Args:
-            weights: torchtune's names, in any order, and tensors on the meta device.
-
-        Raises:
-            ValueError: the weights end before a group is complete.
+        ``weights``: torchtune's names, in any order, and tensors on the meta device. Raises ValueError if they end before a group is complete.
         """
         pending: StateDict = {}
         for name, tensor in weights:
@@ -156,11 +151,7 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def conversion_for(config: dict[str, Any], folder: str) -> Conversion:
-    """The conversion of the family that a folder's config.json names.
-
-    Raises:
-        UserError: finch has no conversion for the family.
-    """
+    """The conversion of the family that a folder's config.json names. Raises UserError if finch has no conversion for the family."""
     model_type = config.get("model_type")
     if model_type not in CONVERSIONS:
         raise UserError(

@@ -42,11 +42,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def indexed_shards(folder: Path) -> list[str] | None:
-    """The names of the safetensors files that a folder's index lists; None without an index.
-
-    Raises:
-        UserError: the index is broken, or lists a file that is missing.
-    """
+    """The names of the safetensors files that a folder's index lists; None without an index. Raises UserError if the index is broken, or
+    lists a file that is missing."""
     index = folder / SAFETENSORS_INDEX
     if not index.is_file():
         return None
@@ -101,11 +98,8 @@ class StoredTensor:
 
 
 def stored_tensors(file: Path) -> Iterator[StoredTensor]:
-    """A weight file's tensors; they can be read until the next one is taken.
-
-    Raises:
-        UserError: the file is broken, or holds more than weights.
-    """
+    """A weight file's tensors; they can be read until the next one is taken. Raises UserError if the file is broken, or holds more than
+    weights."""
     if file.suffix == ".safetensors":
         with open_safetensors(file) as content:
             for name in content.keys():  # noqa: SIM118 (not a dict)
@@ -140,12 +134,8 @@ class SafetensorsWriter:
 
     ``safetensors.torch.save_file`` needs all tensors of a file in memory. The file is the same, byte for byte.
 
-    Args:
-        path: the file, which must not exist.
-        tensors: of the file's shapes and dtypes, by name; may be on the meta device.
-
-    Raises:
-        OSError: the file cannot be written; from ``write_rows`` as well.
+    ``path`` must not exist; ``tensors``, by name, give shapes and dtypes and may be on the meta device. Raises OSError if the file cannot be
+    written, from ``write_rows`` as well.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -25,16 +25,12 @@ _Convert = Callable[[StateDict], StateDict]
 
 
 def open_checkpoint(block: Mapping[str, Any]) -> PretrainedFolder:
-    """The pretrained folder of a config's ``checkpointer:`` block.
+    """The pretrained folder of a config's ``checkpointer:`` block, whose ``_component_`` is one of torchtune's FullModel checkpointers.
 
     A Hugging Face folder is written for the tuned weights wherever config.json is known: in checkpoint_dir or, as for
     ``original/`` in Meta's repositories, in its parent. Otherwise the tuned weights are written in the format they were read.
 
-    Args:
-        block: torchtune's keys; ``_component_`` is one of its FullModel checkpointers.
-
-    Raises:
-        UserError: the component is none of these; a folder or file is missing.
+    Raises UserError if the component is another one, or a folder or file is missing.
     """
     path = str(block["_component_"])
     component = locate(path, "checkpointer")
@@ -51,9 +47,7 @@ def meta_folder(checkpoint_dir: str, checkpoint_files: list[str], **_: Any) -> P
     """A folder in Meta's format, such as ``original/`` with one weight file, consolidated.00.pth, and params.json.
 
     The other keys of torchtune's block are ignored; a config's check refuses those that its checkpointer does not accept.
-
-    Raises:
-        UserError: a folder or file is missing; weights in several files.
+    Raises UserError if a folder or file is missing, or the weights are in several files.
     """
     return _folder(checkpoint_dir, checkpoint_files, meta_to_tune, tune_to_meta)
 
@@ -80,11 +74,7 @@ def _folder(
 
 
 class ConvertedFolder(HuggingFaceFolder):
-    """Weights in another format with a Hugging Face config.json next to or above them; written as a Hugging Face folder.
-
-    Args:
-        home: the folder with config.json and the tokenizer files.
-    """
+    """Weights in another format, written as a Hugging Face folder: ``home`` has config.json and the tokenizer files."""
 
     def __init__(self, home: Path, files: list[Path], to_torchtune: _Convert) -> None:
         super().__init__(str(home), checkpoint_files=[])

@@ -1,8 +1,7 @@
 """A pretrained model's folder: the interface that all formats share, Hugging Face folders in and out, and the check of a model against
 config.json, in the settings that tensor shapes do not show.
 
-Accepts torchtune's `checkpointer:` block for every model that finch can convert. Weights are read from safetensors, or
-by torch.load with weights_only; no code in a folder is ever run.
+Weights are read from safetensors, or by torch.load with weights_only; no code in a folder is ever run.
 """
 
 from __future__ import annotations
@@ -56,25 +55,16 @@ Part = tuple[str, tuple[slice, ...], torch.Tensor]
 
 
 class PretrainedFolder(ABC):
-    """A folder that training starts from: checks the model against it, reads its weights, writes a folder like it.
-
-    Attributes:
-        folder: its path, for messages.
-        files: the weight files; safetensors, or pickled ones that are read as weights only. No code in them is run.
-    """
+    """A folder that training starts from: checks the model against it, reads its weights from ``files``, writes a folder like it."""
 
     folder: Path
     files: list[Path]
 
     @abstractmethod
     def check_model(self, model: TransformerDecoder, component: str) -> None:
-        """Compares the model with the folder's config, then with the shapes of its weights.
+        """Compares the model with the folder's config, then with the shapes of its weights. Raises UserError that names the first difference.
 
-        Args:
-            component: the dotted path of the model's builder.
-
-        Raises:
-            UserError: names the first difference.
+        ``component``: the dotted path of the model's builder.
         """
 
     @abstractmethod
@@ -94,11 +84,8 @@ class PretrainedFolder(ABC):
         return rows_of(self._to_torchtune, name, num_rows)
 
     def check_shapes(self, model: nn.Module) -> None:
-        """Compares names and shapes of the stored weights with the model's, LoRA left out; only file headers are read.
-
-        Raises:
-            UserError: a weight that is missing, unexpected, or of another shape.
-        """
+        """Compares names and shapes of the stored weights with the model's, LoRA left out; only file headers are read. Raises UserError for
+        a weight that is missing, unexpected, or of another shape."""
         adapters = adapter_parameters(model)
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in adapters}
         stored: dict[str, tuple[int, ...]] = {}
@@ -132,10 +119,8 @@ class PretrainedFolder(ABC):
         """Copies the stored weights into parameters, in place and without communication.
 
         Each rank reads the rows and columns of its own shards. Where a conversion permutes rows within a head it reads the
-        range that its rows lie in, at most to the ends of the heads.
-
-        Args:
-            parameters: of one or more decoders, by torchtune's names; sharded or not, of any dtype and device.
+        range that its rows lie in, at most to the ends of the heads. ``parameters``: of one or more decoders, by torchtune's names, sharded or
+        not, of any dtype and device.
         """
         for stored in (stored for file in self.files for stored in stored_tensors(file)):
             for name, rows in self._rows_to_torchtune(stored.name, stored.shape[0]).items():
@@ -168,8 +153,7 @@ class PretrainedFolder(ABC):
             dtype: of the stored weights; None: as they are.
             like: tensors of the names, shapes and dtypes that ``weights`` will yield; None: all of ``weights`` are taken at once.
 
-        Raises:
-            WriteFailed: on the writer, after all ranks have sent.
+        Raises WriteFailed on the writer, after all ranks have sent.
         """
         if like is None:
             weights = list(weights)
@@ -202,17 +186,11 @@ class PretrainedFolder(ABC):
 class HuggingFaceFolder(PretrainedFolder):
     """A pretrained model's folder in Hugging Face's format; tuned models are written in the same format.
 
-    Args:
-        checkpoint_dir: folder with config.json, tokenizer files and weights.
-        checkpoint_files: names of the weight files, or torchtune's ``{filename_format, max_filename}``; None: the
-            files of the folder's index, or its model.safetensors; an empty list: read no weights from this folder.
+    ``checkpoint_files``: names of the weight files, or torchtune's ``{filename_format, max_filename}``; None: the files of the folder's
+    index, or its model.safetensors; an empty list: read no weights from this folder. The other keys of torchtune's block are accepted and
+    ignored, so that it works unchanged: the recipe's output_dir is used, and config.json has the model's type.
 
-    The other keys of torchtune's block are accepted and ignored, so that it works unchanged: output_dir (the recipe's own
-    is used), model_type (config.json has it), recipe_checkpoint, adapter_checkpoint, safe_serialization,
-    should_load_recipe_state, resume_from_checkpoint.
-
-    Raises:
-        UserError: a missing folder, config.json, weight file or shard.
+    Raises UserError if the folder, config.json, a weight file or a shard is missing.
     """
 
     def __init__(
@@ -323,8 +301,7 @@ def validate_against_hf_config(
         component: the dotted path of the decoder's builder.
         config: the content of ``file`` in ``folder``; keys that are missing are not compared.
 
-    Raises:
-        UserError: the builder is of another family, or a setting differs; names the first.
+    Raises UserError that names the first setting that differs, or if the builder is of another family.
     """
     parts = component.split(".")
     family = parts[2] if parts[:2] in (["torchtune", "models"], ["finch", "models"]) and len(parts) > 3 else None

@@ -27,13 +27,10 @@ _PREFIX = "base_model.model."  # PEFT's wrapper around a model
 class PeftFolder:
     """Writes a decoder's adapter for PEFT, transformers and vLLM. Names and layouts come from the family's conversion.
 
-    Args:
-        decoder: with LoRA layers, on any device; may be sharded afterwards.
-        base: the pretrained folder; becomes ``base_model_name_or_path``.
+    The decoder may be sharded afterwards; ``base``, the pretrained folder, becomes ``base_model_name_or_path``.
 
-    Raises:
-        UserError: PEFT's format cannot hold the adapter: it is on layers that Hugging Face stores as one weight, or its
-            layers differ in rank or alpha; or the base folder has no config.json.
+    Raises UserError if the base folder has no config.json, or PEFT's format cannot hold the adapter: it is on layers that Hugging Face
+    stores as one weight, or its layers differ in rank or alpha.
     """
 
     def __init__(self, decoder: nn.Module, base: PretrainedFolder) -> None:
@@ -58,16 +55,10 @@ class PeftFolder:
             )
 
     def write(self, decoder: nn.Module, target: Path, *, is_writer: bool, dtype: torch.dtype | None = None) -> None:
-        """Writes the folder; it is complete or absent.
+        """Writes the folder, replacing one that is there; it is complete or absent. Raises WriteFailed on the writer, after all ranks have gathered.
 
-        Every rank must call it, since sharded tensors are gathered one at a time; only the writer keeps them.
-
-        Args:
-            target: replaced if it is there.
-            dtype: of the stored tensors; None: as they are.
-
-        Raises:
-            WriteFailed: on the writer, after all ranks have gathered.
+        Every rank must call it, since sharded tensors are gathered one at a time; only the writer keeps them. ``dtype``: of the stored tensors;
+        None: as they are.
         """
         content: StateDict = {}
         modules: set[str] = set()

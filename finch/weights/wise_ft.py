@@ -43,17 +43,14 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
     embedding is used; where the tuned folder does not, the base's must be a copy of its embedding.
 
     Args:
-        base: the pretrained model's folder, with safetensors.
-        tuned: the tuned model's folder, with safetensors.
+        base, tuned: the folders of the pretrained and the tuned model, with safetensors.
         alphas: weights of the tuned model, each in [0, 1]; 0.5 in the paper.
         out: parent of the folders; created if it does not exist.
 
-    Returns:
-        The folders written, in the order of ``alphas``.
+    Returns the folders written, in the order of ``alphas``.
 
-    Raises:
-        UserError: an alpha is out of range or repeated; its folder exists; a file is missing or broken; the models differ
-            in names, shapes or settings; OUT cannot be written.
+    Raises UserError if an alpha is out of range or repeated, its folder exists, a file is missing or broken, the models differ in names,
+    shapes or settings, or OUT cannot be written.
     """
     base, tuned, out = Path(base), Path(tuned), Path(out)
     targets = _targets(alphas, out)
