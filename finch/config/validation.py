@@ -71,7 +71,7 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
             yield UserError(f"unknown key {name}={format_value(cfg[name], name)}{hint}")
     for name in top_level(model):
         _expand_component(cfg, name, known[name])
-    values = {name: _plain(cfg.get(name)) for name in map(str, cfg) if name in known}
+    values = {name: _plain(cfg.get(name)) for name in top_level(model) if name in cfg}
     values = {name: value for name, value in values.items() if value is not None or not known[name].block}
     errors = list(_value_errors(model, values))
     fill_in(cfg, model)
@@ -114,10 +114,11 @@ def top_level(model: type[Keys]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
+    """Without OmegaConf's types; a value that is still missing is null."""
     if isinstance(value, (DictConfig, ListConfig)):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, dict):
-        return {name: None if part == _MISSING else part for name, part in value.items()}
+        return {name: None if part == _MISSING else _plain(part) for name, part in value.items()}
     return value
 
 
