@@ -32,10 +32,8 @@ def local_block(tensor: torch.Tensor) -> tuple[slice, ...]:
 def each_shard(tensor: torch.Tensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
     """A tensor's shards in turn, on every rank; a collective of all ranks if ``tensor`` is sharded.
 
-    A rank holds one shard of another rank at a time, never the complete tensor. Copies on other ranks are left out.
-
-    Yields:
-        The part of the global tensor that the shard holds, a slice for each dimension, and the shard.
+    Yields the part of the global tensor that the shard holds, a slice for each dimension, and the shard. A rank holds one shard of another
+    rank at a time, never the complete tensor. Copies on other ranks are left out.
     """
     block = local_block(tensor)
     if not isinstance(tensor, DTensor):
@@ -55,12 +53,9 @@ def each_shard(tensor: torch.Tensor) -> Iterator[tuple[tuple[slice, ...], torch.
 
 
 def load_full_tensor(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a complete tensor into a parameter, in place.
+    """Copies a complete tensor, the same on every rank, of any dtype and device, into a parameter, in place.
 
-    Args:
-        parameter: sharded or not.
-        value: of the parameter's global shape, the same on every rank, of any dtype and device. Each rank copies its own
-            shard, without communication.
+    Each rank copies its own shard, without communication.
     """
     with torch.no_grad():
         if isinstance(parameter, DTensor):

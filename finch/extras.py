@@ -19,14 +19,9 @@ PACKAGES = {
 
 
 def require_extras(program: str, *extras: str) -> None:
-    """Checks that extras are installed, without importing them.
+    """Checks that extras, keys of ``PACKAGES``, are installed, without importing them; ``program`` is what needs them.
 
-    Args:
-        program: what needs them, the subject of the error message.
-        extras: keys of ``PACKAGES``.
-
-    Raises:
-        UserError: an extra is not installed; the message has the pip command.
+    Raises UserError with the pip command if one is not.
     """
     if any(find_spec(package) is None for extra in extras for package in PACKAGES[extra]):
         names = " and ".join(extras) + (" extras" if len(extras) > 1 else " extra")

@@ -23,13 +23,7 @@ class MetricsLog:
     One line per step goes into metrics.jsonl; the metric logger and the progress see every ``every``-th. Only rank
     0 writes, but every rank reads at the same steps, so that a non-finite loss stops all of them at the same one.
 
-    Args:
-        folder: the run's folder; nothing is written there before ``open``.
-        metric_logger: one of torchtune's, or None.
-        progress: shows the steps; None: nothing is shown.
-        is_writer: whether this rank writes.
-        every: steps between two reports.
-        world_size: ranks, for tokens per second and GPU.
+    Nothing is written in ``folder`` before ``open``. ``world_size``: ranks, for tokens per second and GPU.
     """
 
     def __init__(
@@ -81,8 +75,7 @@ class MetricsLog:
     def add(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
         """Adds a step's metrics: numbers, or 0-d tensors that stay unread until the next report.
 
-        Returns:
-            The step's line, which may be added to until :meth:`report`.
+        Returns the step's line, which may be added to until :meth:`report`.
         """
         self._pending.append({"step": step, **metrics})
         return self._pending[-1]

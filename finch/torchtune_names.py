@@ -44,13 +44,9 @@ def labels_come_shifted() -> bool:
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Moves each label to the token that predicts it, unless the datasets have done so.
+    """Moves each label, [..., seq] int64, to the token that predicts it, unless the datasets have done so.
 
-    Args:
-        labels: [..., seq] int64, from torchtune's datasets and collators.
-
-    Returns:
-        [..., seq] int64; ``labels[..., t]`` is the token after ``tokens[..., t]``, the last one ignored.
+    ``labels[..., t]`` of the result is the token after ``tokens[..., t]``, the last one ignored.
     """
     if labels_come_shifted():
         return labels
@@ -58,17 +54,10 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 def plan_arguments(builder: Callable[..., Any], decoder: nn.Module) -> dict[str, Any]:
-    """The arguments for a builder of a tensor-parallel plan that replicates activations between the layers.
+    """The arguments for a builder of a tensor-parallel plan that replicates activations between the layers: those it accepts of two.
 
     torchtune 0.6.1's builders have no arguments and return that plan. main's have the model as an argument, and return that plan
     for ``inference``; their other plan shards activations along the sequence.
-
-    Args:
-        builder: such as torchtune.models.llama3.base_llama_tp_plan.
-        decoder: the model of the plan.
-
-    Returns:
-        Those of ``model`` and ``inference`` that the builder accepts.
     """
     accepted = inspect.signature(builder).parameters
     return {name: value for name, value in (("model", decoder), ("inference", True)) if name in accepted}

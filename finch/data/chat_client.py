@@ -67,18 +67,10 @@ class RequestLog:
         {"key": KEY, "reserved": TOKENS}                before a call
         {"key": KEY, "tokens": TOKENS, "text": TEXT}    after it; without text where it failed
 
-    A call without a second line was cut off with its process and counts as all that was reserved for it.
+    A call without a second line was cut off with its process and counts as all that was reserved for it. A last line that was cut off is
+    removed. All calls of the file, earlier starts included, may take ``budget`` tokens; None: no limit.
 
-    Args:
-        path: of the file; created if it does not exist. A last line that was cut off is removed.
-        budget: tokens that all calls of the file, earlier starts included, may take; None: no limit.
-
-    Attributes:
-        answers: text by key.
-        tokens: that calls have taken so far.
-
-    Raises:
-        UserError: the file is broken, cannot be written, or another process writes it. A full disk raises it later as well.
+    Raises UserError if the file is broken, cannot be written, or another process writes it. A full disk raises it later as well.
     """
 
     def __init__(self, path: Path, budget: int | None = None) -> None:
@@ -188,14 +180,9 @@ class _Retry(Exception):
 
 
 class ChatClient:
-    """
-    Args:
-        base_url: of the server, usually ending in ``/v1``.
-        log: of the calls; a request that it has an answer of is not sent again.
-        timeout: of a call, in seconds.
+    """A client of the server at ``base_url``, usually ending in ``/v1``. A request that ``log`` has an answer of is not sent again.
 
-    Raises:
-        UserError: the address is not one, or the environment has no key.
+    ``timeout``: of a call, in seconds. Raises UserError if the address is not one, or the environment has no key.
     """
 
     def __init__(self, base_url: str, log: RequestLog, *, timeout: float = 120.0) -> None:
@@ -226,10 +213,8 @@ class ChatClient:
     ) -> Iterator[tuple[ChatRequest, str | WrongAnswer]]:
         """Yields requests with their answers in the order in which they come, ``concurrency`` calls at a time.
 
-        After an error no further call is made, those in flight are waited for and recorded, then it is raised.
-
-        Raises:
-            UserError: the server cannot be reached, refuses the key, model or request, or gave no answer after ``MAX_TRIES``; the budget is spent.
+        After an error no further call is made, those in flight are waited for and recorded, then it is raised: UserError if the server cannot
+        be reached, refuses the key, model or request, or gave no answer after ``MAX_TRIES``, and if the budget is spent.
         """
         self._stop.clear()
         failure: Exception | None = None
@@ -368,14 +353,7 @@ def _is_encodable(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Translation:
-    """Instruction rows and the requests that translate them: instruction, input and output apart, each text once.
-
-    Attributes:
-        rows: in the file's order.
-        columns: the fields that are translated.
-        language: the target, in English.
-        model: its name on the server.
-    """
+    """Instruction rows, in the file's order, and the requests that translate them: instruction, input and output apart, each text once."""
 
     rows: list[dict[str, Any]]
     columns: tuple[str, ...]
@@ -393,11 +371,7 @@ class Translation:
         return [self.request(text) for text in texts]
 
     def translate(self, answers: Mapping[str, str]) -> Iterator[dict[str, Any] | None]:
-        """Each row with its fields translated and the others as they are; None where an answer is missing.
-
-        Args:
-            answers: by the requests' keys.
-        """
+        """Each row with its fields translated and the others as they are; None where an answer, by the requests' keys, is missing."""
         for row in self.rows:
             translated = {name: answers.get(self.request(text).key) for name, text in self._texts(row).items()}
             yield None if None in translated.values() else {**row, **translated}
@@ -417,13 +391,9 @@ class Translation:
 
 
 def read_translation(data_files: str | list[str], language: str, model: str, limit: int | None = None) -> Translation:
-    """
-    Args:
-        data_files: as for ``finch.data.rows.rows_dataset``.
-        limit: of rows, the first ones; None: all.
+    """The first ``limit`` rows of ``data_files``, which are as for ``finch.data.rows.rows_dataset``.
 
-    Raises:
-        UserError: files that cannot be read, rows of another format, or a row with a field that is missing or not text.
+    Raises UserError for files that cannot be read, rows of another format, or a row with a field that is missing or not text.
     """
     from finch.data.formats import detect  # with torchtune, which a judge does not need
     from finch.data.row_files import local_files, read_rows, source_of

@@ -27,13 +27,7 @@ REFERENCE_LOSSES = "reference_losses"
 
 @dataclass(frozen=True, order=True)
 class Row:
-    """Where a row of a dataset is.
-
-    Attributes:
-        index: in the dataset, from 0.
-        number: in its source, from 1.
-        source: a file, or a name on the hub.
-    """
+    """Where a row of a dataset is: ``index`` in the dataset, from 0, and ``number`` in its source, from 1, a file or a name on the hub."""
 
     index: int
     number: int
@@ -48,9 +42,7 @@ class Samples(Dataset[Any]):
 
     Args:
         data: any map-style dataset of ``{"tokens": [...], "labels": [...]}``.
-        key: the config key it came from, for error messages.
-        source: where its rows come from, for error messages.
-        parts: see below; left out where ``data`` is one dataset.
+        key, source: the config key and where its rows come from, for error messages.
 
     Attributes:
         parts: the datasets that ``data`` concatenates, or ``data`` itself, and where the rows of each come from.
@@ -100,12 +92,7 @@ class Samples(Dataset[Any]):
         return self.data, index, self.source
 
     def row(self, index: int, position: int = 0) -> Row:
-        """Where a row is. A held-out share of the rows keeps the numbers of its file.
-
-        Args:
-            index: of a sample.
-            position: of the row in its pack, where samples are packs.
-        """
+        """Where a row is: that of a sample, or the one at ``position`` in its pack. A held-out share of the rows keeps the numbers of its file."""
         data, local_index, source = self.part_of(index)
         if isinstance(data, PackedDataset):
             if data.split_across_pack:
@@ -142,20 +129,14 @@ def row_lengths(sample: Mapping[str, Any]) -> list[int]:
 
 
 def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
-    """Builds the dataset under a config key: one component, or a list of them, which is concatenated whatever the weights.
-
-    Raises:
-        UserError: the component does not exist, does not accept these arguments, or has no rows.
-    """
+    """Builds the dataset under a config key: one component, or a list of them, which is concatenated whatever the weights. Raises UserError
+    if the component does not exist, does not accept these arguments, or has no rows."""
     return _concatenate([(_load_part(node, key, tokenizer), _source_of(node)) for node in _nodes(cfg[key])], key)
 
 
 def load_unpacked(cfg: Any, key: str, tokenizer: Any) -> Samples:
-    """Builds the dataset under a config key with its rows one by one, also where the config packs them, and bad rows included.
-
-    Raises:
-        UserError: the component does not exist, does not accept these arguments, or its file cannot be read at all.
-    """
+    """Builds the dataset under a config key with its rows one by one, also where the config packs them, and bad rows included. Raises
+    UserError if the component does not exist, does not accept these arguments, or its file cannot be read at all."""
     parts = []
     for node in _nodes(cfg[key]):
         _check_arguments(node, key)

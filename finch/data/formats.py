@@ -71,9 +71,8 @@ def detect(
         source: ``json``, ``csv`` or ``parquet``; None: by the files' extensions.
         column_map: from a format's fields to the files' columns, for columns with other names.
 
-    Raises:
-        UserError: a file is missing, empty, a directory or of an unknown kind; a row is not JSON; the first row has no known format; a
-            later row has another one.
+    Raises UserError for a file that is missing, empty, a directory or of an unknown kind, and for rows that are not JSON, of no known format,
+    or of another one than the first row.
     """
     files = local_files(data_files)
     source = source or source_of(files)
@@ -110,11 +109,8 @@ def detect_columns(
     format: str = AUTO,
     column_map: Mapping[str, str] | None = None,
 ) -> RowFormat:
-    """The format of a table's rows by its column names and one row.
-
-    Raises:
-        UserError: no known format, or not the one that ``format`` names.
-    """
+    """The format of a table's rows by its column names and one row. Raises UserError if there is no known format, or not the one that
+    ``format`` names."""
     names = list(names)
     if format != AUTO and format not in FIELDS:
         raise UserError(f"dataset.format={format} must be one of {', '.join([AUTO, *FIELDS])}")
@@ -134,11 +130,7 @@ def format_of(row: Mapping[str, Any]) -> str | None:
 
 
 def format_of_map(column_map: Mapping[str, str]) -> str:
-    """The format whose fields a column map names.
-
-    Raises:
-        UserError: no format has these fields.
-    """
+    """The format whose fields a column map names. Raises UserError if no format has these fields."""
     keys = set(column_map)
     if keys == {"input", "output"}:  # torchtune's names
         return "prompt_completion"
@@ -270,10 +262,7 @@ class RowToMessages(Transform):
         self._train_on_input, self._new_system_prompt = train_on_input, new_system_prompt
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, list[Message]]:
-        """
-        Raises:
-            UserError: a field is missing or not text, a role is unknown, or the order of turns is not a conversation's.
-        """
+        """Raises UserError if a field is missing or not text, a role is unknown, or the order of turns is not a conversation's."""
         messages = list(self._messages(sample))
         if self._new_system_prompt is not None:
             messages = [message for message in messages if message.role != "system"]
@@ -340,8 +329,7 @@ class RowToMessages(Transform):
 def check_turns(messages: list[Message]) -> None:
     """Checks the order of turns: an optional system turn, then user and assistant in turns; tool turns follow an assistant's.
 
-    Raises:
-        UserError: what is wrong, and at which turn.
+    Raises UserError that names what is wrong, and at which turn.
     """
     if all(message.role != "assistant" for message in messages):
         raise UserError("its conversation has no assistant turn")

@@ -33,13 +33,12 @@ def galician_alpaca_dataset(
 
     Args:
         source: a hub name; ignored with ``data_files``.
-        validation_fraction: share of the rows, in [0, 1).
-        test_fraction: share of the rows, in [0, 1).
+        validation_fraction, test_fraction: shares of the rows, in [0, 1).
         column_map: ``{instruction, input, output}`` to other names.
         The others are those of :func:`finch.data.rows.rows_dataset`.
 
-    Raises:
-        UserError: no rows are named, rows without the fields, an argument out of range, an empty part, or packing without max_seq_len.
+    Raises UserError if no rows are named, for rows without the fields, an argument out of range, an empty part, and packing without
+    max_seq_len.
     """
     return rows_dataset(
         tokenizer,

@@ -60,12 +60,10 @@ def loader(
 class EvalLoader:
     """One pass over ``samples.rows`` without a gradient, divided over the ranks: each once, nothing dropped, no random number drawn.
 
-    Rows of similar length are together where ``samples.lengths`` are known, and more rows than in training, since no activations are
-    kept for a backward. Ranks that run out of samples continue with empty rows, since FSDP2's forward is a collective.
+    Rows of similar length are together where ``samples.lengths`` are known, and more rows than the ``batch_size`` of training, since no
+    activations are kept for a backward. Ranks that run out of samples continue with empty rows, since FSDP2's forward is a collective.
 
-    Args:
-        batch_size: samples per forward pass and rank in training.
-        title: of the progress bar; empty: no bar.
+    ``title``: of the progress bar; empty: no bar.
     """
 
     samples: Samples

@@ -43,11 +43,8 @@ class Mixture:
     def from_weights(
         cls, rows: Sequence[int], weights: Sequence[float], *, shuffle: bool = True, seed: int = 0
     ) -> Mixture:
-        """The mixture whose epoch draws each row of the first dataset once, and the others in proportion to their weights.
-
-        Raises:
-            UserError: a dataset is never drawn, or an epoch is too long.
-        """
+        """The mixture whose epoch draws each row of the first dataset once, and the others in proportion to their weights. Raises UserError
+        if a dataset is never drawn, or an epoch is too long."""
         parts = [rows[0] * weight / weights[0] for weight in weights]
         if sum(parts) > _MAX_SAMPLES:
             raise UserError(
@@ -127,13 +124,9 @@ class Mixture:
 
 
 def mix(cfg: DictConfig, samples: Samples, seed: int) -> Mixture | None:
-    """The mixture that the weights of a recipe's config define; None without weights.
+    """The mixture that the weights of a recipe's config define; None without weights. Errors as for :meth:`Mixture.from_weights`.
 
-    Args:
-        samples: the concatenated ``dataset``; gets the rows that the run draws, and how often.
-
-    Raises:
-        UserError: see :meth:`Mixture.from_weights`.
+    ``samples``, the concatenated ``dataset``, gets the rows that the run draws, and how often.
     """
     weights = dataset_weights(cfg.dataset)
     if weights is None:

@@ -112,12 +112,9 @@ def eval_micro_batches(
 ) -> list[list[int]]:
     """The micro-batches of ``rank`` in one pass over ``rows`` without a gradient.
 
-    The longest rows come first, and rows of similar length are together. A micro-batch has as many rows as have, with padding, the
-    tokens of ``micro_batch`` rows of mean length, and at least one. All ranks get the same number of micro-batches; one that has run
-    out of samples gets [EMPTY].
-
-    Args:
-        lengths: [dataset rows] int, of each row in tokens; None: not known, every micro-batch has ``micro_batch`` rows in their own order.
+    The longest rows come first, rows of similar length are together, and as many are in a micro-batch as have the tokens of ``micro_batch``
+    rows of mean length, padding included; at least one. All ranks get the same number of micro-batches; one that has run out of
+    samples gets [EMPTY]. ``lengths``: [dataset rows] int, in tokens; None: every micro-batch has ``micro_batch`` rows in their own order.
     """
     length = [1] * len(rows) if lengths is None else lengths[list(rows)].tolist()
     places = sorted(range(len(rows)), key=lambda place: -length[place])

@@ -72,11 +72,8 @@ class PaddingFree:
 
 
 def remove_padding(tokens: torch.Tensor, targets: torch.Tensor) -> PaddingFree:
-    """
-    Args:
-        tokens: [batch, seq], each sample followed by its padding.
-        targets: [targets] int64, ascending positions in the flattened batch of the tokens that predict a target.
-    """
+    """The row of ``tokens``, [batch, seq], each sample followed by its padding; ``targets``: [targets] int64, ascending positions in the
+    flattened batch of the tokens that predict a target."""
     batch, seq = tokens.shape
     rows, columns = targets // seq, targets % seq
     ends = torch.zeros(batch, dtype=torch.int64).scatter_reduce_(0, rows, columns + 1, "amax")

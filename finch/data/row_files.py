@@ -26,11 +26,7 @@ SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 
 
 def local_files(data_files: str | Iterable[str]) -> list[Path]:
-    """The files that paths and patterns name.
-
-    Raises:
-        UserError: one is missing, empty or a directory; a pattern matches nothing.
-    """
+    """The files that paths and patterns name. Raises UserError if one is missing, empty or a directory, or a pattern matches nothing."""
     names = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
     files: list[Path] = []
     for name in map(str, names):
@@ -46,10 +42,7 @@ def local_files(data_files: str | Iterable[str]) -> list[Path]:
 
 
 def check_file(file: Path, key: str) -> None:
-    """
-    Raises:
-        UserError: the file is missing, empty or a directory.
-    """
+    """Raises UserError if the file is missing, empty or a directory."""
     if file.is_dir():
         raise UserError(f"{key}={file} is a directory; name its files, such as {file}/*.jsonl")
     if not file.is_file():
@@ -68,11 +61,7 @@ def extension_of(name: str) -> str:
 
 
 def source_of(files: Iterable[Path]) -> str:
-    """The datasets library's reader for files, by their extensions.
-
-    Raises:
-        UserError: an unknown extension, or several kinds of files.
-    """
+    """The datasets library's reader for files, by their extensions. Raises UserError for an unknown extension, or several kinds of files."""
     sources = {}
     for file in files:
         source = SOURCES.get(extension_of(str(file)))
@@ -90,11 +79,7 @@ def source_of(files: Iterable[Path]) -> str:
 
 
 def read_rows(file: Path, source: str) -> Iterator[dict[str, Any]]:
-    """The rows of one local file in its order.
-
-    Raises:
-        UserError: the file cannot be read, or a row is not JSON.
-    """
+    """The rows of one local file in its order. Raises UserError if the file cannot be read, or a row is not JSON."""
     try:
         if source == "json":
             yield from _read_json(file)
@@ -158,12 +143,10 @@ def part_indices(
     Args:
         rows: of each row, its prompt and its remaining content as JSON values. Fields without a value count as absent.
         part: ``train``, ``validation`` or ``test``.
-        validation_fraction: share of all rows, in [0, 1).
-        test_fraction: share of all rows, in [0, 1).
+        validation_fraction, test_fraction: shares of all rows, in [0, 1).
         seed: of the hash; another one gives other parts.
 
-    Raises:
-        UserError: a fraction is out of range, or a part is empty.
+    Raises UserError if a fraction is out of range, or a part is empty.
     """
     check_fractions(part, validation_fraction, test_fraction)
     keys = [(_digest(prompt, seed), _digest(rest, seed)) for prompt, rest in rows]
@@ -192,10 +175,7 @@ def part_indices(
 
 
 def check_fractions(part: str, validation_fraction: float, test_fraction: float) -> None:
-    """
-    Raises:
-        UserError: a fraction is out of range, or that of ``part`` is 0.
-    """
+    """Raises UserError if a fraction is out of range, or that of ``part`` is 0."""
     fractions = {"validation": validation_fraction, "test": test_fraction}
     for name, fraction in fractions.items():
         if not 0 <= fraction < 1:

@@ -27,13 +27,9 @@ class Rows(Dataset[Any]):
 
     Args:
         table: with the columns that the transforms read.
-        row_format: its format.
         files: of the rows, where there are several and the table has them all.
         transforms: from a row to tokens and labels, one after the other.
         indices: of the rows in their split, from 0; None: the table says it.
-
-    Attributes:
-        row_format: the same.
     """
 
     def __init__(
@@ -75,10 +71,7 @@ class Rows(Dataset[Any]):
 class TextToTokens:
     """Plain text between the tokenizer's BOS and EOS, every token a target, as in torchtune's TextCompletionDataset.
 
-    Args:
-        tokenizer: torchtune's.
-        column: of the text.
-        is_truncated: whether rows end at the tokenizer's max_seq_len; otherwise packing splits them.
+    Rows that are not truncated at the tokenizer's max_seq_len are split by packing.
     """
 
     def __init__(self, tokenizer: Any, column: str, *, is_truncated: bool = True) -> None:
@@ -116,7 +109,6 @@ def rows_dataset(
     """Rows of any format of ``finch.data.formats.FIELDS``. The parts of one seed never share a row.
 
     Args:
-        tokenizer: a torchtune model tokenizer.
         source: a hub name, or ``json``, ``csv`` or ``parquet`` for ``data_files``; None: by the extension of ``data_files``.
         data_files: a local path, a pattern, or a list of them; with a hub name, files of that repository.
         name: the hub's configuration.
@@ -133,8 +125,7 @@ def rows_dataset(
         new_system_prompt: a system turn before each conversation, instead of the one it has.
         packed: whether rows are packed to ``tokenizer.max_seq_len``. Plain text is then split across packs, never truncated.
 
-    Raises:
-        UserError: rows that cannot be read, of no known format or of another one than ``format``; an argument out of range.
+    Raises UserError for rows that cannot be read, of no known format or of another one than ``format``, and an argument out of range.
     """
     if split_by not in SPLITS_BY:
         raise UserError(f"dataset.split_by={split_by} must be {' or '.join(SPLITS_BY)}")
@@ -173,19 +164,13 @@ def rows_dataset(
 
 
 def check_part(part: str, parts: Sequence[str]) -> None:
-    """
-    Raises:
-        UserError: ``part`` is none of ``parts``.
-    """
+    """Raises UserError if ``part`` is none of ``parts``."""
     if part not in parts:
         raise UserError(f"dataset.part={part} must be {', '.join(parts[:-1])} or {parts[-1]}")
 
 
 def check_packing(tokenizer: Any, packed: bool) -> None:
-    """
-    Raises:
-        UserError: packing without max_seq_len.
-    """
+    """Raises UserError for packing without max_seq_len."""
     if packed and tokenizer.max_seq_len is None:
         raise UserError("dataset.packed=True needs tokenizer.max_seq_len, the length of a pack; set it")
 
@@ -217,11 +202,7 @@ def tokenized(
 ) -> Rows | PackedDataset:
     """A table as a dataset of tokens and labels; arguments as for ``Rows`` and ``rows_dataset``.
 
-    Args:
-        convert: from a row of the table to one of ``row_format``.
-
-    Raises:
-        UserError: a row that packing cannot use.
+    ``convert`` makes a row of the table one of ``row_format``. Raises UserError for a row that packing cannot use.
     """
     is_text = row_format.format == "text"
     transforms: list[Callable[[Any], Any]] = [] if convert is None else [convert]
@@ -240,11 +221,8 @@ def tokenized(
 def train_validation_split(
     table: datasets.Dataset, part: str, validation_fraction: float, split_seed: int
 ) -> datasets.Dataset:
-    """One of two parts of a table: ``train`` or ``validation``, which holds ``validation_fraction`` of the rows and at least one.
-
-    Raises:
-        UserError: a fraction out of range, or no row left to train on.
-    """
+    """One of two parts of a table: ``train`` or ``validation``, which holds ``validation_fraction`` of the rows and at least one. Raises
+    UserError for a fraction out of range, or no row left to train on."""
     if not 0 < validation_fraction < 1:
         raise UserError(f"dataset.validation_fraction={validation_fraction} must lie in (0, 1), such as 0.1")
     held_out = max(1, round(validation_fraction * len(table)))
@@ -265,11 +243,7 @@ def load_rows(
     format: str,
     column_map: Mapping[str, str] | None,
 ) -> tuple[datasets.Dataset, RowFormat, list[Path]]:
-    """A table, its format, and the local files it was read from; arguments as for ``rows_dataset``.
-
-    Raises:
-        UserError: see ``rows_dataset``.
-    """
+    """A table, its format, and the local files it was read from; arguments and errors as for ``rows_dataset``."""
     files, source = files_and_source(source, data_files)
     if files and format == AUTO:
         format = detect(map(str, files), source, column_map).format
@@ -278,11 +252,8 @@ def load_rows(
 
 
 def files_and_source(source: str | None, data_files: str | list[str] | None) -> tuple[list[Path], str]:
-    """The local files of rows, none of them for rows of the hub or of URLs; and the reader or the hub's name.
-
-    Raises:
-        UserError: no files are named, or they cannot be read.
-    """
+    """The local files of rows, none of them for rows of the hub or of URLs; and the reader or the hub's name. Raises UserError if no files
+    are named, or they cannot be read."""
     names = None if data_files is None else [data_files] if isinstance(data_files, str) else list(map(str, data_files))
     is_local = names is not None and not any("://" in file for file in names)
     is_hub = source is not None and source not in SOURCES.values()
@@ -297,11 +268,8 @@ def files_and_source(source: str | None, data_files: str | list[str] | None) -> 
 def load_table(
     source: str, data_files: str | list[str] | None, files: list[Path], *, name: str | None, split: str
 ) -> datasets.Dataset:
-    """The rows of local ``files`` where there are some, otherwise of the hub or of URLs.
-
-    Raises:
-        UserError: the local files cannot be read as one table.
-    """
+    """The rows of local ``files`` where there are some, otherwise of the hub or of URLs. Raises UserError if the local files cannot be read
+    as one table."""
     if not files:
         names = [data_files] if isinstance(data_files, str) else data_files
         return datasets.load_dataset(

@@ -48,16 +48,13 @@ def sciknoweval_dataset(
         source: a hub name; ignored with ``data_files``.
         split: the hub's or file's split; None: ``test`` on the hub, where all rows are, and ``train`` of a file, which has no other.
         data_files: local rows of SciKnowEval's fields.
-        domain: of the rows, by their field ``domain``; None: rows of any.
-        level: of the rows, by their field ``details.level``; None: rows of any.
-        validation_fraction: share of the rows, in [0, 1).
-        test_fraction: share of the rows, in [0, 1).
+        domain, level: of the rows, by their fields ``domain`` and ``details.level``; None: rows of any.
+        validation_fraction, test_fraction: shares of the rows, in [0, 1).
         column_map: from ``prompt``, ``question``, ``choices``, ``answerKey``, ``answer`` and ``solution`` to columns of other names.
         The others are those of :func:`finch.data.rows.rows_dataset`.
 
-    Raises:
-        UserError: rows without the fields or of other domains and levels, an argument out of range, an empty part, or packing without
-            max_seq_len.
+    Raises UserError for rows without the fields or of other domains and levels, an argument out of range, an empty part, and packing without
+    max_seq_len.
     """
     check_part(part, PARTS)
     check_packing(tokenizer, packed)
@@ -91,30 +88,20 @@ def sciknoweval_dataset(
 
 
 class ToQuestionAnswer:
-    """From a row of SciKnowEval to one of question and answer.
-
-    Args:
-        columns: from SciKnowEval's fields to the row's columns.
-    """
+    """From a row of SciKnowEval, with its fields in ``columns``, to one of question and answer."""
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self._columns = columns
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """
-        Raises:
-            UserError: a field is missing, or the answer is none of the choices.
-        """
+        """Raises UserError if a field is missing, or the answer is none of the choices."""
         row = {field: row[column] for field, column in self._columns.items()}
         return {"question": prompt_of(row), "answer": target_of(row)}
 
 
 def prompt_of(row: Mapping[str, Any]) -> str:
-    """The row's instruction (its field ``prompt.default``), an empty line, the question, and a line ``A. text`` for each choice.
-
-    Raises:
-        UserError: there is no question.
-    """
+    """The row's instruction (its field ``prompt.default``), an empty line, the question, and a line ``A. text`` for each choice. Raises
+    UserError if there is no question."""
     question = row.get("question")
     if not isinstance(question, str) or not question.strip():
         raise UserError("it has no field 'question'")
@@ -126,11 +113,7 @@ def prompt_of(row: Mapping[str, Any]) -> str:
 
 def target_of(row: Mapping[str, Any]) -> str:
     """The row's ``solution``; without one, of a multiple-choice row ``C. text`` with the right choice's letter and text, of another row its
-    ``answer``.
-
-    Raises:
-        UserError: there is neither, or the right choice is none of the choices.
-    """
+    ``answer``. Raises UserError if there is neither, or the right choice is none of the choices."""
     if row.get("solution"):
         return row["solution"]
     if not (choices := choices_of(row)):
@@ -144,11 +127,7 @@ def target_of(row: Mapping[str, Any]) -> str:
 
 
 def choices_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """The text of each choice by its letter; empty where the row has no choices.
-
-    Raises:
-        UserError: texts and letters differ in number.
-    """
+    """The text of each choice by its letter; empty where the row has no choices. Raises UserError if texts and letters differ in number."""
     choices = row.get("choices") or {}
     if not isinstance(choices, Mapping):
         raise UserError(f"its field 'choices' is {type(choices).__name__}, not an object with text and label")

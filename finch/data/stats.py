@@ -94,11 +94,8 @@ class DatasetStats:
 def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parallel) -> DatasetStats:
     """Reads each of ``samples.rows`` once, divided over the ranks, warns of what is unusual, and keeps the lengths in ``samples``.
 
-    Args:
-        max_seq_len: the tokenizer's; None: no limit.
-
-    Raises:
-        UserError: a row that cannot be read or tokenized; no row with a target token.
+    ``max_seq_len``: the tokenizer's; None: no limit. Raises UserError for a row that cannot be read or tokenized, and if no row has a target
+    token.
     """
     try:
         share: DatasetStats | UserError = collect_stats(
@@ -137,12 +134,7 @@ def collect_stats(
 ) -> DatasetStats:
     """Statistics of one rank's share of the rows, whose lengths are kept in ``samples.lengths``.
 
-    Args:
-        max_seq_len: the tokenizer's; None: no limit.
-        keep_bad_rows: whether rows that cannot be used are listed in the statistics, instead of the first one being raised.
-
-    Raises:
-        UserError: a row that cannot be read or tokenized.
+    Raises UserError for a row that cannot be read or tokenized; with ``keep_bad_rows`` such rows are listed in the statistics instead.
     """
     num_targets = num_without_targets = num_truncated = num_bad = digest = first_epoch_digest = 0
     lengths: list[int] = []

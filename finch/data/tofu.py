@@ -36,8 +36,7 @@ def tofu_dataset(
         column_map: ``{input, output}`` to other names.
         The others are those of :func:`finch.data.rows.rows_dataset`.
 
-    Raises:
-        UserError: an unknown part, a fraction out of range, or packing without max_seq_len.
+    Raises UserError for an unknown part, a fraction out of range, or packing without max_seq_len.
     """
     return rows_dataset(
         tokenizer,

@@ -21,12 +21,7 @@ from finch.log import logger
 
 
 class TrainingData:
-    """
-    Args:
-        cfg: a recipe's config.
-        tokenizer: torchtune's.
-        seed: of the order.
-        needs_stats: read every row even with ``check_dataset=False``.
+    """The rows of a run, read and ordered. ``needs_stats``: read every row even with ``check_dataset=False``.
 
     Attributes:
         samples: the training rows.
@@ -36,8 +31,7 @@ class TrainingData:
             A run that is resumed with another ``check_dataset`` has the same samples in each step, not the same bits.
         stats: of the training rows that the run draws; None: they have not been read.
 
-    Raises:
-        UserError: rows that cannot be used, or fewer than one optimizer step needs.
+    Raises UserError for rows that cannot be used, or fewer than one optimizer step needs.
     """
 
     def __init__(self, cfg: DictConfig, tokenizer: Any, parallel: Parallel, *, seed: int, needs_stats: bool) -> None:
@@ -122,10 +116,8 @@ class TrainingData:
 
 
 def validation_sets(node: Any) -> dict[str, tuple[str, Any]]:
-    """From the name of each set's loss in the metrics to its config key and its block, in the config's order.
-
-    One set has ``validation_loss``, named ones ``validation/NAME/loss``.
-    """
+    """From the name of each set's loss in the metrics, ``validation_loss`` of one set and ``validation/NAME/loss`` of named ones, to its config
+    key and its block, in the config's order."""
     if node is None:
         return {}
     if component_of(node) is not None or not isinstance(node, DictConfig):

@@ -47,17 +47,10 @@ class Objective:
             cls.is_elementwise = False
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The factor of each token's loss.
+        """The factor of each token's loss, [batch, seq], detached, fp32 (fp64 for fp64 losses).
 
-        Args:
-            token_loss: [batch, seq] cross-entropy in nats under the model in training; 0 at ignored labels.
-            batch: see the class.
-
-        Returns:
-            [batch, seq], detached, fp32 (fp64 for fp64 losses). At ignored labels the value has no meaning, but is finite.
-
-        Raises:
-            ValueError: the batch lacks a key that the objective needs.
+        ``token_loss``: [batch, seq] cross-entropy in nats under the model in training; 0 at ignored labels, where the weight has no meaning but
+        is finite. Raises ValueError if the batch lacks a key that the objective needs.
         """
         raise NotImplementedError
 
@@ -66,29 +59,17 @@ class Objective:
         return (batch["labels"] != IGNORE_INDEX).sum()
 
     def prepare(self, token_losses: torch.Tensor, sequence_losses: torch.Tensor) -> str:
-        """Called once before the first step, with the pretrained model's losses over the training set.
+        """Called once before the first step, with the pretrained model's losses over the training set; returns a line for the log.
 
-        Args:
-            token_losses: [target tokens] in nats.
-            sequence_losses: [sequences with targets] in nats, the mean of each.
-
-        Returns:
-            A line for the log.
-
-        Raises:
-            ValueError: the objective would ignore every token.
+        ``token_losses``: [target tokens] in nats; ``sequence_losses``: [sequences with targets] in nats, the mean of each. Raises ValueError if
+        the objective would ignore every token.
         """
         return f"the objective is {type(self).__name__}"
 
     def sequence_losses(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """f_s, each sequence's mean loss over its target tokens.
+        """f_s, each sequence's mean loss over its target tokens, from [batch, seq] in nats.
 
-        Args:
-            token_loss: [batch, seq] in nats.
-            batch: see the class.
-
-        Returns:
-            [sequences with targets] in nats, in the order of the batch; NaN where a target's loss is.
+        Returns [sequences with targets] in nats, in the order of the batch; NaN where a target's loss is.
         """
         means, num_targets, _ = sequence_means(upcast(token_loss), batch)
         return means[num_targets > 0]
@@ -105,15 +86,10 @@ class CrossEntropy(Objective):
 
 
 def median(values: torch.Tensor) -> torch.Tensor:
-    """The median as numpy defines it: the mean of the middle two for an even number.
+    """The median as numpy defines it: the mean of the middle two for an even number; [] on the device of ``values``, without a host read.
 
-    torch.median returns the lower one, which in a batch of two sequences would always be the easier sequence.
-
-    Args:
-        values: any shape; NaN is left out, so that ranks can pad their share with it before they gather.
-
-    Returns:
-        [] on the device of ``values``, without a host read; NaN where there is no value.
+    torch.median returns the lower one, which in a batch of two sequences would always be the easier sequence. NaN is left out, so that
+    ranks can pad their share with it before they gather; the result is NaN where there is no value.
     """
     values = values.detach().flatten()
     if values.numel() == 0:
@@ -134,11 +110,7 @@ def upcast(values: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_means(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean losses over the target tokens of each sequence.
-
-    Args:
-        losses: [batch, seq] in nats.
-        batch: see :class:`Objective`.
+    """Mean losses over the target tokens of each sequence, from ``losses`` [batch, seq] in nats.
 
     Returns:
         means: [batch * seq] in nats, one per sequence id; NaN without targets.
@@ -152,11 +124,7 @@ def sequence_means(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, to
 
 
 def require_key(batch: Batch, key: str, objective: Objective) -> torch.Tensor:
-    """``batch[key]``.
-
-    Raises:
-        ValueError: the training loop has not put it there.
-    """
+    """``batch[key]``. Raises ValueError if the training loop has not put it there."""
     if key not in batch:
         raise ValueError(
             f"batch[{key!r}] is missing: {type(objective).__name__} needs it, and the training loop has to put it there"
@@ -165,11 +133,7 @@ def require_key(batch: Batch, key: str, objective: Objective) -> torch.Tensor:
 
 
 def positive_number(name: str, value: float | torch.Tensor, meaning: str) -> float:
-    """``value`` as a float.
-
-    Raises:
-        ValueError: it is not a finite number above 0; ``meaning`` ends the message.
-    """
+    """``value`` as a float. Raises ValueError, ending in ``meaning``, if it is not a finite number above 0."""
     try:
         number = float(value)
     except (TypeError, ValueError):

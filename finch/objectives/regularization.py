@@ -59,8 +59,7 @@ class L2:
         form: ``"sum"``, ``"half"`` or ``"mean"``.
         offload: keep theta0 on the CPU, pinned for parameters on CUDA. It is then copied to the device once per step.
 
-    Raises:
-        ValueError: an argument outside its range, named with its value.
+    Raises ValueError if an argument is out of range.
     """
 
     def __init__(self, strength: float = 1e-3, form: str = "sum", offload: bool = False) -> None:
@@ -76,14 +75,10 @@ class L2:
 
     @torch.no_grad()
     def start(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Copies the present values of the trainable parameters as theta0.
+        """Copies the present values of the trainable parameters as theta0. Raises ValueError if none is trainable.
 
-        Args:
-            parameters: all of the model's with their names, sharded or not, each tensor once. Frozen ones count only in the
-                mean, where they add 0.
-
-        Raises:
-            ValueError: none of them is trainable.
+        ``parameters``: all of the model's with their names, sharded or not, each tensor once. Frozen ones count only in the mean, where they
+        add 0.
         """
         self._pretrained, self._num_parameters = [], 0
         for _, parameter in parameters:
@@ -100,11 +95,8 @@ class L2:
         Call it once per optimizer step, after all its backwards, which have averaged over ranks, and before clipping.
         All ranks must call it: it sums one number over each mesh. The host does not wait for the device.
 
-        Returns:
-            ``l2_penalty`` and ``distance``, ||theta - theta0||_2 over all shards before the update; [], float64.
-
-        Raises:
-            RuntimeError: ``start`` was not called.
+        Returns ``l2_penalty`` and ``distance``, ||theta - theta0||_2 over all shards before the update; [], float64. Raises RuntimeError if
+        ``start`` was not called.
         """
         if not self._pretrained:
             raise RuntimeError("L2.start was not called: give it the model's named parameters before training")
@@ -166,10 +158,7 @@ def _checked_strength(strength: float, example: str) -> float:
 
 
 class KL:
-    """The settings of the KL penalty.
-
-    The penalty is added to any objective, and the loss that is logged, or sets FINCH's
-    learning rate, stays cross-entropy.
+    """The settings of the KL penalty, a term of any objective; the loss that is logged, or sets FINCH's learning rate, stays cross-entropy.
 
     Args:
         strength: at least 0; ASFT's authors use 0.1. 0 leaves the gradients as they are, and the divergence is still measured.
@@ -177,8 +166,7 @@ class KL:
             most likely tokens at each target token are computed once; all other tokens count as one, which gives a lower bound.
         top_k: tokens of a cached distribution; None: 64.
 
-    Raises:
-        ValueError: an argument outside its range, named with its value.
+    Raises ValueError if an argument is out of range.
     """
 
     def __init__(self, strength: float = 0.1, reference: str = "online", top_k: int | None = None) -> None:
@@ -198,14 +186,9 @@ class KL:
 
 
 def token_kl(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tensor:
-    """KL_t over the full vocabulary.
+    """KL_t over the full vocabulary, [tokens] in nats; both logits are [tokens, vocab], the reference detached.
 
-    Args:
-        logits: [tokens, vocab] of the model in training.
-        reference_logits: [tokens, vocab] of the pretrained model; detached.
-
-    Returns:
-        [tokens] in nats. The gradient is p - p0 as such: equal logits give exactly 0, value and gradient.
+    The gradient is p - p0 as such: equal logits give exactly 0, value and gradient.
     """
     logits = _upcast(logits)
     with torch.no_grad():
@@ -217,14 +200,10 @@ def token_kl(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tens
 
 
 def top_log_probs(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distribution of a token, coarsened to its ``top_k`` most likely tokens and the rest.
+    """The distribution of a token, coarsened to its ``top_k`` most likely tokens and the rest, from logits [tokens, vocab].
 
-    Args:
-        logits: [tokens, vocab].
-        top_k: at most vocab; the rest is then empty.
-
-    Returns:
-        log-probabilities [tokens, top_k + 1], the last that of all other tokens together; the tokens [tokens, top_k] int64.
+    Returns log-probabilities [tokens, top_k + 1], the last that of all other tokens together, and the tokens [tokens, top_k] int64. With
+    ``top_k`` equal to vocab the rest is empty.
     """
     logits = _upcast(logits.detach())
     top = logits.topk(top_k).indices
@@ -234,13 +213,8 @@ def top_log_probs(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch
 def coarse_token_kl(logits: torch.Tensor, log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """KL_t between distributions over the given tokens and the rest as one: a lower bound of ``token_kl``, equal with all tokens.
 
-    Args:
-        logits: [tokens, vocab] of the model in training.
-        log_probs: [tokens, top_k + 1] of the pretrained model, see :func:`top_log_probs`.
-        tokens: [tokens, top_k] integers.
-
-    Returns:
-        [tokens] in nats.
+    ``logits``: [tokens, vocab] of the model in training; ``log_probs``: [tokens, top_k + 1] of the pretrained model and ``tokens``:
+    [tokens, top_k], see :func:`top_log_probs`. Returns [tokens] in nats.
     """
     logits = _upcast(logits)
     with torch.no_grad():

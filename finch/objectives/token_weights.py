@@ -26,11 +26,8 @@ class FLOW(Objective):
     the sequence's mean loss under the pretrained model, so that the median sequence weighs 1/e. The denominator stays the
     number of target tokens. A sequence without a finite f_s weighs 0.
 
-    Args:
-        tau: in nats; the median of f_s(theta0) over the training set. None: ``prepare`` sets it before the first step.
-
-    Raises:
-        ValueError: tau is not a finite number above 0.
+    ``tau`` in nats is the median of f_s(theta0) over the training set, which ``prepare`` sets; one that is given must be a finite number above
+    0 (ValueError).
     """
 
     needs = frozenset({"pretrained_token_loss"})
@@ -50,21 +47,15 @@ class FLOW(Objective):
         self._tau = None if tau is None else positive_number("tau", tau, meaning)
 
     def prepare(self, token_losses: torch.Tensor, sequence_losses: torch.Tensor) -> str:
-        """Sets tau, unless it was given, to the median of ``sequence_losses``, [sequences with targets] in nats.
-
-        Raises:
-            ValueError: that median is not a finite number above 0.
-        """
+        """Sets tau, unless it was given, to the median of ``sequence_losses``, [sequences with targets] in nats. Raises ValueError if that
+        median is not a finite number above 0."""
         if self.tau is None:
             self.tau = median(sequence_losses)
         return f"FLOW: tau {self.tau:.4f} nats"
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[batch, seq] in [0, 1], one value per sequence; ``token_loss`` gives only shape and dtype.
-
-        Raises:
-            ValueError: tau is not set, or the batch lacks ``pretrained_token_loss``.
-        """
+        """[batch, seq] in [0, 1], one value per sequence; ``token_loss`` gives only shape and dtype. Raises ValueError if tau is not set,
+        or the batch lacks ``pretrained_token_loss``."""
         if self.tau is None:
             raise ValueError(
                 "tau=None: set it to the pretrained model's median sequence loss over the training set before the first step"
@@ -103,11 +94,8 @@ class EAFT(Objective):
     is_elementwise = True
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[batch, seq] in [0, 1]; ``token_loss`` gives only the dtype.
-
-        Raises:
-            ValueError: the batch lacks ``top_logits``, or its last dimension is not 20.
-        """
+        """[batch, seq] in [0, 1]; ``token_loss`` gives only the dtype. Raises ValueError if the batch lacks ``top_logits``, or its last
+        dimension is not 20."""
         logits = upcast(require_key(batch, "top_logits", self))
         if logits.shape[-1] != self.num_logits:
             raise ValueError(
@@ -126,11 +114,7 @@ class STM(Objective):
     Selective token masking, Wu et al., "Clear Minds Think Alike: What Makes LLM Fine-tuning Robust? A Study of Token Perplexity"
     (2025, arXiv 2501.14315). Masked tokens stay in the context. The denominator counts the tokens kept.
 
-    Args:
-        threshold: a perplexity, above 1; 2.5 in the paper, which masks 20 to 24% of its tokens.
-
-    Raises:
-        ValueError: threshold is not above 1.
+    ``threshold``: a perplexity above 1 (else ValueError); 2.5 in the paper, which masks 20 to 24% of its tokens.
     """
 
     needs = frozenset({"pretrained_token_loss"})
@@ -144,11 +128,7 @@ class STM(Objective):
         self.threshold = float(threshold)
 
     def prepare(self, token_losses: torch.Tensor, sequence_losses: torch.Tensor) -> str:
-        """Counts how many of ``token_losses``, [target tokens] in nats, are kept.
-
-        Raises:
-            ValueError: none is.
-        """
+        """Counts how many of ``token_losses``, [target tokens] in nats, are kept. Raises ValueError if none is."""
         num_kept, number = int((upcast(token_losses) <= math.log(self.threshold)).sum()), token_losses.numel()
         if num_kept == 0:
             raise ValueError(
@@ -158,11 +138,8 @@ class STM(Objective):
         return f"STM: keeps {num_kept:,} of {number:,} target tokens ({num_kept / number:.1%})"
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[batch, seq] 1 where the token is kept, else 0; ``token_loss`` gives only shape and dtype.
-
-        Raises:
-            ValueError: the batch lacks ``pretrained_token_loss``.
-        """
+        """[batch, seq] 1 where the token is kept, else 0; ``token_loss`` gives only shape and dtype. Raises ValueError if the batch lacks
+        ``pretrained_token_loss``."""
         return self._is_kept(batch).to(upcast(token_loss).dtype)
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -191,8 +168,7 @@ class TALR(Objective):
             else lagged. A number: constant.
         w_min: the least weight, in [0, 1].
 
-    Raises:
-        ValueError: an argument is out of range.
+    Raises ValueError if an argument is out of range.
     """
 
     is_elementwise = True  # given tau
@@ -210,11 +186,7 @@ class TALR(Objective):
         self.w_min = float(w_min)
 
     def weights(self, token_loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[batch, seq] in [w_min, 1].
-
-        Raises:
-            ValueError: tau is a statistic and the batch lacks ``statistic``.
-        """
+        """[batch, seq] in [w_min, 1]. Raises ValueError if tau is a statistic and the batch lacks ``statistic``."""
         losses = upcast(token_loss)
         if self._tau is not None:
             return torch.exp(-losses / self._tau).clamp(min=self.w_min)

@@ -63,12 +63,6 @@ class FinchLR:
         eps: added to the loss under the root, in nats.
         on_nonfinite: ``"raise"``, or ``"skip"``: leave the state unchanged, count, and raise after ``max_nonfinite`` in
             a row.
-        max_nonfinite: how many non-finite losses in a row end the run under ``"skip"``.
-
-    Attributes:
-        optimizers: as a list.
-        eta_base, eta_max: learning rates.
-        ema, eps: as given.
 
     Raises:
         ValueError: an argument is out of range.
@@ -119,9 +113,7 @@ class FinchLR:
             targets: [] number of target tokens behind ``loss``. A batch without any leaves the state unchanged and is
                 not an error. None: there were some.
 
-        Returns:
-            Whether to take the optimizer step. Always True on the device path, where the optimizer decides by
-            ``found_inf``.
+        Returns whether to take the optimizer step; always True on the device path, where the optimizer decides by ``found_inf``.
 
         Raises:
             FloatingPointError: the loss is not finite and ``on_nonfinite`` is ``"raise"``, or it is the last of
@@ -155,9 +147,7 @@ class FinchLR:
     def metrics(self) -> dict[str, Scalar]:
         """What a training log holds of a step; [] tensors, unread, where the state lives on a device.
 
-        Returns:
-            ``ema_loss``: Lbar in nats, NaN before the first loss. ``lr``: the first group's. ``lr_is_capped``: whether
-            it is eta_max.
+        ``ema_loss``: Lbar in nats, NaN before the first loss. ``lr``: the first group's. ``lr_is_capped``: whether it is eta_max.
         """
         return {"ema_loss": self._ema_loss, "lr": self._eta, "lr_is_capped": self._eta >= self.eta_max}
 
@@ -167,14 +157,7 @@ class FinchLR:
         return isinstance(self._nonfinite, torch.Tensor)
 
     def check(self) -> int:
-        """Reads the counters of non-finite losses and raises as ``on_nonfinite`` says.
-
-        Returns:
-            How many there have been since the last call.
-
-        Raises:
-            FloatingPointError: see ``step``.
-        """
+        """Reads the counters of non-finite losses and raises as ``on_nonfinite`` says, see ``step``. Returns how many there were since the last call."""
         new = self._raise_if_nonfinite()
         self._reported += new
         return new
@@ -338,15 +321,7 @@ class ParamGroups:
     an optimizer puts it there. A second one, as of a notebook cell that runs twice, starts from it and not from the last step's.
     The groups are looked up at each use, since ``Optimizer.load_state_dict`` replaces them. The ratios stay.
 
-    Args:
-        optimizer: one optimizer or several.
-
-    Attributes:
-        optimizers: as a list.
-        base_lr: the first group's learning rate at the start.
-
-    Raises:
-        ValueError: there is no param group, or the first one's learning rate is not above 0.
+    ``base_lr``: the first group's learning rate at the start. Raises ValueError if there is no group, or it is not above 0.
     """
 
     def __init__(self, optimizer: Optimizer | Iterable[Optimizer]) -> None:
@@ -385,11 +360,7 @@ def set_group_lr(group: dict[str, Any], lr: Scalar) -> None:
 
 
 def check_nonfinite_options(on_nonfinite: str, max_nonfinite: int) -> None:
-    """Checks the arguments that all schedules share.
-
-    Raises:
-        ValueError: one is out of range.
-    """
+    """Checks the arguments that all schedules share. Raises ValueError if one is out of range."""
     if on_nonfinite not in ("raise", "skip"):
         raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise' or 'skip'")
     if not max_nonfinite >= 1:

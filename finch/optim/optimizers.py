@@ -26,17 +26,9 @@ _KERNEL_ARGUMENTS = ("fused", "foreach", "capturable")
 
 
 def stochastic_optimizer(component: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The optimizer that replaces a config's under ``dtype: bf16_stochastic``.
+    """Path and arguments of the torchao optimizer that replaces a config's under ``dtype: bf16_stochastic``.
 
-    Args:
-        component: dotted path of the config's optimizer.
-        arguments: its arguments.
-
-    Returns:
-        Path and arguments of torchao's.
-
-    Raises:
-        UserError: there is none for this optimizer.
+    Raises UserError if there is none for this ``component``, the dotted path of the config's optimizer.
     """
     variant = STOCHASTIC_VARIANTS.get(component, component)
     if not variant.startswith("torchao.optim."):
@@ -119,15 +111,11 @@ def _as_sharded_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor
 def optimizers_in_backward(
     parameters: Iterable[nn.Parameter], build: Callable[[list[nn.Parameter]], Optimizer]
 ) -> list[Optimizer]:
-    """One optimizer per parameter, each stepped by its parameter's hook during the backward.
+    """One optimizer per parameter, made by ``build``, each stepped by its parameter's hook during the backward.
 
     The gradients of the complete model never exist at one time. So gradient clipping and accumulation are impossible,
     and the learning rate must be set before the backward. FINCH's can be: it depends only on the loss
     (:class:`finch.FinchLR` accepts the list).
-
-    Args:
-        parameters: sharded by FSDP2 or not.
-        build: builds the optimizer of one parameter.
     """
     optimizers = []
     for parameter in parameters:

@@ -35,12 +35,8 @@ class ReplayLR:
             it is longer than the run.
         on_nonfinite, max_nonfinite: see :class:`finch.optim.torch_lr.NonfiniteCounter`.
 
-    Attributes:
-        optimizers: as a list.
-
-    Raises:
-        ValueError: an unknown shape; the log is missing, holds no step, lacks one or has one without a learning rate; or the first
-            param group's lr is not above 0.
+    Raises ValueError for an unknown shape, a log that is missing, has no step or a step without a learning rate, and a first param group whose
+    lr is not above 0.
     """
 
     def __init__(
@@ -69,30 +65,21 @@ class ReplayLR:
         return len(self._rates)
 
     def check_length(self, total_steps: int) -> None:
-        """Call it before training, where the number of steps is known.
-
-        Raises:
-            ValueError: the log ends before ``total_steps``.
-        """
+        """Call it before training, where the number of steps is known. Raises ValueError if the log ends before ``total_steps``."""
         if total_steps > self.num_steps:
             raise ValueError(
                 f"log={self._log} holds {self.num_steps} steps, the run takes {total_steps}: replay a run at least as long, or train for fewer steps"
             )
 
     def step(self, loss: Scalar, targets: Scalar | None = None) -> bool:
-        """Sets the learning rate of the current step.
+        """Sets the learning rate of the current step; returns whether to take it.
 
         Args:
             loss: [] mean loss in nats of the complete optimizer-step batch; only checked for being finite.
             targets: [] number of target tokens behind it. A batch without any counts as a step all the same: the
                 earlier run has a line for it.
 
-        Returns:
-            Whether to take the optimizer step.
-
-        Raises:
-            FloatingPointError: the loss is not finite.
-            ValueError: the log has no further step.
+        Raises FloatingPointError if the loss is not finite, ValueError if the log has no further step.
         """
         self.check_length(self._steps_taken + 1)
         has_targets = targets is None or float(targets) > 0
@@ -120,11 +107,8 @@ class ReplayLR:
         return {"steps_taken": self._steps_taken, **self._nonfinite.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores ``state_dict`` and sets the learning rate that belongs to it.
-
-        Raises:
-            ValueError: the log holds fewer steps than ``state``.
-        """
+        """Restores ``state_dict`` and sets the learning rate that belongs to it. Raises ValueError if the log holds fewer steps than
+        ``state``."""
         steps_taken = int(state["steps_taken"])
         self.check_length(steps_taken)
         self._steps_taken = steps_taken
@@ -141,10 +125,7 @@ class ReplayLR:
 
 
 def check_shape(shape: str) -> None:
-    """
-    Raises:
-        ValueError: ``shape`` is none of ReplayLR's.
-    """
+    """Raises ValueError if ``shape`` is none of ReplayLR's."""
     if shape not in SHAPES:
         raise ValueError(f"shape={shape!r} must be one of {', '.join(SHAPES)}")
 

@@ -13,15 +13,7 @@ from finch.optim.finch_lr import Scalar, check_nonfinite_options, set_group_lr
 
 
 class NonfiniteCounter:
-    """Counts non-finite losses and raises as configured.
-
-    Args:
-        on_nonfinite: ``"raise"``, or ``"skip"``: count, and raise after ``max_nonfinite`` in a row.
-        max_nonfinite: how many in a row end the run under ``"skip"``.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
+    """Counts non-finite losses. ``on_nonfinite``: ``"raise"``, or ``"skip"``, which raises after ``max_nonfinite`` in a row."""
 
     def __init__(self, on_nonfinite: str = "raise", max_nonfinite: int = 10) -> None:
         check_nonfinite_options(on_nonfinite, max_nonfinite)
@@ -30,13 +22,9 @@ class NonfiniteCounter:
         self._num_new = 0
 
     def observe(self, loss: float, step: int) -> bool:
-        """Counts a loss, in nats; ``step`` is its number, for the error message.
+        """Counts a loss, in nats, and returns whether it is finite; ``step`` is its number, for the error message.
 
-        Returns:
-            Whether it is finite.
-
-        Raises:
-            FloatingPointError: it is not, and ``on_nonfinite`` is ``"raise"`` or the limit is reached.
+        Raises FloatingPointError if it is not, and ``on_nonfinite`` is ``"raise"`` or the limit is reached.
         """
         if math.isfinite(loss):
             self._in_a_row = 0
@@ -93,17 +81,9 @@ class TorchLR:
         self._copy_lr()
 
     def step(self, loss: Scalar, targets: Scalar | None = None) -> bool:
-        """Sets the learning rate of the current step.
+        """Sets the learning rate of the current step; returns whether to take it. A batch without ``targets`` counts as a step all the same.
 
-        Args:
-            loss: [] in nats; only checked for being finite.
-            targets: [] number of target tokens behind it. A batch without any counts as a step all the same.
-
-        Returns:
-            Whether to take the optimizer step.
-
-        Raises:
-            FloatingPointError: the loss is not finite.
+        Raises FloatingPointError if the loss, [] in nats, is not finite.
         """
         has_targets = targets is None or float(targets) > 0
         is_finite = not has_targets or self._nonfinite.observe(float(loss), self._steps_taken + 1)
@@ -160,14 +140,12 @@ def cosine_with_warmup(
     """Linear warm-up from 0 to the optimizer's lr, then cosine decay to 0 at the end of the run.
 
     Args:
-        optimizer: whose learning rates are set.
         num_training_steps: optimizer steps of the run.
         last_epoch: as in torch's schedulers.
         warmup_fraction: of the steps, in [0, 1), rounded to a number of steps; 0.05 for the baselines of the FINCH paper.
         num_cycles: periods of the cosine; 0.5 ends at 0.
 
-    Raises:
-        ValueError: warmup_fraction is out of range.
+    Raises ValueError if warmup_fraction is out of range.
     """
     # Imported here: this package needs only torch.
     from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
