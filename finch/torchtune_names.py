@@ -25,7 +25,7 @@ except ImportError:  # main builds Gemma 2 on MultiHeadAttention, without the so
         """Placeholder: nothing is an instance of it."""
 
 
-# 0.6.1 has the first of torchtune's; main deprecates it for the second, whose other arguments change memory alone.
+# 0.6.1 has the first of torchtune's; main deprecates it for the second, whose other arguments change only memory.
 PLAIN_CROSS_ENTROPY: tuple[Any, ...] = (
     nn.CrossEntropyLoss,
     *(getattr(losses, name) for name in ("CEWithChunkedOutputLoss", "LinearCrossEntropyLoss") if hasattr(losses, name)),

@@ -112,12 +112,12 @@ def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parall
     samples.lengths = parallel.all_reduce_sum_(samples.lengths.to(parallel.device)).cpu()  # each row is in one share
     if stats.num_targets == 0:
         raise UserError(
-            f"{samples.key}: none of the {len(samples.rows)} samples of {samples.source} has a target token; the prompts alone reach "
+            f"{samples.key}: none of the {len(samples.rows)} samples of {samples.source} has a target token; the prompts already reach "
             f"tokenizer.max_seq_len={max_seq_len}, raise it"
         )
     if stats.num_without_targets:
         logger.warning(
-            f"{samples.key}: {stats.num_without_targets} of {len(samples.rows)} samples have no target token, since the prompt alone reaches "
+            f"{samples.key}: {stats.num_without_targets} of {len(samples.rows)} samples have no target token, since the prompt already reaches "
             f"tokenizer.max_seq_len={max_seq_len} ({name_rows(stats.without_targets, stats.num_without_targets)}); they teach nothing"
         )
     if stats.num_truncated:

@@ -185,8 +185,6 @@ class FinchCallback(TrainerCallback):
     ) -> None:
         _remove_hooks(kwargs["model"])
 
-    # Private
-
     def _check_options(self) -> None:
         """Raises FinchLR's ValueError now, and not when training begins."""
         unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

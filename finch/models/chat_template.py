@@ -188,7 +188,7 @@ class AnswerSpans:
 
     def _unclear(self, what: str) -> UserError:
         return UserError(
-            f"tokenizer: the chat template of {self._template.folder} {what}; finch cannot tell what to train on"
+            f"tokenizer: the chat template of {self._template.folder} {what}; finch cannot know what to train on"
         )
 
 

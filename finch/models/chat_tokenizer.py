@@ -282,11 +282,11 @@ def qwen3_tokenizer(
     """
     if prompt_template is not None:
         raise UserError(
-            f"tokenizer.prompt_template={prompt_template} is not taken: Qwen3's own chat template decides; remove it"
+            f"tokenizer.prompt_template={prompt_template} is not supported: Qwen3's own chat template decides; remove it"
         )
     if truncation_type != "right":
         raise UserError(
-            f"tokenizer.truncation_type={truncation_type} is not taken: answers stand at the end; use right"
+            f"tokenizer.truncation_type={truncation_type} is not supported: answers are at the end; use right"
         )
     file = Path(special_tokens_path or path)
     if file.name != TOKENIZER:

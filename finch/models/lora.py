@@ -42,11 +42,11 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
     component = str(block.get("_component_"))
     if block.get("quantize_base"):
         raise UserError(
-            "model.quantize_base=True (QLoRA) is not taken: a base in four bits can be neither sharded nor merged here; set it to False"
+            "model.quantize_base=True (QLoRA) is not supported: a base in four bits can be neither sharded nor merged here; set it to False"
         )
     if component.rpartition(".")[2].startswith("qlora_"):
         raise UserError(
-            f"model._component_={component} (QLoRA) is not taken: a base in four bits can be neither sharded nor merged here; give {component.replace('.qlora_', '.lora_')}"
+            f"model._component_={component} (QLoRA) is not supported: a base in four bits can be neither sharded nor merged here; give {component.replace('.qlora_', '.lora_')}"
         )
 
 

@@ -186,7 +186,7 @@ def lora_qwen3(
     """
     check_attention_modules(lora_attn_modules)
     if quantize_base:
-        raise UserError("model.quantize_base=True (QLoRA) is not taken for Qwen3; set it to False")
+        raise UserError("model.quantize_base=True (QLoRA) is not supported for Qwen3; set it to False")
     if apply_lora_to_output and tie_word_embeddings:
         raise UserError(
             "model.apply_lora_to_output=True is not possible where the output layer is the embedding (tie_word_embeddings); set it to False"

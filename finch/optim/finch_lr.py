@@ -185,8 +185,6 @@ class FinchLR:
         if not math.isnan(self._ema_loss):
             self._write(self._eta_of(self._ema_loss))
 
-    # Private
-
     def _raise_if_nonfinite(self) -> int:
         """Returns how many non-finite losses ``check`` has not reported."""
         total, longest = int(self._nonfinite), int(self._longest_row)

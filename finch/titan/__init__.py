@@ -24,7 +24,7 @@ _LAZY = {
     "FinchTrainer": "finch.titan.trainer",
     "to_finch_config": "finch.titan.trainer",
 }
-_LOWEST, _BELOW = (0, 3), (0, 4)  # the versions of TorchTitan whose seams are used, as in pyproject.toml
+_LOWEST, _BELOW = (0, 3), (0, 4)  # the versions of TorchTitan whose interfaces are used, as in pyproject.toml
 _INSTALL = "pip install 'finch-finetune[titan]'"
 
 __all__ = ["FinchLRSchedulersContainer", "FinchTrainer", "to_finch_config"]

@@ -196,7 +196,7 @@ def test_broken_and_missing_files_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     refuses(r"tokenizer\.json cannot be read")
     write(tmp_path, "qwen2", template="{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}")
-    refuses("does not close an assistant turn with a special token; finch cannot tell what to train on")
+    refuses("does not close an assistant turn with a special token; finch cannot know what to train on")
     write(
         tmp_path, "qwen2", template="{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
     )

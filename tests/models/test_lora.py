@@ -173,7 +173,7 @@ def test_lora_on_two_ranks_equals_one(tmp_path):
         ({"lora_attn_modules": ["q_proj", "o_proj"]}, "names o_proj; torchtune's names are q_proj, k_proj"),
         ({"lora_attn_modules": "q_proj"}, "lora_attn_modules=q_proj must be a list"),
         ({"lora_attn_modules": None}, "lora_attn_modules=None must be a list"),
-        ({"lora_attn_modules": ATTENTION, "quantize_base": True}, "model.quantize_base=True .QLoRA. is not taken"),
+        ({"lora_attn_modules": ATTENTION, "quantize_base": True}, "model.quantize_base=True .QLoRA. is not supported"),
         ({"_component_": "torchtune.models.llama3.qlora_llama3_8b"}, "; give torchtune.models.llama3.lora_llama3_8b$"),
     ],
 )

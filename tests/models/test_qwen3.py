@@ -102,7 +102,7 @@ def test_settings_of_later_releases_and_torchtunes_defaults():
     [
         ({"lora_attn_modules": ["q_proj", "o_proj"]}, r"names o_proj; .* q_proj, k_proj, v_proj, output_proj"),
         ({"apply_lora_to_output": True, "tie_word_embeddings": True}, "apply_lora_to_output=True is not possible"),
-        ({"quantize_base": True}, "model.quantize_base=True .QLoRA. is not taken"),
+        ({"quantize_base": True}, "model.quantize_base=True .QLoRA. is not supported"),
     ],
 )
 def test_unsupported_arguments_are_refused(change, message):

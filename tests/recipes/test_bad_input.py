@@ -116,7 +116,7 @@ def error_of(tmp_path):
         ("plain", "model.intermediate_dim=40", "layers.0.mlp.w1.weight has shape [48, 32], the model expects [40, 32]"),
         ("plain", "model.num_layers=1", "layers.1.attn.k_proj.weight"),
         ("lora", "model.lora_attn_modules=[q_proj,o_proj]", "model.lora_attn_modules names o_proj; torchtune's names are"),
-        ("lora", "model.quantize_base=True", "model.quantize_base=True (QLoRA) is not taken"),
+        ("lora", "model.quantize_base=True", "model.quantize_base=True (QLoRA) is not supported"),
         ("lora", "regularizer=finch.regularization.L2", "regularizer=finch.regularization.L2 pulls weights"),
         ("lora", f"tensor_parallel_dim=2 {PLAN}", "does not cut LoRA layers"),
         # The rows
