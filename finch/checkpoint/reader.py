@@ -62,12 +62,6 @@ def list_checkpoints(run: Path) -> list[Path]:
     return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
 
-def step_from_name(folder: Path) -> int:
-    """The step whose state a checkpoint holds."""
-    name = _NAME.fullmatch(folder.name)
-    return int(name[1]) if name else 0
-
-
 def find_resume_candidates(run: Path, resume: bool | str) -> list[Path]:
     """The checkpoints that ``resume_from_checkpoint`` allows to resume from, the preferred one first; empty: start from scratch. Raises
     UserError if there is none, and the value does not allow a start from scratch."""

@@ -10,113 +10,63 @@ from finch.config.instantiate import did_you_mean
 from finch.config.schema import COMPONENTS, REQUIRED, SECTIONS, Key, Keys, Lora, keys
 from finch.errors import UserError
 
-_LR = "use optimizer.lr"
-_WARMUP = "use lr_scheduler.warmup_fraction, which method=sft has; FINCH has no warm-up"
-_MAX_SEQ_LEN = "use tokenizer.max_seq_len, in tokens"
-_MICRO_BATCH = "use batch_size, samples per forward pass and rank"
-_CHECKPOINT_DIR = "use checkpointer.checkpoint_dir and model"
-_CHECKPOINTING = "use enable_activation_checkpointing"
-_BF16 = "use dtype=bf16, or dtype=bf16_mixed for fp32 master weights"
-_SAVE = "use checkpoint.every_n_steps"
-_VALIDATE = "use validate_every_n_steps, with dataset_validation"
-_DATA = "use dataset.source=json and dataset.data_files"
-_VALIDATION_FRACTION = "use dataset.validation_fraction, with a dataset_validation block"
-_PACKED = "use dataset.packed, with tokenizer.max_seq_len"
-_LOGGER = "use metric_logger=torchtune.training.metric_logging.WandBLogger, or TensorBoardLogger"
-_LORA = "use method=lora"
-_QUANTIZED = "weights are not quantized here; method=lora with dtype=bf16 saves memory"
-_RANKS = "FSDP2 shards over all ranks that --nproc_per_node N starts; leave it out"
-
-OTHER_NAMES: dict[str, str] = {
+_FOREIGN_NAMES = {
     # learning rate and optimizer
-    "learning_rate": _LR,
-    "lr": _LR,
-    "eta_base": _LR,
-    "optim": "use optimizer, such as optimizer=torch.optim.AdamW",
-    "adam_beta1": "use optimizer.betas",
-    "adam_beta2": "use optimizer.betas",
-    "adam_epsilon": "use optimizer.eps",
-    "wd": "use optimizer.weight_decay",
-    "max_grad_norm": "use clip_grad_norm",
-    "gradient_clipping": "use clip_grad_norm",
-    "lr_scheduler_type": "use method=sft (cosine), method=finch, or the block lr_scheduler",
-    "warmup_ratio": _WARMUP,
-    "warmup_steps": _WARMUP,
-    "num_warmup_steps": _WARMUP,
+    "use optimizer.lr": "learning_rate lr eta_base",
+    "use optimizer, such as optimizer=torch.optim.AdamW": "optim",
+    "use optimizer.betas": "adam_beta1 adam_beta2",
+    "use optimizer.eps": "adam_epsilon",
+    "use optimizer.weight_decay": "wd",
+    "use clip_grad_norm": "max_grad_norm gradient_clipping",
+    "use method=sft (cosine), method=finch, or the block lr_scheduler": "lr_scheduler_type",
+    "use lr_scheduler.warmup_fraction, which method=sft has; FINCH has no warm-up": "warmup_ratio warmup_steps num_warmup_steps",
     # length of the run
-    "num_train_epochs": "use epochs",
-    "num_epochs": "use epochs",
-    "max_steps": "use max_steps_per_epoch with epochs=1",
-    "max_epochs": "use epochs",
+    "use epochs": "num_train_epochs num_epochs max_epochs",
+    "use max_steps_per_epoch with epochs=1": "max_steps",
     # batch
-    "per_device_train_batch_size": _MICRO_BATCH,
-    "per_device_eval_batch_size": "validation uses batch_size; leave it out",
-    "micro_batch_size": _MICRO_BATCH,
-    "train_batch_size": _MICRO_BATCH,
-    "global_batch_size": "use batch_size x gradient_accumulation_steps x ranks",
-    "grad_accum_steps": "use gradient_accumulation_steps",
-    "dataloader_num_workers": "use num_workers",
+    "use batch_size, samples per forward pass and rank": "per_device_train_batch_size micro_batch_size train_batch_size",
+    "validation uses batch_size; leave it out": "per_device_eval_batch_size",
+    "use batch_size x gradient_accumulation_steps x ranks": "global_batch_size",
+    "use gradient_accumulation_steps": "grad_accum_steps",
+    "use num_workers": "dataloader_num_workers",
     # model and memory
-    "model_name_or_path": _CHECKPOINT_DIR,
-    "model_name": _CHECKPOINT_DIR,
-    "model_dir": _CHECKPOINT_DIR,
-    "model_path": _CHECKPOINT_DIR,
-    "base_model": _CHECKPOINT_DIR,
-    "pretrained_model_name_or_path": _CHECKPOINT_DIR,
-    "gradient_checkpointing": _CHECKPOINTING,
-    "activation_checkpointing": _CHECKPOINTING,
-    "bf16": _BF16,
-    "torch_dtype": _BF16,
-    "mixed_precision": _BF16,
-    "precision": _BF16,
-    "fp16": "fp16 is not trained here; use dtype=bf16, bf16_mixed or fp32",
-    "attn_implementation": "torch's scaled_dot_product_attention is always used; leave it out",
-    "flash_attention": "torch's scaled_dot_product_attention is always used; leave it out",
-    "flash_attn": "torch's scaled_dot_product_attention is always used; leave it out",
-    "torch_compile": "use compile",
-    "fsdp": _RANKS,
-    "deepspeed": _RANKS,
-    "load_in_4bit": _QUANTIZED,
-    "load_in_8bit": _QUANTIZED,
+    "use checkpointer.checkpoint_dir and model": "model_name_or_path model_name model_dir model_path base_model pretrained_model_name_or_path",
+    "use enable_activation_checkpointing": "gradient_checkpointing activation_checkpointing",
+    "use dtype=bf16, or dtype=bf16_mixed for fp32 master weights": "bf16 torch_dtype mixed_precision precision",
+    "fp16 is not trained here; use dtype=bf16, bf16_mixed or fp32": "fp16",
+    "torch's scaled_dot_product_attention is always used; leave it out": "attn_implementation flash_attention flash_attn",
+    "use compile": "torch_compile",
+    "FSDP2 shards over all ranks that --nproc_per_node N starts; leave it out": "fsdp deepspeed",
+    "weights are not quantized here; method=lora with dtype=bf16 saves memory": "load_in_4bit load_in_8bit",
     # data
-    "max_seq_length": _MAX_SEQ_LEN,
-    "max_length": _MAX_SEQ_LEN,
-    "cutoff_len": _MAX_SEQ_LEN,
-    "sequence_len": _MAX_SEQ_LEN,
-    "dataset_path": _DATA,
-    "dataset_name": "use dataset.source",
-    "data_path": _DATA,
-    "train_file": _DATA,
-    "val_size": _VALIDATION_FRACTION,
-    "val_set_size": _VALIDATION_FRACTION,
-    "eval_dataset": "use dataset_validation",
-    "packing": _PACKED,
-    "sample_packing": _PACKED,
-    "train_on_inputs": "use dataset.train_on_input",
+    "use tokenizer.max_seq_len, in tokens": "max_seq_length max_length cutoff_len sequence_len",
+    "use dataset.source=json and dataset.data_files": "dataset_path data_path train_file",
+    "use dataset.source": "dataset_name",
+    "use dataset.validation_fraction, with a dataset_validation block": "val_size val_set_size",
+    "use dataset_validation": "eval_dataset",
+    "use dataset.packed, with tokenizer.max_seq_len": "packing sample_packing",
+    "use dataset.train_on_input": "train_on_inputs",
     # output
-    "run_dir": "use output_dir",
-    "overwrite_output_dir": "use overwrite",
-    "resume": "use resume_from_checkpoint",
-    "save_steps": _SAVE,
-    "save_total_limit": "use checkpoint.keep_last",
-    "save_strategy": "every epoch is saved; use checkpoint.every_n_steps to save within an epoch",
-    "eval_steps": _VALIDATE,
-    "eval_strategy": "every epoch ends with a validation; use validate_every_n_steps to validate within an epoch",
-    "logging_steps": "use log_every_n_steps",
-    "report_to": _LOGGER,
-    "wandb": _LOGGER,
-    "wandb_project": _LOGGER,
+    "use output_dir": "run_dir",
+    "use overwrite": "overwrite_output_dir",
+    "use resume_from_checkpoint": "resume",
+    "use checkpoint.every_n_steps": "save_steps",
+    "use checkpoint.keep_last": "save_total_limit",
+    "every epoch is saved; use checkpoint.every_n_steps to save within an epoch": "save_strategy",
+    "use validate_every_n_steps, with dataset_validation": "eval_steps",
+    "every epoch ends with a validation; use validate_every_n_steps to validate within an epoch": "eval_strategy",
+    "use log_every_n_steps": "logging_steps",
+    "use metric_logger=torchtune.training.metric_logging.WandBLogger, or TensorBoardLogger": "report_to wandb wandb_project",
     # methods
-    "finetuning_type": _LORA,
-    "adapter": _LORA,
-    "use_peft": _LORA,
-    "lora_r": "use model.lora_rank, with method=lora",
-    "lora_rank": "use model.lora_rank, with method=lora",
-    "lora_alpha": "use model.lora_alpha, with method=lora",
-    "lora_dropout": "use model.lora_dropout, with method=lora",
-    "lora_target_modules": "use model.lora_attn_modules, with method=lora",
+    "use method=lora": "finetuning_type adapter use_peft",
+    "use model.lora_rank, with method=lora": "lora_r lora_rank",
+    "use model.lora_alpha, with method=lora": "lora_alpha",
+    "use model.lora_dropout, with method=lora": "lora_dropout",
+    "use model.lora_attn_modules, with method=lora": "lora_target_modules",
 }
-"""From a key of TRL, LLaMA-Factory, axolotl or torchtune's older recipes to what to do here."""
+"""From what to do here to the keys of TRL, LLaMA-Factory, axolotl or torchtune's older recipes that call for it."""
+
+OTHER_NAMES = {name: remedy for remedy, names in _FOREIGN_NAMES.items() for name in names.split()}
 
 
 def key_hint(key: str, siblings: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:

@@ -57,34 +57,8 @@ UNRESOLVED = "???"
 """OmegaConf's missing value: depends on the merged config, or must be given."""
 
 
-@dataclass(frozen=True)
-class MethodContext:
-    """What a method's ``resolve`` sees.
-
-    Attributes:
-        cfg: file, method and command line merged; changed in place.
-        file_cfg: only the file.
-        overrides: the command line's ``key=value``.
-        method: the value of ``method=``.
-    """
-
-    cfg: DictConfig
-    file_cfg: DictConfig
-    overrides: list[str]
-    method: str
-
-    def has_lr_override(self) -> bool:
-        return any(override.startswith("optimizer.lr=") for override in self.overrides)
-
-    def learning_rate(self) -> float:
-        from omegaconf import OmegaConf
-
-        rate = OmegaConf.select(self.cfg, "optimizer.lr")
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
-            raise UserError(
-                f"optimizer.lr={rate} must be a number above 0, since method={self.method} depends on it; set it in the file or on the command line"
-            )
-        return float(rate)
+Resolve = Callable[["DictConfig", str, bool], None]
+"""Takes file, method and command line merged, which it changes in place; the value of ``method=``; whether ``optimizer.lr`` is overridden."""
 
 
 @dataclass(frozen=True)
@@ -99,40 +73,48 @@ class Method:
 
     summary: str
     blocks: Blocks = field(default_factory=dict)
-    resolve: Callable[[MethodContext], None] | None = None
+    resolve: Resolve | None = None
 
 
-def _scale_lr(context: MethodContext) -> None:
-    if not context.has_lr_override():
-        context.cfg.optimizer.lr = _round_12_digits(SMALL_LR_FACTOR * context.learning_rate())
-
-
-def _require_log(context: MethodContext) -> None:
+def _scale_lr(cfg: DictConfig, name: str, has_lr_override: bool) -> None:
     from omegaconf import OmegaConf
 
-    schedule = context.cfg.lr_scheduler
+    if has_lr_override:
+        return
+    rate = OmegaConf.select(cfg, "optimizer.lr")
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
+        raise UserError(
+            f"optimizer.lr={rate} must be a number above 0, since method={name} depends on it; set it in the file or on the command line"
+        )
+    cfg.optimizer.lr = float(f"{SMALL_LR_FACTOR * rate:.12g}")  # 0.1 * 3e-4 as 3e-05, not 3.0000000000000004e-05
+
+
+def _require_log(cfg: DictConfig, name: str, has_lr_override: bool) -> None:
+    from omegaconf import OmegaConf
+
+    schedule = cfg.lr_scheduler
     if component_of(schedule) is not None and OmegaConf.is_missing(schedule, "log"):
         raise UserError(
-            f"method={context.method} replays the learning rates of an earlier run: add lr_scheduler.log=RUN, its folder or metrics.jsonl"
+            f"method={name} replays the learning rates of an earlier run: add lr_scheduler.log=RUN, its folder or metrics.jsonl"
         )
 
 
-def _add_adapters(context: MethodContext) -> None:
+def _add_adapters(cfg: DictConfig, name: str, has_lr_override: bool) -> None:
     """Replaces the model's builder by its LoRA counterpart, also one given on the command line; sets LoRA's learning rate."""
-    if not context.has_lr_override() and component_of(context.cfg.get("optimizer")) is not None:
-        context.cfg.optimizer.lr = LORA_LR
-    model = context.cfg.get("model")
+    if not has_lr_override and component_of(cfg.get("optimizer")) is not None:
+        cfg.optimizer.lr = LORA_LR
+    model = cfg.get("model")
     path = component_of(model)
     if path is None:
         return  # validation reports it
     if isinstance(model, str):
-        model = context.cfg.model = {"_component_": path}
+        model = cfg.model = {"_component_": path}
     module, _, builder = path.rpartition(".")
     if not builder.startswith(("lora_", "qlora_")):
-        context.cfg.model["_component_"] = f"{module}.lora_{builder}"
+        cfg.model["_component_"] = f"{module}.lora_{builder}"
     for key, value in LORA.items():
-        if key not in context.cfg.model:
-            context.cfg.model[key] = value
+        if key not in cfg.model:
+            cfg.model[key] = value
 
 
 METHODS: dict[str, Method] = {
@@ -243,18 +225,16 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
     return blocks, remaining, names
 
 
-def resolve(names: list[str], cfg: DictConfig, file_blocks: Blocks, overrides: list[str]) -> None:
+def resolve(names: list[str], cfg: DictConfig, overrides: list[str]) -> None:
     """Sets, in place, what depends on the merged config ``cfg``.
 
     Raises:
         UserError: a value it depends on is missing or not a number.
     """
-    from omegaconf import OmegaConf
-
-    context = MethodContext(cfg, OmegaConf.create(file_blocks), overrides, "+".join(names))
+    has_lr_override = any(override.startswith("optimizer.lr=") for override in overrides)
     for name, method in METHODS.items():
         if name in names and method.resolve is not None:
-            method.resolve(context)
+            method.resolve(cfg, "+".join(names), has_lr_override)
 
 
 def log_method(names: list[str], cfg: DictConfig) -> None:
@@ -296,8 +276,3 @@ def _is_plain_cross_entropy(path: str | None) -> bool:
         return path is not None and locate(path, "loss") in PLAIN_CROSS_ENTROPY
     except UserError:  # it does not exist
         return False
-
-
-def _round_12_digits(number: float) -> float:
-    """0.1 * 3e-4 is 3e-05 in a config, not 3.0000000000000004e-05."""
-    return float(f"{number:.12g}")

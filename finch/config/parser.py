@@ -152,7 +152,7 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
     cfg = _merge_yaml_and_cli_args(argparse.Namespace(**blocks), arguments)
     for override in in_lists:
         _set_in_list(cfg, override)
-    methods.resolve(names, cfg, file_blocks, overrides)
+    methods.resolve(names, cfg, overrides)
     return cfg, names
 
 

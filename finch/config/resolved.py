@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -22,49 +23,46 @@ def redacted(cfg: DictConfig) -> DictConfig:
     """A resolved copy with tokens, API keys and passwords replaced by ``***``; for everything that is written or logged."""
     secrets: set[str] = set()
 
-    def mask_keys(node: Any, key: str = "") -> Any:
-        if isinstance(node, dict):
-            return {name: mask_keys(value, str(name)) for name, value in node.items()}
-        if isinstance(node, list):
-            return [mask_keys(value) for value in node]
-        if isinstance(node, str) and node and SECRETS.match(key):
-            if len(node) >= _MIN_SECRET_LENGTH:
-                secrets.add(node)
-            return "***"
-        return node
+    def mask_keys(value: Any, key: str) -> Any:
+        if not (isinstance(value, str) and value and SECRETS.match(key)):
+            return value
+        if len(value) >= _MIN_SECRET_LENGTH:
+            secrets.add(value)
+        return "***"
 
-    def mask_values(node: Any) -> Any:
+    def mask_values(value: Any, _: str) -> Any:
         """By interpolation a secret may be part of another value."""
-        if isinstance(node, dict):
-            return {name: mask_values(value) for name, value in node.items()}
-        if isinstance(node, list):
-            return [mask_values(value) for value in node]
-        for secret in secrets if isinstance(node, str) else ():
-            node = node.replace(secret, "***")
-        return node
+        for secret in secrets if isinstance(value, str) else ():
+            value = value.replace(secret, "***")
+        return value
 
-    return OmegaConf.create(mask_values(mask_keys(OmegaConf.to_container(cfg, resolve=True))))
+    masked = _map_values(OmegaConf.to_container(cfg, resolve=True), mask_keys)
+    return OmegaConf.create(_map_values(masked, mask_values))
 
 
 def resolved_config(cfg: DictConfig, model: type[Keys]) -> DictConfig:
     """The resolved config to save next to a run: with another ``output_dir`` it starts the same run from scratch there."""
     output = str(cfg.output_dir)
 
-    def relative(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {name: relative(value) for name, value in node.items()}
-        if isinstance(node, list):
-            return [relative(value) for value in node]
-        if isinstance(node, str) and (node == output or node.startswith(output + "/")):
-            return "${output_dir}" + node[len(output) :]
-        return node
+    def relative(value: Any, _: str) -> Any:
+        is_inside = isinstance(value, str) and (value == output or value.startswith(output + "/"))
+        return "${output_dir}" + value[len(output) :] if is_inside else value
 
     known = OmegaConf.to_container(
         OmegaConf.masked_copy(redacted(cfg), [field.alias or name for name, field in model.model_fields.items()])
     )
     return OmegaConf.create(
-        {**relative(known), "output_dir": output, "resume_from_checkpoint": False, "overwrite": False}
+        {**_map_values(known, relative), "output_dir": output, "resume_from_checkpoint": False, "overwrite": False}
     )
+
+
+def _map_values(node: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
+    """A container with ``change(value, key)`` in place of each value; those of a list have the key ""."""
+    if isinstance(node, dict):
+        return {name: _map_values(value, change, str(name)) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_map_values(value, change) for value in node]
+    return change(node, key)
 
 
 def format_value(value: Any, key: str = "") -> str:
