@@ -104,7 +104,6 @@ def latest_valid(candidates: Sequence[Path], parallel: Parallel) -> tuple[Path |
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The content of state.json."""
     return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
 
 

@@ -353,7 +353,7 @@ def _is_encodable(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Translation:
-    """Instruction rows, in the file's order, and the requests that translate them: instruction, input and output apart, each text once."""
+    """Instruction rows, in the file's order, and the requests that translate instruction, input and output separately, each text once."""
 
     rows: list[dict[str, Any]]
     columns: tuple[str, ...]

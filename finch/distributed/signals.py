@@ -43,7 +43,6 @@ class Signals:
         self._is_training = True
 
     def restore(self) -> None:
-        """Restores the previous handlers."""
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}

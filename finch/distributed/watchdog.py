@@ -74,7 +74,6 @@ _watchdog: Watchdog | None = None
 
 
 def start(timeout_s: float) -> None:
-    """Starts this process's watchdog."""
     global _watchdog
     stop()
     _watchdog = Watchdog(timeout_s)

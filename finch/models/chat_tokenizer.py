@@ -67,7 +67,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
         return self._tokenizer.get_vocab_size()
 
     def special_id(self, token: str) -> int:
-        """Raises UserError if the tokenizer lacks it."""
+        """The id of a special token. Raises UserError if the tokenizer lacks it."""
         number = self.special_tokens.get(token, self._tokenizer.token_to_id(token))
         if number is None:
             raise UserError(
@@ -131,7 +131,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """Raises UserError if tokenizer.json is missing or broken."""
+    """The tokenizer of a tokenizer.json. Raises UserError if the file is missing or broken."""
     if not file.is_file():
         raise UserError(f"tokenizer: {file} does not exist; download it or correct the path")
     try:

@@ -116,7 +116,7 @@ def _hub_name(name: str) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Raises UserError if the file is not JSON."""
+    """The content of a JSON file. Raises UserError if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -124,7 +124,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Raises UserError if the file is not a JSON object."""
+    """The object in a JSON file. Raises UserError if there is none."""
     settings = read_json(path)
     if not isinstance(settings, dict):
         raise UserError(f"{path} holds no settings; download it again")

@@ -51,7 +51,7 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
 
 
 def check_adapters(decoder: nn.Module, component: str) -> None:
-    """Checks that the decoder has LoRA layers. Raises UserError if the decoder has no LoRA layers."""
+    """Raises UserError if the decoder has no LoRA layers; ``component`` is its builder's dotted path."""
     if adapter_layers(decoder):
         return
     module, _, name = component.rpartition(".")

@@ -52,7 +52,6 @@ class FinchLR:
     itself. In all other cases the loss is read at each step.
 
     Args:
-        optimizer: one optimizer or a list of them.
         eta_max: cap of the learning rate. The paper has 5e-5 in all its experiments, for eta_base from 5e-6 to 1e-4
             (Section 3.3). ``"auto"`` is 2.5 x eta_base: finch's own rule, for other scales of learning rates.
         init: Lbar_0 in nats. A number (the authors take the pretrained model's mean loss over the training set), or

@@ -28,7 +28,6 @@ class ReplayLR:
     logged learning rate; the others keep the ratio to it that they have when this is built.
 
     Args:
-        optimizer: one optimizer or a list of them.
         log: the earlier run's metrics.jsonl, or its folder.
         shape: ``"curve"``: the logged learning rates. ``"linear"``: the straight line from the log's first learning rate to its
             last one. ``"mean"``: the constant mean of the log's learning rates. The last two are of the complete log, also where

@@ -47,7 +47,7 @@ class NonfiniteCounter:
         return num_new
 
     def state_dict(self) -> dict[str, int]:
-        """The current row of non-finite losses, so that a resumed run gives up where the first would have."""
+        """How many non-finite losses there are in a row so far, so that a resumed run gives up where the first would have."""
         return {"nonfinite_in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -30,7 +30,6 @@ class EvalSettings:
     batch_size: int
 
     def loader(self, name: str, samples: Sequence[Sample]) -> EvalLoader:
-        """One pass over the samples."""
         data = Samples(samples, f"probes.{name}", f"probes.{name}")
         data.lengths = torch.tensor([len(sample["tokens"]) for sample in samples], dtype=torch.int32)
         collate = _with_references(self.collator(data))

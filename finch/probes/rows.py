@@ -28,7 +28,7 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """One row.
+    """A row with choices.
 
     ``context`` comes before a choice, ``answer`` is the index of the right one. In a dialogue the context is a user turn and each choice an
     assistant turn; otherwise a choice continues the context after a space.

@@ -85,7 +85,7 @@ class ObjectiveLoss(BaseLoss):
 
 
 def build_objective(config: ObjectiveLoss.Config) -> Objective:
-    """Raises UserError as :class:`ObjectiveLoss`."""
+    """The objective of a config. Raises UserError as :class:`ObjectiveLoss`."""
     if config.objective == "TALR":
         if config.tau is None:
             raise UserError(
@@ -114,7 +114,7 @@ def initial_loss(trainer: Any) -> float:
     """The mean loss of the weights that a run starts from over its training rows, in nats; a collective.
 
     It is read from the dump folder where an earlier start of the run, with the same weights, rows and settings, has left it.
-    Raises UserError if the dataloader cannot end, or has no target.
+    Raises UserError if the dataloader never ends, or has no target.
     """
     config = trainer.config
     if not hasattr(config.dataloader, "infinite"):

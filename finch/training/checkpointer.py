@@ -101,7 +101,6 @@ class TrainState:
             self.stop = Stop(next(filter(None, reasons)), not is_unfinished, is_requeued)
 
     def advance(self, order: GlobalOrder, steps_per_epoch: int) -> None:
-        """Counts a step."""
         self.step += 1
         self.consumed = min(self.consumed + order.global_batch, order.num_samples)
         self.is_epoch_end = self.consumed >= order.samples_in(steps_per_epoch)

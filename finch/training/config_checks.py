@@ -58,7 +58,7 @@ def check_schedule(cfg: DictConfig) -> None:
 
 
 def check_replay(cfg: DictConfig, num_steps: int) -> None:
-    """Checks that the log to replay has a learning rate for each of the ``num_steps`` optimizer steps. Raises UserError if not."""
+    """Raises UserError if the log to replay has no learning rate for one of the ``num_steps`` optimizer steps."""
     if loss_schedule(cfg) is not ReplayLR:
         return
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=float(cfg.optimizer.lr))

@@ -22,7 +22,7 @@ def iter_token_losses(model: nn.Module, loader: EvalLoader) -> Iterator[tuple[li
 
 @torch.no_grad()
 def iter_outputs(model: nn.Module, loader: EvalLoader, **options: Any) -> Iterator[tuple[list[int], Batch, Any]]:
-    """As :func:`iter_token_losses`; with ``options`` of the model's forward, whatever it then returns."""
+    """As :func:`iter_token_losses`; with ``options`` for the model's forward, whatever it then returns."""
     parallel = loader.parallel
     is_shown = bool(loader.title) and parallel.is_rank_zero
     was_training = model.training

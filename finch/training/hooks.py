@@ -32,7 +32,7 @@ from finch.weights.huggingface import PretrainedFolder
 
 
 class Trainer(Resumable, Protocol):
-    """What a hook sees of a recipe: its config, ``base``, the folder of the pretrained weights, the torchtune decoder, and so on."""
+    """What a hook sees of a recipe; ``base`` is the folder of the pretrained weights, ``decoder`` the model's torchtune decoder."""
 
     cfg: DictConfig
     parallel: Parallel

@@ -55,7 +55,8 @@ class Update:
         return norm.to(self._parallel.device, non_blocking=True)  # offloaded gradients live on the CPU
 
     def step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, denominator: torch.Tensor) -> None:
-        """Sets the learning rate from the step's loss, and updates the weights; not where ``denominator`` [], what the objective divides by, is 0."""
+        """Sets the learning rate from the step's loss and updates the weights. Where ``denominator`` [], what the objective divides by, is 0, it
+        does not."""
         # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
         if self.schedule.step(loss if grad_norm is None else loss + 0 * grad_norm, denominator):
             self.optimizers[0].step()

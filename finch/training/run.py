@@ -196,7 +196,6 @@ class Run:
         return message is None
 
     def close(self) -> None:
-        """Releases the lock."""
         self._lock.release()
 
     def _old_outputs(self) -> list[Path]:

@@ -223,7 +223,6 @@ class StepMedian:
         return {} if self._used is None else {"tau": self._used}
 
     def after_step(self) -> None:
-        """Updates ``last``."""
         if self.mode == "lagged":
             value = self._median(self._losses)
             self.last = value if math.isfinite(value) else self.last
