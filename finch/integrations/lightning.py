@@ -29,13 +29,9 @@ class FinchCallback(Callback):
     ``training_step`` must return the mean cross-entropy over the target tokens of its batch, unweighted. The state is in Lightning's
     checkpoints; ``lr`` and ``ema_loss`` are logged.
 
-    Args:
-        init: in nats, or ``"first_batch"``.
-        count_targets: the number of target tokens of a batch.
-        options: of :class:`finch.FinchLR`, as ``eta_max``.
-
-    Raises:
-        UserError: from ``fit``: no single automatic optimizer, another schedule, fp16, a checkpoint without FINCH's state.
+    ``init``: in nats, or ``"first_batch"``; ``count_targets``: the number of target tokens of a batch; ``options``: those of
+    :class:`finch.FinchLR`, as ``eta_max``. ``fit`` raises UserError without a single automatic optimizer, and for another schedule, fp16, or
+    a checkpoint without FINCH's state.
     """
 
     def __init__(

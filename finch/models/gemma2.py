@@ -47,7 +47,7 @@ def gemma2(
     sliding_window_size: int = 4096,
     query_pre_attn_scalar: int | None = None,
 ) -> TransformerDecoder:
-    """A Gemma 2 decoder. Arguments not listed are the sizes of torchtune's builders.
+    """A Gemma 2 decoder. Arguments not listed are those of torchtune's builders.
 
     Args:
         num_layers: transformer blocks; those with an even index attend only within the window.

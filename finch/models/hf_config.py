@@ -23,14 +23,10 @@ _HAS_DEFAULT_ROPE_BASE = ("llama", "mistral", "gemma", "gemma2", "phi3")
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models.
+    """A family of models, as its publisher names it, with examples from the Hugging Face hub.
 
-    Attributes:
-        name: as its publisher writes it.
-        examples: models of the Hugging Face hub.
-        builders: dotted paths of the builders that make it from its sizes.
-        packages: packages under torchtune.models and finch.models whose builders make such a model.
-        has_lora: whether each builder has a counterpart with LoRA layers, ``lora_`` before its name.
+    ``builders``: dotted paths of those that make it from its sizes; ``packages``: those under torchtune.models and finch.models whose builders
+    make such a model; ``has_lora``: whether each builder has a counterpart with LoRA layers, ``lora_`` before its name.
     """
 
     name: str

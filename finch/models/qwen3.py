@@ -99,7 +99,7 @@ def qwen3(
     tie_word_embeddings: bool = False,
     linear: MakeLinear = _plain_linear,
 ) -> TransformerDecoder:
-    """A Qwen3 decoder on torchtune's modules. Arguments not listed are the sizes of torchtune's builders.
+    """A Qwen3 decoder on torchtune's modules. Arguments not listed are those of torchtune's builders.
 
     Args:
         head_dim: width of a head; 128 in all of Qwen3, not always embed_dim / num_heads.
