@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +61,8 @@ def custom_task(name: str, manager: Any, *, is_new: bool) -> CustomTask:
         metric=metric,
         measure=f"{name} of lm-eval, {metric}",
         lm_eval_names=tuple(parts),
-        sources=(),
         read_samples=lambda records: _samples(records, metric),
-        compute_others=lambda samples: {},
         uses_chat_template=first.OUTPUT_TYPE == "generate_until",
-        chance=None,
         is_higher_better=bool(options.get("higher_is_better", True)),
         shots=first.config.num_fewshot or 0,
     )
@@ -78,25 +74,18 @@ def _samples(records: Records, metric: str) -> list[Sample]:
         first_filter = documents[0]["filter"] if documents else None
         for document in sorted(documents, key=lambda each: each["doc_id"]):
             if document["filter"] == first_filter:
-                samples.append(_sample(document, metric, f"{task}/" if len(records) > 1 else None))
+                number = document["doc_id"]
+                doc_id = f"{task}/{number}" if len(records) > 1 else number
+                samples.append({"doc_id": doc_id, **_sample(document, metric)})
     return samples
 
 
-def _sample(document: Any, metric: str, prefix: str | None) -> Sample:
+def _sample(document: Any, metric: str) -> Sample:
     score = document.get(metric)
     if not isinstance(score, int | float):
         raise UserError(
             f"document {document['doc_id']}: {metric} is no number ({score!r}); such a task cannot be compared"
         )
-    number = document["doc_id"]
-    return {
-        "doc_id": number if prefix is None else f"{prefix}{number}",
-        "doc_hash": document["doc_hash"],
-        "score": float(score),
-        "responses": _plain(document["filtered_resps"]),
-    }
-
-
-def _plain(responses: Sequence[Any]) -> list[Any]:
-    """Texts, or log-likelihoods."""
-    return [response[0] if isinstance(response, tuple | list) else response for response in responses]
+    # Texts, or log-likelihoods.
+    responses = [each[0] if isinstance(each, tuple | list) else each for each in document["filtered_resps"]]
+    return {"doc_hash": document["doc_hash"], "score": float(score), "responses": responses}

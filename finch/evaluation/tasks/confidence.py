@@ -9,7 +9,7 @@ from typing import Any
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.lm_eval_tasks import TRUTHFULQA, truthfulqa_row
 from finch.evaluation.tasks.parsers import confidence_of, letter_of
-from finch.evaluation.tasks.task import Records, Row, average, by_doc_id, identity, mean, response, shuffled, table
+from finch.evaluation.tasks.task import Record, Row, average, by_document, mean, response, shuffled, table
 
 SEED = 0
 LETTERS = "ABCD"
@@ -70,12 +70,10 @@ def _judge(document: Row, text: str) -> Sample:
     }
 
 
-def samples(records: Records) -> list[Sample]:
+@by_document
+def samples(record: Record) -> Sample:
     """With the response, its letter and its confidence between 0 and 100; the score is None where either is missing."""
-    (name,) = records
-    return [
-        {**identity(record), **_judge(record["doc"], response(record))} for record in by_doc_id(records[name]).values()
-    ]
+    return _judge(record["doc"], response(record))
 
 
 def stated_confidences(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:

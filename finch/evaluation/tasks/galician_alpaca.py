@@ -8,12 +8,11 @@ from typing import Any
 from finch.errors import UserError
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.task import (
-    Records,
+    Record,
     Row,
     Source,
     average,
-    by_doc_id,
-    identity,
+    by_document,
     plain_or_chat,
     response,
     table,
@@ -58,18 +57,10 @@ def process_results(document: Row, responses: Sequence[str]) -> dict[str, float]
     return {"response_words": float(len(responses[0].split()))}
 
 
-def samples(records: Records) -> list[Sample]:
+@by_document
+def samples(record: Record) -> Sample:
     """Without a score: the instruction with its input, and the model's response, for `finch judge`."""
-    (name,) = records
-    return [
-        {
-            **identity(record),
-            "score": None,
-            "prompt": record["doc"]["question"],
-            "response": response(record),
-        }
-        for record in by_doc_id(records[name]).values()
-    ]
+    return {"score": None, "prompt": record["doc"]["question"], "response": response(record)}
 
 
 def others(samples: Sequence[Sample]) -> dict[str, float | None]:

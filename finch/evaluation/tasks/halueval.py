@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.task import Records, Row, Source, average, by_doc_id, identity, log_likelihoods, table
+from finch.evaluation.tasks.task import Record, Row, Source, average, by_document, log_likelihoods, table
 
 ROWS = Source(
     "halueval/qa.jsonl", "pminervini/HaluEval", "data", ("question", "right_answer", "hallucinated_answer"), "qa"
@@ -46,20 +46,16 @@ def _document(row: Row, gold: int, cluster: int, has_chat_template: bool) -> Row
     }
 
 
-def samples(records: Records) -> list[Sample]:
+@by_document
+def samples(record: Record) -> Sample:
     """Both orders of a question are a cluster."""
-    (name,) = records
-    return [
-        {
-            **identity(record),
-            "score": float(record["acc"]),
-            "cluster": record["doc"]["cluster"],
-            "answer": record["doc"]["gold"],
-            "lengths": record["doc"]["lengths"],
-            "loglikelihoods": log_likelihoods(record),
-        }
-        for record in by_doc_id(records[name]).values()
-    ]
+    return {
+        "score": float(record["acc"]),
+        "cluster": record["doc"]["cluster"],
+        "answer": record["doc"]["gold"],
+        "lengths": record["doc"]["lengths"],
+        "loglikelihoods": log_likelihoods(record),
+    }
 
 
 def others(samples: Sequence[Sample]) -> dict[str, float | None]:

@@ -10,12 +10,13 @@ from typing import Any
 from finch.errors import UserError
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.task import (
+    Record,
     Records,
     Row,
     Source,
     average,
     by_doc_id,
-    identity,
+    by_document,
     log_likelihoods,
     mean,
     plain_or_chat,
@@ -102,53 +103,46 @@ def mmlu_dataset(data_root: str, subject: str, **_: Any) -> dict[str, Any]:
     return {split: table(part) for split, part in rows.items()}
 
 
-def hellaswag_samples(records: Records) -> list[Sample]:
+@by_document
+def hellaswag_samples(record: Record) -> Sample:
     """With the lengths of the endings in characters."""
-    return [
-        {
-            **identity(record),
-            "score": float(record["acc_norm"]),
-            "acc": float(record["acc"]),
-            "answer": int(record["target"]),
-            "loglikelihoods": log_likelihoods(record),
-            "lengths": [len(choice) for choice in record["doc"]["choices"]],
-        }
-        for record in by_doc_id(records["hellaswag"]).values()
-    ]
+    return {
+        "score": float(record["acc_norm"]),
+        "acc": float(record["acc"]),
+        "answer": int(record["target"]),
+        "loglikelihoods": log_likelihoods(record),
+        "lengths": [len(choice) for choice in record["doc"]["choices"]],
+    }
 
 
 def hellaswag_others(samples: Sequence[Sample]) -> dict[str, float | None]:
     return {"acc": mean(samples, "acc")}
 
 
-def winogrande_samples(records: Records) -> list[Sample]:
+@by_document
+def winogrande_samples(record: Record) -> Sample:
     """lm-eval compares how likely the rest of the sentence is after each option."""
-    samples = []
-    for record in by_doc_id(records["winogrande"]).values():
-        loglikelihoods = log_likelihoods(record)
-        answer = int(record["doc"]["answer"]) - 1
-        samples.append(
-            {**identity(record), "score": float(record["acc"]), "answer": answer, "loglikelihoods": loglikelihoods}
-        )
-    return samples
+    return {
+        "score": float(record["acc"]),
+        "answer": int(record["doc"]["answer"]) - 1,
+        "loglikelihoods": log_likelihoods(record),
+    }
 
 
 def mmlu_samples(records: Records) -> list[Sample]:
     """Of all subjects; a doc_id is the subject and lm-eval's number in it."""
-    samples = []
-    for subject in SUBJECTS:
-        for record in by_doc_id(records[f"mmlu_{subject}"]).values():
-            samples.append(
-                {
-                    "doc_id": f"{subject}/{record['doc_id']}",
-                    "doc_hash": record["doc_hash"],
-                    "score": float(record["acc"]),
-                    "subject": subject,
-                    "answer": int(record["doc"]["answer"]),
-                    "loglikelihoods": log_likelihoods(record),
-                }
-            )
-    return samples
+    return [
+        {
+            "doc_id": f"{subject}/{record['doc_id']}",
+            "doc_hash": record["doc_hash"],
+            "score": float(record["acc"]),
+            "subject": subject,
+            "answer": int(record["doc"]["answer"]),
+            "loglikelihoods": log_likelihoods(record),
+        }
+        for subject in SUBJECTS
+        for record in by_doc_id(records[f"mmlu_{subject}"]).values()
+    ]
 
 
 def mmlu_others(samples: Sequence[Sample]) -> dict[str, float | None]:
@@ -158,10 +152,6 @@ def mmlu_others(samples: Sequence[Sample]) -> dict[str, float | None]:
         for subject in sorted({sample["subject"] for sample in samples})
     ]
     return {"acc_subjects": average(score for score in subjects if score is not None)}
-
-
-def no_others(samples: Sequence[Sample]) -> dict[str, float | None]:
-    return {}
 
 
 def ifeval_dataset(data_root: str, **_: Any) -> dict[str, Any]:
@@ -186,19 +176,16 @@ def ifeval_results(document: Row, responses: Sequence[str]) -> dict[str, Any]:
         random.setstate(state)
 
 
-def ifeval_samples(records: Records) -> list[Sample]:
+@by_document
+def ifeval_samples(record: Record) -> Sample:
     """With lm-eval's four results, of the prompt and of each of its instructions, and the response."""
-    return [
-        {
-            **identity(record),
-            "score": float(record["prompt_level_strict_acc"]),
-            "prompt_level_loose_acc": float(record["prompt_level_loose_acc"]),
-            "inst_level_strict_acc": [bool(value) for value in record["inst_level_strict_acc"]],
-            "inst_level_loose_acc": [bool(value) for value in record["inst_level_loose_acc"]],
-            "response": response(record),
-        }
-        for record in by_doc_id(records["ifeval"]).values()
-    ]
+    return {
+        "score": float(record["prompt_level_strict_acc"]),
+        "prompt_level_loose_acc": float(record["prompt_level_loose_acc"]),
+        "inst_level_strict_acc": [bool(value) for value in record["inst_level_strict_acc"]],
+        "inst_level_loose_acc": [bool(value) for value in record["inst_level_loose_acc"]],
+        "response": response(record),
+    }
 
 
 def ifeval_others(samples: Sequence[Sample]) -> dict[str, float | None]:
@@ -227,20 +214,16 @@ def _targets(targets: dict[str, Any]) -> dict[str, Any]:
     return {"choices": list(targets), "labels": list(targets.values())}
 
 
-def truthfulqa_samples(records: Records) -> list[Sample]:
+@by_document
+def truthfulqa_samples(mc1: Record, mc2: Record) -> Sample:
     """With the log-likelihoods of the answers of mc2, their labels, and those of mc1, whose first answer is the right one."""
-    mc1 = by_doc_id(records["truthfulqa_mc1"])
-    return [
-        {
-            **identity(record),
-            "score": float(record["acc"]),
-            "mc1": float(mc1[doc_id]["acc"]),
-            "labels": [int(label) for label in record["doc"]["mc2_targets"]["labels"]],
-            "loglikelihoods": log_likelihoods(record),
-            "mc1_loglikelihoods": log_likelihoods(mc1[doc_id]),
-        }
-        for doc_id, record in by_doc_id(records["truthfulqa_mc2"]).items()
-    ]
+    return {
+        "score": float(mc2["acc"]),
+        "mc1": float(mc1["acc"]),
+        "labels": [int(label) for label in mc2["doc"]["mc2_targets"]["labels"]],
+        "loglikelihoods": log_likelihoods(mc2),
+        "mc1_loglikelihoods": log_likelihoods(mc1),
+    }
 
 
 def truthfulqa_others(samples: Sequence[Sample]) -> dict[str, float | None]:

@@ -9,11 +9,9 @@ from finch.evaluation.results import Sample
 from finch.evaluation.tasks.parsers import letter_of
 from finch.evaluation.tasks.task import (
     Record,
-    Records,
     Row,
     Source,
-    by_doc_id,
-    identity,
+    by_document,
     log_likelihoods,
     mean,
     plain_or_chat,
@@ -80,19 +78,13 @@ def _letter(document: Row, text: str) -> str | None:
     return letter_of(text, "".join(document["choices"]))
 
 
-def samples(records: Records) -> list[Sample]:
+@by_document
+def samples(record: Record, letters: Record) -> Sample:
     """With the response, and the log-likelihoods of the letters instead of a response."""
-    answers, letters = records
-    by_letters = by_doc_id(records[letters])
-    return [_sample(record, by_letters[doc_id]) for doc_id, record in by_doc_id(records[answers]).items()]
-
-
-def _sample(record: Record, letters: Record) -> Sample:
     document, text = record["doc"], response(record)
     letter = _letter(document, text)
     answer = document["choices"][document["gold"]]
     return {
-        **identity(record),
         "score": float(letter == answer),
         "is_parsed": letter is not None,
         "acc_letters": float(letters["acc"]),

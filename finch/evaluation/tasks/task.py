@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,10 @@ class Task:
         metric: the headline metric, a score for each document.
         measure: what is measured and how, without the prompt's form.
         lm_eval_names: the lm-eval tasks that it runs; their documents are joined.
-        sources: its rows, the first one those that are scored.
         read_samples: from lm-eval's documents to samples; its argument has the ``lm_eval_names`` in their order.
-        compute_others: from samples to further metrics.
         uses_chat_template: whether the prompt is a user's turn where the tokenizer has a chat template.
+        sources: its rows, the first one those that are scored.
+        others: from samples to further metrics by name; None where no sample counts.
         chance: the expected score of a model that guesses; None where there is no such number.
         is_higher_better: False for errors.
         is_judged: whether only answers are written, which `finch judge` scores.
@@ -123,11 +123,11 @@ class Task:
     metric: str
     measure: str
     lm_eval_names: tuple[str, ...]
-    sources: tuple[Source, ...]
     read_samples: Callable[[Records], list[Sample]]
-    compute_others: Callable[[Sequence[Sample]], dict[str, float | None]]
     uses_chat_template: bool
-    chance: float | None
+    sources: tuple[Source, ...] = ()
+    others: Callable[[Sequence[Sample]], dict[str, float | None]] = lambda samples: {}
+    chance: float | None = None
     is_higher_better: bool = True
     is_judged: bool = False
     is_divided: bool = False
@@ -159,10 +159,6 @@ class Task:
             if training_questions is not None and "question" in sample:
                 sample["is_seen"] = sample["question"] in training_questions
         return samples
-
-    def others(self, samples: Sequence[Sample]) -> dict[str, float | None]:
-        """Further metrics by name; None where no sample counts."""
-        return self.compute_others(samples)
 
     def check_data(self, data_root: Path | None) -> None:
         """
@@ -208,14 +204,23 @@ def response(record: Record) -> str:
     return str(record["filtered_resps"][0])
 
 
-def identity(record: Record) -> Sample:
-    """A sample's doc_id and doc_hash."""
-    return {"doc_id": record["doc_id"], "doc_hash": record["doc_hash"]}
-
-
 def by_doc_id(records: Sequence[Record]) -> dict[Any, Record]:
     """In the order of doc_id, whatever the number of processes that evaluated them."""
     return {record["doc_id"]: record for record in sorted(records, key=lambda record: record["doc_id"])}
+
+
+def by_document(read: Callable[..., Sample]) -> Callable[[Records], list[Sample]]:
+    """Makes ``read``, from a document's record in each lm-eval task to a sample without doc_id and doc_hash, a task's ``read_samples``."""
+
+    @wraps(read)
+    def samples(records: Records) -> list[Sample]:
+        first, *others = (by_doc_id(part) for part in records.values())
+        return [
+            {"doc_id": doc_id, "doc_hash": record["doc_hash"], **read(record, *(part[doc_id] for part in others))}
+            for doc_id, record in first.items()
+        ]
+
+    return samples
 
 
 def mean(samples: Sequence[Sample], key: str) -> float | None:

@@ -8,11 +8,10 @@ from typing import Any
 from finch.errors import UserError
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.task import (
-    Records,
+    Record,
     Row,
     Source,
-    by_doc_id,
-    identity,
+    by_document,
     log_likelihoods,
     mean,
     plain_or_chat,
@@ -79,24 +78,19 @@ def _validation_questions(data_root: str | None) -> set[str]:
     return set(train_validation_split(table(FULL.load(data_root)), "validation", VALIDATION_FRACTION, SEED)["question"])
 
 
-def samples(records: Records) -> list[Sample]:
+@by_document
+def samples(record: Record, letters: Record) -> Sample:
     """With the six log-likelihoods of the answers and of the letters."""
-    answers, letters = records
-    by_letters = by_doc_id(records[letters])
-    return [
-        {
-            **identity(record),
-            "score": float(record["acc_norm"]),
-            "acc": float(record["acc"]),
-            "acc_letters": float(by_letters[doc_id]["acc"]),
-            "question": record["doc"]["question"],
-            "answer": record["doc"]["gold"],
-            "lengths": [len(choice) for choice in record["doc"]["choices"]],
-            "loglikelihoods": log_likelihoods(record),
-            "letter_loglikelihoods": log_likelihoods(by_letters[doc_id]),
-        }
-        for doc_id, record in by_doc_id(records[answers]).items()
-    ]
+    return {
+        "score": float(record["acc_norm"]),
+        "acc": float(record["acc"]),
+        "acc_letters": float(letters["acc"]),
+        "question": record["doc"]["question"],
+        "answer": record["doc"]["gold"],
+        "lengths": [len(choice) for choice in record["doc"]["choices"]],
+        "loglikelihoods": log_likelihoods(record),
+        "letter_loglikelihoods": log_likelihoods(letters),
+    }
 
 
 def others(samples: Sequence[Sample]) -> dict[str, float | None]:
