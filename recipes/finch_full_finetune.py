@@ -25,7 +25,7 @@ from finch.data.training_data import TrainingData
 from finch.distributed import fsdp, parallel, precision, watchdog
 from finch.errors import UserError, exit_without_teardown
 from finch.log import logger
-from finch.probes.forgetting import Forgetting
+from finch.probes import budget, probes, settings
 from finch.training import config_checks, hooks, model, optimizer, summary
 from finch.training.checkpointer import Checkpointer, TrainState
 from finch.training.run import Run, run_recipe, update_best
@@ -59,7 +59,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self.precision = precision.precision_of(cfg.dtype)
         self.device = parallel.local_device(cfg.device)
         precision.check_hardware(cfg.dtype, self.device)
-        Forgetting.check(cfg)
+        settings.check_probes(cfg)
         config_checks.check(cfg, self.device)
         self.run = Run(cfg)
         self.export_dtype = None if cfg.export_dtype is None else precision.precision_of(cfg.export_dtype).weights
@@ -97,8 +97,8 @@ class FinchFullFinetune(FTRecipeInterface):
         cfg, self.state = self.cfg, TrainState(self.parallel, self.cfg.distributed_timeout)
         preemption = hooks.Preemption()
         first = {"preemption": preemption, "nonfinite": hooks.NonfiniteGuard(), "checks": hooks.StepChecks(cfg)}
-        last = {"profiler": hooks.Profiler(cfg), "validation": hooks.Validation(), "forgetting": Forgetting(self)}
-        last["summary"] = summary.Summary()
+        last = {"profiler": hooks.Profiler(cfg), "validation": hooks.Validation(), "probes": probes.Probes(self)}
+        last |= {"budget": budget.ForgettingBudget(self), "summary": summary.Summary()}
         self.hooks = {**first, **hooks.user_hooks(cfg, first.keys() | last.keys()), **last}
         self.run.check_disk_room(self.decoder, self.export_dtype)
         self.metrics_log = hooks.build_metrics_log(cfg, self.run.path, self.parallel, num_steps=self.num_steps)

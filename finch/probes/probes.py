@@ -9,22 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from omegaconf import OmegaConf
 
 from finch.config.instantiate import locate
 from finch.data.loader import collator
 from finch.data.training_data import TrainingData
-from finch.distributed.parallel import Parallel
+from finch.distributed import watchdog
 from finch.distributed.precision import precision_of
 from finch.log import logger
-from finch.metrics import MetricsLog
 from finch.probes.evaluation import EvalSettings, evaluate
 from finch.probes.own_answers import SelfGeneratedProbe
 from finch.probes.rows import ProbeRows, read_rows
-from finch.probes.settings import read_probes
-from finch.training.chunked_loss import TokenLoss
-from finch.weights.huggingface import PretrainedFolder
+from finch.probes.settings import read_probes, selection_key
+from finch.training.checkpointer import TrainState
+from finch.training.hooks import Hook, Trainer
 
 SECONDS = "probe_seconds"
 _NUM_ROWS_FOR_MEAN = 256
@@ -35,24 +33,23 @@ FORWARD_COST = 0.5
 """Of a token in an evaluation, relative to one in training: a third by the count of operations, more with what each pass costs by itself."""
 
 
-class Probes:
-    """All probes of a run; without any, every method does nothing.
+class Probes(Hook):
+    """The probes of a run; without any, it only says which metric chooses the best epoch.
 
-    The number of training rows decides how often probes are evaluated. ``max_seq_len``: the longest row that the model can take, in
-    tokens; None: no limit. ``seconds``: spent on probes since this start, the pretrained model's answers included.
-
-    Raises UserError for rows that cannot be used.
+    The number of training rows decides how often probes are evaluated. Built before weights are loaded. Raises UserError for rows that
+    cannot be used, or a metric that a probe does not have.
     """
 
-    def __init__(
-        self, cfg: DictConfig, tokenizer: Any, data: TrainingData, parallel: Parallel, max_seq_len: int | None
-    ) -> None:
-        self._cfg, self._parallel, self.seconds = cfg, parallel, 0.0
+    def __init__(self, trainer: Trainer) -> None:
+        cfg, tokenizer, parallel, self._trainer = trainer.cfg, trainer.tokenizer, trainer.parallel, trainer
+        max_seq_len = getattr(trainer.decoder, "max_seq_len", None)  # None: no limit
+        self._cfg, self._parallel = cfg, parallel
+        self._seconds = 0.0  # since this start, the pretrained model's answers included
         self._settings = read_probes(cfg)
         self._rows: dict[str, ProbeRows] = {
             name: read_rows(name, settings, tokenizer, max_seq_len) for name, settings in self._settings.items()
         }
-        self.kinds = {name: rows.kind for name, rows in self._rows.items()}
+        kinds = {name: rows.kind for name, rows in self._rows.items()}
         self._digests = {name: rows.digest for name, rows in self._rows.items()}
         collate = locate(cfg.collate_fn, "collate_fn")
         self._eval = EvalSettings(parallel, lambda samples: collator(samples, tokenizer, collate), cfg.batch_size)
@@ -65,7 +62,14 @@ class Probes:
         }
         self._ungenerated = set(self._answers)
         self._baselines: dict[str, dict[str, Any]] = {}
-        self._intervals = self._choose_intervals(data) if self._rows else {}
+        self._intervals = self._choose_intervals(trainer.data) if self._rows else {}
+        trainer.state.select_by = key = selection_key(cfg, kinds)
+        if cfg.save_last_epoch_only and cfg.epochs > 1 and key is not None:
+            logger.warning(
+                f"save_last_epoch_only=True: RUN/best is the last epoch, not the one with the best {key.replace('_', ' ')}"
+            )
+        # Now, since it says what is to be measured with the pretrained weights.
+        self.load_state_dict(trainer.run.scalars)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the values at step 0 of a checkpoint's scalars, of the probes whose rows are still the same."""
@@ -77,62 +81,64 @@ class Probes:
         """The values at step 0: a resumed run no longer has the weights that they were measured with."""
         return {"probes": self._baselines}
 
-    def find_answers(self, base: PretrainedFolder) -> bool:
-        """Reads the pretrained model's answers where an earlier start of the run has left them; a collective.
-
-        Returns whether :meth:`start` needs the pretrained weights.
-        """
+    def needs_pretrained(self, trainer: Trainer) -> bool:
+        """Reads the pretrained model's answers where an earlier start of the run has left them; a collective."""
         model = {"model": OmegaConf.to_container(self._cfg.model, resolve=True), "dtype": self._cfg.dtype}
         for name, answers in self._answers.items():
-            if answers.load(base.files, model, self._parallel):
+            if answers.load(trainer.base.files, model, self._parallel):
                 self._ungenerated.discard(name)
         return bool(self._ungenerated or set(self._rows) - set(self._baselines))
 
-    def start(self, model: TokenLoss) -> None:
-        """Generates answers and measures what is missing of step 0, with the pretrained weights; a collective."""
+    def prepare(self, trainer: Trainer) -> None:
+        """Generates answers and measures what is missing of step 0; a collective."""
         start = time.perf_counter()
         for name in sorted(self._ungenerated):
-            self._answers[name].generate(model, self._eval)
+            self._answers[name].generate(trainer.model, self._eval)
         for name, rows in self._rows.items():
             if name not in self._baselines:
-                metrics = evaluate(model, name, rows, self._eval)
+                metrics = evaluate(trainer.model, name, rows, self._eval)
                 self._baselines[name] = {"digest": self._digests[name], "metrics": metrics}
-        self.seconds += time.perf_counter() - start
+        self._seconds += time.perf_counter() - start
+        watchdog.heartbeat()
 
-    def write_baseline(self, metrics_log: MetricsLog) -> None:
-        """Writes the values at step 0, once the metrics are open."""
-        metrics = {name: self._baselines[name]["metrics"] for name in self._rows}
-        self._write(metrics, metrics_log, step=0, epoch=0, seconds=self.seconds)
+    def start(self, trainer: Trainer) -> None:
+        if not trainer.run.scalars:  # a new run
+            metrics = {name: self._baselines[name]["metrics"] for name in self._rows}
+            self._write(metrics, trainer.state, self._seconds)
 
-    def is_due(self, step: int) -> bool:
-        """Whether a probe is evaluated after ``step``, which is not the last one of an epoch."""
+    def wants_sync(self, step: int) -> bool:
         return any(step % interval == 0 for interval in self._intervals.values())
 
-    def evaluate(
-        self, model: nn.Module, metrics_log: MetricsLog, *, step: int, epoch: int, is_epoch_end: bool
-    ) -> dict[str, float]:
-        """Evaluates the probes that are due after ``step``, at the end of an epoch all; writes and returns their metrics; a collective."""
-        due = [name for name, interval in self._intervals.items() if is_epoch_end or step % interval == 0]
+    def after_step(self, state: TrainState) -> None:
+        state.probe_metrics = {} if state.is_epoch_end else self._evaluate(state, is_epoch_end=False)
+
+    def after_epoch(self, state: TrainState) -> Mapping[str, float]:
+        state.probe_metrics = self._evaluate(state, is_epoch_end=True)
+        return state.probe_metrics
+
+    def summary(self, state: TrainState) -> list[str]:
+        if not self._seconds:
+            return []
+        share = self._seconds / (time.perf_counter() - self._trainer.run.start_time)
+        return [f"probes took {self._seconds:.1f} s, {share:.1%} of the time since this start"]
+
+    def _evaluate(self, state: TrainState, *, is_epoch_end: bool) -> dict[str, float]:
+        """Evaluates the probes that are due, at the end of an epoch all; writes and returns their metrics; a collective."""
+        due = [name for name, interval in self._intervals.items() if is_epoch_end or state.step % interval == 0]
         if not due:
             return {}
-        metrics_log.flush()  # the steps so far have their own time
+        self._trainer.metrics_log.flush()  # the steps so far have their own time
         start = time.perf_counter()
-        metrics = {name: evaluate(model, name, self._rows[name], self._eval) for name in due}
+        metrics = {name: evaluate(self._trainer.model, name, self._rows[name], self._eval) for name in due}
         seconds = time.perf_counter() - start
-        self.seconds += seconds
-        return self._write(metrics, metrics_log, step=step, epoch=epoch, seconds=seconds)
+        self._seconds += seconds
+        watchdog.heartbeat()
+        return self._write(metrics, state, seconds)
 
-    def _write(
-        self,
-        metrics: Mapping[str, Mapping[str, float]],
-        metrics_log: MetricsLog,
-        *,
-        step: int,
-        epoch: int,
-        seconds: float,
-    ) -> dict[str, float]:
+    def _write(self, metrics: Mapping[str, Mapping[str, float]], state: TrainState, seconds: float) -> dict[str, float]:
         if not metrics:
             return {}
+        step, metrics_log = state.step, self._trainer.metrics_log
         line: dict[str, float] = {}
         for name, values in metrics.items():
             line |= {f"probe/{name}/{key}": value for key, value in values.items()}
@@ -140,7 +146,7 @@ class Probes:
                 before = self._baselines[name]["metrics"]
                 changes = {key: value - before[key] for key, value in values.items() if key != "kl"}
                 line |= {f"probe/{name}/{key}_change": value for key, value in changes.items()}
-        metrics_log.write_event({"step": step, "epoch": epoch, **line, SECONDS: round(seconds, 3)})
+        metrics_log.write_event({"step": step, "epoch": state.epoch, **line, SECONDS: round(seconds, 3)})
         metrics_log.reset_timer()
         logger.info(
             f"step {step}: "
@@ -172,7 +178,7 @@ class Probes:
         for name, each in intervals.items():
             when = f"every {each} steps and " if each < steps else ""
             logger.info(
-                f"probes.{name}: {self.kinds[name]}, {len(self._rows[name].questions or self._rows[name].samples)} rows, evaluated at step 0, {when}at the "
+                f"probes.{name}: {self._rows[name].kind}, {len(self._rows[name].questions or self._rows[name].samples)} rows, evaluated at step 0, {when}at the "
                 "ends of epochs"
             )
         if cost > 0.05 * steps:

@@ -46,6 +46,7 @@ class TrainState:
         best: ``{"epoch": name, metric: value}`` of the best epoch, or None.
         select_by: the metric that the best epoch is chosen by; None: there is none.
         metrics: of the last step, as written to metrics.jsonl; tensors are not read yet.
+        probe_metrics: of the probes that were evaluated after the last step; empty without an evaluation.
         is_epoch_end: whether the last step was the last one of its epoch.
         is_synced: whether hooks may read tensors of the device after this step, see :meth:`finch.training.hooks.Hook.wants_sync`.
         stop: set once all ranks have agreed to stop.
@@ -60,6 +61,7 @@ class TrainState:
     best: dict[str, Any] | None = None
     select_by: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+    probe_metrics: dict[str, float] = field(default_factory=dict)
     is_epoch_end: bool = False
     is_synced: bool = False
     stop: Stop | None = None
