@@ -71,3 +71,24 @@ def test_nonfinite_number_ends_the_run(spoiled, config, tmp_path, monkeypatch):
     assert run.returncode == 1
     assert "the loss was not finite at a step after step 4" in run.error()
     assert len(run.metrics()) >= 4  # the steps before are written, though fewer than fifty
+
+
+def test_losses_on_a_device_are_checked_before_a_save(config, tmp_path, monkeypatch):
+    """They are read with the metrics, which is late here; no state is saved before that."""
+    from finch.training import optimizer
+
+    build = optimizer.build_optimizers
+
+    def with_tensor_rates(*args, **kwargs):
+        optimizers = build(*args, **kwargs)
+        for group in optimizers[0].param_groups:
+            group["lr"] = torch.tensor(float(group["lr"]))  # as on a GPU
+        return optimizers
+
+    monkeypatch.setattr(optimizer, "build_optimizers", with_tensor_rates)
+    spoil(monkeypatch, losses=[5])
+    changes = {"on_nonfinite": "raise", "log_every_n_steps": 100, "checkpoint": {"every_n_steps": 3, "keep_last": 9}}
+    run = run_here(tmp_path, {**config(), **changes})
+    assert "not finite" in run.error()
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_3"]
+    assert run.column("step") == [1, 2, 3, 4, 5, 6]
