@@ -67,4 +67,4 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def is_event(line: Mapping[str, Any]) -> bool:
     """Whether a line of metrics.jsonl is not a step's: a validation or an evaluation of the probes."""
-    return any(key == "rolled_back_to" or key.startswith(("validation", "probe")) for key in line)
+    return any(key.startswith(("validation", "probe")) for key in line)

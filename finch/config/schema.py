@@ -465,7 +465,7 @@ class Dataset(Arguments):
     train_on_input: bool = False
     """whether all turns are targets, not only the assistant's"""
     new_system_prompt: str | None = None
-    """a system turn before each row, in place of its own"""
+    """a system turn before each row; it replaces the row's system turn"""
     packed: bool = False
     """whether rows are packed to tokenizer.max_seq_len"""
 
