@@ -150,14 +150,14 @@ def _prepare(
     parsed: argparse.Namespace, base: ModelFolder, tuned: list[ModelFolder], tasks: list[Task], others: list[str]
 ) -> tuple[Evaluation, list[Task]]:
     from finch.evaluation.custom_tasks import custom_task
-    from finch.evaluation.harness import Harness, make_manager
+    from finch.evaluation.harness import Harness, has_chat_template, task_manager
     from finch.evaluation.loading import load_tokenizer, resolve_dtype
     from finch.evaluation.ranks import Ranks
     from finch.evaluation.runner import Evaluation, Options
 
     ranks = Ranks()
     tokenizer = load_tokenizer(base.path, "--base")
-    manager = make_manager(parsed.data_root, tokenizer, parsed.include_path, others)
+    manager = task_manager(parsed.data_root, has_chat_template(tokenizer), parsed.include_path, others)
     tasks = [*tasks, *(custom_task(name, manager, is_new=name in parsed.new_task) for name in others)]
     harness = Harness(manager, tasks, tokenizer, parsed.limit)
     options = Options(

@@ -136,9 +136,13 @@ def rows_dataset(
     check_packing(tokenizer, packed)
     if source is None and data_files is None:
         raise UserError("dataset needs data_files, the path of the rows, or source, a name on the hub; set one")
-    table, row_format, files = load_rows(
-        source, data_files, name=name, split=split, format=format, column_map=column_map
-    )
+    files, reader = files_and_source(source, data_files)
+    if files and format == AUTO:
+        format = detect(map(str, files), reader, column_map).format
+    table = load_table(reader, data_files, files, name=name, split=split)
+    if len(table) == 0:
+        raise UserError("dataset is empty: the split has no rows; give another file or split")
+    row_format = detect_columns(table.column_names, table[0], format, column_map)
     indices = None
     if part != "all" and is_by_content:
         indices = part_indices(
@@ -154,7 +158,7 @@ def rows_dataset(
     return tokenized(
         tokenizer,
         table,
-        row_format,
+        dataclasses.replace(row_format, source=reader),
         files if split == "train" else [],
         indices=indices,
         train_on_input=train_on_input,
@@ -234,23 +238,6 @@ def train_validation_split(
     return parts["train" if part == "train" else "test"]
 
 
-def load_rows(
-    source: str | None,
-    data_files: str | list[str] | None,
-    *,
-    name: str | None,
-    split: str,
-    format: str,
-    column_map: Mapping[str, str] | None,
-) -> tuple[datasets.Dataset, RowFormat, list[Path]]:
-    """A table, its format, and the local files it was read from; arguments and errors as for ``rows_dataset``."""
-    files, source = files_and_source(source, data_files)
-    if files and format == AUTO:
-        format = detect(map(str, files), source, column_map).format
-    table = load_table(source, data_files, files, name=name, split=split)
-    return table, _format_of_table(table, format, column_map, source), files
-
-
 def files_and_source(source: str | None, data_files: str | list[str] | None) -> tuple[list[Path], str]:
     """The local files of rows, none of them for rows of the hub or of URLs; and the reader or the hub's name. Raises UserError if no files
     are named, or they cannot be read."""
@@ -284,15 +271,6 @@ def load_table(
     except datasets.exceptions.DatasetGenerationError as error:
         _check_same_fields(files, source)
         raise UserError(f"dataset: {error.__cause__ or error}") from error
-
-
-def _format_of_table(
-    table: datasets.Dataset, format: str, column_map: Mapping[str, str] | None, source: str
-) -> RowFormat:
-    if len(table) == 0:
-        raise UserError("dataset is empty: the split has no rows; give another file or split")
-    found = detect_columns(table.column_names, table[0], format, column_map)
-    return dataclasses.replace(found, source=source, num_rows=len(table))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,23 +81,24 @@ def sciknoweval_dataset(
         dataclasses.replace(_QUESTION_ANSWER, source=reader),
         files if split == "train" else [],
         indices=indices,
-        convert=ToQuestionAnswer(columns),
+        convert=functools.partial(to_question_answer, columns),
         train_on_input=train_on_input,
         new_system_prompt=new_system_prompt,
         packed=packed,
     )
 
 
-class ToQuestionAnswer:
-    """From a row of SciKnowEval, with its fields in ``columns``, to one of question and answer."""
+def to_question_answer(columns: Mapping[str, str], row: Mapping[str, Any]) -> dict[str, str]:
+    """From a row of SciKnowEval to one of question and answer.
 
-    def __init__(self, columns: Mapping[str, str]) -> None:
-        self._columns = columns
+    Args:
+        columns: from SciKnowEval's fields to the row's columns.
 
-    def __call__(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Raises UserError if a field is missing, or the answer is none of the choices."""
-        row = {field: row[column] for field, column in self._columns.items()}
-        return {"question": prompt_of(row), "answer": target_of(row)}
+    Raises:
+        UserError: a field is missing, or the answer is none of the choices.
+    """
+    row = {field: row[column] for field, column in columns.items()}
+    return {"question": prompt_of(row), "answer": target_of(row)}
 
 
 def prompt_of(row: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class BadRow(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class DatasetStats:
     """Statistics of one rank's share of the rows, or of all; the shares' sum is the same however rows are divided.
 
@@ -50,11 +50,11 @@ class DatasetStats:
     num_truncated: int = 0
     digest: int = 0
     first_epoch_digest: int = 0
-    lengths: tuple[int, ...] = ()
-    truncated: tuple[Row, ...] = ()
-    without_targets: tuple[Row, ...] = ()
+    lengths: list[int] = field(default_factory=list)
+    truncated: list[Row] = field(default_factory=list)
+    without_targets: list[Row] = field(default_factory=list)
     num_bad: int = 0
-    bad: tuple[BadRow, ...] = ()
+    bad: list[BadRow] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -83,11 +83,11 @@ class DatasetStats:
             num_truncated=self.num_truncated + other.num_truncated,
             digest=(self.digest + other.digest) % 2**64,
             first_epoch_digest=(self.first_epoch_digest + other.first_epoch_digest) % 2**64,
-            lengths=tuple(sorted(self.lengths + other.lengths)),
-            truncated=tuple(sorted(self.truncated + other.truncated)[:NUM_SHOWN]),
-            without_targets=tuple(sorted(self.without_targets + other.without_targets)[:NUM_SHOWN]),
+            lengths=sorted(self.lengths + other.lengths),
+            truncated=sorted(self.truncated + other.truncated)[:NUM_SHOWN],
+            without_targets=sorted(self.without_targets + other.without_targets)[:NUM_SHOWN],
             num_bad=self.num_bad + other.num_bad,
-            bad=tuple(sorted(self.bad + other.bad)[:MAX_BAD_ROWS]),
+            bad=sorted(self.bad + other.bad)[:MAX_BAD_ROWS],
         )
 
 
@@ -136,11 +136,7 @@ def collect_stats(
 
     Raises UserError for a row that cannot be read or tokenized; with ``keep_bad_rows`` such rows are listed in the statistics instead.
     """
-    num_targets = num_without_targets = num_truncated = num_bad = digest = first_epoch_digest = 0
-    lengths: list[int] = []
-    truncated: list[Row] = []
-    without_targets: list[Row] = []
-    bad: list[BadRow] = []
+    stats = DatasetStats()
     sample_lengths = torch.zeros(len(samples), dtype=torch.int32)
     for index in samples.rows[rank::ranks]:
         try:
@@ -148,42 +144,31 @@ def collect_stats(
         except UserError as error:
             if not keep_bad_rows:
                 raise
-            num_bad += 1
-            if len(bad) < MAX_BAD_ROWS:
+            stats.num_bad += 1
+            if len(stats.bad) < MAX_BAD_ROWS:
                 cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-                bad.append(BadRow(samples.row(index), samples.reason(index, cause)))
+                stats.bad.append(BadRow(samples.row(index), samples.reason(index, cause)))
             continue
         targets = int((shift_labels(torch.as_tensor(sample["labels"])) != IGNORE_INDEX).sum())
-        num_targets += targets
+        stats.num_targets += targets
         sample_lengths[index] = len(sample["labels"])
         draws = 1 if samples.draws is None else int(samples.draws[index])
         row_digest = _digest(index if samples.draws is None else (index, draws), sample)
-        digest += row_digest
-        first_epoch_digest += row_digest if draws > 0 else 0
+        stats.digest += row_digest
+        stats.first_epoch_digest += row_digest if draws > 0 else 0
         if targets == 0:
-            num_without_targets += 1
-            if len(without_targets) < NUM_SHOWN:
-                without_targets.append(samples.row(index))
+            stats.num_without_targets += 1
+            if len(stats.without_targets) < NUM_SHOWN:
+                stats.without_targets.append(samples.row(index))
         limit = _length_limit(samples.part_of(index)[0], max_seq_len)
         for position, length in enumerate(row_lengths(sample)):
-            lengths.append(length)
+            stats.lengths.append(length)
             if limit is not None and length >= limit:
-                num_truncated += 1
-                if len(truncated) < NUM_SHOWN:
-                    truncated.append(samples.row(index, position))
+                stats.num_truncated += 1
+                if len(stats.truncated) < NUM_SHOWN:
+                    stats.truncated.append(samples.row(index, position))
     samples.lengths = sample_lengths
-    return DatasetStats(
-        num_targets,
-        num_without_targets,
-        num_truncated,
-        digest % 2**64,
-        first_epoch_digest % 2**64,
-        tuple(sorted(lengths)),
-        tuple(truncated),
-        tuple(without_targets),
-        num_bad,
-        tuple(bad),
-    )
+    return stats + DatasetStats()  # sorted, and digests modulo 2^64
 
 
 def name_rows(rows: Sequence[Row], total: int) -> str:

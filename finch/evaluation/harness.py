@@ -136,52 +136,33 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
-def make_manager(
-    data_root: Path | None, tokenizer: PreTrainedTokenizerBase, include_path: Path | None, others: Sequence[str]
-) -> Any:
-    """lm-eval's ``TaskManager`` for the tasks of finch, and for ``others``.
-
-    To index all of lm-eval's tasks takes seconds, and is left out where those of ``include_path`` suffice.
-    """
-    include_paths = [] if include_path is None else [include_path]
-    manager = task_manager(data_root, has_chat_template(tokenizer), include_paths=include_paths)
-    if set(others) <= set(manager.task_index):
-        return manager
-    return task_manager(data_root, has_chat_template(tokenizer), include_paths=include_paths, include_defaults=True)
-
-
 def task_manager(
-    data_root: Path | None,
-    has_chat_template: bool,
-    *,
-    include_paths: Sequence[Path] = (),
-    include_defaults: bool = False,
+    data_root: Path | None, has_chat_template: bool, include_path: Path | None = None, others: Sequence[str] = ()
 ) -> Any:
-    """An ``lm_eval.tasks.TaskManager`` that loads the lm-eval tasks of ``finch.evaluation.tasks.registry.TASKS``.
+    """An ``lm_eval.tasks.TaskManager`` that loads the lm-eval tasks of ``finch.evaluation.tasks.registry.TASKS``, and ``others``.
 
     With local rows, lm-eval's own tasks keep their files, prompts and metrics, and only read their rows from there.
 
     Args:
         data_root: folder of local rows; None: the hub.
         has_chat_template: whether the tokenizer has one; otherwise prompts are plain.
-        include_paths: folders of further YAML files; a task there replaces one of the same name.
-        include_defaults: whether all of lm-eval's tasks can be loaded as well.
+        include_path: a folder of further YAML files; a task there replaces one of the same name.
+        others: names of further tasks. Indexing all of lm-eval's takes seconds, and is left out where those of ``include_path`` suffice.
     """
     import lm_eval.tasks
 
     tasks = Path(lm_eval.tasks.__file__).parent
-    is_local = data_root is not None
     folder = tempfile.TemporaryDirectory(prefix="finch-tasks-")
-    _write_variants(Path(folder.name), tasks, is_local=is_local, has_chat_template=has_chat_template)
-    lm_evals = [] if is_local or include_defaults else [tasks / name for name in _LM_EVAL_FOLDERS]
-    manager = lm_eval.tasks.TaskManager(
-        include_path=[*lm_evals, _OWN_TASKS, Path(folder.name), *include_paths],
-        include_defaults=include_defaults,
-        metadata={
-            "data_root": None if data_root is None else str(data_root.resolve()),
-            "has_chat_template": has_chat_template,
-        },
-    )
+    _write_variants(Path(folder.name), tasks, is_local=data_root is not None, has_chat_template=has_chat_template)
+    lm_evals = [tasks / name for name in _LM_EVAL_FOLDERS] if data_root is None else []
+    own = [_OWN_TASKS, Path(folder.name), *([] if include_path is None else [include_path])]
+    metadata = {
+        "data_root": None if data_root is None else str(data_root.resolve()),
+        "has_chat_template": has_chat_template,
+    }
+    manager: Any = lm_eval.tasks.TaskManager(include_path=[*lm_evals, *own], include_defaults=False, metadata=metadata)
+    if not set(others) <= set(manager.task_index):
+        manager = lm_eval.tasks.TaskManager(include_path=own, include_defaults=True, metadata=metadata)
     # lm-eval reads a file again when it loads the task; the folder is removed together with the manager.
     manager.finch_folder = folder
     return manager

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +33,8 @@ from finch.progress import EvaluationProgress
 
 _TOKENS_PER_REQUEST = 5
 """Generated tokens that take about as long as a log-likelihood; measured on a CPU, estimated for a GPU."""
+_DEFAULT_MAX_TOKENS = 256
+"""Of an answer, lm-eval's."""
 
 AUTO = "auto"
 MAX_ROWS = 64
@@ -170,13 +173,13 @@ def form_batches(rows: Sequence[Row], limits: Limits, size: Callable[[Sequence[R
         yield batch
 
 
-def count_requests(requests: Iterable[Any], default_max_tokens: int = 256) -> int:
+def count_requests(requests: Iterable[Any]) -> int:
     """How many requests lm-eval's ``Instance`` objects count as."""
     number = 0
     for request in requests:
         number += 1
         if request.request_type == "generate_until":
-            number += request.args[1].get("max_gen_toks", default_max_tokens) // _TOKENS_PER_REQUEST
+            number += request.args[1].get("max_gen_toks", _DEFAULT_MAX_TOKENS) // _TOKENS_PER_REQUEST
     return number
 
 
@@ -259,29 +262,22 @@ class LanguageModel(HFLM):
         for batch in form_batches(rows, self._limits(GPU_TOKENS, CPU_TOKENS), self._logits_bytes):
             indices = [index for row in batch for index in row.indices]
             content = [requests[index][1:] for index in indices]
-            stored = self._cached(content, len(indices), lambda: self._score(batch, requests))  # noqa: B023 (called at once)
+            score = partial(self._score, requests=requests)
+            stored = self._cached(content, len(indices), partial(_run_in_memory, score, batch))
             for index, (value, is_greedy) in zip(indices, stored, strict=True):
                 answers[index] = (value, is_greedy)
         return answers
 
     def _score(self, rows: list[Row], requests: Sequence[TokenRequest]) -> list[Answer]:
-        """The answers to the rows' requests, from one batch; from smaller ones where the memory does not suffice."""
+        """The answers to the rows' requests, from one batch."""
         indices = [index for row in rows for index in row.indices]
         self._logits_to_keep = logits_to_keep(rows)
         self.batch_size_per_gpu = len(rows)
-        try:
-            answers = super()._loglikelihood_tokens([requests[index] for index in indices], disable_tqdm=True)
-        except RuntimeError as error:
-            if len(rows) == 1 or not _is_out_of_memory(error):
-                raise
-        else:
-            for index, (value, _) in zip(indices, answers, strict=True):
-                if not math.isfinite(value):
-                    self._refuse(self._requests[index], f"the log-likelihood of an answer is {value}")
-            return answers
-        torch.cuda.empty_cache()
-        half = len(rows) // 2
-        return self._score(rows[:half], requests) + self._score(rows[half:], requests)
+        answers = super()._loglikelihood_tokens([requests[index] for index in indices], disable_tqdm=True)
+        for index, (value, _) in zip(indices, answers, strict=True):
+            if not math.isfinite(value):
+                self._refuse(self._requests[index], f"the log-likelihood of an answer is {value}")
+        return answers
 
     def _model_call(
         self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
@@ -338,7 +334,7 @@ class LanguageModel(HFLM):
                 limited = [_with_settings(requests[row.indices[0]], settings) for row in batch]
                 content = [request.args for request in limited]
                 number = count_requests(requests[row.indices[0]] for row in batch)
-                texts = self._cached(content, number, lambda: self._generate(limited))  # noqa: B023 (called at once)
+                texts = self._cached(content, number, partial(_run_in_memory, self._generate, limited))
                 for row, text in zip(batch, texts, strict=True):
                     answers[row.indices[0]] = text
         return answers
@@ -346,14 +342,7 @@ class LanguageModel(HFLM):
     def _generate(self, requests: list[Instance]) -> list[str]:
         self._requests = requests
         self.batch_size_per_gpu = len(requests)
-        try:
-            return super().generate_until(requests, disable_tqdm=True)
-        except RuntimeError as error:
-            if len(requests) == 1 or not _is_out_of_memory(error):
-                raise
-        torch.cuda.empty_cache()
-        half = len(requests) // 2
-        return self._generate(requests[:half]) + self._generate(requests[half:])
+        return super().generate_until(requests, disable_tqdm=True)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         options = {"logits_to_keep": 1} if self._can_keep_logits else {}
@@ -405,8 +394,17 @@ class LanguageModel(HFLM):
         )
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def _run_in_memory(run: Callable[[list[Any]], list[Any]], batch: list[Any]) -> list[Any]:
+    """The answers to a batch; from halves of it where the memory does not suffice."""
+    try:
+        return run(batch)
+    except RuntimeError as error:
+        is_out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if len(batch) == 1 or not is_out_of_memory:
+            raise
+    torch.cuda.empty_cache()
+    half = len(batch) // 2
+    return _run_in_memory(run, batch[:half]) + _run_in_memory(run, batch[half:])
 
 
 def _with_settings(request: Instance, settings: dict[str, Any]) -> Instance:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from finch.config.instantiate import first_line
 from finch.errors import UserError
 from finch.evaluation.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelFolder, weight_files
 from finch.models.hf_config import CONFIG, read_config, read_settings
@@ -73,9 +74,7 @@ def load_model(folder: ModelFolder, dtype: str, device: torch.device) -> PreTrai
             folder.base or folder.path, dtype=DTYPES[dtype], output_loading_info=True
         )
     except Exception as error:  # transformers and safetensors have an exception for each kind of damage
-        raise UserError(
-            f"{folder} cannot be loaded by transformers ({_first_line(error)}); check the folder"
-        ) from error
+        raise UserError(f"{folder} cannot be loaded by transformers ({first_line(error)}); check the folder") from error
     model, info = loaded
     if missing := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
         raise UserError(f"{folder} lacks weights of its model, such as {missing[0]}; give the complete folder")
@@ -97,12 +96,8 @@ def load_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers, tokenizers and sentencepiece have an exception for each kind of damage
         raise UserError(
-            f"{option}={folder} has no tokenizer that transformers can load ({_first_line(error)}); copy the tokenizer's files there"
+            f"{option}={folder} has no tokenizer that transformers can load ({first_line(error)}); copy the tokenizer's files there"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def check_adapter(folder: Path, label: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import contextlib
 import importlib.metadata
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -246,11 +246,10 @@ class Evaluation:
             base=base,
             settings=self.settings,
             versions=_versions(),
-            tasks={},
+            tasks={**({} if earlier is None else earlier.tasks), task.name: result},
         )
-        tasks = {**({} if earlier is None else earlier.tasks), task.name: result}
         try:
-            write_result(target.output, replace(suite, tasks=tasks), {task.name: samples})
+            write_result(target.output, suite, {task.name: samples})
         except ValueError as error:  # NaN or infinity, which JSON cannot hold
             raise UserError(
                 f"{target.folder}: task {task.name} has a result that is not finite ({error}); nothing is written"

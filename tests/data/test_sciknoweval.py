@@ -1,5 +1,7 @@
 """SciKnowEval's rows: the split of all rows, the prompt, and the target, which is a solution where a row has one."""
 
+from functools import partial
+
 import datasets
 import pytest
 from helpers.rows import membership, write_lines
@@ -8,7 +10,7 @@ from omegaconf import OmegaConf
 from torchtune.config import instantiate
 
 from finch.data.dataset import load_dataset
-from finch.data.sciknoweval import ToQuestionAnswer, choices_of, sciknoweval_dataset
+from finch.data.sciknoweval import choices_of, sciknoweval_dataset, to_question_answer
 from finch.errors import UserError
 
 FIELDS = ("prompt", "question", "choices", "answerKey", "answer")
@@ -65,7 +67,7 @@ def test_membership_of_the_real_rows_is_pinned(shared_data, tokenizer):
 
 
 def test_prompt_and_plain_answer():
-    convert = ToQuestionAnswer({field: field for field in FIELDS})
+    convert = partial(to_question_answer, {field: field for field in FIELDS})
     assert convert(row(1)) == {
         "question": "the bird\n\nthe tree 1\nA. a tree\nB. a river\nC. the bird\nD. a",
         "answer": "C. the bird",

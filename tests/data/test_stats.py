@@ -38,7 +38,7 @@ def test_truncated_rows_are_numbered(tokenizer, tmp_path, format, packed):
     file = write_lines(tmp_path / "rows.jsonl", *map(FORMATS[format], texts))
     stats = collect_stats(load(tokenizer, file, packed=packed), 0, 1, tokenizer.max_seq_len)
     if format == "text" and packed:  # split across packs
-        assert (stats.num_truncated, stats.truncated) == (0, ())
+        assert (stats.num_truncated, stats.truncated) == (0, [])
         return
     assert (stats.num_rows, stats.num_truncated) == (7, 4)
     assert name_rows(stats.truncated, stats.num_truncated) == "rows 2, 5, 6, ..."

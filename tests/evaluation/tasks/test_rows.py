@@ -101,7 +101,7 @@ def test_mmlu_needs_all_subjects(tmp_path: Path) -> None:
 
 def test_manager_adds_a_users_tasks(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("task: own\ndataset_path: json\n")
-    assert "own" in task_manager(None, True, include_paths=[tmp_path]).all_tasks
+    assert "own" in task_manager(None, True, tmp_path).all_tasks
     assert "own" not in task_manager(None, True).all_tasks
     names = {name for task in TASKS.values() for name in task.lm_eval_names}
     assert names <= set(task_manager(None, True).all_tasks)
