@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finch.evaluation.statistics import confidence_bins
-from finch.report.front import Front, Point, TradeOff, non_dominated, points_by_method
+from finch.report.front import Front, Point, TradeOff, on_front, points_by_method, with_base
 from finch.report.measures import Estimate
-from finch.report.style import COLOURS, Drawing, Style, add_legend, label_axes, new_figure, save, step_axis
+from finch.report.style import COLOURS, Drawing, Style, new_figure, save
 from finch.sweep.grid import LR
 
 if TYPE_CHECKING:
@@ -45,14 +45,13 @@ def draw_trade_off(
     Args:
         sign: of what is shown on each axis: -1 for a loss, whose axis is inverted, so that up and right are better on every figure.
     """
-    figure, axes = new_figure(4.2)
+    figure, axes = new_figure(4.2, new_label, old_label)
     points = list(trade_off.points)
     by_method = points_by_method(trade_off)
-    for position, new, old in trade_off.runs:
-        setting = points[position].setting
-        if setting is not None and len(setting.runs) > 1:
-            style = styles[setting.method]
-            axes.plot(sign[0] * new, sign[1] * old, ".", color=style.hex, markersize=2.5, alpha=0.55, zorder=2)
+    for point in points:
+        for new, old in point.runs if len(point.setting.runs) > 1 else ():
+            colour = styles[point.setting.method].hex
+            axes.plot(sign[0] * new, sign[1] * old, ".", color=colour, markersize=2.5, alpha=0.55, zorder=2)
     for method in (one for one in styles if one in by_method):
         style, group = styles[method], by_method[method]
         for rates in _by_learning_rate(group):
@@ -61,10 +60,7 @@ def draw_trade_off(
         for point in group:
             _draw_point(axes, point, sign, style, alpha=0.7 if len(points) <= MANY_SETTINGS else 0.35)
         _add_key(axes, style)
-    every = [*points, trade_off.base] if trade_off.base is not None else points
-    front = [
-        every[index] for index in non_dominated([one.new.value for one in every], [one.old.value for one in every])
-    ]
+    front = on_front(with_base(points, trade_off.base))
     axes.step(
         [sign[0] * one.new.value for one in front],
         [sign[1] * one.old.value for one in front],
@@ -82,8 +78,6 @@ def draw_trade_off(
     outside = _leave_out(axes, trade_off, sign)
     for axis, invert in zip((axes.xaxis, axes.yaxis), sign, strict=True):
         axis.set_inverted(invert < 0)
-    label_axes(axes, new_label, old_label)
-    add_legend(figure)
     outside_text = (
         f" Outside: {'a setting' if outside == 1 else f'{outside} settings'} that the pretrained model beats on both axes; "
         f"{'it is' if outside == 1 else 'they are'} in the table."
@@ -159,11 +153,9 @@ def _by_learning_rate(points: list[Point]) -> list[list[Point]]:
     """Settings that differ only in their learning rate, by it."""
 
     def others(point: Point) -> str:
-        assert point.setting is not None
         return str(sorted((key, str(value)) for key, value in point.setting.values.items() if key != LR))
 
     def learning_rate(point: Point) -> float:
-        assert point.setting is not None
         return float(point.setting.values.get(LR) or 0)
 
     ordered = sorted(points, key=lambda point: (others(point), learning_rate(point)))
@@ -180,7 +172,7 @@ def draw_front(
     sign: tuple[int, int],
     places: int,
 ) -> Drawing:
-    figure, axes = new_figure(3.9)
+    figure, axes = new_figure(3.9, f"at equal {new_label}", old_label)
     methods = [method for method in styles if method in front.methods]
     width = 0.7 / max(1, len(methods))
     size = 5.5 if len(methods) <= MANY_METHODS else 4.5
@@ -213,22 +205,11 @@ def draw_front(
     axes.set_xticks(range(len(front.scores)), [f"{sign[0] * score:.{places}f}" for score in front.scores])
     axes.set_xlim(-0.5, len(front.scores) - 0.5)
     axes.yaxis.set_inverted(sign[1] < 0)
-    label_axes(axes, f"at equal {new_label}", old_label)
-    add_legend(figure)
     caption = (
         "Higher is better. Each group compares methods where they have learned equally much. A method that does not reach a score is absent there. "
         "Hollow: between the pretrained model and the first setting on the method's front."
     )
     return save(figure, folder, "front", "Forgetting at equal new-task score", caption)
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A run: where it stands on the x axis, and its score."""
-
-    method: str
-    x: float
-    score: Estimate
 
 
 @dataclass(frozen=True)
@@ -241,9 +222,9 @@ class Answers:
 
 
 def draw_scores(
-    marks: Sequence[Mark],
+    marks: Sequence[tuple[str, float, Estimate]],
     base: Estimate | None,
-    levels: Sequence[tuple[float, str]],
+    levels: Mapping[str, float],
     styles: Mapping[str, Style],
     folder: Path,
     *,
@@ -257,17 +238,17 @@ def draw_scores(
 ) -> Drawing:
     """
     Args:
-        levels: horizontal lines with their labels, such as chance, in the scores' unit.
+        marks: (method, x, score) of each run.
+        levels: horizontal lines by their labels, such as chance, in the scores' unit.
     """
-    figure, axes = new_figure(3.6)
-    for mark in marks:
-        style = styles[mark.method]
-        if mark.score.low is not None and mark.score.high is not None:
-            ends = [scale * mark.score.low, scale * mark.score.high]
-            axes.plot([mark.x, mark.x], ends, color=style.hex, linewidth=1.0, alpha=0.6)
+    figure, axes = new_figure(3.6, x_label, y_label)
+    for method, x, score in marks:
+        style = styles[method]
+        if score.low is not None and score.high is not None:
+            axes.plot([x, x], [scale * score.low, scale * score.high], color=style.hex, linewidth=1.0, alpha=0.6)
         axes.plot(
-            mark.x,
-            scale * mark.score.value,
+            x,
+            scale * score.value,
             marker=style.marker,
             linestyle="none",
             color=style.hex,
@@ -280,12 +261,10 @@ def draw_scores(
         if base.low is not None and base.high is not None:
             axes.axhspan(scale * base.low, scale * base.high, color=COLOURS["muted"], alpha=0.15, linewidth=0)
         axes.axhline(scale * base.value, color=COLOURS["ink"], linewidth=1.2, label="pretrained, 95%")
-    for (value, text), pattern in zip(levels, (":", "--", "-."), strict=False):
+    for (text, value), pattern in zip(levels.items(), (":", "--"), strict=False):
         axes.axhline(scale * value, color=COLOURS["muted"], linewidth=1.0, linestyle=pattern, label=text)
     if is_log:
         axes.set_xscale("log")
-    label_axes(axes, x_label, y_label)
-    add_legend(figure)
     return save(figure, folder, name, title, caption)
 
 
@@ -304,7 +283,7 @@ def draw_calibration(answers: Sequence[Answers], styles: Mapping[str, Style], fo
     Args:
         chosen: which runs are shown, for the caption.
     """
-    figure, axes = new_figure(4.2)
+    figure, axes = new_figure(4.2, "stated confidence, %", "right answers, %")
     axes.plot([0, 100], [0, 100], color=COLOURS["muted"], linewidth=1.0, linestyle=":", label="calibrated")
     for one in answers:
         style = styles[one.method] if one.method is not None else PRETRAINED
@@ -322,8 +301,6 @@ def draw_calibration(answers: Sequence[Answers], styles: Mapping[str, Style], fo
             axes.plot(100 * confidence, 100 * accuracy, marker=style.marker, color=style.hex, markersize=size)
         axes.plot([], [], marker=style.marker, color=style.hex, markersize=6, label=style.label)
     axes.set(xlim=(-3, 103), ylim=(-3, 103))
-    label_axes(axes, "stated confidence, %", "right answers, %")
-    add_legend(figure)
     caption = f"Answers in ten bins by their stated confidence; below the dotted line, a model is overconfident. Larger markers have more answers. {chosen}"
     return save(figure, folder, "calibration", "Stated confidence against accuracy", caption)
 
@@ -371,7 +348,9 @@ def draw_curves(
     Args:
         curves: with a few markers each, since methods share colours.
     """
-    figure, axes = new_figure(3.4)
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = new_figure(3.4, "step", label)
     for curve in sorted(curves, key=lambda one: one.is_paper):
         style = styles[curve.method]
         steps, values = thin(curve.steps, curve.values)
@@ -394,7 +373,6 @@ def draw_curves(
     if is_scientific:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         axes.yaxis.get_offset_text().set(color=COLOURS["ink"], fontsize=9)
-    step_axis(axes)
-    label_axes(axes, "step", label)
-    add_legend(figure)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlim(left=0)
     return save(figure, folder, name, title, caption)

@@ -51,23 +51,24 @@ class Setting:
     runs: Sequence[int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Point:
     """A setting in the trade-off, mean over its seeds, in units where more is better: percent and points, or minus nats per token.
 
     Attributes:
-        setting: None for the pretrained model.
         new: score on the new task.
         old: mean change of the old tasks.
         new_draws, old_draws: the same of each draw of the bootstrap, [draws].
+        runs: (new, old) of each run.
         tasks: the change of each old task, by name; of those that are not the trade-off's where all its runs have one.
     """
 
-    setting: Setting | None
+    setting: Setting
     new: Estimate
     old: Estimate
     new_draws: Array
     old_draws: Array
+    runs: Sequence[tuple[float, float]] = ()
     tasks: Mapping[str, Estimate] = field(default_factory=dict)
 
 
@@ -78,14 +79,12 @@ class TradeOff:
     Attributes:
         points: one per setting.
         base: the pretrained model; None where its score on the new task was not measured.
-        runs: (setting's position, new, old) of each run.
         has_intervals: False where there are neither documents to draw nor ``MIN_SEEDS`` seeds.
         drawn: what intervals are over.
     """
 
     points: Sequence[Point]
     base: Point | None
-    runs: Sequence[tuple[int, float, float]]
     has_intervals: bool
     drawn: str = "documents and seeds"
 
@@ -126,7 +125,7 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
     """
     numbers = [number for setting in settings for number in setting.runs if comparison.is_complete(number)]
     if comparison.new is None or not numbers:
-        return TradeOff([], None, [], False)
+        return TradeOff([], None, False)
     column = {number: index for index, number in enumerate(numbers)}
     names = [str(comparison.runs[number].folder) for number in numbers]
 
@@ -164,17 +163,14 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
             measure.name: _mean_over_seeds(values, draws, columns, weights, measure.is_probe and has_few_seeds)[0]
             for measure, (values, draws) in zip(tasks, per_task, strict=True)
         }
-        points.append(Point(setting, new_mean, old_mean, new_means, old_means, of_task))
+        runs = [(float(new[index]), float(old[index])) for index in columns]
+        points.append(Point(setting, new_mean, old_mean, new_means, old_means, runs, of_task))
     base = None
     if comparison.outcomes[numbers[0]][comparison.new.name].base is not None:
         spread = (None, None, None) if comparison.new.is_probe else interval(new_draws[:, -1])
-        base = Point(None, Estimate(float(new[-1]), *spread), Estimate(0.0), new_draws[:, -1], np.zeros(RESAMPLES))
-    runs = [
-        (position, float(new[column[number]]), float(old[column[number]]))
-        for position, (_, members) in enumerate(kept)
-        for number in members
-    ]
-    return TradeOff(points, base, runs, has_intervals, "seeds" if are_probes else "documents and seeds")
+        score = Estimate(float(new[-1]), *spread)
+        base = Point(Setting("pretrained", {}, []), score, Estimate(0.0), new_draws[:, -1], np.zeros(RESAMPLES))
+    return TradeOff(points, base, has_intervals, "seeds" if are_probes else "documents and seeds")
 
 
 def _correct_bootstrap_variance(weights: Array) -> Array:
@@ -237,36 +233,35 @@ def _values_and_draws(
         samples = [*(one.samples for one in outcomes), outcomes[0].base_samples or outcomes[0].samples]
         documents = _documents(measure, samples, [*names, "the base"])
         if is_change:
-            documents = {key: (cluster, row[:-1] - row[-1]) for key, (cluster, row) in documents.items()}
+            documents = [(cluster, row[:-1] - row[-1]) for cluster, row in documents]
         values, draws = _resample(measure, documents)
         return factor * values, factor * draws
     return factor * values, np.tile(factor * values, (RESAMPLES, 1))
 
 
-_Documents = dict[tuple[Any, Any], tuple[Hashable, Array]]
-"""Document to its cluster and its scores in all columns, NaN where it has none."""
-
-
-def _documents(measure: Measure, columns: Sequence[Sequence[Sample]], names: Sequence[str]) -> _Documents:
+def _documents(
+    measure: Measure, columns: Sequence[Sequence[Sample]], names: Sequence[str]
+) -> list[tuple[Hashable, Array]]:
+    """Of each document its cluster and its scores in all columns, NaN where it has none."""
     scores = [{(sample["doc_id"], sample["doc_hash"]): sample for sample in samples} for samples in columns]
     for documents, name in zip(scores, names, strict=True):
         if documents.keys() != scores[0].keys():
             raise UserError(
                 f"{measure.name}: {names[0]} and {name} were evaluated on different documents; evaluate both with the same data and --limit"
             )
-    found: _Documents = {}
+    found: list[tuple[Hashable, Array]] = []
     for key, sample in sorted(scores[0].items()):
         values = [documents[key].get("score") for documents in scores]
-        row = np.array([math.nan if value is None else value for value in values], dtype=float)
         cluster = sample.get("cluster")
-        found[key] = (("document", key) if cluster is None else ("cluster", cluster), row)
+        row = np.array(values, dtype=float)  # None is NaN
+        found.append((("document", key) if cluster is None else ("cluster", cluster), row))
     return found
 
 
-def _resample(measure: Measure, documents: _Documents) -> tuple[Array, Array]:
+def _resample(measure: Measure, documents: Sequence[tuple[Hashable, Array]]) -> tuple[Array, Array]:
     """Means over clusters, [columns], and of each draw of clusters, [draws, columns]."""
     groups: dict[Hashable, list[Array]] = {}
-    for cluster, row in documents.values():
+    for cluster, row in documents:
         groups.setdefault(cluster, []).append(row)
     table = np.array([_mean_of_known(np.array(rows)) for rows in groups.values()])
     is_known = ~np.isnan(table)
@@ -311,13 +306,16 @@ class Front:
         scores: on the new task, rising.
         methods: values at each score, by method.
         highest: each method's highest score.
-        reference: the method that differences are from.
     """
 
     scores: Sequence[float]
     methods: Mapping[str, Sequence[FrontValue]]
     highest: Mapping[str, float]
-    reference: str | None
+
+    @property
+    def reference(self) -> str:
+        """The method that differences are from: the first one."""
+        return next(iter(self.methods))
 
 
 def non_dominated(new: Sequence[float], old: Sequence[float]) -> list[int]:
@@ -358,7 +356,7 @@ def common_scores(points: Mapping[str, Sequence[Point]], resolution: float, base
 
 def _first_on_front(points: Sequence[Point], base: Point | None) -> Point:
     """The first setting on the front; where the pretrained model beats them all, the one with the best score."""
-    front = [one for one in _on_front(_with_base(points, base)) if one.setting is not None]
+    front = [one for one in on_front(with_base(points, base)) if one is not base]
     return front[0] if front else max(points, key=lambda one: one.new.value)
 
 
@@ -366,7 +364,6 @@ def points_by_method(trade_off: TradeOff) -> dict[str, list[Point]]:
     """Each method's settings, in the order of the trade-off."""
     groups: dict[str, list[Point]] = {}
     for point in trade_off.points:
-        assert point.setting is not None
         groups.setdefault(point.setting.method, []).append(point)
     return groups
 
@@ -382,13 +379,13 @@ def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[st
     scores = common_scores(groups, resolution, trade_off.base)
     highest = {method: max(point.new.value for point in points) for method, points in groups.items()}
     draws = {method: front_draws(points, trade_off.base, scores) for method, points in groups.items()}
-    every = {method: _with_base(points, trade_off.base) for method, points in groups.items()}
+    every = {method: with_base(points, trade_off.base) for method, points in groups.items()}
     reference = next(iter(groups), "")
     methods = {}
     for method in groups:
-        kept = _on_front(every[method])
+        kept = on_front(every[method])
         # Where the pretrained model itself is beaten, a score below the method's first setting is reached by that setting.
-        first = kept[1].new.value if kept[0].setting is None and len(kept) > 1 else -math.inf
+        first = kept[1].new.value if kept[0] is trade_off.base and len(kept) > 1 else -math.inf
         values = []
         for number, score in enumerate(scores):
             if score > highest[method]:
@@ -404,14 +401,15 @@ def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[st
             change = _estimate(value, spread, trade_off.has_intervals)
             values.append(FrontValue(change, score < first - resolution, difference))
         methods[method] = values
-    return Front(scores, methods, highest, reference or None)
+    return Front(scores, methods, highest)
 
 
-def _with_base(points: Sequence[Point], base: Point | None) -> list[Point]:
+def with_base(points: Sequence[Point], base: Point | None) -> list[Point]:
     return [*points, base] if base is not None else list(points)
 
 
-def _on_front(points: Sequence[Point]) -> list[Point]:
+def on_front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats, by rising score."""
     return [
         points[index] for index in non_dominated([one.new.value for one in points], [one.old.value for one in points])
     ]
@@ -423,7 +421,7 @@ def _value(points: Sequence[Point], score: float) -> float:
 
 def front_draws(points: Sequence[Point], base: Point | None, scores: Sequence[float] | Array) -> Array:
     """[draws, scores]: the change at each score on the front of each draw of the bootstrap."""
-    every = _with_base(points, base)
+    every = with_base(points, base)
     new = np.stack([point.new_draws for point in every], axis=1)
     old = np.stack([point.old_draws for point in every], axis=1)
     found = np.empty((len(new), len(scores)))

@@ -89,7 +89,7 @@ class Report:
     def shown_runs(self) -> list[Run]:
         """For curves: of each method the setting with the best new-task score, else its first one with metrics."""
         runs = self.comparison.runs
-        scores = {point.setting.runs[0]: point.new.value for point in self.trade_off.points if point.setting}
+        scores = {point.setting.runs[0]: point.new.value for point in self.trade_off.points}
         shown = []
         for method in self.names.styles:
             settings = [
@@ -225,7 +225,7 @@ def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
         else:
             x = outcomes[new.name].score.value * new.scale if new.name in outcomes else None
         if x is not None:
-            marks.append(figures.Mark(run.method, x, one.score))
+            marks.append((run.method, x, one.score))
     if not marks:
         return None
     if measure.chance is not None:
@@ -234,7 +234,7 @@ def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
     return figures.draw_scores(
         marks,
         base,
-        [(value, text) for text, value in levels.items()],
+        levels,
         report.names.styles,
         report.folder,
         name=f"reliability_{measure.name}",

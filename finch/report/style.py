@@ -115,7 +115,7 @@ class Drawing:
     svg: str
 
 
-def new_figure(height: float = 3.5) -> tuple[Figure, Axes]:
+def new_figure(height: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     """Nothing of pyplot's is used: a notebook keeps its backend and figures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -130,20 +130,16 @@ def new_figure(height: float = 3.5) -> tuple[Figure, Axes]:
     axes.tick_params(colors=COLOURS["ink"], labelsize=9)
     axes.grid(color=COLOURS["grid"], linewidth=0.6)
     axes.set_axisbelow(True)
+    axes.set_xlabel(x_label, color=COLOURS["ink"], fontsize=9.5)
+    axes.set_ylabel(y_label, color=COLOURS["ink"], fontsize=9.5)
     return figure, axes
 
 
-def label_axes(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, color=COLOURS["ink"], fontsize=9.5)
-    axes.set_ylabel(y, color=COLOURS["ink"], fontsize=9.5)
-
-
-def add_legend(figure: Figure) -> None:
+def _add_legend(figure: Figure) -> None:
     """Each label once, below the axes, so that it hides nothing; a figure with many rows of it is higher."""
     found: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
+    for handle, label in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
+        found.setdefault(label, handle)
     if found:
         rows = math.ceil(len(found) / LEGEND_COLUMNS)
         figure.set_figheight(figure.get_figheight() + ROW * max(0, rows - 2))
@@ -160,18 +156,11 @@ def add_legend(figure: Figure) -> None:
         )
 
 
-def step_axis(axes: Axes) -> None:
-    """Whole steps, from 0."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    axes.set_xlim(left=0)
-
-
 def save(figure: Figure, folder: Path, name: str, title: str, caption: str) -> Drawing:
-    """Writes NAME.svg and NAME.png, on white."""
+    """Writes NAME.svg and NAME.png, on white, with the legend below the axes."""
     import matplotlib
 
+    _add_legend(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # once is enough
     vectors = io.StringIO()

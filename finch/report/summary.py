@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from finch import run_files
 from finch.evaluation.tasks.registry import SUITES
-from finch.report.front import RESAMPLES, Front, Point, Setting, TradeOff
+from finch.report.front import RESAMPLES, Front, Setting, TradeOff, points_by_method
 from finch.report.measures import Comparison, Estimate
 from finch.report.selection import Measure
 from finch.report.tables import Names, equal_score, estimate, number
@@ -74,20 +74,16 @@ def _what_is_missing(comparison: Comparison) -> str:
 
 
 def _learned(new: Measure, old: Sequence[Measure], trade_off: TradeOff, names: Names) -> list[str]:
-    best: dict[str, tuple[Setting, Point]] = {}
-    for point in trade_off.points:
-        assert point.setting is not None
-        method = point.setting.method
-        if method not in best or point.new.value > best[method][1].new.value:
-            best[method] = point.setting, point
+    points = points_by_method(trade_off)
     lines = []
-    for setting, point in (best[method] for method in names.styles if method in best):
+    for method in (one for one in names.styles if one in points):
+        point = max(points[method], key=lambda one: one.new.value)
         learned = estimate(point.new.times(new.sign), new.places, unit=_unit(new))
         change = estimate(point.old.times(old[0].sign), old[0].places, sign=True, unit=f" {old[0].change_unit}")
         low, high = point.old.low, point.old.high
         is_unclear = low is not None and high is not None and low <= 0 <= high
         lines.append(
-            f"{names.setting(setting)}: {learned} on {new.name}; {'old tasks' if len(old) > 1 else old[0].name} {change}"
+            f"{names.setting(point.setting)}: {learned} on {new.name}; {'old tasks' if len(old) > 1 else old[0].name} {change}"
             + (", not distinguishable from 0" if is_unclear else "")
         )
     return lines
@@ -109,7 +105,7 @@ def _at_equal_score(new: Measure, old: Measure, front: Front, names: Names, *, h
             lines.append(f"{label} does not reach this score.")
         elif value.difference is not None:
             lines.append(_difference_text(label, value.difference, old))
-    reference = names.styles[str(front.reference)].label
+    reference = names.styles[front.reference].label
     score = equal_score(front.scores[position], new)
     note = " (95% intervals, each for one comparison)" if has_intervals else ""
     return f"At an equal {score} on {new.name}, compared with {reference}{note}:", lines

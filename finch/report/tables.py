@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from finch.evaluation.results import OLD, POINTS, Sample
 from finch.evaluation.statistics import average_delta, expected_calibration_error, half_width
 from finch.evaluation.tasks.confidence import stated_confidences
-from finch.report.front import FOLDER, Front, Setting, TradeOff, non_dominated, points_by_method
+from finch.report.front import FOLDER, Front, Setting, TradeOff, on_front, points_by_method
 from finch.report.measures import Comparison, Estimate, Outcome, finite
 from finch.report.paper import METRICS
 from finch.report.runs import BATCH_SIZE, Run
@@ -139,6 +139,11 @@ def _shown(one: Estimate | None, measure: Measure, *, sign: bool = False) -> str
     return NONE if one is None else estimate(one.times(measure.scale), measure.places, sign=sign)
 
 
+def _turned(one: Estimate, measure: Measure, *, sign: bool = False) -> str:
+    """An estimate of the trade-off, where more is better, in the measure's own direction."""
+    return estimate(one.times(measure.sign), measure.places, sign=sign)
+
+
 def _change_cell(one: Outcome | None) -> str:
     if one is None or one.delta is None:
         return NONE
@@ -157,26 +162,21 @@ def _intervals_text(trade_off: TradeOff) -> str:
 
 def settings_table(trade_off: TradeOff, names: Names, new: Measure, old: Sequence[Measure]) -> Table:
     """Each setting's place in the trade-off: mean over seeds, interval, range, and whether no other setting beats it."""
-    points = list(trade_off.points)
-    front = set(non_dominated([one.new.value for one in points], [one.old.value for one in points]))
-    rows = []
-    for position, point in enumerate(points):
-        assert point.setting is not None
-        seeds = [(one, other) for index, one, other in trade_off.runs if index == position]
-        rows.append(
-            [
-                names.setting(point.setting),
-                str(len(seeds)),
-                estimate(point.new.times(new.sign), new.places),
-                _range([new.sign * one for one, _ in seeds], new.places),
-                estimate(point.old.times(old[0].sign), old[0].places, sign=True),
-                _range([old[0].sign * other for _, other in seeds], old[0].places, sign=True),
-                "yes" if position in front else "",
-            ]
-        )
+    front = on_front(trade_off.points)
+    rows = [
+        [
+            names.setting(point.setting),
+            str(len(point.runs)),
+            _turned(point.new, new),
+            _range([new.sign * one for one, _ in point.runs], new.places),
+            _turned(point.old, old[0], sign=True),
+            _range([old[0].sign * other for _, other in point.runs], old[0].places, sign=True),
+            "yes" if point in front else "",
+        ]
+        for point in trade_off.points
+    ]
     if trade_off.base is not None:
-        base = estimate(trade_off.base.new.times(new.sign), new.places)
-        rows.append(["pretrained", "", base, "", number(0, old[0].places), "", ""])
+        rows.append(["pretrained", "", _turned(trade_off.base.new, new), "", number(0, old[0].places), "", ""])
     return Table(
         "Settings",
         [
@@ -205,11 +205,10 @@ def front_table(front: Front, names: Names, trade_off: TradeOff, new: Measure, o
         cells = [
             f"reaches {equal_score(front.highest[method], new)}"
             if value.change is None
-            else estimate(value.change.times(old[0].sign), old[0].places, sign=True)
-            + (" †" if value.is_extrapolated else "")
+            else _turned(value.change, old[0], sign=True) + (" †" if value.is_extrapolated else "")
             for value in values
         ]
-        num_runs = sum(any(trade_off.points[index] is one for one in points[method]) for index, _, _ in trade_off.runs)
+        num_runs = sum(len(point.runs) for point in points[method])
         rows.append([names.styles[method].label, str(len(points[method])), str(num_runs), *cells])
     return Table(
         f"Change of the old tasks, {old[0].change_unit}, at equal {new.name}",
@@ -222,17 +221,13 @@ def front_table(front: Front, names: Names, trade_off: TradeOff, new: Measure, o
 
 def difference_table(front: Front, names: Names, new: Measure, old: Sequence[Measure]) -> Table | None:
     """Each method minus the reference at the same score; None without another method."""
-    if front.reference is None or len(front.methods) < 2:
+    if len(front.methods) < 2:
         return None
-    rows = [
-        [names.styles[method].label]
-        + [
-            NONE if one.difference is None else estimate(one.difference.times(old[0].sign), old[0].places, sign=True)
-            for one in values
-        ]
-        for method, values in front.methods.items()
-        if method != front.reference
-    ]
+    rows = []
+    for method, values in front.methods.items():
+        if method != front.reference:
+            cells = [NONE if one.difference is None else _turned(one.difference, old[0], sign=True) for one in values]
+            rows.append([names.styles[method].label, *cells])
     return Table(
         f"Difference from {names.styles[front.reference].label}, {old[0].change_unit}",
         ["method", *(f"at {equal_score(score, new)}" for score in front.scores)],
@@ -252,12 +247,9 @@ def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure], o
     columns = [*old, *(one for one in others if all(one.name in point.tasks for point in trade_off.points))]
     rows = []
     for point in trade_off.points:
-        assert point.setting is not None
-        cells = [
-            estimate(point.tasks[measure.name].times(measure.sign), measure.places, sign=True) for measure in columns
-        ]
+        cells = [_turned(point.tasks[measure.name], measure, sign=True) for measure in columns]
         if len(old) > 1:
-            cells.append(estimate(point.old.times(old[0].sign), old[0].places, sign=True))
+            cells.append(_turned(point.old, old[0], sign=True))
         rows.append([names.setting(point.setting), *cells])
     titles = [f"{one.name}, {one.change_unit}" for one in columns]
     return Table(
@@ -458,7 +450,6 @@ def paper_table(
             zeros = [number(0, 1)] * (len(columns) + 1)
             rows.append(["pretrained", "here", number(trade_off.base.new.value, 1), *zeros])
         for point in points.get(method, []):
-            assert point.setting is not None
             members = [comparison.outcomes[run] for run in point.setting.runs if comparison.is_complete(run)]
             cells = []
             for measure in columns:

@@ -172,8 +172,7 @@ def _compare(setting: str, new: str, measure: Measure, points: TradeOff, names: 
         log = np.log(draws.clip(FLOOR)) - np.log(other_draws.clip(FLOOR))
         quotient = math.exp(float((np.log(value) - np.log(other_value)).mean()))
         ratio = Interval.of(quotient, np.exp(log.mean(axis=1)))
-    settings = [points.points[position].setting for position, _, _ in points.runs]  # of each run that has both scores
-    counts = [sum(setting is not None and setting.method == name for setting in settings) for name in names]
+    counts = [sum(len(point.runs) for point in group) for group in both]  # runs that have both scores
     ends = sorted((abs(lowest), abs(highest)))  # a loss has the sign of a score here
     return Pair(setting, new, measure.name, one, other, ends[0], ends[1], difference, ratio, (counts[0], counts[1]))
 

@@ -20,8 +20,8 @@ def draw(folder, places):
         Point(Setting("sft", {"optimizer.lr": rate}, [rate]), Estimate(new), Estimate(old), zeros, zeros)
         for rate, (new, old) in enumerate(places)
     ]
-    base = Point(None, Estimate(-2.9), Estimate(0.0), zeros, zeros)
-    trade_off = TradeOff(points, base, [], False)
+    base = Point(Setting("pretrained", {}, []), Estimate(-2.9), Estimate(0.0), zeros, zeros)
+    trade_off = TradeOff(points, base, False)
     return draw_trade_off(trade_off, STYLES, folder, new_label="loss", old_label="kl", sign=(-1, -1))
 
 

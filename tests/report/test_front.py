@@ -127,8 +127,7 @@ def test_probes_have_intervals_from_five_seeds_on(tmp_path):
 def point(method, new, old, draws=None):
     """``draws``: (new, old) of each draw; without them the values are fixed."""
     drawn = np.array(draws if draws is not None else [(new, old)] * 4, dtype=float)
-    setting = None if method is None else Setting(method, {}, [0])
-    return Point(setting, Estimate(new), Estimate(old), drawn[:, 0], drawn[:, 1])
+    return Point(Setting(method, {}, [0]), Estimate(new), Estimate(old), drawn[:, 0], drawn[:, 1])
 
 
 def test_non_dominated():
@@ -159,7 +158,7 @@ def test_common_scores_are_reached_by_two_methods():
 
 def test_common_scores_start_where_fronts_do():
     """Not at settings that have learned less than nothing: the pretrained model has the score without forgetting."""
-    base = point(None, 60.0, 0)
+    base = point("pretrained", 60.0, 0)
     points = {"a": [point("a", 40.0, -9), point("a", 62.0, -1), point("a", 90.0, -2)]}
     points["b"] = [point("b", 20.0, -9), point("b", 70.0, -1), point("b", 80.0, -2)]
     assert common_scores(points, 0.1, base) == [70.0, 72.5, 75.0, 77.5, 80.0]
@@ -175,8 +174,7 @@ def test_compare_fronts_by_hand():
             point("finch", 60.0, -3.0),
             point("finch", 70.0, -5.0),
         ],
-        base=point(None, 20.0, 0.0),
-        runs=[],
+        base=point("pretrained", 20.0, 0.0),
         has_intervals=False,
     )
     front = compare_fronts(trade_off, resolution=0.1, order=["sft", "finch"])
@@ -190,7 +188,7 @@ def test_compare_fronts_by_hand():
 
 def test_method_of_one_setting_has_a_value_at_its_rounded_score():
     points = [point("a", 40.0, -1), point("a", 90.0, -9), point("b", 55.08, -5)]
-    front = compare_fronts(TradeOff(points, point(None, 20.0, 0.0), [], False), resolution=0.1, order=["a", "b"])
+    front = compare_fronts(TradeOff(points, point("pretrained", 20.0, 0.0), False), resolution=0.1, order=["a", "b"])
     assert front.scores == [55.0]
     [value] = front.methods["b"]
     assert value.change.value == pytest.approx(-5, abs=0.02)
@@ -200,8 +198,7 @@ def test_method_of_one_setting_has_a_value_at_its_rounded_score():
 def test_front_below_the_mildest_setting_is_marked():
     trade_off = TradeOff(
         points=[point("sft", 40.0, -4.0), point("finch", 60.0, -3.0)],
-        base=point(None, 20.0, 0.0),
-        runs=[],
+        base=point("pretrained", 20.0, 0.0),
         has_intervals=False,
     )
     front = compare_fronts(trade_off, resolution=0.1, order=["sft", "finch"])
@@ -213,7 +210,9 @@ def test_front_below_the_mildest_setting_is_marked():
 
 def test_setting_that_beats_the_pretrained_model_reaches_lower_scores():
     points = [point("sft", 30.0, -1.0), point("finch", 60.0, 2.0)]
-    front = compare_fronts(TradeOff(points, point(None, 20.0, 0.0), [], False), resolution=0.1, order=["sft", "finch"])
+    front = compare_fronts(
+        TradeOff(points, point("pretrained", 20.0, 0.0), False), resolution=0.1, order=["sft", "finch"]
+    )
     [value] = front.methods["finch"]
     assert value.change.value == 2.0
     assert not value.is_extrapolated
@@ -221,7 +220,7 @@ def test_setting_that_beats_the_pretrained_model_reaches_lower_scores():
 
 def test_method_that_does_not_reach_a_score_has_no_value():
     points = [point("a", 40.0, -1), point("a", 90.0, -9), point("b", 90.0, -2), point("c", 80.0, -1)]
-    front = compare_fronts(TradeOff(points, None, [], False), resolution=0.1, order=["a", "b", "c"])
+    front = compare_fronts(TradeOff(points, None, False), resolution=0.1, order=["a", "b", "c"])
     assert front.scores[-1] == 90.0
     assert front.methods["c"][-1].change is None
     assert front.methods["c"][-1].difference is None
@@ -232,7 +231,7 @@ def test_interval_of_a_difference_is_paired():
     """Both methods move together from draw to draw: each is uncertain, their difference is not."""
     shifts = np.linspace(-3, 3, 200)
     draws = {old: [(50.0, old + shift) for shift in shifts] for old in (-8.0, -2.0)}
-    trade_off = TradeOff([point("a", 50.0, -8.0, draws[-8.0]), point("b", 50.0, -2.0, draws[-2.0])], None, [], True)
+    trade_off = TradeOff([point("a", 50.0, -8.0, draws[-8.0]), point("b", 50.0, -2.0, draws[-2.0])], None, True)
     [value] = compare_fronts(trade_off, resolution=0.1, order=["a", "b"]).methods["b"]
     assert (value.change.low, value.change.high) == pytest.approx((-4.85, 0.85), abs=0.02)
     assert value.difference.value == pytest.approx(6.0)
