@@ -6,43 +6,24 @@ report.html is one file that needs nothing else: no script, no font, no image fr
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finch import __version__, files
 from finch.errors import UserError
-from finch.evaluation.results import NATS
 from finch.report.front import compare_fronts, group_settings, trade_off
 from finch.report.measures import compare
 from finch.report.runs import read_runs, sort_runs
-from finch.report.sections import Report, Section, make_sections
+from finch.report.sections import Report, make_sections
 from finch.report.style import COLOURS, method_styles
-from finch.report.summary import Paragraph, join, notes, summarize
+from finch.report.summary import join, notes, summarize
 from finch.report.tables import make_names, summary_csv
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 FIGURES = "figures"
 """Folder of the figures, next to report.md."""
-
-
-@dataclass(frozen=True)
-class Page:
-    """The report, as its templates see it.
-
-    Attributes:
-        notes: what a reader has to know before comparing numbers.
-    """
-
-    title: str
-    summary: Sequence[Paragraph]
-    notes: Sequence[str]
-    sections: Sequence[Section]
-    footer: str
+PAGE = "report.html"
 
 
 def write_report(
@@ -81,56 +62,44 @@ def write_report(
         settings = group_settings(comparison)
         names = make_names(settings, method_styles(run.method for run in runs))
         points = trade_off(comparison, settings)
-        # The common scores are in steps of the last decimal that is shown.
-        resolution = 0.001 if comparison.new is not None and comparison.new.unit == NATS else 0.1
-        front = compare_fronts(points, resolution=resolution, order=list(names.styles))
-        report = Report(comparison, settings, points, front, names, figures)
         new = comparison.new
-        methods = [style.label for method, style in names.styles.items()]
-        page = Page(
-            f"Learned and forgotten: {join(methods) if len(methods) <= 4 else f'{len(methods)} methods'}"
+        # The common scores are in steps of the last decimal that is shown.
+        resolution = 10.0 ** -(new.places if new is not None else 1)
+        front = compare_fronts(points, resolution=resolution, order=list(names.styles))
+        methods = [style.label for style in names.styles.values()]
+        page = {
+            "title": f"Learned and forgotten: {join(methods) if len(methods) <= 4 else f'{len(methods)} methods'}"
             + (f" on {new.name}" if new is not None else ""),
-            summarize(comparison, points, front, names),
-            notes(comparison, settings, names),
-            make_sections(report, options),
-            f"Written by finch report {__version__}. Figures: {FIGURES}/*.svg and *.png; numbers: summary.csv.",
-        )
-        for name, text in {
-            "summary.csv": summary_csv(comparison),
-            "report.md": _render_markdown(page),
-            "report.html": _render_html(page),
-        }.items():
+            "summary": summarize(comparison, points, front, names),
+            "notes": notes(comparison, settings, names),
+            "sections": make_sections(Report(comparison, settings, points, front, names, figures), options),
+            "footer": f"Written by finch report {__version__}. Figures: {FIGURES}/*.svg and *.png; numbers: summary.csv.",
+        }
+        texts = {"summary.csv": summary_csv(comparison)} | {name: _render(name, page) for name in ("report.md", PAGE)}
+        for name, text in texts.items():
             with files.atomic_file(out / name) as partial:
                 files.write_text(partial, text)
     except OSError as error:
         raise UserError(f"--out={out} cannot be written ({error.strerror or error}); give another folder") from error
-    return out / "report.html"
+    return out / PAGE
 
 
-def _render_markdown(page: Page) -> str:
-    return _templates(is_html=False).get_template("report.md.j2").render(page=page, figures=FIGURES).strip() + "\n"
-
-
-def _render_html(page: Page) -> str:
-    return _templates(is_html=True).get_template("report.html.j2").render(page=page, colours=COLOURS).strip() + "\n"
-
-
-@cache
-def _templates(*, is_html: bool) -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+def _render(name: str, page: Mapping[str, Any]) -> str:
+    """The text of the template NAME.j2."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
         loader=PackageLoader("finch.report"),
-        autoescape=is_html,
+        autoescape=select_autoescape(["html.j2"]),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
     environment.filters["cell"] = _markdown_cell
-    return environment
+    template = environment.get_template(f"{name}.j2")
+    return template.render(page=page, figures=FIGURES, colours=COLOURS).strip() + "\n"
 
 
 def _markdown_cell(text: Any) -> str:
     """Text that cannot end a cell of a Markdown table, or be read as emphasis."""
-    escaped = str(text).replace("\\", "\\\\").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
-    return escaped.replace("<", "&lt;").replace("\n", " ")
+    return re.sub(r"([\\|*_])", r"\\\1", str(text)).replace("<", "&lt;").replace("\n", " ")

@@ -17,7 +17,6 @@ from finch.report.measures import Comparison, probe_values
 from finch.report.paper import (
     MODELS,
     TASKS,
-    PaperCurve,
     accuracy_curves,
     has_figure,
     learning_rate_curve,
@@ -25,7 +24,7 @@ from finch.report.paper import (
     paper_results,
 )
 from finch.report.runs import Run
-from finch.report.selection import Measure
+from finch.report.selection import Measure, task_probes
 from finch.report.style import Drawing
 from finch.report.summary import commands, provenance
 from finch.report.tables import Names, Table
@@ -264,7 +263,7 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
     names = dict.fromkeys(
         key.split("/")[1] for run in runs for line in run.metrics for key in line if key.startswith("probe/")
     )
-    learned = {name for run in runs for name in names if ((run.config.get("probes") or {}).get(name) or {}).get("task")}
+    learned = {name for run in runs for name in task_probes(run)}
     if new is not None and new.is_probe:
         learned.add(new.key.split("/")[1])
     drawings = []
@@ -278,21 +277,17 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
             ]
             if not curves:
                 continue
-            paper: list[PaperCurve] = []
+            role = "new" if name in learned else "old"
+            paper: list[Curve] = []
             if metric == "accuracy" and has_figure(report.task, report.model):
-                paper = accuracy_curves("new" if name in learned else "old")
-            curves += [
-                Curve(one.method, one.steps, [scale * value for value in one.values], is_paper=True)
-                for one in paper
-                if one.method in styles
-            ]
+                paper = accuracy_curves(role)
             drawings.append(
                 figures.draw_curves(
-                    curves,
+                    [*curves, *(one for one in paper if one.method in styles)],
                     styles,
                     report.folder,
                     name=f"probe_{name}_{metric}",
-                    title=f"Probe {name}, {'new' if name in learned else 'old'} task",
+                    title=f"Probe {name}, {role} task",
                     caption=f"{caption} on the probe's rows while training; step 0 is the pretrained model."
                     + (" Dotted: the paper's Figure 1." if paper else ""),
                     label=label,
@@ -323,8 +318,7 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
     styles, folder = report.names.styles, report.folder
     paper = []
     if has_figure(report.task, report.model) and "finch" in styles:
-        one = learning_rate_curve()
-        paper = [Curve(one.method, one.steps, one.values, is_paper=True)]
+        paper = [learning_rate_curve()]
     return [
         figures.draw_curves(
             [*rates, *paper],

@@ -103,16 +103,13 @@ def select_measures(
         UserError: a name is not known, the old tasks have different units, or it is not known which task is new.
     """
     named_probes = _named_probes(runs)
-    if new_task in named_probes:
-        new_name: str | None = new_task
-    else:
-        new_name = _find_new_task(runs, new_task, named_probes)
+    new_name = new_task if new_task in named_probes else _find_new_task(runs, new_task, named_probes)
     evaluated = {measure.name: measure for measure in _evaluated(runs, new_name)}
+    known = {**named_probes, **evaluated}
     probes = _probes(runs)
-    new = evaluated.get(new_name) if new_name is not None else None
-    if new is None and new_task is not None and new_task in named_probes:
-        new = replace(named_probes[new_task], role=NEW)
-    if new is None:
+    if new_name is not None and new_name in known:
+        new: Measure | None = replace(known[new_name], role=NEW)
+    else:
         new = next((one for one in probes if one.role == NEW), None)
     every_old = [one for one in evaluated.values() if one.role == OLD]
     every_old = every_old or [one for one in probes if one.role == OLD and (new is None or one.key != new.key)]
@@ -121,7 +118,7 @@ def select_measures(
         units = {one.unit for one in every_old}
         old = [one for one in every_old if len(units) == 1 or one.unit == POINTS]
     else:
-        old = _named_old(old_tasks, {**named_probes, **evaluated}, new)
+        old = _named_old(old_tasks, known, new)
     keys = {(one.name, one.key) for one in old}
     return Selection(
         new,

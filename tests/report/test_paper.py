@@ -39,7 +39,7 @@ def test_paper_results():
 
 def test_figure_1():
     finch = accuracy_curves("new")[1]
-    assert (finch.method, finch.steps[0], finch.steps[-1], finch.values[10]) == ("finch", 0, 1000, 0.9917)
+    assert (finch.method, finch.steps[0], finch.steps[-1], finch.values[10]) == ("finch", 0, 1000, 99.17)
     assert learning_rate_curve().values[-1] == 5e-5
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from finch.report.figures import Curve
 from finch.report.runs import Run, base_builder
 
 TASKS = ("knowledge", "science", "language")
@@ -30,15 +30,6 @@ _SIZES = {  # model_type, hidden_size, num_hidden_layers, vocab_size
 }
 
 
-@dataclass(frozen=True)
-class PaperCurve:
-    """A curve of Figure 1 (knowledge, Qwen3-4B)."""
-
-    method: str
-    steps: list[int]
-    values: list[float]
-
-
 def paper_results(task: str | None, model: str | None) -> dict[str, dict[str, float]]:
     """Method to metric to value; a metric is ``task``, an old or a reliability task, or ``avg_delta``. Empty without a match."""
     ours = {paper: method for method, paper in METHODS.items()}
@@ -53,19 +44,23 @@ def has_figure(task: str | None, model: str | None) -> bool:
     return (task, model) == ("knowledge", "qwen3_4b")
 
 
-def accuracy_curves(role: str) -> list[PaperCurve]:
-    """
+def accuracy_curves(role: str) -> list[Curve]:
+    """In percent.
+
     Args:
         role: ``new`` or ``old``.
     """
     rows = _rows("figure1_accuracy.csv")
     steps = [int(row["step"]) for row in rows]
-    return [PaperCurve(method, steps, [float(row[f"{method}_{role}"]) for row in rows]) for method in ("sft", "finch")]
+    return [
+        Curve(method, steps, [100.0 * float(row[f"{method}_{role}"]) for row in rows], is_paper=True)
+        for method in ("sft", "finch")
+    ]
 
 
-def learning_rate_curve() -> PaperCurve:
+def learning_rate_curve() -> Curve:
     rows = _rows("figure1_finch_lr.csv")
-    return PaperCurve("finch", [int(row["step"]) for row in rows], [float(row["lr"]) for row in rows])
+    return Curve("finch", [int(row["step"]) for row in rows], [float(row["lr"]) for row in rows], is_paper=True)
 
 
 def paper_model(run: Run) -> str | None:
