@@ -22,6 +22,8 @@ from finch.errors import UserError
 RESAMPLES = 10_000
 """Of the bootstrap and of the sign-flip test."""
 CONFIDENCE = 0.95
+Z = float(norm.ppf(0.5 + CONFIDENCE / 2))
+"""Half of a 95% interval of a normal distribution, in standard deviations."""
 CALIBRATION_BINS = 10
 MCNEMAR, SIGN_FLIP = "exact McNemar", "sign-flip permutation"
 
@@ -73,22 +75,6 @@ class Mean:
     high: float
     n: int
     n_clusters: int
-
-
-@dataclass(frozen=True)
-class AverageDelta:
-    """The unweighted mean of the deltas of several tasks.
-
-    Attributes:
-        delta: mean of the deltas.
-        standard_error: sqrt(sum of squared standard errors) / number of tasks: tasks are independent.
-        low, high: 95% interval of a normal distribution.
-    """
-
-    delta: float
-    standard_error: float
-    low: float
-    high: float
 
 
 def paired_delta(base: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> Delta:
@@ -160,20 +146,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def average_delta(deltas: Sequence[Delta]) -> AverageDelta:
-    """
-    Args:
-        deltas: at least one, of different tasks.
-    """
-    delta = math.fsum(each.delta for each in deltas) / len(deltas)
-    standard_error = math.sqrt(math.fsum(each.standard_error**2 for each in deltas)) / len(deltas)
-    margin = _Z * standard_error
-    return AverageDelta(delta, standard_error, delta - margin, delta + margin)
-
-
 def half_width(p: float, n: int) -> float:
     """Of the 95% interval of a rate ``p`` measured on ``n`` independent documents, by the normal approximation."""
-    return _Z * math.sqrt(p * (1 - p) / n)
+    return Z * math.sqrt(p * (1 - p) / n)
 
 
 def confidence_bins(confidences: Sequence[float]) -> NDArray[np.int64]:
@@ -197,9 +172,6 @@ def expected_calibration_error(confidences: Sequence[float], correct: Sequence[f
     weights = np.asarray(correct, dtype=float) - values
     gaps = np.bincount(confidence_bins(confidences), weights=weights, minlength=CALIBRATION_BINS)
     return float(np.abs(gaps).sum() / len(values))
-
-
-_Z = float(norm.ppf(0.5 + CONFIDENCE / 2))
 
 
 def _by_document(samples: Sequence[Mapping[str, Any]], model: str) -> dict[tuple[Any, Any], Mapping[str, Any]]:
@@ -234,7 +206,7 @@ def _bootstrap(values: Array) -> tuple[float, float, float]:
     bias = norm.ppf((RESAMPLES + num_below - num_above) / (2 * RESAMPLES))
     centred = values - mean
     acceleration = np.sum(centred**3) / (6 * np.sum(centred**2) ** 1.5)  # the jackknife's, which for a mean is this
-    shifted = bias + np.array([-_Z, _Z])
+    shifted = bias + np.array([-Z, Z])
     low, high = np.quantile(means, norm.cdf(bias + shifted / (1 - acceleration * shifted)))
     return float(values.std(ddof=1)) / math.sqrt(n), float(low), float(high)
 

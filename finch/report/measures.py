@@ -47,8 +47,8 @@ class Outcome:
     Attributes:
         base: the pretrained model's score; None where it was not measured.
         delta: score minus base.
-        paired: the delta with its test; None for a probe.
-        p_holm: its p value adjusted over the run's tasks.
+        p_value, test: of the delta; None for a probe.
+        p_holm: the p value adjusted over the run's tasks.
         n: documents of the score; None for a probe.
         n_clusters: independent units of the score.
         step: where a probe was evaluated.
@@ -59,7 +59,8 @@ class Outcome:
     score: Estimate
     base: Estimate | None = None
     delta: Estimate | None = None
-    paired: Delta | None = None
+    p_value: float | None = None
+    test: str | None = None
     p_holm: float | None = None
     n: int | None = None
     n_clusters: int | None = None
@@ -143,7 +144,7 @@ def _outcomes_of_run(
         )
         if outcome is not None:
             found[measure.name] = outcome
-    tested = {name: outcome.paired.p_value for name, outcome in found.items() if outcome.paired is not None}
+    tested = {name: outcome.p_value for name, outcome in found.items() if outcome.p_value is not None}
     for name, p_value in zip(tested, holm(list(tested.values())), strict=True):
         found[name] = replace(found[name], p_holm=p_value)
     return found
@@ -200,13 +201,15 @@ def _task_outcome(
         outcome,
         base=_estimate(before.mean, before),
         delta=_estimate(delta.delta, delta),
-        paired=delta,
+        p_value=delta.p_value,
+        test=delta.test,
         base_samples=base_samples,
     )
 
 
 def _estimate(value: float, one: Mean | Delta) -> Estimate:
-    return Estimate(value, finite(one.standard_error), finite(one.low), finite(one.high))
+    """Without what is NaN: of a single document."""
+    return Estimate(value, *(each if math.isfinite(each) else None for each in (one.standard_error, one.low, one.high)))
 
 
 def _tasks(results: Mapping[str, SuiteResult], suite: str) -> Mapping[str, Any]:
@@ -216,11 +219,6 @@ def _tasks(results: Mapping[str, SuiteResult], suite: str) -> Mapping[str, Any]:
 def _reduce(samples: Sequence[Sample]) -> list[Sample]:
     """What the report needs of them: responses and log-likelihoods of all runs at once would fill the memory."""
     return [{key: sample[key] for key in _KEPT if key in sample} for sample in samples]
-
-
-def finite(value: float) -> float | None:
-    """None for NaN and infinity."""
-    return value if math.isfinite(value) else None
 
 
 def _check_models(runs: Sequence[Run]) -> None:

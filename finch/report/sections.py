@@ -185,25 +185,18 @@ def _reliability_section(report: Report) -> list[Section]:
 def _stated_answers(report: Report) -> list[figures.Answers]:
     """Answers with a stated confidence: the pretrained model's, and those of each method's shown runs."""
     comparison = report.comparison
-    shown = report.shown_runs() or list(comparison.runs)
-    with_shown = {run.method for run in shown}
-    base: figures.Answers | None = None
-    answers = []
+    shown = report.shown_runs()
+    bases, answers = [], []
     for method in report.names.styles:
-        confidences: list[float] = []
-        correct: list[float] = []
-        for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
-            if run.method != method or (run not in shown and method in with_shown):
-                continue
-            for outcome in outcomes.values():
-                stated = stated_confidences(outcome.samples)
-                confidences += stated[0]
-                correct += stated[1]
-                if base is None and (before := stated_confidences(outcome.base_samples))[0]:
-                    base = figures.Answers(None, *before)
-        if confidences:
-            answers.append(figures.Answers(method, confidences, correct))
-    return [base, *answers] if answers and base is not None else answers
+        numbers = [number for number, run in enumerate(comparison.runs) if run.method == method]
+        numbers = [number for number in numbers if comparison.runs[number] in shown] or numbers
+        outcomes = [outcome for number in numbers for outcome in comparison.outcomes[number].values()]
+        samples = [sample for outcome in outcomes for sample in outcome.samples]
+        answers.append(figures.Answers(method, *stated_confidences(samples)))
+        bases += [figures.Answers(None, *stated_confidences(outcome.base_samples)) for outcome in outcomes]
+    answers = [one for one in answers if one.confidences]
+    base = [one for one in bases if one.confidences][:1]
+    return [*base, *answers] if answers else []
 
 
 def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from finch.evaluation.results import OLD, POINTS, Sample
-from finch.evaluation.statistics import average_delta, expected_calibration_error, half_width
+from finch.evaluation.statistics import Z, expected_calibration_error, half_width
 from finch.evaluation.tasks.confidence import stated_confidences
 from finch.report.front import FOLDER, Front, Setting, TradeOff, on_front, points_by_method
-from finch.report.measures import Comparison, Estimate, Outcome, finite
+from finch.report.measures import Comparison, Estimate, Outcome
 from finch.report.paper import METRICS
 from finch.report.runs import BATCH_SIZE, Run
 from finch.report.selection import Measure
@@ -115,19 +116,22 @@ def equal_score(value: float, measure: Measure) -> str:
 
 
 def average(comparison: Comparison, run: int) -> Estimate | None:
-    """The mean change of the old tasks, in the direction of the first one; None where one of them is missing."""
-    if not comparison.old or not all(measure.name in comparison.outcomes[run] for measure in comparison.old):
-        return None
-    found = [comparison.outcomes[run][measure.name] for measure in comparison.old]
-    signs = [measure.sign * comparison.old[0].sign for measure in comparison.old]
-    paired = [
-        replace(one.paired, delta=sign * one.paired.delta) for one, sign in zip(found, signs, strict=True) if one.paired
+    """The mean change of the old tasks, in the direction of the first one; None where one of them is missing.
+
+    Its standard error is sqrt(sum of squared standard errors) / number of tasks: tasks are independent.
+    """
+    outcomes = (comparison.outcomes[run].get(measure.name) for measure in comparison.old)
+    deltas = [
+        one.delta.times(one.measure.sign * comparison.old[0].sign) for one in outcomes if one is not None and one.delta
     ]
-    if len(paired) == len(found):
-        mean = average_delta(paired)
-        return Estimate(mean.delta, *map(finite, (mean.standard_error, mean.low, mean.high)))
-    values = [sign * one.delta.value for one, sign in zip(found, signs, strict=True) if one.delta is not None]
-    return Estimate(statistics.fmean(values)) if len(values) == len(found) else None
+    if not deltas or len(deltas) < len(comparison.old):
+        return None
+    mean = math.fsum(one.value for one in deltas) / len(deltas)
+    errors = [one.standard_error for one in deltas if one.standard_error is not None]
+    if len(errors) < len(deltas):
+        return Estimate(mean)
+    error = math.sqrt(math.fsum(one**2 for one in errors)) / len(deltas)
+    return Estimate(mean, error, mean - Z * error, mean + Z * error)
 
 
 def _text(value: object) -> str:
@@ -301,9 +305,9 @@ def tests_table(comparison: Comparison, names: Names) -> Table:
                     _shown(one.score, measure),
                     _shown(one.delta, measure, sign=True),
                     number(None if error is None else measure.scale * error, measure.places + 1),
-                    p_value(None if one.paired is None else one.paired.p_value),
+                    p_value(one.p_value),
                     p_value(one.p_holm),
-                    NONE if one.paired is None else one.paired.test,
+                    _text(one.test),
                 ]
             )
     return Table(
@@ -349,28 +353,21 @@ def tasks_table(comparison: Comparison) -> Table:
 
 def reliability_table(comparison: Comparison, names: Names) -> Table:
     """Each run's scores on the reliability tasks, with the calibration error (ECE) of stated confidences."""
-    measures = list(comparison.reliability)
+    measures = comparison.reliability
     has_confidences = any(
         stated_confidences(one.samples)[0] for outcomes in comparison.outcomes for one in outcomes.values()
     )
+    bases = {one.measure.name: one.base for outcomes in comparison.outcomes for one in outcomes.values() if one.base}
+    found = []  # of any task, in the order of the runs
     rows = []
-    base_scores, base_error = dict.fromkeys((one.name for one in measures), NONE), NONE
-    for position, run in enumerate(comparison.runs):
-        outcomes = comparison.outcomes[position]
-        present = {one.name: outcomes[one.name] for one in measures if one.name in outcomes}
-        if not present:
-            continue
-        error = NONE
-        for name, one in present.items():
-            if base_scores[name] == NONE:
-                base_scores[name] = _shown(one.base, one.measure)
-            if base_error == NONE:
-                base_error = _calibration_cell(one.base_samples)
-            if error == NONE:
-                error = _calibration_cell(one.samples)
-        cells = [_score_and_change(present.get(one.name)) for one in measures]
-        rows.append([names.run(run), _text(run.seed), *cells, error])
-    rows.insert(0, ["pretrained", "", *base_scores.values(), base_error])
+    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
+        present = [outcomes[one.name] for one in measures if one.name in outcomes]
+        if present:
+            cells = [_score_and_change(outcomes.get(one.name)) for one in measures]
+            rows.append([names.run(run), _text(run.seed), *cells, _calibration_cell(one.samples for one in present)])
+            found += present
+    base_error = _calibration_cell(one.base_samples for one in found)
+    rows.insert(0, ["pretrained", "", *(_shown(bases.get(one.name), one) for one in measures), base_error])
     titles = [f"{one.name}, {one.metric}{'' if one.is_higher_better else ' (lower is better)'}" for one in measures]
     return Table(
         "Reliability",
@@ -389,9 +386,10 @@ def _score_and_change(one: Outcome | None) -> str:
     return score if one.delta is None else f"{score}, {_change_cell(one)}"
 
 
-def _calibration_cell(samples: Sequence[Sample]) -> str:
-    error = expected_calibration_error(*stated_confidences(samples))
-    return NONE if error is None else number(100 * error, 1)
+def _calibration_cell(samples: Iterable[Sequence[Sample]]) -> str:
+    """Of the first samples that state confidences."""
+    errors = (expected_calibration_error(*stated_confidences(one)) for one in samples)
+    return next((number(100 * one, 1) for one in errors if one is not None), NONE)
 
 
 def runs_table(comparison: Comparison, names: Names) -> Table:
@@ -480,7 +478,7 @@ def summary_csv(comparison: Comparison) -> str:
             "seed": run.seed,
         }
         for name, one in comparison.outcomes[position].items():
-            measure, paired = one.measure, one.paired
+            measure = one.measure
             row = {
                 "task": name,
                 "role": measure.role,
@@ -491,9 +489,9 @@ def summary_csv(comparison: Comparison) -> str:
                 "score_low": one.score.low,
                 "score_high": one.score.high,
                 "base_score": None if one.base is None else one.base.value,
-                "p_value": None if paired is None else paired.p_value,
+                "p_value": one.p_value,
                 "p_holm": one.p_holm,
-                "test": None if paired is None else paired.test,
+                "test": one.test,
                 "step": one.step,
                 "unit": measure.unit,
             }

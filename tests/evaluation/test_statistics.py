@@ -16,7 +16,6 @@ from finch.evaluation import statistics
 from finch.evaluation.statistics import (
     MCNEMAR,
     SIGN_FLIP,
-    average_delta,
     expected_calibration_error,
     half_width,
     holm,
@@ -185,16 +184,6 @@ def test_holm_of_known_values():
     assert holm([0.6, 0.9]) == [1.0, 1.0]
     assert holm([0.02]) == [0.02]
     assert holm([]) == []
-
-
-def test_average_delta_is_the_standard_error_of_the_mean():
-    rng = np.random.default_rng(9)
-    deltas = [paired_delta(samples([0.0] * n), samples(rng.normal(size=n))) for n in (50, 100, 200, 400)]
-    result = average_delta(deltas)
-    variance = sum(each.standard_error**2 for each in deltas) / 16
-    assert result.delta == pytest.approx(np.mean([each.delta for each in deltas]))
-    assert result.standard_error == pytest.approx(variance**0.5)
-    assert result.high - result.low == pytest.approx(2 * 1.959964 * variance**0.5)
 
 
 @pytest.mark.parametrize(("n", "points"), [(120, 8.9), (400, 4.9), (541, 4.2), (10_000, 1.0)])
