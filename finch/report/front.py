@@ -36,7 +36,7 @@ _ROUNDING = 1e-6  # a score of 40.0 is 400 steps of 0.1, not 401
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setting:
     """Runs that differ only in their seed.
 
@@ -123,9 +123,11 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
     Raises:
         UserError: two runs were evaluated on different documents of a task.
     """
-    numbers = [number for setting in settings for number in setting.runs if comparison.is_complete(number)]
-    if comparison.new is None or not numbers:
+    complete = {setting: [one for one in setting.runs if comparison.is_complete(one)] for setting in settings}
+    kept = {setting: members for setting, members in complete.items() if members}
+    if comparison.new is None or not kept:
         return TradeOff([], None, False)
+    numbers = [number for members in kept.values() for number in members]
     column = {number: index for index, number in enumerate(numbers)}
     names = [str(comparison.runs[number].folder) for number in numbers]
 
@@ -143,12 +145,10 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
     old_draws = np.mean([draws for _, draws in per_task[: len(comparison.old)]], axis=0)
     seeds = sorted({str(comparison.runs[number].seed) for number in numbers})
     counts = np.random.default_rng(0).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size=RESAMPLES)
-    kept = [(one, [number for number in one.runs if number in column]) for one in settings]
-    kept = [(setting, members) for setting, members in kept if members]
     are_probes = all(measure.is_probe for measure in comparison.old)
-    has_intervals = not are_probes or min(len(members) for _, members in kept) >= MIN_SEEDS
+    has_intervals = not are_probes or min(map(len, kept.values())) >= MIN_SEEDS
     points = []
-    for setting, members in kept:
+    for setting, members in kept.items():
         columns = [column[number] for number in members]
         weights = counts[:, [seeds.index(str(comparison.runs[number].seed)) for number in members]].astype(float)
         weights[weights.sum(axis=1) == 0] = 1  # a draw without any of this setting's seeds

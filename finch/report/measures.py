@@ -15,7 +15,7 @@ from finch.errors import UserError
 from finch.evaluation.judge import answers_definition
 from finch.evaluation.results import POINTS, Sample, SuiteResult, base_path, read_result, read_samples
 from finch.evaluation.statistics import Delta, Mean, holm, mean_interval, paired_delta
-from finch.report.runs import Run, base_builder
+from finch.report.runs import Run, base_builder, check_equal
 from finch.report.selection import Measure, Selection, select_measures
 
 BaseSamples = dict[tuple[Path, str], tuple[list[Sample], Mean]]
@@ -115,7 +115,10 @@ def compare(
         UserError: the runs cannot be compared: other new tasks, other pretrained weights or models, or evaluations with other settings; or a
             name of a task is not known, or the old tasks have different units.
     """
-    _check_models(runs)
+    check_equal(
+        {base_builder(run.config): run for run in runs if run.config},
+        "model: {run} has {one}, {other_run} has {other}; their changes have no common base: report on one model at a time",
+    )
     bases = _read_bases(runs, base)
     chosen = select_measures(runs, new_task=new_task, old_tasks=old_tasks)
     samples: BaseSamples = {}
@@ -221,20 +224,11 @@ def _reduce(samples: Sequence[Sample]) -> list[Sample]:
     return [{key: sample[key] for key in _KEPT if key in sample} for sample in samples]
 
 
-def _check_models(runs: Sequence[Run]) -> None:
-    builders = {base_builder(run.config): run for run in runs if run.config}
-    if len(builders) > 1:
-        (one, run), (other, other_run) = list(builders.items())[:2]
-        raise UserError(
-            f"model: {run.folder} has {one}, {other_run.folder} has {other}; their changes have no common base: report on one model at a time"
-        )
-
-
 def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResult]:
     """The pretrained model's results by suite."""
     bases: dict[str, SuiteResult] = {}
     first: dict[str, tuple[Run, SuiteResult]] = {}
-    weights: tuple[Run, str] | None = None
+    weights: dict[str, Run] = {}
     for run in runs:
         for suite, result in run.results.items():
             other_run, other = first.setdefault(suite, (run, result))
@@ -244,12 +238,12 @@ def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResu
             path = _base_file(run, suite, folder)
             found = read_result(path)
             _check_settings(suite, (str(run.folder), result), (str(path.parent), found))
-            weights = weights or (run, found.weights)
-            if found.weights != weights[1]:
-                raise UserError(
-                    f"base: {weights[0].folder} and {run.folder} were compared with different pretrained weights ({weights[1][:12]} and "
-                    f"{found.weights[:12]}); report on runs of one pretrained model at a time"
-                )
+            weights.setdefault(found.weights, run)
+            check_equal(
+                weights,
+                "base: {run} and {other_run} were compared with different pretrained weights ({one:.12} and {other:.12}); "
+                "report on runs of one pretrained model at a time",
+            )
             bases[suite] = found
     return bases
 

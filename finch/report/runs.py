@@ -117,6 +117,13 @@ def sort_runs(runs: Iterable[Run]) -> list[Run]:
     return sorted(runs, key=key)
 
 
+def check_equal(values: Mapping[str, Run], message: str) -> None:
+    """Raises UserError where ``values``, each with a run that has it, are several; the message names two as ``{one}`` and ``{other}``."""
+    if len(values) > 1:
+        (one, run), (other, other_run) = list(values.items())[:2]
+        raise UserError(message.format(one=one, run=run.folder, other=other, other_run=other_run.folder))
+
+
 def read_run(folder: Path) -> Run:
     """
     Raises:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from finch.errors import UserError
 from finch.evaluation.custom_tasks import CUSTOM
 from finch.evaluation.results import NATS, NEW, OLD, POINTS, RELIABILITY
-from finch.report.runs import Run
+from finch.report.runs import Run, check_equal
 
 PROBE = "probe"
 _PROBE_METRICS = {
@@ -225,11 +225,10 @@ def _find_new_task(runs: Sequence[Run], new_task: str | None, probes: Iterable[s
             )
         return new_task
     grids = {run.task: run for run in runs if run.task is not None}
-    if len(grids) > 1:
-        (one, run), (other, other_run) = list(grids.items())[:2]
-        raise UserError(
-            f"{run.folder} learned {one}, {other_run.folder} learned {other}; report on runs of one task at a time, or name what they share by --new-task"
-        )
+    check_equal(
+        grids,
+        "{run} learned {one}, {other_run} learned {other}; report on runs of one task at a time, or name what they share by --new-task",
+    )
     learned = {name for _, suite, name, role in tasks if role == NEW and not grids.keys().isdisjoint((suite, name))}
     if len(learned) == 1:
         return learned.pop()
@@ -257,12 +256,11 @@ def _find_new_task(runs: Sequence[Run], new_task: str | None, probes: Iterable[s
 
 def _check_training_data(runs: Sequence[Run]) -> None:
     """Where nothing names the new task: probes marked ``task: True``, else the training data, have to be the same."""
-    marks = {tuple(task_probes(run)): run for run in runs if task_probes(run)}
-    if len(marks) > 1:
-        (one, run), (other, other_run) = list(marks.items())[:2]
-        raise UserError(
-            f"probes: the new task of {run.folder} is {', '.join(one)}, of {other_run.folder} {', '.join(other)}; report on runs of one task at a time"
-        )
+    marks = {", ".join(task_probes(run)): run for run in runs if task_probes(run)}
+    check_equal(
+        marks,
+        "probes: the new task of {run} is {one}, of {other_run} {other}; report on runs of one task at a time",
+    )
     if marks:
         return
     files: dict[str, Run] = {}
@@ -271,11 +269,9 @@ def _check_training_data(runs: Sequence[Run]) -> None:
         if isinstance(dataset, Mapping):
             source = dataset.get("data_files") or dataset.get("source") or dataset.get("_component_")
             files.setdefault(str(source), run)
-    if len(files) > 1:
-        (one_file, run), (other_file, other_run) = list(files.items())[:2]
-        raise UserError(
-            f"dataset: {run.folder} learned {one_file}, {other_run.folder} learned {other_file}; report on runs of one task at a time"
-        )
+    check_equal(
+        files, "dataset: {run} learned {one}, {other_run} learned {other}; report on runs of one task at a time"
+    )
 
 
 def task_probes(run: Run) -> list[str]:
