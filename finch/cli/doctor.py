@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 import shutil
 import subprocess
@@ -9,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from finch.log import quiet_dependencies
 from finch.models.hf_config import FAMILIES
@@ -32,12 +36,8 @@ PURPOSES = {
 COMFORTABLE_FREE_BYTES = 50 * 10**9
 
 
-def main(*, is_full: bool = False) -> int:
-    """Prints the report; returns the number of problems.
-
-    Args:
-        is_full: also imports torchtune, and runs torch's collect_env and pip check, which take longer.
-    """
+def main(parsed: argparse.Namespace) -> None:
+    """Prints the report; ends the process with 1 if there are problems."""
     print(f"python       {platform.python_version()} ({sys.executable})")
     print(f"finch        {_version(DISTRIBUTION) or 'not installed'}")
     extras: list[str] = []
@@ -52,25 +52,17 @@ def main(*, is_full: bool = False) -> int:
         )
     if extras:
         print("\noptional packages, by extra:", *extras, sep="\n")
-    if is_full:
+    if parsed.full:
         problems += _slow_problems()
     for problem in problems:
         print(f"\nproblem: {problem}")
-    if not problems:
-        print("\nno problems found")
-    return len(problems)
+    if problems:
+        sys.exit(1)
+    print("\nno problems found")
 
 
 def _package_problems(extras: list[str]) -> Iterator[str]:
     """Prints the core's packages and those of the extras in use, each once; adds a line for each extra to ``extras``."""
-    try:
-        from packaging.requirements import Requirement
-        from packaging.specifiers import SpecifierSet
-    except ModuleNotFoundError:
-        for name in ("torch", "torchtune"):
-            print(f"{name:<12} {_version(name) or 'not installed'}")
-        print("packages     not compared: pip install packaging")
-        return
     parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     core = [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
     needed = {one.name: one.specifier for one in core}
@@ -148,19 +140,14 @@ def _version(name: str) -> str | None:
         return None
 
 
-def list_models() -> None:
+def list_models(_: argparse.Namespace) -> None:
     """Prints each family: config.json's model_type, models of the Hugging Face hub, builders, and whether it has LoRA."""
     width = max(map(len, FAMILIES))
     for model_type, family in FAMILIES.items():
         print(f"{model_type:<{width}}  {family.name}")
-        methods = "full fine-tuning and method=lora" if family.has_lora else "full fine-tuning"
-        rows = {
-            "models": ", ".join(family.examples),
-            "builders": ", ".join(family.builders),
-            "training": methods,
-        }
-        for title, text in rows.items():
-            print(f"{'':<{width}}  {title + ':':<10}{text}")
+        print(f"{'':<{width}}  models:   {', '.join(family.examples)}")
+        print(f"{'':<{width}}  builders: {', '.join(family.builders)}")
+        print(f"{'':<{width}}  training: full fine-tuning{' and method=lora' if family.has_lora else ''}")
     print(
         "\nThe first column is model_type in a folder's config.json. model._component_=finch.models.auto with model.path=DIR "
         "builds any of them; `tune download ORG/NAME --output-dir DIR` downloads one."

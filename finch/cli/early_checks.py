@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finch.errors import UserError
+from finch.log import logger
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +39,26 @@ def read_job(
     from finch.config.parser import read, recipe_for
     from finch.config.schema import RECIPES
 
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the user's components, as `tune run` finds them
+    find_users_components()
     recipe = recipe_for(config, list(overrides))
     return recipe, read(["--config", config, *overrides], RECIPES[recipe], on_error)
+
+
+def find_users_components() -> None:
+    """Adds the current folder to where Python imports from, as `tune run` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+@contextlib.contextmanager
+def only_errors_logged() -> Iterator[None]:
+    """Where a config is read that the run reads, and logs, again."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:

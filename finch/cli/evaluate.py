@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import sys
@@ -101,10 +100,9 @@ def evaluate(parsed: argparse.Namespace) -> None:
     if parsed.nproc_per_node > 1 and not is_rank:
         _launch(parsed.nproc_per_node)
         return
-    with contextlib.ExitStack() as stack:
-        from finch.evaluation.harness import quiet_harness
+    from finch.evaluation.harness import quiet_harness
 
-        stack.enter_context(quiet_harness())
+    with quiet_harness():
         evaluation, tasks = _prepare(parsed, base, tuned, tasks, others)
         evaluation.run()
         if int(os.environ.get("RANK", "0")) == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -10,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finch import __version__
-from finch.cli.evaluate import add_arguments as add_evaluate_arguments
-from finch.cli.judge import add_judge_arguments, add_translate_arguments
-from finch.cli.report import add_arguments as add_report_arguments
-from finch.cli.slurm import add_arguments as add_submit_arguments
-from finch.cli.slurm import submit as submit_to_slurm
-from finch.cli.slurm import submit_titan
-from finch.cli.sweep import add_select_lr_arguments, add_sweep_arguments
+from finch.cli import doctor, evaluate, judge, report, slurm, sweep
 from finch.distributed.processes import limit_spinning
 from finch.errors import UserError, report_user_errors
 from finch.extras import require_extras
@@ -56,8 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     commands.add_parser("models", help="list the model families that can be trained")
 
-    doctor = commands.add_parser("doctor", help="check the installed packages and the machine")
-    doctor.add_argument(
+    diagnosis = commands.add_parser("doctor", help="check the installed packages and the machine")
+    diagnosis.add_argument(
         "--full", action="store_true", help="also import torchtune, and print torch's collect_env and pip check"
     )
 
@@ -77,111 +72,58 @@ def main(arguments: list[str] | None = None) -> None:
 
     data = commands.add_parser("data", help="make rows to train on")
     data_actions = data.add_subparsers(dest="action", metavar="ACTION", required=True)
-    add_translate_arguments(
+    judge.add_translate_arguments(
         data_actions.add_parser("translate", help="translate instruction rows through a server with OpenAI's protocol")
     )
 
-    add_evaluate_arguments(
+    evaluate.add_arguments(
         commands.add_parser("evaluate", help="measure what tuned models have learned and forgotten", allow_abbrev=False)
     )
-    add_sweep_arguments(
+    sweep.add_sweep_arguments(
         commands.add_parser(
             "sweep", help="train and evaluate the runs of a grid, here or as a Slurm job array", allow_abbrev=False
         )
     )
-    add_select_lr_arguments(
+    sweep.add_select_lr_arguments(
         commands.add_parser("select-lr", help="the largest learning rate of a sweep that forgets little")
     )
-    add_judge_arguments(commands.add_parser("judge", help="score the language task with a judge behind a server"))
-    add_report_arguments(
+    judge.add_judge_arguments(commands.add_parser("judge", help="score the language task with a judge behind a server"))
+    report.add_arguments(
         commands.add_parser("report", help="what runs have learned and what they have forgotten, as a page and tables")
     )
 
-    slurm = commands.add_parser("slurm", help="run as Slurm jobs")
-    jobs = slurm.add_subparsers(dest="action", metavar="ACTION", required=True)
+    jobs = commands.add_parser("slurm", help="run as Slurm jobs").add_subparsers(
+        dest="action", metavar="ACTION", required=True
+    )
     submit = jobs.add_parser(
         "submit",
         help="check a run and submit it with sbatch",
         usage="finch slurm submit {CONFIG | --titan NAME} [--nodes N] [--gpus-per-node N] [option of sbatch ...] [key=value ...]",
         allow_abbrev=False,
     )
-    add_submit_arguments(submit)
+    slurm.add_arguments(submit)
 
     parsed, rest = parser.parse_known_args(arguments)
     if rest and parsed.command not in ("run", "check", "estimate", "slurm", "sweep"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if parsed.command == "run":
-        require_extras("finch run", "torchtune")
-        from finch.cli.run import run as run_recipe
-
-        run_recipe(rest)
-    elif parsed.command == "check":
-        require_extras("finch check", "torchtune")
-        from finch.cli.check import check as check_run
-
-        check_run(rest)
-    elif parsed.command == "estimate":
-        require_extras("finch estimate", "torchtune")
-        from finch.cli.estimate import estimate
-
-        estimate(rest)
-    elif parsed.command == "configs":
-        action = {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)
-        action(parsed)
-    elif parsed.command == "keys":
-        require_extras("finch keys", "torchtune")
-        from finch.config.key_help import format_keys
-
-        print(format_keys(parsed.word))
-    elif parsed.command == "methods":
-        list_methods()
-    elif parsed.command == "models":
-        from finch.cli.doctor import list_models
-
-        list_models()
-    elif parsed.command == "doctor":
-        from finch.cli import doctor as doctor_module
-
-        sys.exit(1 if doctor_module.main(is_full=parsed.full) else 0)
-    elif parsed.command == "slurm" and parsed.titan:
-        submit_titan(parsed, rest)
+    if parsed.command in ("run", "check", "estimate"):
+        require_extras(f"finch {parsed.command}", "torchtune")
+        module = importlib.import_module(f"finch.cli.{parsed.command}")
+        getattr(module, parsed.command)(rest)
     elif parsed.command == "slurm":
-        require_extras("finch slurm submit", "torchtune")
-        submit_to_slurm(parsed, rest)
+        slurm.submit(parsed, rest)
     elif parsed.command == "sweep":
-        require_extras("finch sweep", "torchtune")
-        from finch.cli.sweep import sweep
-
-        sweep(parsed, rest)
-    elif parsed.command == "select-lr":
-        from finch.cli.sweep import select_lr
-
-        select_lr(parsed)
-    elif parsed.command == "report":
-        from finch.cli.report import report
-
-        report(parsed)
-    elif parsed.command == "data":
-        from finch.cli.judge import translate
-
-        translate(parsed)
-    elif parsed.command == "evaluate":
-        from finch.cli.evaluate import evaluate
-
-        evaluate(parsed)
-    elif parsed.command == "judge":
-        from finch.cli.judge import judge
-
-        judge(parsed)
-    elif parsed.command == "wise-ft":
-        require_extras("finch wise-ft", "torchtune")
-        from finch.weights.wise_ft import wise_ft as interpolate
-
-        for folder in interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out):
-            print(folder)
+        sweep.sweep(parsed, rest)
+    elif parsed.command is not None:
+        _COMMANDS[parsed.command](parsed)
     else:
         parser.print_help()
         sys.exit(2)
+
+
+def configs(parsed: argparse.Namespace) -> None:
+    """Shows or copies a config, or lists all."""
+    {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)(parsed)
 
 
 def list_configs(_: argparse.Namespace) -> None:
@@ -194,12 +136,29 @@ def list_configs(_: argparse.Namespace) -> None:
         print(f"{name:<{max(map(len, names))}}  {header}")
 
 
-def list_methods() -> None:
+def list_methods(_: argparse.Namespace) -> None:
     """Prints each method's name and summary."""
     from finch.config.methods import METHODS
 
     for name, method in METHODS.items():
         print(f"{name:<{max(map(len, METHODS))}}  {method.summary}")
+
+
+def list_keys(parsed: argparse.Namespace) -> None:
+    """Prints the keys of a config with their values, defaults and descriptions."""
+    require_extras("finch keys", "torchtune")
+    from finch.config.key_help import format_keys
+
+    print(format_keys(parsed.word))
+
+
+def wise_ft(parsed: argparse.Namespace) -> None:
+    """Writes the interpolated models and prints their folders."""
+    require_extras("finch wise-ft", "torchtune")
+    from finch.weights.wise_ft import wise_ft as interpolate
+
+    for folder in interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out):
+        print(folder)
 
 
 def show_config(parsed: argparse.Namespace) -> None:
@@ -253,5 +212,16 @@ def copy_config(parsed: argparse.Namespace) -> None:
     print(f"copied to {parsed.file}; start it with: tune run finch_full_finetune --config {parsed.file}{overrides}")
 
 
-if __name__ == "__main__":
-    main()
+_COMMANDS = {
+    "configs": configs,
+    "data": judge.translate,
+    "doctor": doctor.main,
+    "evaluate": evaluate.evaluate,
+    "judge": judge.judge,
+    "keys": list_keys,
+    "methods": list_methods,
+    "models": doctor.list_models,
+    "report": report.report,
+    "select-lr": sweep.select_lr,
+    "wise-ft": wise_ft,
+}

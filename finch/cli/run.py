@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finch import run_files
-from finch.cli.early_checks import build_model, config_checks, machine_checks, read_job
+from finch.cli.early_checks import (
+    build_model,
+    config_checks,
+    find_users_components,
+    machine_checks,
+    only_errors_logged,
+    read_job,
+)
 from finch.config.instantiate import find_config
 from finch.config.key_help import key_hint
 from finch.distributed.processes import share_cores
 from finch.errors import ERROR_FILE, UserError
-from finch.log import logger
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,8 +47,6 @@ Trains with the recipe for the config's model: finch_full_finetune, or finch_lor
   method=NAME               trains with a method: `finch methods`
 
 `finch check` takes the same arguments, checks everything and trains nothing."""
-
-_OWN_SCRIPT = ("module", "no_python", "run_path")  # torchrun's options about the program that it starts
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -63,15 +67,11 @@ def run(arguments: Sequence[str]) -> None:
     if nodes * local_ranks == 1 and changed <= {"nproc_per_node"}:
         _run_in_process(config, overrides)
         return
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the ranks log what reading the config logs
-    try:
+    with only_errors_logged():
         recipe, cfg = read_job(config, overrides)
         for check in (*config_checks(cfg, nodes * local_ranks), *machine_checks(recipe, cfg, nodes * local_ranks)):
             check()
         build_model(recipe, cfg)
-    finally:
-        logger.setLevel(level)
     sys.exit(_launch(recipe, cfg, ["--config", config, *overrides], options, local_ranks))
 
 
@@ -81,24 +81,28 @@ def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str
     Raises:
         UserError: ``--config`` is missing or names nothing; an option that torchrun does not have.
     """
-    config = next((word.removeprefix("--config=") for word in arguments if word.startswith("--config=")), None)
-    if config is None and "--config" in arguments[:-1]:
-        config = arguments[arguments.index("--config") + 1]
-    if not config:
+    from finch.config.schema import LoraFinetuneKeys
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    parsed, others = parser.parse_known_args(arguments)
+    if not parsed.config:
         raise UserError(f"--config is missing: {usage}")
-    find_config(config)  # before torch is imported
+    find_config(parsed.config)  # before torch is imported
     try:
-        options, rest = _launcher_parser().parse_known_args(arguments)
+        options, rest = _launcher_parser().parse_known_args(others)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; `torchrun --help` describes the option") from error
     for word in rest:
         name, _, value = word.partition("=")
         if name.startswith("-"):
             key = name.lstrip("-").replace("-", "_")
-            hint = key_hint(key, _keys()) or f"; keys are given without dashes, as {key}={value or 'VALUE'}"
+            hint = (
+                key_hint(key, LoraFinetuneKeys.model_fields)
+                or f"; keys are given without dashes, as {key}={value or 'VALUE'}"
+            )
             raise UserError(f"{name} is neither an option of torchrun nor --config{hint}")
-    del options.config
-    return config, rest, options
+    return parsed.config, rest, options
 
 
 def number_of_ranks(options: argparse.Namespace) -> tuple[int, int]:
@@ -117,20 +121,13 @@ def number_of_ranks(options: argparse.Namespace) -> tuple[int, int]:
         ) from error
 
 
-def _keys() -> list[str]:
-    from finch.config.schema import LoraFinetuneKeys
-
-    return list(LoraFinetuneKeys.model_fields)
-
-
 def _launcher_parser() -> argparse.ArgumentParser:
-    """torchrun's own options, defaults from its environment variables PET_... included, and ``--config``."""
+    """torchrun's own options, defaults from its environment variables PET_... included."""
     from torch.distributed.run import get_args_parser
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config")
     for action in get_args_parser()._actions:
-        if action.option_strings and action.dest not in ("help", *_OWN_SCRIPT):
+        if action.option_strings and action.dest not in ("help", "module", "no_python", "run_path"):
             parser._add_action(action)
     return parser
 
@@ -139,12 +136,9 @@ def _run_in_process(config: str, overrides: Sequence[str]) -> None:
     """Runs the recipe in this process; its signals and its exit code are this process's."""
     from finch.config.parser import recipe_for
 
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the user's components, as `tune run` finds them
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the recipe reads the config again
-    recipe = recipe_for(config, list(overrides))
-    logger.setLevel(level)
+    find_users_components()
+    with only_errors_logged():
+        recipe = recipe_for(config, list(overrides))
     sys.argv = [recipe, "--config", config, *overrides]
     importlib.import_module(recipe).recipe_main()
 

@@ -15,14 +15,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from finch.cli.early_checks import config_checks, read_job
 from finch.errors import UserError
+from finch.extras import require_extras
 
 SCRIPT, TITAN_SCRIPT = "finch_full_finetune.sbatch", "finch_titan.sbatch"
-TITAN_CONFIGS = "finch.titan"
 SCRIPT_FOLDERS = [
     Path(__file__).parents[1] / "slurm_scripts",  # in an installed wheel
     Path(__file__).parents[2] / "slurm",  # in a checkout
@@ -57,21 +56,24 @@ def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
     Raises:
         UserError: a mistake in the config or the options; no Slurm on this machine; sbatch fails.
     """
+    if args.titan:
+        submit_titan(args, rest)
+        return
+    require_extras("finch slurm submit", "torchtune")
     given, words = split_options(rest)
     if not words:
         raise UserError("CONFIG is missing: finch slurm submit CONFIG [option of sbatch ...] [key=value ...]")
-    config, *overrides = words
-    config = os.path.abspath(config) if Path(config).is_file() else config
+    config, overrides = absolute(words[0]), words[1:]
     script, text = read_script(SCRIPT, args.script)
-    job_options = complete_options(given, text, is_own_script=bool(args.script))
-    given, options, settings = job_options.given, job_options.by_name, job_options.settings
-    settings["FINCH_RECIPE"], run = _check_config(config, overrides, job_options.num_ranks)
-
-    log = options.setdefault("output", f"{run}/slurm/%j.out")
+    job = complete_options(given, text, is_own_script=bool(args.script))
+    # Only the checks that need none of the run's files, which may be on another machine.
+    job.settings["FINCH_RECIPE"], cfg = read_job(config, ["resume_from_checkpoint=auto", *overrides])
+    for check in config_checks(cfg, job.num_ranks):
+        check()
+    run = Path(os.path.abspath(cfg.output_dir))
     overrides = [f"output_dir={run}", *(word for word in overrides if not word.startswith("output_dir="))]
-    command = ["sbatch", "--parsable", *given, f"--output={log}", str(script), config, *overrides]
     end = "saves and ends the job; the same command resumes the run"
-    submit_job(command, job_options, log, run, folder_key="output_dir", end=end, is_dry_run=args.dry_run)
+    _submit(job, script, [config, *overrides], run, "output_dir=", end, is_dry_run=args.dry_run)
 
 
 def submit_titan(args: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -85,12 +87,11 @@ def submit_titan(args: argparse.Namespace, rest: Sequence[str]) -> None:
         UserError: an unknown config, a word that belongs to neither; no Slurm on this machine; sbatch fails.
     """
     module, _, name = args.titan.rpartition(":")
-    if not module:
-        module = TITAN_CONFIGS
-        if name not in _titan_configs():
-            raise UserError(
-                f"--titan {name}: there is no such config; there are {', '.join(_titan_configs())}, and MODULE:NAME names one of yours"
-            )
+    known = _titan_configs()
+    if not module and name not in known:
+        raise UserError(
+            f"--titan {name}: there is no such config; there are {', '.join(known)}, and MODULE:NAME names one of yours"
+        )
     arguments, words = _split_titan_arguments(rest)
     given, others = split_options(words)
     if others:
@@ -99,11 +100,13 @@ def submit_titan(args: argparse.Namespace, rest: Sequence[str]) -> None:
         )
     script, text = read_script(TITAN_SCRIPT, args.script)
     job = complete_options(given, text, is_own_script=bool(args.script))
-    run, arguments = _dump_folder(arguments, default=f"out/titan/{name}")
-    log = job.by_name.setdefault("output", f"{run}/slurm/%j.out")
-    command = ["sbatch", "--parsable", *job.given, f"--output={log}", str(script), module, name, str(run), *arguments]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dump_folder", default=f"out/titan/{name}")
+    parsed, arguments = parser.parse_known_args(arguments)
+    run = Path(os.path.abspath(parsed.dump_folder))
+    words = [module or "finch.titan", name, str(run), *arguments]
     end = "ends the job; the same command resumes from the last checkpoint"
-    submit_job(command, job, log, run, folder_key="--dump_folder", end=end, is_dry_run=args.dry_run)
+    _submit(job, script, words, run, "--dump_folder ", end, is_dry_run=args.dry_run)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,10 @@ def read_script(name: str, own: str | None = None) -> tuple[Path, str]:
     Raises:
         UserError: there is no such file, or it is not text.
     """
-    script = _find_script(name, own)
+    candidates = [Path(own)] if own else [folder / name for folder in SCRIPT_FOLDERS]
+    script = next((path for path in candidates if path.is_file()), None)
+    if script is None:
+        raise UserError(f"{own or name} is not a file; give --script FILE")
     try:
         return script, script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -216,14 +222,6 @@ def _check_time(options: Mapping[str, str]) -> None:
         )
 
 
-def _find_script(name: str, own: str | None) -> Path:
-    candidates = [Path(own)] if own else [folder / name for folder in SCRIPT_FOLDERS]
-    for path in candidates:
-        if path.is_file():
-            return path
-    raise UserError(f"{own or name} is not a file; give --script FILE")
-
-
 def _header(script: str) -> dict[str, str]:
     """The options in a script's #SBATCH lines."""
     lines = re.findall(r"^#SBATCH\s(.*)", script, flags=re.MULTILINE)
@@ -250,50 +248,42 @@ def _ranks_per_node(settings: Mapping[str, str], options: Mapping[str, str], scr
     return 1 if gpus == 0 else gpus
 
 
-def _check_config(config: str, overrides: list[str], ranks: int | None) -> tuple[str, Path]:
-    """The recipe and the run's folder, after the checks that need none of the run's files: these may be on another machine."""
-    recipe, cfg = read_job(config, ["resume_from_checkpoint=auto", *overrides])
-    for check in config_checks(cfg, ranks):
-        check()
-    return recipe, Path(os.path.abspath(cfg.output_dir))
+def absolute(config: str) -> str:
+    """A config's path where it is a file; its name as it is."""
+    return os.path.abspath(config) if Path(config).is_file() else config
 
 
-def submit_job(
-    command: Sequence[str],
-    job: JobOptions,
-    log: str,
-    run: Path | str,
-    *,
-    folder_key: str,
-    end: str,
-    is_dry_run: bool,
+def _submit(
+    job: JobOptions, script: Path, words: Sequence[str], run: Path, folder_key: str, end: str, *, is_dry_run: bool
 ) -> None:
     """Submits a job and prints how to follow and end it; in a dry run only prints the command.
 
     Args:
-        log: the job's, with %j for its number.
-        folder_key: the key or option that sets the run's folder, for messages.
+        words: the script's arguments.
+        folder_key: what sets the run's folder, for messages.
         end: what scancel does.
-
-    Raises:
-        UserError: the folder cannot be written, or sbatch has failed.
     """
+    log = job.by_name.get("output", f"{run}/slurm/%j.out")
+    command = ["sbatch", "--parsable", *job.given, f"--output={log}", str(script), *words]
     if is_dry_run:
-        variables = [f"{name}={shlex.quote(value)}" for name, value in job.settings.items()]
-        print(f"mkdir -p {shlex.quote(f'{run}/slurm')} &&", *variables, shlex.join(command))
+        print(f"mkdir -p {shlex.quote(f'{run}/slurm')} && {as_shell(command, job.settings)}")
         return
-    named = f"{folder_key} {run}" if folder_key.startswith("-") else f"{folder_key}={run}"
     try:
-        (Path(run) / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not create the folder of --output
+        (run / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not create the folder of --output
     except OSError as error:
-        raise UserError(f"{named} cannot be written ({error.strerror}); give another folder") from error
+        raise UserError(f"{folder_key}{run} cannot be written ({error.strerror}); give another folder") from error
     number = run_sbatch(command, job.settings)
     ranks = job.ranks_per_node or "as the job has GPUs"
     nodes = job.by_name.get("nodes", 1)
-    print(f"job {number}: nodes={nodes}, ranks per node={ranks}, {folder_key.lstrip('-')}={run}")
+    print(f"job {number}: nodes={nodes}, ranks per node={ranks}, {folder_key.strip('- =')}={run}")
     print(f"  squeue --jobs {number}")
     print(f"  tail -F {log.replace('%j', number)}")
     print(f"  scancel {number}    # {end}")
+
+
+def as_shell(command: Sequence[str], settings: Mapping[str, str]) -> str:
+    """A command after its environment variables, to be pasted."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(command)])
 
 
 def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
@@ -316,10 +306,7 @@ def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
 
 def _titan_configs() -> list[str]:
     """The configs of finch.titan, read from its source: TorchTitan need not be installed where jobs are submitted."""
-    spec = find_spec(TITAN_CONFIGS)
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).with_name("config_registry.py").read_text(encoding="utf-8"))
+    tree = ast.parse((Path(__file__).parents[1] / "titan" / "config_registry.py").read_text(encoding="utf-8"))
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
@@ -334,17 +321,3 @@ def _split_titan_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
             target = arguments if word.startswith("--") and ("." in name or "_" in name) else others
         target.append(word)
     return arguments, others
-
-
-def _dump_folder(arguments: Sequence[str], *, default: str) -> tuple[Path, list[str]]:
-    """The run's folder, absolute, and the arguments without it."""
-    kept: list[str] = []
-    folder, is_next = default, False
-    for word in arguments:
-        if is_next or word.startswith("--dump_folder="):
-            folder, is_next = word.removeprefix("--dump_folder="), False
-        elif word == "--dump_folder":
-            is_next = True
-        else:
-            kept.append(word)
-    return Path(os.path.abspath(folder)), kept

@@ -6,8 +6,6 @@ Every cell's config is composed and checked before anything starts.
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import shlex
 import shutil
 import sys
@@ -15,9 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from finch import run_files
-from finch.cli.early_checks import config_checks, machine_checks, read_job
-from finch.cli.slurm import SCRIPT, JobOptions, complete_options, read_script, run_sbatch, split_options
+from finch.cli.early_checks import config_checks, machine_checks, only_errors_logged, read_job
+from finch.cli.slurm import (
+    SCRIPT,
+    JobOptions,
+    absolute,
+    as_shell,
+    complete_options,
+    read_script,
+    run_sbatch,
+    split_options,
+)
 from finch.errors import UserError
+from finch.extras import require_extras
 from finch.files import atomic_file, write_text
 from finch.log import logger
 from finch.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Grid, cells_of, read_grid, write_cell
@@ -54,6 +62,7 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
     Raises:
         UserError: a mistake in the grid, in a cell's config or in the options.
     """
+    require_extras("finch sweep", "torchtune")
     options, words = split_options(rest)
     if options and not args.slurm:
         raise UserError(f"{options[0]} is not an option of finch sweep; options of sbatch need --slurm")
@@ -61,17 +70,9 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
         raise UserError(f"GRID is missing: {USAGE}")
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs} must be at least 1")
-    name, *overrides = words
-    grid = read_grid(name, overrides, args.out)
+    grid = read_grid(words[0], words[1:], args.out)
     if args.slurm:
-        submit_sweep(
-            grid,
-            options,
-            [name, *overrides],
-            max_parallel=args.jobs,
-            is_dry_run=args.dry_run,
-            trains=not args.skip_training,
-        )
+        _submit_sweep(grid, options, words, args)
         return
     launcher, num_ranks = _ranks(args)
     jobs = compose(grid, cells_of(grid), launcher=launcher, num_ranks=num_ranks)
@@ -141,17 +142,13 @@ def compose(
     Raises:
         UserError: the first wrong cell, and what is wrong.
     """
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # reading a config logs what the run logs again
     jobs: dict[Path, Job] = {}
-    try:
+    with only_errors_logged():
         for cell in cells:
             try:
                 jobs[cell.folder] = _compose(grid, cell, jobs, launcher, is_here, num_ranks)
             except UserError as error:
                 raise UserError(f"cell {cell.name}: {error}") from error
-    finally:
-        logger.setLevel(level)
     return list(jobs.values())
 
 
@@ -169,8 +166,7 @@ def _compose(
     recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
     if grid.recipe is not None and recipe != grid.recipe:
         raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")
-    is_log_missing = cell.source is not None and not (cell.source / run_files.METRICS).exists()
-    if not is_log_missing:
+    if cell.source is None or (cell.source / run_files.METRICS).exists():  # not before lr_replay has its log
         for check in config_checks(cfg, num_ranks):
             check()
     if is_here:
@@ -199,26 +195,13 @@ def _short(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def submit_sweep(
-    grid: Grid,
-    options: Sequence[str],
-    words: Sequence[str],
-    *,
-    max_parallel: int | None,
-    is_dry_run: bool,
-    trains: bool = True,
-) -> None:
+def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args: argparse.Namespace) -> None:
     """Submits the cells that are not trained: an array, a second one of the cells that need runs of the first, and a job that makes
-    WiSE-FT's models and evaluates. Prints the jobs' ids, or with ``is_dry_run`` the commands.
+    WiSE-FT's models and evaluates. Prints the jobs' ids, or in a dry run the commands.
 
     Args:
         options: sbatch's.
         words: GRID and its overrides, as given.
-        max_parallel: tasks of an array at a time. None: no limit.
-        trains: whether the arrays are submitted.
-
-    Raises:
-        UserError: a mistake in a cell's config or in the options; no Slurm on this machine; sbatch fails.
     """
     if is_overwrite(grid):
         raise UserError(
@@ -229,20 +212,20 @@ def submit_sweep(
     job_options = complete_options(options, f"{run_text}\n{sweep_text}")
     jobs = compose(grid, cells_of(grid), is_here=False, num_ranks=job_options.num_ranks)
     warn_of_missing_validation(jobs)
-    left = [job for job in jobs if trains and job.cell.kind == RUN and not job.is_trained()]
+    left = [job for job in jobs if not args.skip_training and job.cell.kind == RUN and not job.is_trained()]
     left_folders = {job.cell.folder for job in left}
     first = [job for job in left if job.cell.source not in left_folders]
     second = [job for job in left if job.cell.source in left_folders]
-    submission = _Submission(grid, job_options, (run_script, sweep_script), is_dry_run=is_dry_run)
+    submission = _Submission(grid, job_options, (run_script, sweep_script), is_dry_run=args.dry_run)
     ids: list[str] = []
     for group in (first, second):
         if group:
-            ids.append(submission.submit_array(group, max_parallel, after=ids))
+            ids.append(submission.submit_array(group, args.jobs, after=ids))
     if grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs):
         ids.append(submission.submit_evaluation(words, after=ids))
     if not ids:
         print(f"all {len(jobs)} cells are trained; there is nothing to submit")
-    elif not is_dry_run:
+    elif not args.dry_run:
         print(f"{len(left)} of {len(jobs)} cells to train in {grid.out}")
         print(f"  squeue --jobs {','.join(ids)}")
         print(f"  tail -F {submission.folder}/*.out")
@@ -267,7 +250,10 @@ class _Submission:
 
     def submit_array(self, jobs: Sequence[Job], max_parallel: int | None, *, after: Sequence[str]) -> str:
         """Returns the array's id."""
-        lines = [shlex.join([job.recipe, *_absolute(run_words(self._grid, job.cell)[1:])]) + "\n" for job in jobs]
+        lines = []
+        for job in jobs:
+            _, config, *overrides = run_words(self._grid, job.cell)
+            lines.append(shlex.join([job.recipe, absolute(config), *overrides]) + "\n")
         number = next(index for index in range(10**6) if not (self.folder / f"cells_{index}").exists())
         cells = self.folder / f"cells_{number + len(after)}"
         limit = "" if max_parallel is None else f"%{max_parallel}"
@@ -287,30 +273,21 @@ class _Submission:
         """Returns the job's id. The job has one node; as many evaluations run at a time as it has GPUs."""
         gpus = self._options.by_name.get("gpus-per-node", "1").rpartition(":")[2]
         options = ["--nodes=1", *_dependency(after), f"--output={self.folder}/%j.out"]
-        name, *overrides = words
-        arguments = [os.path.abspath(name) if Path(name).is_file() else name, *overrides]
-        arguments += ["--out", str(self._grid.out), "--jobs", gpus if gpus.isdigit() and int(gpus) > 0 else "1"]
+        arguments = [absolute(words[0]), *words[1:], "--out", str(self._grid.out)]
+        arguments += ["--jobs", gpus if gpus.isdigit() and int(gpus) > 0 else "1"]
         return self._submit([*self._options.given, *options, str(self._sweep_script), *arguments])
 
     def _submit(self, words: Sequence[str]) -> str:
         command = ["sbatch", "--parsable", *words]
-        settings: Mapping[str, str] = self._options.settings
         if self._is_dry_run:
-            variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-            print(*variables, shlex.join(command))
+            print(as_shell(command, self._options.settings))
             return "JOB"
-        return run_sbatch(command, settings)
+        return run_sbatch(command, self._options.settings)
 
 
 def _dependency(after: Sequence[str]) -> list[str]:
     """``afterany``: a cell that failed does not keep the others from being evaluated."""
     return [f"--dependency=afterany:{':'.join(after)}"] if after else []
-
-
-def _absolute(words: Sequence[str]) -> list[str]:
-    """CONFIG as an absolute path where it is a file; the overrides as they are."""
-    config, *overrides = words
-    return [os.path.abspath(config) if Path(config).is_file() else config, *overrides]
 
 
 def add_select_lr_arguments(parser: argparse.ArgumentParser) -> None:
