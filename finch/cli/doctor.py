@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-
 from finch.log import quiet_dependencies
 from finch.models.hf_config import FAMILIES
 
@@ -63,6 +60,14 @@ def main(parsed: argparse.Namespace) -> None:
 
 def _package_problems(extras: list[str]) -> Iterator[str]:
     """Prints the core's packages and those of the extras in use, each once; adds a line for each extra to ``extras``."""
+    try:
+        from packaging.requirements import Requirement
+        from packaging.specifiers import SpecifierSet
+    except ModuleNotFoundError:
+        for name in ("torch", "torchtune"):
+            print(f"{name:<12} {_version(name) or 'not installed'}")
+        print("packages     not compared: pip install packaging")
+        return
     parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     core = [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
     needed = {one.name: one.specifier for one in core}

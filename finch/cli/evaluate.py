@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
         "--suite",
-        type=_names,
+        type=names,
         default=[],
         metavar="NAMES",
         help="forgetting, reliability, knowledge, science, language or all; several with commas",
     )
     tasks.add_argument(
         "--tasks",
-        type=_names,
+        type=names,
         default=[],
         metavar="NAMES",
         help="only these tasks; without --suite also others of lm-eval",
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tasks.add_argument(
         "--new-task",
-        type=_names,
+        type=names,
         default=[],
         metavar="NAMES",
         help="which lm-eval tasks were learned; on the others a loss is forgetting",
@@ -243,5 +243,6 @@ def _launch(number: int) -> None:
         sys.exit(failed_rank(error)[1])
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+def names(text: str) -> list[str]:
+    """Of an option that takes several with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]

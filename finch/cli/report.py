@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from finch.cli.evaluate import names
 from finch.extras import require_extras
 
 
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--old-tasks",
+        type=names,
         metavar="NAMES",
         help="the old tasks of the trade-off, with commas: evaluated tasks, or probes such as stories.loss or own_answers.kl, all of one unit "
         "(points or nats); default: all old tasks, those in points where there are both. The others are in the tables of changes",
@@ -43,7 +45,4 @@ def report(parsed: argparse.Namespace) -> None:
     require_extras("finch report", "torchtune", "report")
     from finch.report.report import write_report
 
-    old_tasks = (
-        None if parsed.old_tasks is None else [one.strip() for one in parsed.old_tasks.split(",") if one.strip()]
-    )
-    print(write_report(parsed.runs, parsed.out, new_task=parsed.new_task, old_tasks=old_tasks, base=parsed.base))
+    print(write_report(parsed.runs, parsed.out, new_task=parsed.new_task, old_tasks=parsed.old_tasks, base=parsed.base))

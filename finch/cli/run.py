@@ -155,7 +155,7 @@ def _launch(
     options.training_script, options.training_script_args = recipe, list(arguments)
     if not options.rdzv_endpoint and options.nnodes in ("1", "1:1"):
         options.standalone = True
-    if "SIGUSR1" not in getattr(options, "signals_to_handle", "SIGUSR1"):
+    if "SIGUSR1" not in options.signals_to_handle:
         options.signals_to_handle += ",SIGUSR1"  # else it would end the launcher, and the ranks with it
     prepare_launcher(local_ranks)
     with tempfile.TemporaryDirectory(prefix="finch_run_") as folder:

@@ -29,7 +29,7 @@ from finch.extras import require_extras
 from finch.files import atomic_file, write_text
 from finch.log import logger
 from finch.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Grid, cells_of, read_grid, write_cell
-from finch.sweep.job import Job, different_key, is_overwrite, run_words
+from finch.sweep.job import Job, different_key, run_words
 
 SWEEP_SCRIPT = "sweep.sbatch"
 USAGE = "finch sweep GRID [--jobs N] [--dry-run] [--slurm [option of sbatch ...]] [key=value ...]"
@@ -76,9 +76,8 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
         return
     launcher, num_ranks = _ranks(args)
     jobs = compose(grid, cells_of(grid), launcher=launcher, num_ranks=num_ranks)
-    warn_of_missing_validation(jobs)
     if args.dry_run:
-        _print_commands(jobs)
+        _print_commands(grid, jobs)
     else:
         _run(grid, jobs, args)
 
@@ -95,21 +94,21 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
     num_gpus = 0 if args.nproc_per_node else torch.cuda.device_count()
     local = LocalSweep(jobs, num_parallel=args.jobs or 1, num_gpus=num_gpus, trains=not args.skip_training)
     print(f"{len(jobs)} cells in {grid.out}, {args.jobs or 1} at a time", flush=True)
-    num_failed = local.run()
-    if num_failed:
-        for name, reason in local.failures().items():
+    failures = local.run()
+    if failures:
+        for name, reason in failures.items():
             print(f"finch: error: {name}: {reason}", file=sys.stderr)
-        print(f"{num_failed} of {len(jobs)} cells failed; the same command tries them again", flush=True)
+        print(f"{len(failures)} of {len(jobs)} cells failed; the same command tries them again", flush=True)
         sys.exit(1)
     print(f"all {len(jobs)} cells are done", flush=True)
 
 
-def _print_commands(jobs: Sequence[Job]) -> None:
+def _print_commands(grid: Grid, jobs: Sequence[Job]) -> None:
     for job in jobs:
         if job.cell.kind == SMALL_LR:
             names = ", ".join(path.name for path in job.cell.dependencies)
             print(f"# {job.cell.name}: the run that finch select-lr chooses of {names}")
-        elif job.is_trained() and not job.overwrites:
+        elif job.is_trained() and not grid.overwrites:
             print(f"# {job.cell.name}: trained")
         else:
             print(shlex.join(job.run_command()))
@@ -132,7 +131,7 @@ def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:
 def compose(
     grid: Grid, cells: Sequence[Cell], *, launcher: Sequence[str] = (), is_here: bool = True, num_ranks: int | None = 1
 ) -> list[Job]:
-    """The jobs of cells, with complete and checked configs.
+    """The jobs of cells, with complete and checked configs; warns of cells without validation rows.
 
     Args:
         launcher: options of `finch run` that start a run's ranks.
@@ -149,6 +148,12 @@ def compose(
                 jobs[cell.folder] = _compose(grid, cell, jobs, launcher, is_here, num_ranks)
             except UserError as error:
                 raise UserError(f"cell {cell.name}: {error}") from error
+    names = [job.cell.name for job in jobs.values() if not job.has_validation]
+    if names:
+        logger.warning(
+            f"{len(names)} of {len(jobs)} cells have no validation rows, such as {names[0]}: their last epoch is evaluated, where the paper chooses an "
+            "epoch by validation; set dataset_validation"
+        )
     return list(jobs.values())
 
 
@@ -173,21 +178,12 @@ def _compose(
         for check in machine_checks(recipe, cfg, num_ranks or 1):
             check()
     job = Job(grid, cell, recipe, cfg, launcher)
-    if not job.overwrites and (different := different_key(cell.folder, cfg)):
+    if not grid.overwrites and (different := different_key(cell.folder, cfg)):
         key, saved, given = different
         raise UserError(
             f"{cell.folder} holds a run with {key}={_short(saved)}, the grid says {_short(given)}; give another out, or overwrite=True"
         )
     return job
-
-
-def warn_of_missing_validation(jobs: Sequence[Job]) -> None:
-    names = [job.cell.name for job in jobs if not job.has_validation]
-    if names:
-        logger.warning(
-            f"{len(names)} of {len(jobs)} cells have no validation rows, such as {names[0]}: their last epoch is evaluated, where the paper chooses an "
-            "epoch by validation; set dataset_validation"
-        )
 
 
 def _short(value: object) -> str:
@@ -203,7 +199,7 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
         options: sbatch's.
         words: GRID and its overrides, as given.
     """
-    if is_overwrite(grid):
+    if grid.overwrites:
         raise UserError(
             "overwrite=True: a job that is requeued would start from scratch again; remove the cells' folders, or give another --out"
         )
@@ -211,7 +207,6 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
     sweep_script, sweep_text = read_script(SWEEP_SCRIPT)
     job_options = complete_options(options, f"{run_text}\n{sweep_text}")
     jobs = compose(grid, cells_of(grid), is_here=False, num_ranks=job_options.num_ranks)
-    warn_of_missing_validation(jobs)
     left = [job for job in jobs if not args.skip_training and job.cell.kind == RUN and not job.is_trained()]
     left_folders = {job.cell.folder for job in left}
     first = [job for job in left if job.cell.source not in left_folders]

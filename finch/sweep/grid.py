@@ -221,12 +221,6 @@ class Evaluation:
             results.setdefault(suite, set()).add(task)
         return results
 
-    @property
-    def task(self) -> str | None:
-        """What the runs learn: a suite, or the name of a task of the user's."""
-        tasks = [task for names in self.results().values() for task in names if task in TASKS]
-        return next((TASKS[task].suite for task in tasks if TASKS[task].role == NEW), self.new_task)
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -251,7 +245,16 @@ class Grid:
 
     @property
     def task(self) -> str | None:
-        return None if self.evaluation is None else self.evaluation.task
+        """What the runs learn: a suite, or the name of a task of the user's."""
+        if self.evaluation is None:
+            return None
+        tasks = [task for names in self.evaluation.results().values() for task in names if task in TASKS]
+        return next((TASKS[task].suite for task in tasks if TASKS[task].role == NEW), self.evaluation.new_task)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether earlier runs are replaced."""
+        return any(word.lower() == "overwrite=true" for word in self.overrides)
 
 
 def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) -> Grid:

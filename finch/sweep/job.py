@@ -70,10 +70,6 @@ class Job:
     launcher: Sequence[str] = ()
 
     @property
-    def overwrites(self) -> bool:
-        return is_overwrite(self.grid)
-
-    @property
     def pretrained(self) -> str:
         return str(self.cfg.checkpointer.checkpoint_dir)
 
@@ -94,10 +90,6 @@ class Job:
             return (run / run_files.BEST).exists() and not self._is_older_than_source()
         return is_trained(run, self.cfg)
 
-    def missing_results(self) -> list[str]:
-        evaluation = self.grid.evaluation
-        return [] if evaluation is None else missing_results(self.cell.folder, evaluation)
-
     def run_command(self) -> list[str]:
         """Trains the cell, or makes WiSE-FT's model."""
         if self.cell.kind == WISE_FT:
@@ -110,7 +102,7 @@ class Job:
     def evaluate_commands(self) -> list[list[str]]:
         """`finch evaluate` where results are missing: once for the grid's suites, and once for its tasks."""
         evaluation = self.grid.evaluation
-        if evaluation is None or not self.missing_results():
+        if evaluation is None or not missing_results(self.cell.folder, evaluation):
             return []
         command = [*FINCH, "evaluate", "--base", evaluation.base or self.pretrained, "--tuned", str(self.cell.folder)]
         command += ["--out", str(self.grid.out), *_options(data_root=evaluation.data_root, limit=evaluation.limit)]
@@ -156,13 +148,8 @@ class Job:
 
 def run_words(grid: Grid, cell: Cell) -> list[str]:
     """``--config NAME_OR_PATH`` and the overrides of a cell's run."""
-    resume = [] if is_overwrite(grid) else ["resume_from_checkpoint=auto"]
+    resume = [] if grid.overwrites else ["resume_from_checkpoint=auto"]
     return ["--config", grid.config, *grid.overrides, *cell.overrides(), *resume]
-
-
-def is_overwrite(grid: Grid) -> bool:
-    """Whether earlier runs are replaced."""
-    return any(word.lower() == "overwrite=true" for word in grid.overrides)
 
 
 def is_trained(run: Path, cfg: DictConfig) -> bool:

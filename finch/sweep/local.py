@@ -55,9 +55,6 @@ class _State:
     running: _Running | None = None
     commands: list[list[str]] = field(default_factory=list)  # evaluations that are left
 
-    def text(self) -> str:
-        return f"{self.status}: {self.reason}" if self.reason else self.status
-
     def write(self, status: str, source: Path | None = None) -> None:
         write_cell(self.job.cell, task=self.job.grid.task, status=status, source=source)
 
@@ -80,11 +77,11 @@ class LocalSweep:
         self._num_parallel, self._num_gpus, self._trains = num_parallel, num_gpus, trains
         self._is_base_evaluated = False
         self._shown_at = 0.0
-        self._display = _Display([job.cell.name for job in jobs])
+        self._display = _Display()
 
-    def run(self) -> int:
-        """Returns the number of cells that failed. Ctrl-C, SIGTERM and SIGHUP stop the runs, which save, and end the process with 128 + the
-        signal's number.
+    def run(self) -> dict[str, str]:
+        """Returns the reason of each cell that failed. Ctrl-C, SIGTERM and SIGHUP stop the runs, which save, and end the process with 128 +
+        the signal's number.
         """
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         previous = {number: signal.signal(number, _raise_stopped) for number in numbers}
@@ -99,10 +96,6 @@ class LocalSweep:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        return sum(state.status == FAILED for state in self._states.values())
-
-    def failures(self) -> dict[str, str]:
-        """The reason of each cell that failed."""
         return {folder.name: state.reason for folder, state in self._states.items() if state.status == FAILED}
 
     def _poll_run(self, state: _State) -> None:
@@ -110,7 +103,7 @@ class LocalSweep:
         job = state.job
         if job.cell.kind == SMALL_LR:  # chosen again, as the grid may have more rates
             return
-        if job.overwrites and self._trains:
+        if job.grid.overwrites and self._trains:
             return
         if job.is_trained():
             self._set_trained(state)
@@ -128,6 +121,9 @@ class LocalSweep:
                 self._start_next(state)
         self._show()
         return bool(self._running()) or any(state.status == WAITING for state in self._states.values())
+
+    def _is_any_evaluating(self) -> bool:
+        return any(state.running is not None and state.status == _EVALUATING for state in self._states.values())
 
     def _running(self) -> list[_Running]:
         return [state.running for state in self._states.values() if state.running is not None]
@@ -156,9 +152,6 @@ class LocalSweep:
         """Whether a cell that ``job`` depends on is trained (for small_lr also evaluated) or has failed."""
         return state.status in (EVALUATED, FAILED) or (state.is_trained and job.cell.kind != SMALL_LR)
 
-    def _is_any_evaluating(self) -> bool:
-        return any(state.running is not None and state.status == _EVALUATING for state in self._states.values())
-
     def _select(self, state: _State) -> None:
         """Links small_lr's folder to the SFT run of the rate that the paper's rule chooses, with this cell's seed where it has one."""
         job = state.job
@@ -176,7 +169,6 @@ class LocalSweep:
         seed = job.cell.values.get("seed")
         runs = [run for run in rate.runs if self._states[run].job.cell.values.get("seed") == seed] or list(rate.runs)
         job.link_to(runs[0])
-        state.write(FINISHED, source=runs[0])
         self._set_trained(state)
 
     def _start(self, state: _State, command: list[str], status: str) -> None:
@@ -244,7 +236,11 @@ class LocalSweep:
             for folder, state in self._states.items()
             if state.running is not None
         }
-        self._display.update({folder.name: state.text() for folder, state in self._states.items()}, progress)
+        texts = {
+            folder.name: f"{state.status}: {state.reason}" if state.reason else state.status
+            for folder, state in self._states.items()
+        }
+        self._display.update(texts, progress)
 
     def _stop(self, number: int) -> None:
         """Sends the signal to the runs once and waits for them: they save. A second signal kills them."""
@@ -285,10 +281,9 @@ def _raise_stopped(number: int, frame: FrameType | None) -> None:
 class _Display:
     """The cells of a running sweep: a table that is redrawn in a terminal, or lines in a log file."""
 
-    def __init__(self, names: list[str]) -> None:
-        self._width = max(map(len, names), default=0)
-        self._names, self._shown = names, dict.fromkeys(names, "")
-        self._is_terminal, self._num_lines = sys.stdout.isatty(), 0
+    def __init__(self) -> None:
+        self._shown: Mapping[str, str] = {}
+        self._num_lines = 0
         self._last_time = time.monotonic()
 
     def update(self, states: Mapping[str, str], progress: Mapping[str, str]) -> None:
@@ -297,26 +292,27 @@ class _Display:
             states: of each cell, in a few words.
             progress: step and time left of the running cells.
         """
-        if self._is_terminal:
-            self._redraw({name: " ".join(filter(None, [states[name], progress.get(name)])) for name in self._names})
+        width = max(map(len, states), default=0)
+        if sys.stdout.isatty():
+            self._redraw({name: f"{text} {progress.get(name, '')}".rstrip() for name, text in states.items()}, width)
             return
-        for name in self._names:
-            if states[name] != self._shown[name] and (states[name] != "waiting"):
-                print(f"{name:<{self._width}}  {states[name]}", flush=True)
-            self._shown[name] = states[name]
+        for name, text in states.items():
+            if text not in (WAITING, self._shown.get(name)):
+                print(f"{name:<{width}}  {text}", flush=True)
+        self._shown = states
         if time.monotonic() - self._last_time >= _LINE_INTERVAL_S:
             self._last_time = time.monotonic()
             done = sum(not state.startswith(("waiting", "running", "evaluating")) for state in states.values())
             running = ", ".join(f"{name} {text}" for name, text in progress.items() if text)
             print(f"{done} of {len(states)} cells done{'; ' if running else ''}{running}", flush=True)
 
-    def _redraw(self, texts: Mapping[str, str]) -> None:
+    def _redraw(self, texts: Mapping[str, str], width: int) -> None:
         size = shutil.get_terminal_size()
         names = list(texts)
         if len(names) > size.lines - 3:  # those that have work left or have failed
             names = [name for name in names if not texts[name].startswith(("waiting", "finished", "evaluated"))]
             names = names[: max(size.lines - 3, 1)]
-        lines = [f"{name:<{self._width}}  {texts[name]}"[: size.columns - 1] for name in names]
+        lines = [f"{name:<{width}}  {texts[name]}"[: size.columns - 1] for name in names]
         if len(names) < len(texts):
             counts = {
                 word: sum(text.startswith(word) for text in texts.values())

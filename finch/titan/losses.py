@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, compute_logprobs
+from torchtitan.components.loss import BaseLoss, compute_logprobs
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import utils as dist_utils
 
@@ -102,12 +102,6 @@ def build_objective(config: ObjectiveLoss.Config) -> Objective:
             f"loss.objective={config.objective} must be DFT, TALR or EAFT: what the others need is not known inside TorchTitan's loss"
         )
     return DFT() if config.objective == "DFT" else EAFT()
-
-
-def objective_of(loss: BaseLoss) -> ObjectiveLoss | None:
-    """The ObjectiveLoss that a loss is, or applies to its chunks."""
-    inner = loss.loss_fn if isinstance(loss, ChunkedLossWrapper) else loss
-    return inner if isinstance(inner, ObjectiveLoss) else None
 
 
 def initial_loss(trainer: Any) -> float:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
@@ -20,7 +22,7 @@ from finch.errors import UserError, report_user_errors
 from finch.log import logger
 from finch.metrics import MetricsLog
 from finch.titan.config_checks import check_config
-from finch.titan.losses import initial_loss, objective_of
+from finch.titan.losses import ObjectiveLoss, initial_loss
 from finch.titan.lr_scheduler import FinchLRSchedulersContainer
 
 
@@ -37,9 +39,8 @@ class FinchTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         def build(self, **kwargs: Any) -> FinchTrainer:
-            trainers: list[FinchTrainer] = []
-            _report_under_torchrun(lambda: trainers.append(Trainer.Config.build(self, **kwargs)))
-            return trainers[0]
+            with _reported_under_torchrun():
+                return Trainer.Config.build(self, **kwargs)
 
     lr_schedulers: FinchLRSchedulersContainer
 
@@ -48,14 +49,16 @@ class FinchTrainer(Trainer):
         Trainer.__init__(self, config)
         self.run_metrics = RunMetrics(self, self.metrics_processor.logger)
         self.metrics_processor.logger = self.run_metrics
-        self._objective = objective_of(self.loss_fn)
+        inner = self.loss_fn.loss_fn if isinstance(self.loss_fn, ChunkedLossWrapper) else self.loss_fn
+        self._objective = inner if isinstance(inner, ObjectiveLoss) else None
         self._step_loss: torch.Tensor | None = None
         self._has_begun = False
         self.optimizers.register_step_pre_hook(self._set_lr)
 
     def train(self) -> None:
         """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete."""
-        _report_under_torchrun(lambda: Trainer.train(self))
+        with _reported_under_torchrun():
+            Trainer.train(self)
         checkpoint = self.config.checkpoint
         if checkpoint.enable and checkpoint.last_save_in_hf and torch.distributed.get_rank() == 0:
             complete_folder(
@@ -68,13 +71,16 @@ class FinchTrainer(Trainer):
         if not self._has_begun:
             self._begin()
         Trainer.train_step(self, data_iterator)
-        self.run_metrics.add_step()
-        if self.metrics_processor.should_log(self.step):
-            num_skipped = self.lr_schedulers.schedule.check()
-            if num_skipped:
-                logger.warning(
-                    f"{num_skipped} updates with a non-finite loss or gradient were skipped up to step {self.step}"
-                )
+        rounds = getattr(self.dataloader, "rounds_per_epoch", None)
+        metrics = {
+            "epoch": 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds,
+            "loss": self._loss,
+            **self.lr_schedulers.schedule.metrics(),
+            "num_target_tokens": self._num_targets,
+        }
+        self.run_metrics.add_step(self.step, metrics)
+        if self.metrics_processor.should_log(self.step) and (skipped := self.lr_schedulers.schedule.check()):
+            logger.warning(f"{skipped} updates with a non-finite loss or gradient were skipped up to step {self.step}")
 
     def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor) -> torch.Tensor:
         """As TorchTitan's, and collects the loss.
@@ -93,16 +99,6 @@ class FinchTrainer(Trainer):
         self._num_targets = global_valid_tokens
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
-    def step_metrics(self) -> dict[str, Any]:
-        """Of the last step: numbers, or tensors that stay unread. The epoch is 0 where the dataloader has no length of an epoch."""
-        rounds = getattr(self.dataloader, "rounds_per_epoch", None)
-        return {
-            "epoch": 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds,
-            "loss": self._loss,
-            **self.lr_schedulers.schedule.metrics(),
-            "num_target_tokens": self._num_targets,
-        }
-
     def _begin(self) -> None:
         """Measures the loss that the average starts from, and opens the metrics; a collective."""
         self._has_begun = True
@@ -116,9 +112,7 @@ class FinchTrainer(Trainer):
         assert self._step_loss is not None
         # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
         flag = 0 * self._local_grad_norm()
-        tensor_mesh = self.parallel_dims.get_optional_mesh("tp")
-        if tensor_mesh is not None:
-            flag = dist_utils.dist_sum_tensor(flag, tensor_mesh)
+        flag = dist_utils.dist_sum_tensor(flag, self.parallel_dims.get_optional_mesh("tp"))
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         self._loss = dist_utils.dist_sum_tensor(self._step_loss + flag, loss_mesh)
         self._step_loss = None
@@ -160,10 +154,10 @@ class RunMetrics(BaseLogger):
             self._folder.mkdir(parents=True, exist_ok=True)
         self._lines.open(first_step=first_step)
 
-    def add_step(self) -> None:
-        """Adds the trainer's step, after TorchTitan has logged it."""
-        step = self._trainer.step
-        self._lines.add(step, {**self._trainer.step_metrics(), "grad_norm": self._grad_norms.pop(step, None)})
+    def add_step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Adds a step, after TorchTitan has logged it; tensors are read every ``metrics.log_freq`` steps."""
+        self._lines.add(step, {**metrics, "grad_norm": self._grad_norms.pop(step, None)})
+        self._lines.report()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Called by TorchTitan at the steps that it logs, and after validation."""
@@ -220,19 +214,19 @@ def complete_folder(folder: Path, assets: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _report_under_torchrun(action: Callable[[], Any]) -> None:
-    """Runs an action; under torchrun, where nobody catches a UserError, it becomes one line and exit code 1.
+@contextlib.contextmanager
+def _reported_under_torchrun() -> Iterator[None]:
+    """Under torchrun, where nobody catches a UserError, it becomes one line and exit code 1.
 
     Other errors pass through to TorchTitan, which records them.
     """
     try:
-        action()
+        yield
     except UserError as error:
         if "LOCAL_RANK" not in os.environ:
             raise
-        mistake = error
+        report_user_errors(_fail)(error)
 
-        def fail() -> None:
-            raise mistake
 
-        report_user_errors(fail)()
+def _fail(error: UserError) -> None:
+    raise error

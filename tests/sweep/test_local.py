@@ -47,11 +47,9 @@ class SmallJob(Job):
         code = "1" if self.cell.name in self.failing else "0"
         return [sys.executable, "-c", PROGRAM, str(self.cell.folder), str(self.seconds), code]
 
-    def missing_results(self):
-        return ["x"] if self.is_evaluated_too and not (self.cell.folder / "evaluated").exists() else []
-
     def evaluate_commands(self):
-        return [[sys.executable, "-c", EVALUATE, str(self.cell.folder)] for _ in self.missing_results()]
+        is_missing = self.is_evaluated_too and not (self.cell.folder / "evaluated").exists()
+        return [[sys.executable, "-c", EVALUATE, str(self.cell.folder)]] if is_missing else []
 
     def end_evaluation(self):
         pass
@@ -64,7 +62,7 @@ def sweep(tmp_path, monkeypatch):
     def start(cells, *, num_parallel=1, **changes):
         for name, value in changes.items():
             monkeypatch.setattr(SmallJob, name, value)
-        grid = SimpleNamespace(task=None, evaluation="yes" if SmallJob.is_evaluated_too else None, overrides=())
+        grid = SimpleNamespace(task=None, evaluation="yes" if SmallJob.is_evaluated_too else None, overwrites=False)
         jobs = [
             SmallJob(
                 grid,
@@ -75,9 +73,8 @@ def sweep(tmp_path, monkeypatch):
             for name, source in cells.items()
         ]
         (tmp_path / "events").write_text("")
-        local = LocalSweep(jobs, num_parallel=num_parallel)
-        local.run()
-        return local.failures(), (tmp_path / "events").read_text().splitlines()
+        failures = LocalSweep(jobs, num_parallel=num_parallel).run()
+        return failures, (tmp_path / "events").read_text().splitlines()
 
     return start
 

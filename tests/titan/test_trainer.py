@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,22 @@ def test_loss_equals_the_logged_loss(one_rank, two_ranks):
         steps, logged = zip(*run.result()["logged"], strict=True)
         assert list(steps) == [line["step"] for line in run.lines()]
         assert largest_difference(run.column("loss"), logged) < 1e-6
+
+
+def test_steps_are_written_as_often_as_torchtitan_logs(monkeypatch, tmp_path):
+    from finch.titan.trainer import RunMetrics
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    config = SimpleNamespace(dump_folder=tmp_path, metrics=SimpleNamespace(log_freq=2))
+    metrics = RunMetrics(SimpleNamespace(config=config), None)
+    metrics.open(0)
+    line = {"loss": torch.tensor(2.0), "lr": 1e-5, "lr_is_capped": False, "num_target_tokens": torch.tensor(3)}
+    found = []
+    for step in range(1, 6):
+        metrics.add_step(step, line)
+        found.append(len((tmp_path / "metrics.jsonl").read_text().splitlines()))
+    assert found == [0, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
