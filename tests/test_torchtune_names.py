@@ -36,7 +36,6 @@ MOVED = {
 UNMOVED = """
 torchtune.config: instantiate
 torchtune.config._errors: InstantiationError
-torchtune.config._parse: TuneRecipeArgumentParser
 torchtune.config._utils: _get_component_from_path _merge_yaml_and_cli_args
 torchtune.data: InputOutputToMessages Message padded_collate_packed padded_collate_sft
 torchtune.datasets: ConcatDataset PackedDataset TextCompletionDataset

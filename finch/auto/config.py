@@ -156,9 +156,8 @@ def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
         message = f"dataset.source={source}: rows of the hub, the format is found when they are read"
     else:
         names = _file_names(given)
-        column_map: Any = (
-            OmegaConf.to_container(given.dataset.column_map) if _has(given, "dataset.column_map") else None
-        )
+        column_map: Any = OmegaConf.select(given, "dataset.column_map")
+        column_map = None if column_map is None else OmegaConf.to_container(column_map)
         rows = formats.detect(names, source, column_map)
         block |= {"source": rows.source, "data_files": "${data_files}", "format": rows.format}
         num_rows = rows.num_rows
@@ -182,10 +181,6 @@ def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
     share = f"{fraction:.0%}" if held_out is None else f"{held_out:,}"
     left = None if num_rows is None or held_out is None else num_rows - held_out
     return blocks, left, f"{message}, {share} held out for validation"
-
-
-def _has(given: DictConfig, key: str) -> bool:
-    return OmegaConf.select(given, key) is not None
 
 
 def _file_names(given: DictConfig) -> list[str]:

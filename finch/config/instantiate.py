@@ -109,9 +109,8 @@ def find_grid(name: str) -> Path:
 
 
 def _packaged_files() -> dict[str, Path]:
-    folder = next((folder for folder in CONFIG_FOLDERS if folder.is_dir()), None)
-    paths = [] if folder is None else sorted(folder.rglob("*.yaml"))
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in paths if folder is not None}
+    folder = next((folder for folder in CONFIG_FOLDERS if folder.is_dir()), CONFIG_FOLDERS[0])
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
 
 
 def _find(name: str, candidates: Iterable[str], known: Mapping[str, Path], message: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import re
@@ -54,20 +55,22 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     Raises:
         UserError: see ``find_config``, ``merge`` and ``check``; also a broken file or override.
     """
-    from torchtune.config._parse import TuneRecipeArgumentParser
-
-    # `--config=NAME` as well as `--config NAME`.
-    pairs = [argument.split("=", 1) if argument.startswith("--config=") else [argument] for argument in arguments]
-    arguments = [argument for pair in pairs for argument in pair]
-    if "--config" not in arguments or arguments.index("--config") + 1 == len(arguments):
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    parsed, overrides = parser.parse_known_args(arguments)
+    if parsed.config is None:
         raise UserError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
-    index = arguments.index("--config") + 1
-    path = find_config(arguments[index])
+    path = find_config(parsed.config)
     try:
-        file_blocks, overrides = TuneRecipeArgumentParser().parse_known_args(
-            [*arguments[:index], str(path), *arguments[index + 1 :]]
-        )
-        blocks, chosen = complete(vars(file_blocks), overrides)
+        if flags := [override for override in overrides if override.startswith("--")]:
+            raise ValueError(
+                f"Additional flag arguments not supported: {flags}. Please use --config or key=value overrides"
+            )
+        file_cfg = OmegaConf.load(path)
+        if not isinstance(file_cfg, DictConfig):
+            raise TypeError("it is a list, not a mapping of keys")
+        file_blocks: Any = OmegaConf.to_container(file_cfg)
+        blocks, chosen = complete(file_blocks, overrides)
         cfg, names = merge(blocks, overrides)
         OmegaConf.to_container(cfg, resolve=True)
     except UserError:
@@ -88,14 +91,12 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
         reason = first_line(error) if problem is None or mark is None else f"{problem} in line {mark.line + 1}"
         raise UserError(f"{path} cannot be read as YAML: {reason}") from error
     if "lora" in names and model is FullFinetuneKeys:
-        raise UserError(
-            f"method={'+'.join(names)} trains adapters, which needs the other recipe: tune run finch_lora_finetune {' '.join(arguments)}"
-        )
-    file_cfg = _load_file(path)
+        command = " ".join(["tune run finch_lora_finetune --config", parsed.config, *overrides])
+        raise UserError(f"method={'+'.join(names)} trains adapters, which needs the other recipe: {command}")
     user_keys = set(map(str, file_cfg)) if "auto" in file_cfg else referred_keys(file_cfg)
     cfg = check(cfg, model, user_keys=user_keys, on_error=on_error)
     for message in chosen:
-        logger.info(f"{arguments[index]}: {message}")
+        logger.info(f"{parsed.config}: {message}")
     methods.log_method(names, cfg)
     return cfg
 
@@ -106,12 +107,12 @@ def recipe_for(name: str, overrides: list[str]) -> str:
     Raises:
         UserError: the config does not exist; errors inside it are left to ``read``.
     """
-    file_cfg = _load_file(find_config(name))
-    try:
-        file_blocks: Any = OmegaConf.to_container(file_cfg)
-        return recipe_of(merge(complete(file_blocks, overrides)[0], overrides)[0])
-    except Exception:  # `read` reports it
-        return recipe_of(file_cfg)
+    path, cfg = find_config(name), DictConfig({})
+    with contextlib.suppress(Exception):  # `read` reports it
+        cfg = DictConfig(OmegaConf.load(path))
+        file_blocks: Any = OmegaConf.to_container(cfg)
+        cfg, _ = merge(complete(file_blocks, overrides)[0], overrides)
+    return recipe_of(cfg)
 
 
 def recipe_of(cfg: DictConfig) -> str:
@@ -186,10 +187,3 @@ def _expand_component(override: str) -> str:
     key, _, value = override.partition("=")
     is_component = key in keys(FullFinetuneKeys) and keys(FullFinetuneKeys)[key].is_component
     return f"{key}._component_={value}" if is_component and "." in value and "{" not in value else override
-
-
-def _load_file(path: Path) -> DictConfig:
-    try:
-        return DictConfig(OmegaConf.load(path))
-    except Exception:  # `read` reports it
-        return DictConfig({})

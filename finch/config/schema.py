@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 Json = dict[str, Any]
 
@@ -41,10 +41,6 @@ def _require_component(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _without_null(value: Any) -> Any:
-    return {name: block for name, block in value.items() if block is not None} if isinstance(value, dict) else value
-
-
 Component = Annotated[dict[str, Any], AfterValidator(_require_component), WithJsonSchema({"shown": "component"})]
 """A block with a ``_component_``, the dotted path of a class or function, and its arguments."""
 
@@ -55,7 +51,8 @@ NamedComponents = Annotated[dict[str, Any], WithJsonSchema({"shown": "component,
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
+NAME = "^[A-Za-z0-9_-]+$"
+Name = Annotated[str, Field(pattern=NAME)]
 """Part of a metric's name and of a file's."""
 
 
@@ -68,19 +65,6 @@ class Keys(BaseModel):
     """Keys of a config, others are unknown. Numbers and booleans are not read from text, but for those that say so."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class Block(Keys):
-    """The keys of a block without a component; null is the default."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, values: Any) -> Any:
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        is_block = isinstance(values, dict)
-        return (
-            {key: each for key, each in values.items() if each is not None or key not in names} if is_block else values
-        )
 
 
 class ModelAndData(Keys):
@@ -142,7 +126,7 @@ class Optimization(Keys):
     """also validate after every n optimizer steps"""
 
 
-class Probe(Block):
+class Probe(Keys):
     kind: Literal["auto", "text", "question_answer", "multiple_choice", "self"] = "auto"
     """what is measured; auto: by the fields of the rows; self: the pretrained model's own greedy answers to the rows' prompts"""
     source: str | None = None
@@ -169,7 +153,7 @@ class Probe(Block):
     """of kind self: most likely tokens of the pretrained model that are kept for the KL; the rest count as one"""
 
 
-class Budget(Block):
+class Budget(Keys):
     probe: str
     """name of the probe"""
     metric: Literal["loss", "kl"] = "loss"
@@ -183,7 +167,7 @@ class Budget(Block):
 
 
 class Forgetting(Keys):
-    probes: Annotated[dict[Name, Probe], BeforeValidator(_without_null)] | None = None
+    probes: dict[Name, Probe] | None = None
     """small sets that are evaluated before the first step, during training and at the ends of epochs, by name"""
     probes_every_n_steps: PositiveInt | None = None
     """steps between two evaluations of the probes; null: so many that they take less than 5% of the time, by token counts"""
@@ -252,7 +236,7 @@ class Parallelism(Keys):
     """seconds after which a collective that hangs is an error"""
 
 
-class Checkpoint(Block):
+class Checkpoint(Keys):
     every_n_steps: PositiveInt | None = None
     """save a resumable checkpoint after every n optimizer steps"""
     every_n_minutes: Annotated[float, Field(ge=0)] | None = None
@@ -570,10 +554,6 @@ class Key:
     help: str
     block: tuple[str, ...] = ()
     is_named: bool = False
-
-    @property
-    def is_nullable(self) -> bool:
-        return self.expected.endswith("null")
 
     @property
     def is_component(self) -> bool:

@@ -9,22 +9,20 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from pydantic import ValidationError
 
 from finch.config.instantiate import component_of, locate
 from finch.config.key_help import format_default, key_hint
 from finch.config.resolved import format_value
-from finch.config.schema import ALIASES, REQUIRED, UNSUPPORTED_KEYS, Key, Keys, arguments_of, keys
+from finch.config.schema import ALIASES, NAME, REQUIRED, UNSUPPORTED_KEYS, Key, Keys, arguments_of, keys
 from finch.errors import UserError
 
 WEIGHT = "weight"
 """How often an entry of a list of datasets is drawn; it is next to the entry's ``_component_`` and its arguments."""
 
-_NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a metric's name and of a file's
 _BAD_NAME = "a name has only letters, digits, _ and -; rename it"
 _NOT_TEXT_MODELS = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")
-_MISSING = "???"  # OmegaConf's value of a key that the command line must give
 
 
 def check(
@@ -58,7 +56,9 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
     for alias, name in ALIASES.items():
         if alias in cfg and name not in cfg:
             cfg[name] = cfg.pop(alias)
-    yield from _drop_unsupported_keys(cfg)
+    for key, unsupported in UNSUPPORTED_KEYS.items():
+        if key in cfg and (value := cfg.pop(key)) != unsupported.no_op_value:
+            yield UserError(f"{key}={format_value(value)}: {unsupported.remedy}")
     component = str(component_of(cfg.get("model")))
     if _NOT_TEXT_MODELS.match(component):  # early, since a multimodal config differs in many other keys as well
         yield UserError(
@@ -71,11 +71,8 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
             yield UserError(f"unknown key {name}={format_value(cfg[name], name)}{hint}")
     for name in top_level(model):
         _expand_component(cfg, name, known[name])
-    values = {name: _plain(cfg.get(name)) for name in top_level(model) if name in cfg}
-    values = {name: value for name, value in values.items() if value is not None or not known[name].block}
-    errors = list(_value_errors(model, values))
     fill_in(cfg, model)
-    yield from errors
+    yield from _value_errors(model, {name: _plain(cfg.get(name)) for name in top_level(model) if name in cfg})
     for name in top_level(model):
         if "named components" in known[name].expected:
             yield from _named_component_errors(name, cfg.get(name))
@@ -88,12 +85,6 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
         dataset_weights(cfg.get("dataset"))
     except UserError as error:
         yield error
-
-
-def _drop_unsupported_keys(cfg: DictConfig) -> Iterator[UserError]:
-    for key, unsupported in UNSUPPORTED_KEYS.items():
-        if key in cfg and (value := cfg.pop(key)) != unsupported.no_op_value:
-            yield UserError(f"{key}={format_value(value)}: {unsupported.remedy}")
 
 
 def drop_null_blocks(cfg: DictConfig) -> None:
@@ -118,7 +109,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (DictConfig, ListConfig)):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, dict):
-        return {name: None if part == _MISSING else _plain(part) for name, part in value.items()}
+        return {name: None if part == MISSING else _plain(part) for name, part in value.items()}
     return value
 
 
@@ -139,7 +130,7 @@ def fill_in(cfg: DictConfig, model: type[Keys]) -> None:
         if not isinstance(block, DictConfig):
             return block
         values = {name: known[f"{path}.{name}"].default for name in names}
-        values |= {str(name): block.get(name) for name in block if block.get(name) is not None}
+        values |= {str(name): block.get(name) for name in block if name not in names or block.get(name) is not None}
         return {name: value for name, value in values.items() if value is not REQUIRED}
 
     for name in top_level(model):
@@ -147,7 +138,7 @@ def fill_in(cfg: DictConfig, model: type[Keys]) -> None:
         if key.is_named and isinstance(given, DictConfig):
             blocks = {str(each): given.get(each) for each in given if given.get(each) is not None}
             cfg[name] = {each: filled(block, f"{name}.NAME", key.block) for each, block in blocks.items()} or None
-        elif key.block and (given is not None or not key.is_nullable):
+        elif key.block and (given is not None or not key.expected.endswith("null")):
             cfg[name] = filled(DictConfig({}) if given is None else given, name, key.block)
         elif name not in cfg and key.default is not REQUIRED:
             cfg[name] = key.default
@@ -216,7 +207,7 @@ def _named_component_errors(path: str, node: Any) -> Iterator[UserError]:
             yield UserError(
                 f"{path} has no _component_, and {path}.{name}={format_value(value)} is none; give each name a block with a _component_"
             )
-        if not _NAME.fullmatch(name):
+        if not re.fullmatch(NAME, name):
             yield UserError(f"{path}.{name}: {_BAD_NAME}")
 
 
@@ -276,7 +267,7 @@ def _names_in_blocks(cfg: DictConfig, known: Mapping[str, Key]) -> dict[str, str
     for path, node in blocks:
         with contextlib.suppress(UserError):  # a component that does not exist has an error of its own
             component = locate(str(node["_component_"]), path)
-            for name in (callable(component) and _parameters(component, is_complete=False)) or ():
+            for name in _parameters(component, is_complete=False) or ():
                 paths.setdefault(name, f"{path}.{name}")
     return {name: path for name, path in paths.items() if name not in (*known, "_component_")}
 

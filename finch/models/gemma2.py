@@ -102,8 +102,8 @@ gemma2_27b = partial(
 
 # Names from torchtune's conversion, and their names in finch's decoder. In torchtune's layer `mlp_norm` comes
 # before the feed-forward and `mlp_scale` after it; its conversion has them the other way round.
-_FROM_TORCHTUNE = {".mlp_norm.": ".mlp_scale.", ".mlp_scale.": ".mlp_norm.", "norm.rms_norm.": "norm."}
 _TO_TORCHTUNE = {".mlp_norm.": ".mlp_scale.", ".mlp_scale.": ".mlp_norm."}
+_FROM_TORCHTUNE = {**_TO_TORCHTUNE, "norm.rms_norm.": "norm."}
 _FINAL_NORM = {"norm.scale": "norm.rms_norm.scale"}
 
 

@@ -222,33 +222,26 @@ SIZE_4B = _size(num_layers=36, num_heads=32, embed_dim=2560, intermediate_dim=97
 SIZE_8B = _size(num_layers=36, num_heads=32, embed_dim=4096, intermediate_dim=12288, tie_word_embeddings=False)
 
 
-def _builder(size: dict[str, Any], max_seq_len: int) -> Callable[..., TransformerDecoder]:
-    """:func:`qwen3` of one size. Later releases of a size differ in max_seq_len and rope_base: Qwen3-4B-Instruct-2507 has 5e6."""
-    return partial(qwen3, **size, max_seq_len=max_seq_len)
+_lora_qwen3 = partial(lora_qwen3, lora_rank=8, lora_alpha=16)  # torchtune's defaults
 
+# Later releases of a size differ in max_seq_len and rope_base: Qwen3-4B-Instruct-2507 has 5e6.
+qwen3_0_6b_base = partial(qwen3, **SIZE_0_6B, max_seq_len=BASE_CONTEXT)  # Qwen/Qwen3-0.6B-Base
+qwen3_0_6b_instruct = partial(qwen3, **SIZE_0_6B, max_seq_len=INSTRUCT_CONTEXT)  # Qwen/Qwen3-0.6B, and so on
+qwen3_1_7b_base = partial(qwen3, **SIZE_1_7B, max_seq_len=BASE_CONTEXT)
+qwen3_1_7b_instruct = partial(qwen3, **SIZE_1_7B, max_seq_len=INSTRUCT_CONTEXT)
+qwen3_4b_base = partial(qwen3, **SIZE_4B, max_seq_len=BASE_CONTEXT)
+qwen3_4b_instruct = partial(qwen3, **SIZE_4B, max_seq_len=INSTRUCT_CONTEXT)
+qwen3_8b_base = partial(qwen3, **SIZE_8B, max_seq_len=BASE_CONTEXT)
+qwen3_8b_instruct = partial(qwen3, **SIZE_8B, max_seq_len=INSTRUCT_CONTEXT)
 
-def _lora_builder(size: dict[str, Any], max_seq_len: int) -> Callable[..., TransformerDecoder]:
-    """:func:`lora_qwen3` of one size, with torchtune's defaults of rank and alpha."""
-    return partial(lora_qwen3, **size, max_seq_len=max_seq_len, lora_rank=8, lora_alpha=16)
-
-
-qwen3_0_6b_base = _builder(SIZE_0_6B, BASE_CONTEXT)  # Qwen/Qwen3-0.6B-Base
-qwen3_0_6b_instruct = _builder(SIZE_0_6B, INSTRUCT_CONTEXT)  # Qwen/Qwen3-0.6B, and so on
-qwen3_1_7b_base = _builder(SIZE_1_7B, BASE_CONTEXT)
-qwen3_1_7b_instruct = _builder(SIZE_1_7B, INSTRUCT_CONTEXT)
-qwen3_4b_base = _builder(SIZE_4B, BASE_CONTEXT)
-qwen3_4b_instruct = _builder(SIZE_4B, INSTRUCT_CONTEXT)
-qwen3_8b_base = _builder(SIZE_8B, BASE_CONTEXT)
-qwen3_8b_instruct = _builder(SIZE_8B, INSTRUCT_CONTEXT)
-
-lora_qwen3_0_6b_base = _lora_builder(SIZE_0_6B, BASE_CONTEXT)
-lora_qwen3_0_6b_instruct = _lora_builder(SIZE_0_6B, INSTRUCT_CONTEXT)
-lora_qwen3_1_7b_base = _lora_builder(SIZE_1_7B, BASE_CONTEXT)
-lora_qwen3_1_7b_instruct = _lora_builder(SIZE_1_7B, INSTRUCT_CONTEXT)
-lora_qwen3_4b_base = _lora_builder(SIZE_4B, BASE_CONTEXT)
-lora_qwen3_4b_instruct = _lora_builder(SIZE_4B, INSTRUCT_CONTEXT)
-lora_qwen3_8b_base = _lora_builder(SIZE_8B, BASE_CONTEXT)
-lora_qwen3_8b_instruct = _lora_builder(SIZE_8B, INSTRUCT_CONTEXT)
+lora_qwen3_0_6b_base = partial(_lora_qwen3, **SIZE_0_6B, max_seq_len=BASE_CONTEXT)
+lora_qwen3_0_6b_instruct = partial(_lora_qwen3, **SIZE_0_6B, max_seq_len=INSTRUCT_CONTEXT)
+lora_qwen3_1_7b_base = partial(_lora_qwen3, **SIZE_1_7B, max_seq_len=BASE_CONTEXT)
+lora_qwen3_1_7b_instruct = partial(_lora_qwen3, **SIZE_1_7B, max_seq_len=INSTRUCT_CONTEXT)
+lora_qwen3_4b_base = partial(_lora_qwen3, **SIZE_4B, max_seq_len=BASE_CONTEXT)
+lora_qwen3_4b_instruct = partial(_lora_qwen3, **SIZE_4B, max_seq_len=INSTRUCT_CONTEXT)
+lora_qwen3_8b_base = partial(_lora_qwen3, **SIZE_8B, max_seq_len=BASE_CONTEXT)
+lora_qwen3_8b_instruct = partial(_lora_qwen3, **SIZE_8B, max_seq_len=INSTRUCT_CONTEXT)
 
 
 def qwen3_tp_plan() -> dict[str, ParallelStyle]:

@@ -97,9 +97,7 @@ class NativeFolder(PretrainedFolder):
     def __init__(self, folder: Path, files: list[Path], to_torchtune: _Convert, from_torchtune: _Convert) -> None:
         self.folder, self.files = folder, files
         self._convert, self._convert_back = to_torchtune, from_torchtune
-        self._params: dict[str, Any] = {}
-        if (folder / PARAMS).is_file():
-            self._params = read_json(folder / PARAMS)
+        self._params: dict[str, Any] = read_json(folder / PARAMS) if (folder / PARAMS).is_file() else {}
 
     def check_model(self, model: TransformerDecoder, component: str) -> None:
         """Compares the model with params.json where there is one, then with the stored shapes."""
