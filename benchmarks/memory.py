@@ -33,7 +33,7 @@ from finch.weights.huggingface import HuggingFaceFolder
 RANKS, DTYPES = (1, 2, 4), (torch.float32, torch.bfloat16)
 _MB = 1e6
 _INTERVAL_S = 0.002
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 1024,
     "intermediate_size": 2816,

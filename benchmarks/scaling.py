@@ -32,7 +32,7 @@ MAX_STEPS = 50  # of a length
 BLOCKS, BLOCK_S = 4, 2.0  # a block has as many steps as fit into BLOCK_S, at least one, and stays within the epoch
 WARM_UP = 2  # steps before the first block
 # Between stories260k and SmolLM2 in size, for stories260k's tokenizer
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 384,
     "intermediate_size": 1088,
