@@ -22,6 +22,7 @@ from finch.evaluation.results import (
     read_samples,
     write_result,
 )
+from finch.evaluation.tasks.task import average
 from finch.run_files import EVALUATION
 
 SUITE, TASK = "language", "galician_alpaca"
@@ -157,12 +158,12 @@ def summarize(verdicts: Iterable[Verdicts]) -> dict[str, float | None]:
     pairs = [pair for pair in map(_scores_in_both_orders, documents) if pair is not None]
     outcomes = [outcome for pair in pairs for outcome in pair]
     return {
-        "strict_win_rate": _mean([outcome == 1.0 for outcome in outcomes]),
-        "tie_rate": _mean([outcome == 0.5 for outcome in outcomes]),
-        "loss_rate": _mean([outcome == 0.0 for outcome in outcomes]),
-        "order_agreement": _mean([one == other for one, other in pairs]),
-        "first_answer_score": _mean([each for one, other in pairs for each in (one, 1.0 - other)]),
-        "unparsed": _mean([verdict is None for each in documents for verdict in each.values()]),
+        "strict_win_rate": average(outcome == 1.0 for outcome in outcomes),
+        "tie_rate": average(outcome == 0.5 for outcome in outcomes),
+        "loss_rate": average(outcome == 0.0 for outcome in outcomes),
+        "order_agreement": average(one == other for one, other in pairs),
+        "first_answer_score": average(each for one, other in pairs for each in (one, 1.0 - other)),
+        "unparsed": average(verdict is None for each in documents for verdict in each.values()),
     }
 
 
@@ -170,10 +171,6 @@ def _scores_in_both_orders(verdicts: Verdicts) -> tuple[float, float] | None:
     """The tuned model's score with its answer first, and second."""
     first, second = verdicts[TUNED_FIRST], verdicts[BASE_FIRST]
     return None if first is None or second is None else (VERDICTS[first], 1.0 - VERDICTS[second])
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def find_answers(path: Path) -> Path:
@@ -270,7 +267,7 @@ def _write(answers: Answers, samples: Sequence[Sample], definition: str, others:
     task = replace(
         answers.task,
         definition=answers_definition(answers.task.definition) + _JUDGED + definition,
-        score=_mean(scores),
+        score=average(scores),
         n=len(scores),
         others=others,
     )

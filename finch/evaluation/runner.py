@@ -25,7 +25,7 @@ from finch.evaluation.loading import SHORT, hash_values, hash_vocabulary, hash_w
 from finch.evaluation.model_folders import ModelFolder, training_questions
 from finch.evaluation.ranks import Ranks
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
-from finch.evaluation.tasks.task import Task
+from finch.evaluation.tasks.task import Task, average
 from finch.log import logger
 from finch.progress import EvaluationProgress
 
@@ -154,18 +154,16 @@ class Evaluation:
     def _usable(self, target: Target, suite: str) -> SuiteResult | None:
         """The suite's earlier result, if it is of these weights and settings."""
         path = target.output / f"{suite}.json"
-        if not path.exists():
-            return None
-        result = read_result(path)
-        return result if result.weights == target.weights and result.settings == self.settings else None
+        result = read_result(path) if path.exists() else None
+        return None if result is None or self._difference(target, result) else result
 
-    def _difference(self, target: Target, result: SuiteResult) -> str:
-        """Why a result cannot be used."""
+    def _difference(self, target: Target, result: SuiteResult) -> str | None:
+        """Why a result cannot be used; None: it can."""
         if result.weights != target.weights:
             return "of other weights"
         one, other = result.settings, self.settings
-        key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
-        return f"with {key}={one.get(key)} in place of {other.get(key)}"
+        key = next((key for key in {**one, **other} if one.get(key) != other.get(key)), None)
+        return None if key is None else f"with {key}={one.get(key)} in place of {other.get(key)}"
 
     def _is_done(self, task: Task, target: Target, result: SuiteResult) -> bool:
         done = result.tasks.get(task.name)
@@ -228,7 +226,7 @@ class Evaluation:
             role=task.role,
             metric=task.metric,
             definition=definition,
-            score=sum(scores) / len(scores) if scores else None,
+            score=average(scores),
             n=len(scores),
             samples=f"{task.suite}.{task.name}.jsonl",
             chance=task.chance,

@@ -49,7 +49,10 @@ def dataset(
     """
     rows = PERTURBED.load(data_root)
     if part == "validation":
-        held_out = _validation_questions(data_root)
+        from finch.data.rows import train_validation_split
+
+        all_rows = table(FULL.load(data_root))
+        held_out = set(train_validation_split(all_rows, "validation", VALIDATION_FRACTION, SEED)["question"])
         rows = [row for row in rows if row["question"] in held_out]
         if not rows:
             raise UserError(f"tofu_validation: no row of {PERTURBED.file} is in the validation part of {FULL.file}")
@@ -69,13 +72,6 @@ def _document(row: Row, has_chat_template: bool, is_letters: bool) -> Row:
         "choices": list(LETTERS[: len(options)]) if is_letters else options,
         "gold": order.index(0),
     }
-
-
-def _validation_questions(data_root: str | None) -> set[str]:
-    """Of the 10% of all rows that are not trained on, by the default split of ``finch.data.tofu``."""
-    from finch.data.rows import train_validation_split
-
-    return set(train_validation_split(table(FULL.load(data_root)), "validation", VALIDATION_FRACTION, SEED)["question"])
 
 
 @by_document
