@@ -56,3 +56,6 @@ class MeanLoss:
         if distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(sums, group=self.group)
         return sums[0] / sums[1], sums[1]
+
+
+StepLoss = MeanLoss  # its name in earlier versions
