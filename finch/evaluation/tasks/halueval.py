@@ -20,17 +20,13 @@ LETTERS = ["A", "B"]
 
 def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: Any) -> dict[str, Any]:
     """Two documents per row, one after the other: with the hallucinated answer as A, then as B."""
-    rows = ROWS.load(data_root)
     clusters: dict[str, int] = {}
-    return {
-        "test": table(
-            [
-                _document(row, gold, clusters.setdefault(row["question"], len(clusters)), has_chat_template)
-                for row in rows
-                for gold in (0, 1)
-            ]
-        )
-    }
+    documents = [
+        _document(row, gold, clusters.setdefault(row["question"], len(clusters)), has_chat_template)
+        for row in ROWS.load(data_root)
+        for gold in (0, 1)
+    ]
+    return {"test": table(documents)}
 
 
 def _document(row: Row, gold: int, cluster: int, has_chat_template: bool) -> Row:

@@ -147,11 +147,10 @@ def mmlu_samples(records: Records) -> list[Sample]:
 
 def mmlu_others(samples: Sequence[Sample]) -> dict[str, float | None]:
     """The mean of the subjects' means; the headline is the mean of the documents."""
-    subjects = [
-        mean([sample for sample in samples if sample["subject"] == subject], "score")
-        for subject in sorted({sample["subject"] for sample in samples})
-    ]
-    return {"acc_subjects": average(score for score in subjects if score is not None)}
+    scores: dict[str, list[float]] = {}
+    for sample in sorted(samples, key=lambda sample: sample["subject"]):
+        scores.setdefault(sample["subject"], []).append(sample["score"])
+    return {"acc_subjects": average(sum(each) / len(each) for each in scores.values())}
 
 
 def ifeval_dataset(data_root: str, **_: Any) -> dict[str, Any]:
