@@ -43,8 +43,10 @@ def test_metrics_log_reads_tensors_only_when_it_reports(tmp_path):
         log.add(
             step, step_metrics(torch.tensor(4.0), num_target_tokens=torch.tensor(50.0), lr_is_capped=torch.tensor(True))
         )
+        log.report()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     log.add(3, step_metrics(torch.tensor(4.0), num_target_tokens=torch.tensor(50)))
+    log.report()
     log.add(4, step_metrics(1.0))
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
     log.close()  # writes out the fourth

@@ -200,7 +200,7 @@ def test_broken_and_missing_files_are_refused(tmp_path):
     write(
         tmp_path, "qwen2", template="{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    refuses("leaves out the text of a turn; finch cannot tell")
+    refuses("leaves out the text of a turn; finch cannot know")
     write(tmp_path, "qwen2", template="{% if %}")
     refuses("chat template of .* cannot be read")
     write(tmp_path, "qwen2", pad_token="<pad>")

@@ -180,7 +180,7 @@ def test_plans_that_do_not_fit_the_model_raise():
 
     small = FAMILIES["qwen3"].build()
     check_plan(small, qwen3_tp_plan(), 2)
-    with pytest.raises(UserError, match=r"leaves out layers\.0\.attn\.q_norm, which sees this rank's heads"):
+    with pytest.raises(UserError, match=r"leaves out layers\.0\.attn\.q_norm, which sees only this rank's heads"):
         check_plan(small, base_llama_tp_plan(), 2)
     without = {name: style for name, style in qwen3_tp_plan().items() if "output_proj" not in name}
     with pytest.raises(UserError, match=r"leaves out layers\.\*\.attn\.output_proj; heads are sharded in all four"):
