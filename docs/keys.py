@@ -1,6 +1,6 @@
 """Prints docs/recipe.md's table of keys from finch.config.schema; a test compares the two."""
 
-from finch.config.key_help import format_default, shown_keys
+from finch.config.key_search import format_default, shown_keys
 from finch.config.schema import FullFinetuneKeys
 
 

@@ -147,7 +147,7 @@ def list_methods(_: argparse.Namespace) -> None:
 def list_keys(parsed: argparse.Namespace) -> None:
     """Prints the keys of a config with their values, defaults and descriptions."""
     require_extras("finch keys", "torchtune")
-    from finch.config.key_help import format_keys
+    from finch.config.key_search import format_keys
 
     print(format_keys(parsed.word))
 

@@ -26,7 +26,7 @@ from finch.cli.early_checks import (
     read_job,
 )
 from finch.config.instantiate import find_config
-from finch.config.key_help import key_hint
+from finch.config.key_search import key_hint
 from finch.distributed.processes import share_cores
 from finch.errors import ERROR_FILE, UserError
 

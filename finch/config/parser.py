@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from finch.config import methods
 from finch.config.instantiate import component_of, find_config, first_line, locate
-from finch.config.key_help import recipe_help
+from finch.config.key_search import recipe_help
 from finch.config.schema import FullFinetuneKeys, Keys, keys
 from finch.config.validation import check, referred_keys
 from finch.errors import UserError, report_user_errors

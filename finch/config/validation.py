@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from pydantic import ValidationError
 
 from finch.config.instantiate import component_of, locate
-from finch.config.key_help import format_default, key_hint
+from finch.config.key_search import format_default, key_hint
 from finch.config.resolved import format_value
 from finch.config.schema import ALIASES, NAME, REQUIRED, UNSUPPORTED_KEYS, Key, Keys, arguments_of, keys
 from finch.errors import UserError

@@ -11,7 +11,7 @@ import yaml
 from helpers.runs import ROOT
 
 from finch.config.instantiate import config_names, grid_names, locate
-from finch.config.key_help import shown_keys
+from finch.config.key_search import shown_keys
 from finch.config.schema import COMPONENTS, REQUIRED, Dataset, FullFinetuneKeys, LoraBuilder, LoraFinetuneKeys, keys
 from finch.distributed.precision import PRECISIONS
 from finch.sweep import grid

@@ -8,7 +8,7 @@ import pytest
 from helpers.runs import MINIMAL, ROOT, finch
 from omegaconf import OmegaConf
 
-from finch.config.key_help import OTHER_NAMES, format_keys, key_hint, shown_keys
+from finch.config.key_search import OTHER_NAMES, format_keys, key_hint, shown_keys
 from finch.config.schema import COMPONENTS, FullFinetuneKeys, LoraFinetuneKeys, keys
 from finch.config.validation import check
 from finch.errors import UserError
