@@ -129,6 +129,7 @@ def test_mistake_seen_by_ranks_is_one_line(config, tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "number", "expected"),
     [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGUSR1, 0)],

@@ -1,5 +1,6 @@
 """Hang detection: every rank prints its stacks, and none keeps waiting."""
 
+import pytest
 from helpers.runs import make_config, tune_run
 
 STUCK_ROWS = """
@@ -20,6 +21,7 @@ def dataset(tokenizer, **kwargs): return Stuck(instruct_dataset(tokenizer, **kwa
 """
 
 
+@pytest.mark.slow
 def test_hanging_collective_prints_every_ranks_stacks(tmp_path, base_folder, rows_file):
     (tmp_path / "stuck_rows.py").write_text(STUCK_ROWS)
     config = make_config(base_folder, rows_file, tmp_path / "run", batch_size=2, check_dataset=False)

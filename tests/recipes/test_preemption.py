@@ -76,6 +76,7 @@ def workers_of(launcher):
     return [int(each) for each in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_two_ranks_stop_together_and_die_with_their_launcher(tmp_path, base_folder, rows_file, trained, monkeypatch):
     config = make_config(
         base_folder, rows_file, tmp_path / "uninterrupted", epochs=2, batch_size=2, check_dataset=False
