@@ -26,7 +26,6 @@ from finch.cli.early_checks import (
     read_job,
 )
 from finch.config.instantiate import find_config
-from finch.config.key_search import key_hint
 from finch.distributed.processes import share_cores
 from finch.errors import ERROR_FILE, UserError
 
@@ -81,6 +80,7 @@ def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str
     Raises:
         UserError: ``--config`` is missing or names nothing; an option that torchrun does not have.
     """
+    from finch.config.key_search import key_hint
     from finch.config.schema import LoraFinetuneKeys
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
