@@ -61,12 +61,18 @@ def start(ranks: int, arguments: list[str], shared_data: Path, timeout: int = 30
     )
 
 
-def run_jobs(ranks: int, jobs: list[dict], folder: Path, shared_data: Path) -> dict[str, TitanRun]:
-    """The finished runs of some jobs, see ``helpers.titan_cpu.run_job``, by name."""
+def run_jobs(ranks: int, jobs: list[dict], folder: Path, shared_data: Path) -> None:
+    """Runs some jobs, see ``helpers.titan_cpu.run_job``, in ``folder``."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     done = start(ranks, [str(folder / "jobs.json")], shared_data)
     assert done.returncode == 0, done.stdout[-5000:]
-    return {job["name"]: TitanRun(folder / job.get("folder", job["name"]), done.stdout) for job in jobs}
+    (folder / "output.txt").write_text(done.stdout)
+
+
+def finished(jobs: list[dict], folder: Path) -> dict[str, TitanRun]:
+    """The runs of jobs that are done, by name."""
+    output = (folder / "output.txt").read_text()
+    return {job["name"]: TitanRun(folder / job.get("folder", job["name"]), output) for job in jobs}
 
 
 def job(name: str, *arguments: str, config: str = "finch", **more) -> dict:

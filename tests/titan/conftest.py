@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from helpers.titan_runs import TitanRun, job, rows_environment, run_jobs
+from helpers.titan_runs import TitanRun, finished, job, rows_environment, run_jobs
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +23,8 @@ def titan_configs(shared_data: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> dict[str, TitanRun]:
+def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
     """Runs on one process."""
-    folder = tmp_path_factory.mktemp("one_rank")
     dataset, short = ("--lr_scheduler.init", "dataset"), ("--training.steps", "6")
     saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "10")
     changed = ("--dataloader.split", "train[:32]")
@@ -44,13 +43,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> dic
         job("cached", *dataset, "--training.steps", "1", "--checkpoint.folder", "second", folder="cached"),
         job("changed", *dataset, *changed, "--training.steps", "1", "--checkpoint.folder", "third", folder="cached"),
     ]
-    return run_jobs(1, jobs, folder, shared_data)
+    return finished(jobs, once("titan_1", lambda folder: run_jobs(1, jobs, folder, shared_data)))
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> dict[str, TitanRun]:
+def two_ranks(once, shared_data: Path) -> dict[str, TitanRun]:
     """Runs on two processes."""
-    folder = tmp_path_factory.mktemp("two_ranks")
     dataset, half = ("--lr_scheduler.init", "dataset"), ("--training.local_batch_size", "4")
     replicate = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
     saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "10")
@@ -65,4 +63,4 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> di
         job("validated", *half, "--training.steps", "2", config="validated"),
         job("tensor_skipped", "--parallelism.tensor_parallel_degree", "2", *skip, nonfinite={3: "gradient"}),
     ]
-    return run_jobs(2, jobs, folder, shared_data)
+    return finished(jobs, once("titan_2", lambda folder: run_jobs(2, jobs, folder, shared_data)))
