@@ -118,7 +118,7 @@ class PretrainedFolder(ABC):
     def load_into(self, parameters: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Copies the stored weights into parameters, in place and without communication.
 
-        Each rank reads the rows and columns of its own shards. Where a conversion permutes rows within a head it reads the
+        Each rank reads the rows and columns of its shards. Where a conversion permutes rows within a head it reads the
         range that its rows lie in, at most to the ends of the heads. ``parameters``: of one or more decoders, by torchtune's names, sharded or
         not, of any dtype and device.
         """
