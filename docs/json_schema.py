@@ -81,7 +81,7 @@ _DEFINITIONS: Json = {
 def config_schema() -> Json:
     """The JSON schema of a config file, of either recipe. What the command line may give is not required.
 
-    A file may have keys of its own that others refer to: text, since a number is more often a misspelt key.
+    A file may define keys that others refer to: text, since a number is more often a misspelt key.
     """
     schema = LoraFinetuneKeys.model_json_schema()
     schema["properties"] |= {
