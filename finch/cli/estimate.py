@@ -85,13 +85,12 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> bool:
     import torch
 
     from finch.estimate.fake_step import candidates, estimate_step
-    from finch.training.config_checks import check_combinations, check_schedule
+    from finch.training.config_checks import check
 
     rows = _rows(options)
 
     recipe, cfg = read_job(options.config, overrides)
-    check_schedule(cfg)
-    check_combinations(cfg, torch.device("cuda"), options.gpus)
+    check(cfg, torch.device("cuda"), options.gpus)
     step = estimate_step(recipe, cfg, ranks=options.gpus, rows=rows)
     _print_model(options, cfg, step, rows)
     _print_memory(step)

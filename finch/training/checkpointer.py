@@ -79,7 +79,8 @@ class TrainState:
 
     def request_stop(self, reason: str, *, is_finished: bool = True, is_requeued: bool = False) -> None:
         """Asks for the run to end after this step, with its state saved; one rank's request is enough. See :class:`Stop`."""
-        self._requested = Stop(reason, is_finished, is_requeued)
+        if self._requested is None or self._requested.is_finished:  # a signal's request stays
+            self._requested = Stop(reason, is_finished, is_requeued)
 
     def agree(self) -> None:
         """Makes the requests of each rank those of all; a collective of four numbers on the host."""
@@ -125,7 +126,7 @@ class Checkpointer:
     """Saves and restores what a run needs to continue bit for bit. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`."""
 
     def __init__(self, cfg: DictConfig, run: Path, parallel: Parallel) -> None:
-        self._parallel, self._user_hooks = parallel, set(cfg.hooks or ())
+        self._parallel, self._user_hooks = parallel, list(cfg.hooks or ())  # in one order on every rank
         self._writer = CheckpointWriter(
             run,
             parallel,
@@ -175,7 +176,7 @@ class Checkpointer:
         """Restores weights, optimizer, schedule, position, hooks and random states; a collective. Base learning rates stay the config's.
         Raises UserError if the checkpoint does not hold what this model and optimizer need."""
         saved = scalars.get("hooks", {})
-        tensors = {name: _split(trainer.hooks[name].state_dict())[0] for name in self._user_hooks & saved.keys()}
+        tensors = {name: _split(trainer.hooks[name].state_dict())[0] for name in self._user_hooks if name in saved}
         load_tensors(folder, trainer.model, trainer.update.optimizers, self._parallel, extra=_nonempty(tensors))
         state = trainer.state
         state.step, state.epoch, state.consumed = scalars["step"], scalars["epoch"], scalars["consumed"]

@@ -8,6 +8,9 @@ import torch
 from helpers.ranks import on_ranks
 from helpers.runs import ROOT, assert_same_run, make_config, run_broken, run_here, run_ranks, weights
 
+from finch.distributed.parallel import Parallel
+from finch.training.checkpointer import Stop, TrainState
+
 OWN_HOOKS = """
 import json, os
 import torch
@@ -221,3 +224,22 @@ def test_no_hook_reads_the_device_unless_one_wanted_to(folder, base_folder, rows
     config = make_config(base_folder, rows_file, tmp_path / "run", log_every_n_steps=4, probes=probes)
     folder.joinpath("config.yaml").write_text(json.dumps(config))
     assert on_ranks(1, code, folder) == [[False, False, True, True]]
+
+
+def test_state_of_hooks_is_collected_in_the_configs_order(folder, base_folder, rows_file, tmp_path):
+    """A set would have another order in each process, and state_dict may hold a collective."""
+    names = ["alpha", "beta", "mu", "zeta"]  # sorted, as YAML writes them
+    hooks = {name: {"_component_": "own_hooks.Recorder"} for name in names}
+    run = run_here(tmp_path / "a", make_config(base_folder, rows_file, tmp_path / "run", hooks=hooks))
+    assert run.returncode == 0, run.output
+    (state,) = run.folder.glob("checkpoints/step_*/state.json")
+    assert list(json.loads(state.read_text())["hooks"]) == names
+
+
+def test_a_signals_stop_is_not_replaced_by_a_hooks():
+    state = TrainState(Parallel(torch.device("cpu")))
+    state.request_stop("a hook")
+    state.request_stop("a signal", is_finished=False, is_requeued=True)
+    state.request_stop("another hook")
+    state.agree()
+    assert state.stop == Stop("a signal", is_finished=False, is_requeued=True)
