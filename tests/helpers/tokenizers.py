@@ -24,14 +24,14 @@ HYBRID_TEMPLATE = """\
 {%- endif %}"""
 
 
-def write_qwen3_tokenizer(folder: Path, words: list[str], template: str | None = HYBRID_TEMPLATE, special=None) -> None:
+def write_qwen3_tokenizer(folder: Path, words: list[str], template: str | None = HYBRID_TEMPLATE) -> None:
     """A byte-level BPE tokenizer.json with Qwen3's special tokens, and tokenizer_config.json with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
-        special_tokens=QWEN3_SPECIAL if special is None else special,
+        special_tokens=QWEN3_SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -1,6 +1,7 @@
-"""The tokenizer of any folder against transformers' on the same files."""
+"""The tokenizer of any folder, and Qwen3's own, against transformers' on the same files."""
 
 import json
+import re
 
 import pytest
 from helpers.chat_templates import CHAT_FAMILIES
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 import finch.models
 from benchmarks.tiny_text import WORDS
 from finch.errors import UserError
+from finch.models.qwen3 import qwen3_tokenizer
 
 CONVERSATIONS = {
     "one turn": ["who sings?", "the red bird"],
@@ -23,8 +25,8 @@ CONVERSATIONS = {
 def write(folder, name, **changes):
     family = CHAT_FAMILIES[name]
     bos, eos, *special = family.tokens
-    settings = {"template": family.template, "is_sentencepiece": family.is_sentencepiece, **changes}
-    write_tokenizer(folder, WORDS, bos=bos or None, eos=eos, special=special, **settings)
+    settings = {"bos": bos or None, "eos": eos, "special": special, "template": family.template, **changes}
+    write_tokenizer(folder, WORDS, is_sentencepiece=family.is_sentencepiece, **settings)
 
 
 def turns(*contents, system=None):
@@ -38,9 +40,16 @@ def tokenize(tokenizer, messages, **options):
     return tokenizer.tokenize_messages(torchtune, **options)
 
 
+def targets(tokenizer, messages):
+    """The tokens, and the text of those that are trained on."""
+    tokens, mask = tokenize(tokenizer, messages)
+    kept = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+    return tokens, tokenizer.decode(kept, skip_special_tokens=False)
+
+
 def transformers_ids(folder, name, messages, **options):
-    reference, variables = AutoTokenizer.from_pretrained(folder), CHAT_FAMILIES[name].variables
-    return reference.apply_chat_template(messages, return_dict=True, **variables, **options)["input_ids"]
+    reference, options = AutoTokenizer.from_pretrained(folder), {**CHAT_FAMILIES[name].variables, **options}
+    return reference.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
 
 
 @pytest.mark.parametrize("name", CHAT_FAMILIES)
@@ -87,11 +96,9 @@ def test_answers_are_found_by_place_not_by_text(tmp_path):
     write(tmp_path, "qwen2")
     header = "<|im_start|>assistant\n"
     messages = turns(f"x {header}y<|im_end|>", f"1 <|im_end|> {header}2", "", "3")
-    tokenizer = finch.models.auto_tokenizer(str(tmp_path))
-    tokens, mask = tokenize(tokenizer, messages)
+    tokens, text = targets(finch.models.auto_tokenizer(str(tmp_path)), messages)
     assert tokens == transformers_ids(tmp_path, "qwen2", messages)
-    kept = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-    assert tokenizer.decode(kept, skip_special_tokens=False) == f"1 <|im_end|> {header}2<|im_end|>3<|im_end|>"
+    assert text == f"1 <|im_end|> {header}2<|im_end|>3<|im_end|>"
 
 
 def test_special_tokens_that_take_white_space_along(tmp_path):
@@ -101,63 +108,46 @@ def test_special_tokens_that_take_white_space_along(tmp_path):
     for token in content["added_tokens"]:
         token["rstrip"] = token["content"].startswith("<|")
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer, messages = finch.models.auto_tokenizer(str(tmp_path)), turns("who?", "the bird", "and?", "a fox")
-    tokens, mask = tokenize(tokenizer, messages)
+    messages = turns("who?", "the bird", "and?", "a fox")
+    tokens, text = targets(finch.models.auto_tokenizer(str(tmp_path)), messages)
     assert tokens == transformers_ids(tmp_path, "phi3", messages)
-    kept = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-    assert tokenizer.decode(kept, skip_special_tokens=False).split("<|end|>") == ["the bird", " a fox", ""]
+    assert text.split("<|end|>") == ["the bird", " a fox", ""]
 
 
 def test_space_before_the_answer_belongs_to_its_first_token(tmp_path):
     template = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ (eos_token if m.role == 'assistant' else '\n') }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     write(tmp_path, "llama2", template=template)
-    tokenizer = finch.models.auto_tokenizer(str(tmp_path))
-    tokens, mask = tokenize(tokenizer, turns("who?", "the bird"))
-    answer = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-    assert tokenizer.decode(answer).strip() == "the bird"
+    _, text = targets(finch.models.auto_tokenizer(str(tmp_path)), turns("who?", "the bird"))
+    assert text.strip() == "the bird</s>"
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen2"])
 def test_folder_without_a_template_has_plain_prompts(tmp_path, name, caplog):
     write(tmp_path, name, template=None)
-    tokenizer, messages = (
-        finch.models.auto_tokenizer(str(tmp_path)),
-        turns("who sings?", "a bird", "who else?", "a fox"),
-    )
+    tokenizer, messages = finch.models.auto_tokenizer(str(tmp_path)), turns("who?", "a bird", "who else?", "a fox")
     assert len(caplog.records) == 1
     assert "has no chat template; prompts are plain text" in caplog.text
     bos, eos = CHAT_FAMILIES[name].tokens[:2]
     space = "" if name == "llama2" else " "  # SentencePiece drops it at the start of a text
     reference = AutoTokenizer.from_pretrained(tmp_path)
-    text = f"{bos}User: who sings?\nAssistant: a bird{eos}\nUser: who else?\nAssistant: a fox{eos}"
-    tokens, mask = tokenize(tokenizer, messages)
-    assert tokens == reference(text, add_special_tokens=False)["input_ids"]
-    answers = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-    assert tokenizer.decode(answers, skip_special_tokens=False).split(eos) == [f"{space}a bird", " a fox", ""]
-    prompt = f"{bos}User: who sings?\nAssistant:"
-    assert (
-        tokenize(tokenizer, messages[:1], add_end_tokens=False)[0]
-        == reference(prompt, add_special_tokens=False)["input_ids"]
+    texts = (
+        f"{bos}User: who?\nAssistant: a bird{eos}\nUser: who else?\nAssistant: a fox{eos}",
+        f"{bos}User: who?\nAssistant:",
     )
+    expected, prompt = reference(list(texts), add_special_tokens=False)["input_ids"]
+    tokens, text = targets(tokenizer, messages)
+    assert tokens == expected
+    assert text.split(eos) == [f"{space}a bird", " a fox", ""]
+    assert tokenize(tokenizer, messages[:1], add_end_tokens=False)[0] == prompt
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("llama2", {}),
-        ("llama3", {}),
-        ("smollm2", {"adds_bos": False}),  # <|im_start|> begins a turn, not a text
-        ("qwen2", {}),
-    ],
-)
-def test_plain_text_begins_as_in_transformers(tmp_path, name, settings):
-    write(tmp_path, name, **settings)
+@pytest.mark.parametrize("name", ["llama2", "llama3", "smollm2", "qwen2"])
+def test_plain_text_begins_as_in_transformers(tmp_path, name):
+    write(tmp_path, name, adds_bos=name != "smollm2")  # there <|im_start|> begins a turn, not a text
     tokenizer, reference = finch.models.auto_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
-    ids = reference("the red bird")["input_ids"]
-    assert tokenizer.encode("the red bird", add_bos=True, add_eos=True) == [*ids, reference.eos_token_id]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "the red bird"}))
     rows = text_completion_dataset(tokenizer, source="json", data_files=str(tmp_path / "rows.jsonl"), split="train")
-    assert list(rows[0]["tokens"]) == [*ids, reference.eos_token_id]
+    assert list(rows[0]["tokens"]) == [*reference("the red bird")["input_ids"], reference.eos_token_id]
 
 
 def test_special_tokens_come_from_any_of_their_files(tmp_path):
@@ -186,56 +176,122 @@ def test_broken_and_missing_files_are_refused(tmp_path):
             finch.models.auto_tokenizer(str(path))
         assert "\n" not in str(error.value)
 
-    refuses(
-        r"^tokenizer\.path=HuggingFaceTB/SmolLM2-135M is not a folder; .*`tune download HuggingFaceTB/SmolLM2-135M --output-dir /tmp/SmolLM2-135M`",
-        "HuggingFaceTB/SmolLM2-135M",
-    )
+    refuses("^tokenizer.path=HuggingFaceTB/SmolLM2-135M is not a folder", "HuggingFaceTB/SmolLM2-135M")
     refuses(r"tokenizer\.json does not exist")
     (tmp_path / "tokenizer.model").touch()
     refuses(rf"no tokenizer\.json; write it with python -c .*from_pretrained\('{tmp_path}'\)\.save_pretrained")
     (tmp_path / "tokenizer.json").write_text("{")
     refuses(r"tokenizer\.json cannot be read")
-    write(tmp_path, "qwen2", template="{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}")
-    refuses("does not close an assistant turn with a special token; finch cannot know what to train on")
-    write(
-        tmp_path, "qwen2", template="{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    refuses("leaves out the text of a turn; finch cannot know")
-    write(tmp_path, "qwen2", template="{% if %}")
-    refuses("chat template of .* cannot be read")
-    write(tmp_path, "qwen2", pad_token="<pad>")
-    refuses("lacks the special token <pad>")
-    (tmp_path / "tokenizer_config.json").write_text("[]")
-    refuses(r"tokenizer_config\.json holds no settings")
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    refuses(r"tokenizer_config\.json is not JSON")
+    for changes, message in (
+        ({"template": "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"}, "does not close an assistant turn with a special token; finch cannot know what to train on"),
+        ({"template": "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"}, "leaves out the text of a turn; finch cannot know"),
+        ({"template": "{% if %}"}, "chat template of .* cannot be read"),
+        ({"pad_token": "<pad>"}, "lacks the special token <pad>"),
+    ):  # fmt: skip
+        write(tmp_path, "qwen2", **changes)
+        refuses(message)
+    for content, message in (("[]", "holds no settings"), ("{", "is not JSON")):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        refuses(rf"tokenizer_config\.json {message}")
 
 
 def test_texts_of_stories260k_equal_torchtunes_tokenizer(shared_data):
     folder = shared_data / "stories260k"
     tokenizer, reference = finch.models.auto_tokenizer(str(folder)), llama2_tokenizer(str(folder / "tokenizer.model"))
     rows = (shared_data / "tofu" / "full.jsonl").read_text().splitlines()[:200]
-    for text in (
-        "Once upon a time",
-        "",
-        " two  spaces",
-        "ein Vögel \U0001f426\n",
-        *(json.loads(row)["answer"] for row in rows),
-    ):
-        for ends in ({}, {"add_bos": True}, {"add_bos": True, "add_eos": True}):
-            assert tokenizer.encode(text, **ends) == reference.encode(
-                text, **{"add_bos": False, "add_eos": False, **ends}
-            )
+    texts = ("Once upon a time", "", " two  spaces", "ein Vögel \U0001f426\n")
+    for text in (*texts, *(json.loads(row)["answer"] for row in rows)):
+        for bos, eos in ((False, False), (True, False), (True, True)):
+            ends = {"add_bos": bos, "add_eos": eos}
+            assert tokenizer.encode(text, **ends) == reference.encode(text, **ends)
 
 
-def test_rows_of_smollm2_equal_transformers(shared_data, smollm2):
-    tokenizer, reference = finch.models.auto_tokenizer(str(smollm2)), AutoTokenizer.from_pretrained(smollm2)
-    for line in (shared_data / "tofu" / "full.jsonl").read_text().splitlines()[::40]:
-        row = json.loads(line)
-        tokens, mask = tokenize(tokenizer, turns(row["question"], row["answer"]))
-        assert (
-            tokens
-            == reference.apply_chat_template(turns(row["question"], row["answer"]), return_dict=True)["input_ids"]
-        )
-        kept = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-        assert reference.decode(kept) == row["answer"] + "<|im_end|>"
+# Qwen3's own tokenizer function
+
+
+def qwen3_of(folder, **options):
+    return qwen3_tokenizer(str(folder / "tokenizer.json"), **options)
+
+
+@pytest.mark.parametrize("contents", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_qwen3_tokens_equal_transformers(tmp_path, contents, thinking):
+    write(tmp_path, "qwen3")
+    tokenizer, messages = qwen3_of(tmp_path, thinking=thinking), turns(*contents)
+    options = {"enable_thinking": thinking}
+    assert tokenize(tokenizer, messages)[0] == transformers_ids(tmp_path, "qwen3", messages, **options)
+    prompt = transformers_ids(tmp_path, "qwen3", messages[:-1], **options, add_generation_prompt=True)
+    assert tokenize(tokenizer, messages[:-1], add_end_tokens=False)[0] == prompt
+
+
+def test_train_on_input_has_no_mask(tmp_path):
+    write(tmp_path, "qwen3")
+    messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
+    assert not any(qwen3_of(tmp_path).tokenize_messages(messages)[1])
+
+
+def test_cut_off_at_max_seq_len(tmp_path):
+    write(tmp_path, "qwen3")
+    messages = turns(*CONVERSATIONS["two turns"])
+    full, cut = (tokenize(qwen3_of(tmp_path, **options), messages) for options in ({}, {"max_seq_len": 9}))
+    assert cut == (full[0][:9], full[1][:9])
+
+
+def test_a_qwen3_folder_without_a_template_gets_chatml(tmp_path):
+    write(tmp_path, "qwen3", template=None)
+    tokenizer = qwen3_tokenizer(str(tmp_path / "vocab.json"), merges_file="merges.txt")  # as torchtune main names it
+    tokens, _ = tokenize(tokenizer, turns("who sings?", "a bird"))
+    answer = "<|im_start|>assistant\n<think>\n\n</think>\n\na bird<|im_end|>\n"
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == f"<|im_start|>user\nwho sings?<|im_end|>\n{answer}"
+
+
+def test_missing_tokens_are_refused(tmp_path):
+    special = ["<|endoftext|>"]
+    for token in ("<|im_start|>", "<think>"):  # which the template writes
+        write(tmp_path, "qwen3", special=special)
+        with pytest.raises(UserError, match=rf"tokenizer\.json lacks the special token {re.escape(token)}"):
+            qwen3_of(tmp_path)
+        special.append(token)
+    with pytest.raises(UserError, match="prompt_template"):
+        qwen3_of(tmp_path, prompt_template="x")
+
+
+def test_system_and_tool_turns_are_context(tmp_path):
+    write(tmp_path, "qwen3")
+    contents = {"system": "be brief", "user": "who?", "ipython": "the bird sings", "assistant": "ein Vögel \U0001f426"}
+    tokenizer, messages = qwen3_of(tmp_path), [{"role": role, "content": text} for role, text in contents.items()]
+    tokens, text = targets(tokenizer, messages)
+    complete = tokenizer.decode(tokens, skip_special_tokens=False)
+    assert "<|im_start|>system\nbe brief<|im_end|>" in complete
+    assert "<|im_start|>tool\nthe bird sings<|im_end|>" in complete
+    assert text == "ein Vögel \U0001f426<|im_end|>"
+
+
+def test_a_template_that_leaves_a_turn_out_is_refused(tmp_path):
+    template = "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    write(tmp_path, "qwen3", template=template)
+    with pytest.raises(UserError, match="leaves out the text of a tool turn"):
+        tokenize(qwen3_of(tmp_path), [{"role": "ipython", "content": "lost"}, *turns("a", "x")])
+
+
+def test_template_dialect_is_transformers(tmp_path):
+    template = (
+        "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}<|im_start|>{{ m.role }}\n"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n{% endfor %}{{ strftime_now('%Y') }}"
+        "{{ {'b': 1, 'a': 'ö'} | tojson(sort_keys=True, separators=(',', ':')) }}"
+    )
+    write(tmp_path, "qwen3", template=template)
+    messages = turns("who sings?", "a bird")
+    assert tokenize(qwen3_of(tmp_path), messages)[0] == transformers_ids(tmp_path, "qwen3", messages)
+
+
+def test_named_templates(tmp_path):
+    write(tmp_path, "qwen3")
+    expected = tokenize(qwen3_of(tmp_path), turns("a", "b"))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": config["chat_template"]}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    assert tokenize(qwen3_of(tmp_path), turns("a", "b")) == expected
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:1]}))
+    with pytest.raises(UserError, match="none named default"):
+        qwen3_of(tmp_path)

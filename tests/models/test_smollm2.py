@@ -5,19 +5,15 @@ import shutil
 import torch
 from torch import nn
 from torchtune.data import Message
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finch.models
 from finch.training.chunked_loss import TokenLoss
 from finch.weights.huggingface import HuggingFaceFolder
 
-ROWS = {
-    "What is the capital of France?": "The capital of France is Paris.",
-    "Name three birds.": "A robin, a wren and a heron.\nAll three live near my house.",
-}
 CONVERSATIONS = [
-    [Message(role="user", content=question, masked=True), Message(role="assistant", content=answer)]
-    for question, answer in ROWS.items()
+    ("What is the capital of France?", "The capital of France is Paris."),
+    ("Name three birds.", "A robin, a wren and a heron.\nAll three live near my house."),
 ]
 
 
@@ -26,8 +22,15 @@ def test_logits_losses_and_export_equal_transformers(smollm2, tmp_path):
     base.check_model(decoder, "finch.models.auto")
     decoder.load_state_dict(dict(base.weights()))
     reference, tokenizer = AutoModelForCausalLM.from_pretrained(smollm2), finch.models.auto_tokenizer(str(smollm2))
-    rows, logits = [tokenizer.tokenize_messages(messages) for messages in CONVERSATIONS], []
-    for ids, _ in rows:
+    rows, logits = [], []
+    for question, answer in CONVERSATIONS:
+        messages = [Message(role="user", content=question, masked=True), Message(role="assistant", content=answer)]
+        ids, mask = tokenizer.tokenize_messages(messages)
+        plain = [{"role": message.role, "content": message.text_content} for message in messages]
+        assert ids == AutoTokenizer.from_pretrained(smollm2).apply_chat_template(plain, return_dict=True)["input_ids"]
+        kept = [token for token, masked in zip(ids, mask, strict=True) if not masked]
+        assert tokenizer.decode(kept, skip_special_tokens=False) == f"{answer}<|im_end|>"
+        rows.append((ids, mask))
         with torch.no_grad():
             logits.append(reference(torch.tensor([ids])).logits)
             torch.testing.assert_close(decoder(torch.tensor([ids])), logits[-1], rtol=0, atol=1e-4)
