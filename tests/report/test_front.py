@@ -28,14 +28,6 @@ def comparison(sweep):
     return compare(read_runs([sweep]))
 
 
-def test_group_settings_by_all_but_the_seed(comparison):
-    settings = group_settings(comparison)
-    assert len(settings) == 6
-    for setting in settings:
-        assert {comparison.runs[number].seed for number in setting.runs} == {0, 1}
-        assert len({comparison.runs[number].learning_rate for number in setting.runs}) == 1
-
-
 def test_runs_of_one_seed_are_separate_settings(tmp_path):
     runs = [make_run(tmp_path / name, "sft", 1e-5, base=None) for name in ("one", "two")]
     settings = group_settings(compare(read_runs(runs)))
@@ -52,8 +44,7 @@ def test_replayed_seeds_are_seeds(tmp_path):
 
 def test_bootstrap_equals_a_plain_one(comparison):
     """Documents and seeds drawn in loops: the same standard errors and percentiles, within the noise of the draws."""
-    settings = group_settings(comparison)
-    points = trade_off(comparison, settings)
+    points = trade_off(comparison, group_settings(comparison))
     point = points.points[0]
     runs = [comparison.outcomes[number] for number in point.setting.runs]
     rng = np.random.default_rng(1)
@@ -77,14 +68,9 @@ def test_bootstrap_equals_a_plain_one(comparison):
         assert (estimate.low, estimate.high) == pytest.approx(
             np.quantile(expected, (0.025, 0.975)), abs=0.2 * expected.std()
         )
-
-
-def test_pretrained_model_is_a_point(comparison, sweep):
-    base = trade_off(comparison, group_settings(comparison)).base
-    mean = mean_interval(comparison.outcomes[0]["tofu"].base_samples)
-    assert base.old.value == 0
-    assert base.new.value == pytest.approx(100 * mean.mean)
-    assert base.new.standard_error == pytest.approx(100 * mean.standard_error, rel=0.08)
+    pretrained = mean_interval(comparison.outcomes[0]["tofu"].base_samples)
+    assert points.base.new.standard_error == pytest.approx(100 * pretrained.standard_error, rel=0.08)
+    assert points.base.old.value == 0
 
 
 def test_losses_of_probes_are_turned_so_that_more_is_better(tmp_path):
@@ -100,13 +86,11 @@ def test_losses_of_probes_are_turned_so_that_more_is_better(tmp_path):
 
 def test_runs_that_lack_a_task_are_left_out(tmp_path):
     make_base(tmp_path / "base", n=20)
-    runs = [
-        make_run(tmp_path / "one", "sft", 1e-5, n=20),
-        make_run(tmp_path / "two", "finch", 1e-5, n=20, suites=["knowledge"]),
-    ]
-    comparison = compare(read_runs(runs))
-    points = trade_off(comparison, group_settings(comparison)).points
-    assert [point.setting.method for point in points] == ["sft"]
+    one = make_run(tmp_path / "one", "sft", 1e-5, n=20)
+    two = make_run(tmp_path / "two", "finch", 1e-5, n=20, suites=["knowledge"])
+    comparison = compare(read_runs([one, two]))
+    [point] = trade_off(comparison, group_settings(comparison)).points
+    assert point.setting.method == "sft"
 
 
 def test_variance_of_few_seeds_is_not_too_small():
@@ -128,6 +112,9 @@ def point(method, new, old, draws=None):
     """``draws``: (new, old) of each draw; without them the values are fixed."""
     drawn = np.array(draws if draws is not None else [(new, old)] * 4, dtype=float)
     return Point(Setting(method, {}, [0]), Estimate(new), Estimate(old), drawn[:, 0], drawn[:, 1])
+
+
+BASE = point("pretrained", 20.0, 0.0)
 
 
 def test_non_dominated():
@@ -166,18 +153,14 @@ def test_common_scores_start_where_fronts_do():
     assert common_scores(points, 0.1, base) == [55.0]
 
 
+def fronts(*points, base=BASE, has_intervals=False):
+    order = dict.fromkeys(one.setting.method for one in points)
+    return compare_fronts(TradeOff(points, base, has_intervals), resolution=0.1, order=list(order))
+
+
 def test_compare_fronts_by_hand():
-    trade_off = TradeOff(
-        points=[
-            point("sft", 40.0, -4.0),
-            point("sft", 80.0, -20.0),
-            point("finch", 60.0, -3.0),
-            point("finch", 70.0, -5.0),
-        ],
-        base=point("pretrained", 20.0, 0.0),
-        has_intervals=False,
-    )
-    front = compare_fronts(trade_off, resolution=0.1, order=["sft", "finch"])
+    finch = point("finch", 60.0, -3.0), point("finch", 70.0, -5.0)
+    front = fronts(point("sft", 40.0, -4.0), point("sft", 80.0, -20.0), *finch)
     assert front.scores == [60.0, 62.5, 65.0, 67.5, 70.0]
     assert [value.change.value for value in front.methods["sft"]] == pytest.approx([-12.0, -13.0, -14.0, -15.0, -16.0])
     assert [value.change.value for value in front.methods["finch"]] == pytest.approx([-3.0, -3.5, -4.0, -4.5, -5.0])
@@ -186,53 +169,37 @@ def test_compare_fronts_by_hand():
     assert not any(value.is_extrapolated for values in front.methods.values() for value in values)
 
 
-def test_method_of_one_setting_has_a_value_at_its_rounded_score():
-    points = [point("a", 40.0, -1), point("a", 90.0, -9), point("b", 55.08, -5)]
-    front = compare_fronts(TradeOff(points, point("pretrained", 20.0, 0.0), False), resolution=0.1, order=["a", "b"])
-    assert front.scores == [55.0]
+@pytest.mark.parametrize(
+    ("points", "score", "change", "is_extrapolated"),
+    [
+        ([point("a", 40.0, -1), point("a", 90.0, -9), point("b", 55.08, -5)], 55.0, -5, False),  # rounded
+        ([point("a", 40.0, -4), point("b", 60.0, -3)], 40.0, -1.5, True),  # half of the way from the pretrained model
+        ([point("a", 30.0, -1), point("b", 60.0, 2)], 30.0, 2, False),  # it beats the pretrained model
+    ],
+)
+def test_method_of_one_setting_has_a_value_below_it(points, score, change, is_extrapolated):
+    front = fronts(*points)
+    assert front.scores == [score]
     [value] = front.methods["b"]
-    assert value.change.value == pytest.approx(-5, abs=0.02)
-    assert not value.is_extrapolated
-
-
-def test_front_below_the_mildest_setting_is_marked():
-    trade_off = TradeOff(
-        points=[point("sft", 40.0, -4.0), point("finch", 60.0, -3.0)],
-        base=point("pretrained", 20.0, 0.0),
-        has_intervals=False,
-    )
-    front = compare_fronts(trade_off, resolution=0.1, order=["sft", "finch"])
-    assert front.scores == [40.0]
-    [value] = front.methods["finch"]
-    assert value.is_extrapolated
-    assert value.change.value == pytest.approx(-1.5)  # half of the way from the pretrained model
-
-
-def test_setting_that_beats_the_pretrained_model_reaches_lower_scores():
-    points = [point("sft", 30.0, -1.0), point("finch", 60.0, 2.0)]
-    front = compare_fronts(
-        TradeOff(points, point("pretrained", 20.0, 0.0), False), resolution=0.1, order=["sft", "finch"]
-    )
-    [value] = front.methods["finch"]
-    assert value.change.value == 2.0
-    assert not value.is_extrapolated
+    assert value.change.value == pytest.approx(change, abs=0.02)
+    assert value.is_extrapolated == is_extrapolated
 
 
 def test_method_that_does_not_reach_a_score_has_no_value():
     points = [point("a", 40.0, -1), point("a", 90.0, -9), point("b", 90.0, -2), point("c", 80.0, -1)]
-    front = compare_fronts(TradeOff(points, None, False), resolution=0.1, order=["a", "b", "c"])
+    front = fronts(*points, base=None)
     assert front.scores[-1] == 90.0
-    assert front.methods["c"][-1].change is None
-    assert front.methods["c"][-1].difference is None
+    assert (front.methods["c"][-1].change, front.methods["c"][-1].difference) == (None, None)
     assert front.methods["b"][-1].difference.value == pytest.approx(7.0)
 
 
 def test_interval_of_a_difference_is_paired():
     """Both methods move together from draw to draw: each is uncertain, their difference is not."""
     shifts = np.linspace(-3, 3, 200)
-    draws = {old: [(50.0, old + shift) for shift in shifts] for old in (-8.0, -2.0)}
-    trade_off = TradeOff([point("a", 50.0, -8.0, draws[-8.0]), point("b", 50.0, -2.0, draws[-2.0])], None, True)
-    [value] = compare_fronts(trade_off, resolution=0.1, order=["a", "b"]).methods["b"]
+    one, other = (
+        point(name, 50.0, old, [(50.0, old + shift) for shift in shifts]) for name, old in (("a", -8), ("b", -2))
+    )
+    [value] = fronts(one, other, base=None, has_intervals=True).methods["b"]
     assert (value.change.low, value.change.high) == pytest.approx((-4.85, 0.85), abs=0.02)
     assert value.difference.value == pytest.approx(6.0)
     assert value.difference.low in (None, pytest.approx(6.0))

@@ -1,7 +1,5 @@
 """Which tasks and probes are compared, and which names of them are refused."""
 
-import json
-
 import pytest
 from helpers.evaluated_runs import add_losses, make_run, make_sweep
 
@@ -18,11 +16,10 @@ def runs(tmp_path_factory):
     cells = make_sweep(folder, methods=("sft", "finch"), rates=(1e-4,), seeds=(0,), n=20)
     add_losses(folder, cells)
     for cell in cells:
-        lines = [json.loads(line) for line in (cell / "metrics.jsonl").read_text().splitlines()]
-        for line in lines:
-            if "probe/stories/loss" in line:
-                line["probe/stories/kl"] = line["probe/stories/loss"] - 1.4
-        (cell / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        metrics = cell / "metrics.jsonl"
+        metrics.write_text(
+            metrics.read_text().replace('"probe/stories/loss":', '"probe/stories/kl": 0.1, "probe/stories/loss":')
+        )
     return read_runs(cells)
 
 
@@ -30,26 +27,21 @@ def names(measures):
     return [one.name for one in measures]
 
 
-def error_of(runs, **options):
-    with pytest.raises(UserError) as caught:
-        select_measures(runs, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_old_tasks_in_points_are_the_default(runs):
     selection = select_measures(runs, new_task="tofu")
     assert names(selection.old) == ["hellaswag", "winogrande", "mmlu", "ifeval"]
     assert names(selection.other_old) == ["own_answers", "own_answers_kl"]
+    assert names(selection.reliability) == ["truthfulqa", "halueval", "confidence"]
 
 
-def test_old_tasks_can_be_chosen(runs):
+def test_tasks_can_be_chosen(runs):
     selection = select_measures(runs, new_task="tofu", old_tasks=["own_answers_kl"])
     assert [(one.name, one.unit, one.role) for one in selection.old] == [("own_answers_kl", "nats", "old")]
     assert names(selection.other_old) == ["hellaswag", "winogrande", "mmlu", "ifeval", "own_answers"]
     chosen = select_measures(runs, new_task="tofu", old_tasks=["truthfulqa", "mmlu"])
-    assert names(chosen.old) == ["truthfulqa", "mmlu"]
-    assert names(chosen.reliability) == ["halueval", "confidence"]
+    assert (names(chosen.old), names(chosen.reliability)) == (["truthfulqa", "mmlu"], ["halueval", "confidence"])
+    chosen = select_measures(runs, new_task="mmlu")
+    assert (chosen.new.name, "tofu" in names(chosen.measures)) == ("mmlu", False)
 
 
 def test_probes_can_be_chosen(runs):
@@ -71,23 +63,20 @@ def test_chosen_probe_needs_no_evaluation(tmp_path):
     assert comparison.outcomes[0]["facts.loss"].delta.value < 0
 
 
-def test_unknown_old_task_is_refused(runs):
-    message = error_of(runs, new_task="tofu", old_tasks=["mmlu", "nothing"])
-    assert "--old-tasks=mmlu,nothing: nothing is neither an evaluated task nor a probe; known are" in message
-    assert all(name in message for name in ("own_answers_kl", "winogrande", "stories.kl"))
-    assert "names no task" in error_of(runs, new_task="tofu", old_tasks=[])
-
-
-def test_old_tasks_of_different_units_are_refused(runs):
-    message = error_of(runs, new_task="tofu", old_tasks=["own_answers", "mmlu", "own_answers_kl"])
-    assert "mmlu in points and own_answers, own_answers_kl in nats have no common mean" in message
-
-
-def test_new_task_among_the_old_ones_is_refused(runs):
-    assert "tofu is the new task" in error_of(runs, new_task="tofu", old_tasks=["tofu"])
-
-
-def test_unknown_new_task_is_refused(runs):
-    message = error_of(runs, new_task="nothing")
-    assert "--new-task=nothing was not evaluated; evaluated are" in message
-    assert "probes are facts, facts.accuracy" in message
+@pytest.mark.parametrize(
+    ("new", "old", "words"),
+    [
+        ("tofu", ["mmlu", "nothing"], "--old-tasks=mmlu,nothing: nothing is neither an evaluated task nor a probe;"),
+        ("tofu", ["mmlu", "nothing"], "stories.kl"),  # among the known ones
+        ("tofu", [], "names no task"),
+        ("tofu", ["own_answers", "mmlu"], "mmlu in points and own_answers in nats have no common mean"),
+        ("tofu", ["tofu"], "tofu is the new task"),
+        ("nothing", None, "--new-task=nothing was not evaluated; evaluated are"),
+        ("nothing", None, "probes are facts, facts.accuracy"),
+    ],
+)
+def test_bad_names_are_refused(runs, new, old, words):
+    with pytest.raises(UserError) as caught:
+        select_measures(runs, new_task=new, old_tasks=old)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
