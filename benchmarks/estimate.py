@@ -22,10 +22,11 @@ import torch
 from finch_full_finetune import FinchFullFinetune
 
 from finch.cli.early_checks import read_job
+from finch.config.methods import LORA_RECIPE
 from finch.distributed.parallel import launched_rank, launched_ranks
 from finch.dtensor import to_local
 from finch.errors import report_user_errors
-from finch.estimate.fake_step import LORA_RECIPE, estimate_step
+from finch.estimate.fake_step import estimate_step
 from finch.estimate.formula import Rows
 from finch.training.run import run_recipe
 

@@ -23,8 +23,7 @@ from finch.distributed.parallel import launched_rank
 from finch.errors import exit_without_teardown, report_user_errors
 from finch.probes.evaluation import EvalSettings, evaluate
 from finch.probes.rows import ProbeRows
-from finch.training.dataset_loss import dataset_loss
-from finch.training.reference import compute_reference_losses
+from finch.training.reference import compute_reference_losses, dataset_loss
 
 
 @report_user_errors

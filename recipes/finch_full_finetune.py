@@ -105,7 +105,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self.run.create()
         preemption.install(self.run)
         self.checkpointer = Checkpointer(cfg, self.run.path, self.parallel)
-        self.parts = [self.metrics_log, *self.hooks.values(), self.checkpointer, self.run]
+        self.parts = [self.metrics_log, *self.hooks.values(), self.checkpointer.writer, self.run]
 
     def setup_model(self) -> None:
         """The model in memory, with the pretrained weights where a run needs them, and what is measured with them."""
@@ -170,14 +170,14 @@ class FinchFullFinetune(FTRecipeInterface):
             for hook in self.hooks.values():
                 state.metrics.update(hook.after_step(state) or {})
             self.metrics_log.report()
-            if self.checkpointer.is_due(state.step):
+            if self.checkpointer.writer.is_due(state.step):
                 state.request_save()
             state.agree()
             if state.stop is not None and not (state.stop.is_finished and state.is_epoch_end):
                 return self.stop()
             if state.is_save_due and not state.is_epoch_end:  # else it is saved with the epoch
                 self.save_checkpoint()
-            self.checkpointer.poll()
+            self.checkpointer.writer.poll()
         self.end_epoch()
 
     def train_step(self, batches: list[Batch]) -> dict[str, torch.Tensor | float | None]:

@@ -42,9 +42,8 @@ class FinchLoRAFinetune(FinchFullFinetune):
     def build_decoder(self) -> None:
         lora.check_lora_settings(self.cfg.model)
         super().build_decoder()
-        lora.check_adapters(self.decoder, component_of(self.cfg.model) or "")
+        lora.train_adapters_only(self.decoder, component_of(self.cfg.model) or "")
         self.adapter = PeftFolder(self.decoder, self.base)
-        lora.train_adapters_only(self.decoder)
 
     def load_base(self) -> None:
         super().load_base()

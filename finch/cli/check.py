@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finch.cli.early_checks import LORA_RECIPE, build_model, config_checks, device_of, machine_checks, read_job
+from finch.cli.early_checks import (
+    build_model,
+    config_checks,
+    device_of,
+    machine_checks,
+    only_errors_logged,
+    read_job,
+)
 from finch.cli.run import number_of_ranks, parse_arguments
+from finch.config.methods import LORA_RECIPE
 from finch.errors import UserError
-from finch.log import logger
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -44,12 +50,8 @@ def check(arguments: Sequence[str]) -> None:
     config, overrides, options = parse_arguments(arguments, USAGE)
     nodes, local_ranks = number_of_ranks(options)
     report = Report(config, overrides, nodes * local_ranks)
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the report says what a run would log
-    try:
+    with only_errors_logged():  # the report says what a run would log
         report.run()
-    finally:
-        logger.setLevel(level)
     number = report.num_problems
     print(f"\n{number} problem{'s' if number > 1 else ''} found" if number else "\nno problems found")
     sys.exit(1 if number else 0)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finch.config.methods import LORA_RECIPE
 from finch.errors import UserError
 from finch.log import logger
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 Check = Callable[[], Any]
 """Raises UserError if something is wrong."""
-
-LORA_RECIPE = "finch_lora_finetune"
 
 
 def read_job(
@@ -114,13 +113,12 @@ def build_model(recipe: str, cfg: DictConfig) -> Any:
     """
     from finch.config.instantiate import component_of
     from finch.distributed.precision import precision_of
-    from finch.models.lora import check_adapters, check_lora_settings, train_adapters_only
+    from finch.models.lora import check_lora_settings, train_adapters_only
     from finch.training.model import build_decoder
 
     if recipe == LORA_RECIPE:
         check_lora_settings(cfg.model)
     decoder, base, _ = build_decoder(cfg, precision_of(cfg.dtype))
     if recipe == LORA_RECIPE:
-        check_adapters(decoder, component_of(cfg.model) or "")
-        train_adapters_only(decoder)
+        train_adapters_only(decoder, component_of(cfg.model) or "")
     return decoder, base

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from finch.cli.early_checks import read_job
+from finch.cli.early_checks import only_errors_logged, read_job
 from finch.config.instantiate import find_config
 from finch.errors import UserError
-from finch.log import logger
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -30,12 +28,8 @@ def estimate(arguments: Sequence[str]) -> None:
         UserError: a mistake in the arguments or the config.
     """
     options, overrides = _parse(arguments)
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # reading a config logs what a run would
-    try:
+    with only_errors_logged():  # reading a config logs what a run would
         has_fit = _report(options, overrides)
-    finally:
-        logger.setLevel(level)
     sys.exit(0 if has_fit else 1)
 
 

@@ -45,6 +45,8 @@ SFT: Blocks = {
 KL_PENALTY: Blocks = {"kl_penalty": {"_component_": "finch.regularization.KL", "strength": 0.1, "reference": "online"}}
 """Strength of ASFT's authors, for both methods that have it."""
 
+LORA_RECIPE = "finch_lora_finetune"
+
 LORA = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,

@@ -165,6 +165,11 @@ class Budget(Keys):
     save: Literal["evaluations", "epochs"] = "evaluations"
     """when RUN/within_budget is renewed: at each evaluation inside the budget, which exports the model, or only at the ends of epochs"""
 
+    @property
+    def key(self) -> str:
+        """The metric that must not exceed ``max_increase``. The KL is 0 at step 0: it is its own change."""
+        return f"probe/{self.probe}/" + ("kl" if self.metric == "kl" else f"{self.metric}_change")
+
 
 class Forgetting(Keys):
     probes: dict[Name, Probe] | None = None

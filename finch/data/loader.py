@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torchtune.data import padded_collate_packed
 
 from finch.data.dataset import REFERENCE_LOSSES, Samples
-from finch.data.order import GlobalOrder, eval_micro_batches
+from finch.data.order import eval_micro_batches
 from finch.data.padding_free import PaddingFree, is_right_padded, remove_padding
 from finch.distributed.parallel import Parallel
 from finch.distributed.processes import init_loader_worker
@@ -40,20 +40,22 @@ def collator(samples: Samples, tokenizer: Any, collate: Callable[..., Batch]) ->
     return functools.partial(_collate_and_shift, collate)
 
 
-def loader(
-    samples: Samples,
-    order: GlobalOrder,
-    collate: Collate,
-    *,
-    rank: int,
-    epoch: int = 0,
-    consumed: int = 0,
-    num_workers: int = 0,
-    pin_memory: bool = False,
+def load_batches(
+    samples: Samples, batches: list[list[int]], collate: Collate, *, num_workers: int = 0, pin_memory: bool = False
 ) -> Iterator[Batch]:
-    """This rank's micro-batches of an epoch, starting after ``consumed`` samples."""
-    batches = list(order.micro_batches(rank, epoch, consumed))
-    return _load(samples, batches, collate, num_workers=num_workers, pin_memory=pin_memory)
+    """The micro-batches of row indices, on the host."""
+    return iter(
+        DataLoader(
+            samples,
+            batch_sampler=batches,
+            collate_fn=collate,
+            num_workers=num_workers,
+            worker_init_fn=init_loader_worker,
+            pin_memory=pin_memory,
+            # For worker seeds; by default they are drawn from the training's generator.
+            generator=torch.Generator().manual_seed(0),
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[tuple[list[int], Batch]]:
         """Row indices and their batch on the host, batch by batch."""
-        batches = _load(self.samples, self.micro_batches, self.collate, num_workers=self.num_workers)
+        batches = load_batches(self.samples, self.micro_batches, self.collate, num_workers=self.num_workers)
         return zip(self.micro_batches, batches, strict=True)
 
 
@@ -107,23 +109,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def model_inputs(batch: Batch) -> Batch:
     """A batch without the objective's inputs."""
     return {name: value for name, value in batch.items() if name not in OBJECTIVE_INPUTS}
-
-
-def _load(
-    samples: Samples, batches: list[list[int]], collate: Collate, *, num_workers: int, pin_memory: bool = False
-) -> Iterator[Batch]:
-    return iter(
-        DataLoader(
-            samples,
-            batch_sampler=batches,
-            collate_fn=collate,
-            num_workers=num_workers,
-            worker_init_fn=init_loader_worker,
-            pin_memory=pin_memory,
-            # For worker seeds; by default they are drawn from the training's generator.
-            generator=torch.Generator().manual_seed(0),
-        )
-    )
 
 
 def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]) -> Batch:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from finch.config.instantiate import component_of, locate
 from finch.data.dataset import Samples, load_dataset
-from finch.data.loader import Batch, EvalLoader, collator, loader
+from finch.data.loader import Batch, EvalLoader, collator, load_batches
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
 from finch.data.stats import validate_dataset
@@ -72,13 +72,10 @@ class TrainingData:
 
     def batches(self, epoch: int, consumed: int) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch after its first ``consumed`` samples, on the host."""
-        return loader(
+        return load_batches(
             self.samples,
-            self.order,
+            list(self.order.micro_batches(self._parallel.data_parallel_rank, epoch, consumed)),
             self._collate[id(self.samples)],
-            rank=self._parallel.data_parallel_rank,
-            epoch=epoch,
-            consumed=consumed,
             num_workers=self._num_workers(self.samples),
             pin_memory=self._parallel.device.type == "cuda",
         )

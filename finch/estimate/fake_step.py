@@ -31,6 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.modules import TransformerDecoder
 
 from finch.config.instantiate import component_of, locate
+from finch.config.methods import LORA_RECIPE
 from finch.data.loader import Batch, collator
 from finch.distributed import parallel
 from finch.distributed.parallel import MeshSizes, Parallel
@@ -57,7 +58,6 @@ from finch.training.model import allocate, decoder_on_meta, parallelize
 from finch.training.optimizer import Update, UpdateInBackward, build_optimizers, build_schedule, is_finch
 from finch.training.step_loss import StepLoss
 
-LORA_RECIPE = "finch_lora_finetune"
 HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
 """What ``fsdp_cpu_offload`` keeps in host memory."""
 
@@ -215,9 +215,9 @@ class FakeStep(FinchFullFinetune):
     def __init__(self, cfg: DictConfig, group: Parallel, precision: Precision, *, is_lora: bool) -> None:
         # Not the recipe's own: it checks the run's folder and the device.
         self.cfg, self.parallel, self.device, self.precision = cfg, group, _CPU, precision
-        self.decoder, plan, _ = decoder_on_meta(cfg, precision)
+        self.decoder, plan, component = decoder_on_meta(cfg, precision)
         if is_lora:
-            train_adapters_only(self.decoder)
+            train_adapters_only(self.decoder, component)
         self.loss = StepLoss(cfg, self.decoder, group)
         objective = self.loss.objective
         objective.count = _count_targets  # type: ignore[method-assign,assignment]

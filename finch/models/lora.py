@@ -50,9 +50,13 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
         )
 
 
-def check_adapters(decoder: nn.Module, component: str) -> None:
-    """Raises UserError if the decoder has no LoRA layers; ``component`` is its builder's dotted path."""
-    if adapter_layers(decoder):
+def train_adapters_only(decoder: nn.Module, component: str) -> None:
+    """Freezes every parameter but the adapters'; before the decoder is sharded. Raises UserError if there are none; ``component`` is the
+    dotted path of the decoder's builder."""
+    trained = {id(parameter) for parameter in adapter_parameters(decoder).values()}
+    for parameter in decoder.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+    if trained:
         return
     module, _, name = component.rpartition(".")
     if "lora" in name:
@@ -83,13 +87,6 @@ def adapter_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
         for name, layer in adapter_layers(decoder).items()
         for part in layer.adapter_params()
     }
-
-
-def train_adapters_only(decoder: nn.Module) -> None:
-    """Freezes every parameter but the adapters'; before the decoder is sharded."""
-    trained = {id(parameter) for parameter in adapter_parameters(decoder).values()}
-    for parameter in decoder.parameters():
-        parameter.requires_grad_(id(parameter) in trained)
 
 
 def scaling(layer: AdapterLayer) -> float:

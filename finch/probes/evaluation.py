@@ -15,7 +15,7 @@ from finch.data.order import EMPTY
 from finch.distributed.parallel import Parallel
 from finch.objectives import IGNORE_INDEX
 from finch.probes.rows import ProbeRows, Question, Sample, num_targets
-from finch.training.dataset_loss import iter_outputs
+from finch.training.reference import iter_outputs
 
 REFERENCES = ("reference_log_probs", "reference_tokens")
 """Keys of a sample: the pretrained model's distributions at its targets, see :func:`finch.objectives.regularization.top_log_probs`."""

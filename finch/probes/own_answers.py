@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torchtune.modules import MultiHeadAttention, local_kv_cache
 
+from finch.config.schema import Probe
 from finch.data.order import EMPTY, GlobalOrder
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
@@ -23,17 +24,15 @@ from finch.models.qwen3 import Qwen3Attention
 from finch.objectives import IGNORE_INDEX
 from finch.probes.evaluation import REFERENCES, EvalSettings
 from finch.probes.rows import ProbeRows, Sample, num_targets
-from finch.probes.settings import ProbeSettings
 from finch.training.chunked_loss import TokenLoss
-from finch.training.dataset_loss import iter_outputs
-from finch.training.reference import ReferenceFile, fingerprint_of
+from finch.training.reference import ReferenceFile, fingerprint_of, iter_outputs
 
 
 class SelfGeneratedProbe:
     """The answers of one probe of kind self. ``rows`` are the prompts, which become prompts with answers."""
 
     def __init__(
-        self, name: str, run: Path, rows: ProbeRows, settings: ProbeSettings, tokenizer: Any, dtype: torch.dtype
+        self, name: str, run: Path, rows: ProbeRows, settings: Probe, tokenizer: Any, dtype: torch.dtype
     ) -> None:
         self._name, self._rows, self._settings = name, rows, settings
         self._path = run / f"own_answers_{name}.safetensors"

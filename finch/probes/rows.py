@@ -11,13 +11,13 @@ import torch
 from torchtune.data import Message
 from torchtune.datasets._sft import SFTTransform
 
+from finch.config.schema import Probe
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
 from finch.data.row_files import SOURCES, local_files, source_of
 from finch.data.rows import TextToTokens
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX
-from finch.probes.settings import ProbeSettings
 
 CONTINUED, QUESTIONS = ("ctx", "prompt"), ("question",)
 CHOICES, ANSWERS = ("choices", "endings", "options"), ("answer", "label", "answerKey")
@@ -61,7 +61,7 @@ class ProbeRows:
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def read_rows(name: str, settings: ProbeSettings, tokenizer: Any, max_seq_len: int | None) -> ProbeRows:
+def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | None) -> ProbeRows:
     """The rows of the probe ``name``. ``max_seq_len``: the longest row that the model can take, in tokens; None: no limit.
 
     Raises UserError for rows that cannot be read, of another kind than the settings', longer than the model's context, or without targets.
@@ -115,7 +115,7 @@ def num_targets(sample: Sample) -> int:
     return sum(label != IGNORE_INDEX for label in sample["labels"][1:])
 
 
-def _load(settings: ProbeSettings) -> list[dict[str, Any]]:
+def _load(settings: Probe) -> list[dict[str, Any]]:
     """The first rows of the split."""
     import datasets
 
@@ -140,7 +140,7 @@ def _load(settings: ProbeSettings) -> list[dict[str, Any]]:
     return [dict(row) for row in table.select(range(min(settings.rows, len(table))))]
 
 
-def _kind_of(row: Mapping[str, Any], settings: ProbeSettings) -> str:
+def _kind_of(row: Mapping[str, Any], settings: Probe) -> str:
     if settings.kind != "auto":
         return settings.kind
     if is_multiple_choice(row):
@@ -149,7 +149,7 @@ def _kind_of(row: Mapping[str, Any], settings: ProbeSettings) -> str:
     return "text" if is_text else "question_answer"
 
 
-def _format_of(row: Mapping[str, Any], settings: ProbeSettings) -> RowFormat:
+def _format_of(row: Mapping[str, Any], settings: Probe) -> RowFormat:
     present = {name: value for name, value in row.items() if value is not None}
     return detect_columns(present, present, settings.format, settings.column_map)
 
@@ -157,7 +157,7 @@ def _format_of(row: Mapping[str, Any], settings: ProbeSettings) -> RowFormat:
 Transform = Callable[[Mapping[str, Any]], tuple[list[Sample], Question | None]]
 
 
-def _transform(kind: str, rows: list[dict[str, Any]], settings: ProbeSettings, tokenizer: Any) -> Transform:
+def _transform(kind: str, rows: list[dict[str, Any]], settings: Probe, tokenizer: Any) -> Transform:
     """From a row to its samples."""
     if kind == "multiple_choice":
         return lambda row: _choices(question_of(row), tokenizer)
@@ -193,7 +193,7 @@ def _dialogue(question: str, answer: str, tokenizer: Any) -> Sample:
     return _plain(SFTTransform(model_transform=tokenizer)({"messages": messages}))
 
 
-def _prompt(row: Mapping[str, Any], settings: ProbeSettings, tokenizer: Any) -> Sample:
+def _prompt(row: Mapping[str, Any], settings: Probe, tokenizer: Any) -> Sample:
     """A row's prompt up to where the assistant's answer starts."""
     sample = _plain(
         SFTTransform(model_transform=tokenizer)(
@@ -206,7 +206,7 @@ def _prompt(row: Mapping[str, Any], settings: ProbeSettings, tokenizer: Any) -> 
     return {"tokens": sample["tokens"][:start], "labels": [IGNORE_INDEX] * start}
 
 
-def _first_turns(row: Mapping[str, Any], settings: ProbeSettings) -> list[Message]:
+def _first_turns(row: Mapping[str, Any], settings: Probe) -> list[Message]:
     """The system turn, if there is one, and the first user turn."""
     for column in ((settings.column_map or {}).get("prompt"), "question", "query", "prompt", "instruction"):
         if (

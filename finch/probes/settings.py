@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from finch.config.instantiate import did_you_mean, locate
+from finch.config.schema import Budget, Probe
 from finch.data.training_data import validation_sets
 from finch.errors import UserError
 from finch.log import logger
@@ -18,52 +18,16 @@ from finch.objectives import DFT, STM, TALR
 KINDS_WITH_ACCURACY, KINDS_WITH_KL = ("multiple_choice",), ("self",)
 
 
-@dataclass(frozen=True)
-class ProbeSettings:
-    """One block of ``probes``; finch.config.schema describes the keys."""
-
-    kind: str = "auto"
-    source: str | None = None
-    data_files: Any = None
-    name: str | None = None
-    split: str = "train"
-    format: str = "auto"
-    column_map: dict[str, str] | None = None
-    rows: int = 32
-    every_n_steps: int | None = None
-    task: bool = False
-    max_new_tokens: int = 64
-    top_k: int = 512
-
-
-@dataclass(frozen=True)
-class BudgetSettings:
-    """The block ``forgetting_budget``; ``max_increase`` is in nats per token."""
-
-    probe: str
-    metric: str
-    max_increase: float
-    action: str
-    save: str
-
-    @property
-    def key(self) -> str:
-        """The metric that must not exceed ``max_increase``. The KL is 0 at step 0: it is its own change."""
-        return f"probe/{self.probe}/" + ("kl" if self.metric == "kl" else f"{self.metric}_change")
-
-
-def read_probes(cfg: DictConfig) -> dict[str, ProbeSettings]:
+def read_probes(cfg: DictConfig) -> dict[str, Probe]:
     """The settings of each probe by name; empty without probes."""
     blocks: Any = {} if cfg.probes is None else OmegaConf.to_container(cfg.probes, resolve=True)
-    return {name: ProbeSettings(**block) for name, block in blocks.items()}
+    return {name: Probe(**block) for name, block in blocks.items()}
 
 
-def read_budget(cfg: DictConfig) -> BudgetSettings | None:
+def read_budget(cfg: DictConfig) -> Budget | None:
     """The budget, or None without one."""
-    if cfg.forgetting_budget is None:
-        return None
-    block: Any = OmegaConf.to_container(cfg.forgetting_budget, resolve=True)
-    return BudgetSettings(**{**block, "max_increase": float(block["max_increase"])})
+    block: Any = cfg.forgetting_budget
+    return None if block is None else Budget.model_validate(OmegaConf.to_container(block, resolve=True))
 
 
 def check_probes(cfg: DictConfig) -> None:
@@ -118,7 +82,7 @@ def selection_key(cfg: DictConfig, kinds: dict[str, str]) -> str | None:
     return validation
 
 
-def _check_selection(select_by: str, probes: dict[str, ProbeSettings], validations: Iterable[str]) -> None:
+def _check_selection(select_by: str, probes: dict[str, Probe], validations: Iterable[str]) -> None:
     kind, *rest = select_by.split("/")
     if kind != "probe":
         if select_by not in validations:

@@ -123,11 +123,14 @@ class Resumable(Protocol):
 
 
 class Checkpointer:
-    """Saves and restores what a run needs to continue bit for bit. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`."""
+    """Saves and restores what a run needs to continue bit for bit. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`.
+
+    ``writer`` says when a save is due, and waits for one in the background.
+    """
 
     def __init__(self, cfg: DictConfig, run: Path, parallel: Parallel) -> None:
         self._parallel, self._user_hooks = parallel, list(cfg.hooks or ())  # in one order on every rank
-        self._writer = CheckpointWriter(
+        self.writer = CheckpointWriter(
             run,
             parallel,
             every_n_steps=cfg.checkpoint.every_n_steps,
@@ -135,12 +138,6 @@ class Checkpointer:
             keep_last=cfg.checkpoint.keep_last,
             asynchronous=cfg.checkpoint["async"],
             timeout_s=cfg.distributed_timeout,
-        )
-        self.is_due, self.poll, self.finish, self.close = (
-            self._writer.is_due,
-            self._writer.poll,
-            self._writer.finish,
-            self._writer.close,
         )
 
     def save(self, trainer: Resumable, *, metrics_lines: int, wait: bool) -> bool:
@@ -168,7 +165,7 @@ class Checkpointer:
             "hooks": hooks,
             "metrics_lines": metrics_lines,
         }
-        return self._writer.save(
+        return self.writer.save(
             state.step, trainer.model, trainer.update.optimizers, scalars, extra=_nonempty(tensors), wait=wait
         )
 

@@ -26,7 +26,7 @@ from finch.log import logger
 from finch.metrics import MetricsLog
 from finch.progress import RunProgress
 from finch.training.checkpointer import Resumable, TrainState
-from finch.training.dataset_loss import dataset_loss
+from finch.training.reference import dataset_loss
 from finch.training.run import Run
 from finch.weights.huggingface import PretrainedFolder
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from finch import FinchLR, ReplayLR, dtensor
 from finch.config.instantiate import build, component_of, locate
-from finch.distributed import fsdp, grad_clipping
+from finch.distributed import fsdp
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
 from finch.log import logger
@@ -51,7 +51,11 @@ class Update:
 
     def clip(self) -> torch.Tensor | None:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, [], over all ranks' shards; a collective."""
-        norm = grad_clipping.clip(self._model.trained_parameters().values(), self._clip_grad_norm)
+        parameters = list(self._model.trained_parameters().values())
+        norm = grad_norm(parameters)
+        if self._clip_grad_norm is not None:
+            for group in dtensor.group_by_mesh(parameters):
+                nn.utils.clip_grads_with_norm_(group, self._clip_grad_norm, norm)
         return norm.to(self._parallel.device, non_blocking=True)  # offloaded gradients live on the CPU
 
     def step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, denominator: torch.Tensor) -> None:
@@ -60,6 +64,15 @@ class Update:
         # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
         if self.schedule.step(loss if grad_norm is None else loss + 0 * grad_norm, denominator):
             self.optimizers[0].step()
+
+
+def grad_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The 2-norm of all gradients over all shards, []; a collective where they are sharded."""
+    groups = dtensor.group_by_mesh(parameter.grad for parameter in parameters if parameter.grad is not None)
+    norms = [dtensor.full_tensor(nn.utils.get_total_norm(group)) for group in groups]
+    if not norms:
+        return torch.zeros(())
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 class UpdateInBackward(Update):

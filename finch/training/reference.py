@@ -1,8 +1,8 @@
-"""What the pretrained model says about the training rows, computed in one pass before training and kept in the run's folder.
+"""Passes over a complete dataset without a gradient: its mean loss, and what the pretrained model says about the training rows.
 
-Its loss on every target token: the mean is where FINCH's average starts (``init: dataset``), its sequences give FLOW's weights, its
-tokens STM's mask. Its most likely tokens: what a cached KL penalty compares with. Both are kept under a fingerprint, so that a resumed
-run never computes them with tuned weights.
+The latter is computed before training and kept in the run's folder. Its loss on every target token: the mean is where FINCH's average
+starts (``init: dataset``), its sequences give FLOW's weights, its tokens STM's mask. Its most likely tokens: what a cached KL penalty
+compares with. Both are kept under a fingerprint, so that a resumed run never computes them with tuned weights.
 """
 
 from __future__ import annotations
@@ -23,17 +23,53 @@ from safetensors.torch import save_file
 from torch import nn
 
 from finch import files, run_files
-from finch.data.loader import Batch, EvalLoader
+from finch.data.dataset import Samples
+from finch.data.loader import Batch, EvalLoader, model_inputs, to_device
 from finch.data.order import EMPTY
 from finch.data.training_data import TrainingData
+from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX, Objective
-from finch.training.dataset_loss import iter_token_losses, no_targets_error
+from finch.progress import track
 from finch.weights.huggingface import PretrainedFolder
 
 _NUM_PIECES, _PIECE_BYTES = 64, 65536
+
+
+@torch.no_grad()
+def iter_outputs(model: nn.Module, loader: EvalLoader, **options: Any) -> Iterator[tuple[list[int], Batch, Any]]:
+    """This rank's share of a dataset in evaluation mode: row indices, their batch on the host, and what the model returns: token losses
+    [batch, seq] in nats, with ``options`` for its forward others."""
+    parallel = loader.parallel
+    is_shown = bool(loader.title) and parallel.is_rank_zero
+    was_training = model.training
+    model.eval()
+    for rows, batch in track(loader, title=loader.title, total=len(loader), unit="batch", is_shown=is_shown):
+        watchdog.heartbeat()
+        yield rows, batch, model(**model_inputs(to_device(batch, parallel.device)), **options)
+    model.train(was_training)
+
+
+@torch.no_grad()
+def dataset_loss(model: nn.Module, loader: EvalLoader) -> float:
+    """Token-weighted mean cross-entropy in nats; every target token weighs the same. Raises UserError if no sample has a target token."""
+    # [sum of losses, number of target tokens]; fp64, for a sum over millions of tokens.
+    sums = torch.zeros(2, dtype=torch.float64, device=loader.parallel.device)
+    for _, batch, token_loss in iter_outputs(model, loader):
+        sums[0] += token_loss.sum(dtype=torch.float64)
+        sums[1] += batch["targets"].numel()
+    loss_sum, num_targets = loader.parallel.all_reduce_sum_(sums).tolist()
+    if num_targets == 0:
+        raise no_targets_error(loader.samples)
+    return loss_sum / num_targets
+
+
+def no_targets_error(samples: Samples) -> UserError:
+    return UserError(
+        f"{samples.key}: no sample of {samples.source} has a target token within tokenizer.max_seq_len; raise it, or check the template"
+    )
 
 
 class ReferenceFile:
@@ -179,7 +215,7 @@ def compute_reference_losses(model: nn.Module, loader: EvalLoader) -> ReferenceL
     indices: list[int] = []
     num_targets, losses, sequence_losses = [], [], []
     draws = loader.samples.draws
-    for rows, batch, token_loss in iter_token_losses(model, loader):
+    for rows, batch, token_loss in iter_outputs(model, loader):
         token_loss = token_loss.cpu()
         indices += rows
         num_targets.append((batch["labels"] != IGNORE_INDEX).sum(1))
@@ -249,8 +285,7 @@ def compute_reference_top_k(model: nn.Module, loader: EvalLoader, top_k: int) ->
     """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all rows."""
     indices: list[int] = []
     num_targets, log_probs, tokens = [], [], []
-    outputs: Any
-    for rows, batch, outputs in iter_token_losses(_WithTopK(model, top_k), loader):
+    for rows, batch, outputs in iter_outputs(_WithTopK(model, top_k), loader):
         indices += rows
         num_targets.append((batch["labels"] != IGNORE_INDEX).sum(1))
         log_probs.append(outputs["top_log_probs"].cpu().flatten(0, 1)[batch["targets"]])

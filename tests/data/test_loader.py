@@ -11,7 +11,7 @@ from torchtune.config import instantiate
 from torchtune.data import padded_collate_packed, padded_collate_sft
 
 from finch.data.dataset import load_dataset
-from finch.data.loader import collator, loader, to_device
+from finch.data.loader import collator, load_batches, to_device
 from finch.data.order import GlobalOrder
 from finch.data.stats import DatasetStats, collect_stats
 from finch.errors import UserError
@@ -28,7 +28,7 @@ def tokenizer(config):
 
 
 def batches(samples, tokenizer, order, rank=0):
-    return list(loader(samples, order, collator(samples, tokenizer, padded_collate_sft), rank=rank))
+    return list(load_batches(samples, [*order.micro_batches(rank)], collator(samples, tokenizer, padded_collate_sft)))
 
 
 def test_labels_are_shifted_to_the_predicting_token(config, tokenizer):

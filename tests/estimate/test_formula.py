@@ -32,7 +32,7 @@ def decoder():
 def lora_decoder():
     with torch.device("meta"):
         model = lora_llama2(["q_proj"], **llama_args(), lora_rank=2, lora_alpha=4)
-    train_adapters_only(model)
+    train_adapters_only(model, "torchtune.models.llama2.lora_llama2")
     return model
 
 

@@ -194,7 +194,7 @@ def run_broken(folder, config, monkeypatch, step, *overrides, recipe=FULL):
 
     def end(recipe):
         if recipe.state.step == step:
-            recipe.checkpointer.finish()
+            recipe.checkpointer.writer.finish()
             raise Broken
 
     def export_and_end(recipe, name):

@@ -18,7 +18,6 @@ from finch.errors import UserError
 from finch.models.lora import (
     adapter_layers,
     adapter_parameters,
-    check_adapters,
     check_lora_settings,
     initialize_adapters,
     merged,
@@ -54,7 +53,7 @@ def test_adapters_alone_are_trained(use_dora):
     decoder = small(use_dora)
     expected = get_adapter_params(decoder)  # torchtune's
     training.set_activation_checkpointing(decoder, auto_wrap_policy={TransformerSelfAttentionLayer})
-    train_adapters_only(decoder)
+    train_adapters_only(decoder, COMPONENT)
     parameters = adapter_parameters(decoder)
     assert {name: id(parameter) for name, parameter in parameters.items()} == {n: id(p) for n, p in expected.items()}
     assert len(parameters) == 8 * (3 if use_dora else 2)
@@ -124,7 +123,7 @@ def initialize_and_write(folder, ranks):
     """Initializes, then with random adapters writes both folders. Returns the adapters' initial values."""
     with torch.device("meta"):
         decoder = lora_qwen3(["q_proj", "output_proj"], True, **SIZE, lora_rank=5, lora_alpha=7, use_dora=True)
-    train_adapters_only(decoder)
+    train_adapters_only(decoder, COMPONENT)
     base = HuggingFaceFolder(str(folder / "base"))
     peft = PeftFolder(decoder, base)
     fsdp.shard_model(decoder, decoder.layers, ranks)
@@ -184,9 +183,8 @@ def test_unsupported_settings_are_refused(block, message):
 
 
 def test_model_without_lora_is_refused():
-    check_adapters(small(), "torchtune.models.llama3.lora_llama3")
     with pytest.raises(UserError, match=rf"model._component_={COMPONENT} builds no LoRA layers; .*llama3.lora_llama3,"):
-        check_adapters(llama3(**LLAMA), COMPONENT)
+        train_adapters_only(llama3(**LLAMA), COMPONENT)
     nothing = lora_qwen3([], **SIZE, lora_rank=4, lora_alpha=4)
     with pytest.raises(UserError, match=r"lora_qwen3 puts LoRA on no layer; set model.lora_attn_modules="):
-        check_adapters(nothing, "finch.models.qwen3.lora_qwen3")
+        train_adapters_only(nothing, "finch.models.qwen3.lora_qwen3")

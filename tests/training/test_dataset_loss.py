@@ -15,7 +15,7 @@ from finch.data.loader import EvalLoader, collator
 from finch.data.stats import collect_stats
 from finch.distributed import fsdp, parallel
 from finch.training.chunked_loss import TokenLoss
-from finch.training.dataset_loss import dataset_loss
+from finch.training.reference import dataset_loss
 
 
 def float64_mean(config):

@@ -11,7 +11,7 @@ from torchtune.data import padded_collate_sft
 from torchtune.models.llama2 import llama2
 
 from finch.data.dataset import load_dataset
-from finch.data.loader import EvalLoader, collator, loader, model_inputs
+from finch.data.loader import EvalLoader, collator, load_batches, model_inputs
 from finch.data.order import EMPTY, GlobalOrder
 from finch.data.stats import collect_stats
 from finch.data.training_data import TrainingData
@@ -87,7 +87,8 @@ def test_rows_carry_their_losses_in_any_order(config):
     order = GlobalOrder(41, micro_batch=3, ranks=2, seed=3)  # shuffled; rank 1 ends with an empty row
     seen = 0
     for rank in (0, 1):
-        for rows, batch in zip(order.micro_batches(rank), loader(samples, order, collate, rank=rank), strict=True):
+        indices = list(order.micro_batches(rank))
+        for rows, batch in zip(indices, load_batches(samples, indices, collate), strict=True):
             losses = batch["pretrained_token_loss"]
             assert (losses[batch["labels"] == -100] == 0).all()
             for index, row, labels in zip(rows, losses, batch["labels"], strict=True):
@@ -156,7 +157,7 @@ def test_mixture_reads_the_rows_it_draws_and_weighs_them(packed, config, tmp_pat
     if not packed:
         expected = torch.stack([result.row(index).mean() for index in first])
         torch.testing.assert_close(result.sequence_losses.sort().values, expected.sort().values)
-    samples = loader(data.samples, data.order, data._collate[id(data.samples)], rank=0)
+    samples = load_batches(data.samples, [*data.order.micro_batches(0)], data._collate[id(data.samples)])
     model = small_model().eval()
     with torch.no_grad():
         sums = [(float(model(**model_inputs(batch)).sum()), batch["targets"].numel()) for batch in samples]
@@ -180,7 +181,8 @@ def test_reference_top_k_of_each_row(batch_size, config, tmp_path):
     rest = [1 - top.values.sum(-1, keepdim=True) for top in tops]
     order = GlobalOrder(41, micro_batch=3, ranks=2, seed=3)  # shuffled; rank 1 ends with an empty row
     for rank in (0, 1):
-        for rows, batch in zip(order.micro_batches(rank), loader(samples, order, collate, rank=rank), strict=True):
+        indices = list(order.micro_batches(rank))
+        for rows, batch in zip(indices, load_batches(samples, indices, collate), strict=True):
             found = result.add_to(batch, rows)
             assert found.keys() == batch.keys() | {"reference_log_probs", "reference_tokens"}
             assert len(found["reference_tokens"]) == len(batch["targets"])
