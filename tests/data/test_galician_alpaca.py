@@ -1,11 +1,8 @@
 """Instruction rows in 70/5/25 parts, from a file or the hub."""
 
 import pytest
-from helpers.rows import load as load_rows
-from helpers.rows import membership, write_lines
-from helpers.runs import make_config
-from omegaconf import OmegaConf
-from torchtune.config import instantiate
+from helpers import rows as rows_helper
+from helpers.rows import membership
 
 from finch.data.galician_alpaca import galician_alpaca_dataset
 from finch.errors import UserError
@@ -17,41 +14,42 @@ ROWS = [
 
 
 @pytest.fixture
-def tokenizer(base_folder, rows_file, tmp_path):
-    return instantiate(OmegaConf.create(make_config(base_folder, rows_file, tmp_path)).tokenizer)
-
-
-def load(tokenizer, folder, rows=ROWS, **arguments):
-    return galician_alpaca_dataset(tokenizer, data_files=write_lines(folder / "rows.jsonl", *rows), **arguments)
+def load(tokenizer, write):
+    return lambda *rows, **arguments: galician_alpaca_dataset(tokenizer, data_files=write(*rows), **arguments)
 
 
 def instructions(data):
     return [row["instruction"] for row in data._data]
 
 
-def test_parts_are_pinned_whatever_the_order(tokenizer, tmp_path):
-    parts = {part: instructions(load(tokenizer, tmp_path, part=part)) for part in ("train", "validation", "test")}
-    assert {part: len(rows) for part, rows in parts.items()} == {"train": 70, "validation": 5, "test": 25}
-    pinned = {"train": "e205150a769b7ad1", "validation": "6c1204c5f178247a", "test": "776e39887e5682ab"}
-    assert {part: membership(rows) for part, rows in parts.items()} == pinned
-    turned = {part: instructions(load(tokenizer, tmp_path, ROWS[::-1], part=part)) for part in parts}
-    assert turned == parts
+def test_parts_are_pinned(load):
+    pinned = {
+        "train": (70, "e205150a769b7ad1"),
+        "validation": (5, "6c1204c5f178247a"),
+        "test": (25, "776e39887e5682ab"),
+    }
+    parts = {part: instructions(load(*ROWS, part=part)) for part in pinned}
+    assert {part: (len(rows), membership(rows)) for part, rows in parts.items()} == pinned
 
 
-def test_missing_and_empty_inputs_are_the_same(tokenizer, tmp_path):
-    rows = [{key: value for key, value in row.items() if key != "input"} for row in ROWS]
-    test = instructions(load(tokenizer, tmp_path, rows, part="test"))
-    assert test == instructions(load(tokenizer, tmp_path, [{**row, "input": ""} for row in rows], part="test"))
+def test_missing_and_empty_inputs_are_the_same(load):
+    rows = [{"instruction": row["instruction"], "output": row["output"]} for row in ROWS]
+    empty = [{**row, "input": ""} for row in rows]
+    assert instructions(load(*rows, part="test")) == instructions(load(*empty, part="test"))
 
 
-def test_rows_equal_those_of_rows_dataset(tokenizer, tmp_path):
-    file = write_lines(tmp_path / "rows.jsonl", *ROWS)
-    data, reference = galician_alpaca_dataset(tokenizer, data_files=file, part="all"), load_rows(tokenizer, file)
+def test_rows_equal_those_of_rows_dataset(load, tokenizer, write):
+    data, reference = load(*ROWS, part="all"), rows_helper.load(tokenizer, write(*ROWS))
     assert [data[index] for index in range(100)] == [reference[index] for index in range(100)]
 
 
-def test_invalid_arguments_raise(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="format=instruction, but the rows look like question/answer"):
-        load(tokenizer, tmp_path, [{"question": "a", "answer": "b"}])
-    with pytest.raises(UserError, match="part=dev must be all, train, validation or test"):
-        load(tokenizer, tmp_path, part="dev")
+@pytest.mark.parametrize(
+    ("row", "arguments", "message"),
+    [
+        ({"question": "a", "answer": "b"}, {}, "format=instruction, but the rows look like question/answer"),
+        (ROWS[0], {"part": "dev"}, "part=dev must be all, train, validation or test"),
+    ],
+)
+def test_invalid_arguments_raise(load, row, arguments, message):
+    with pytest.raises(UserError, match=message):
+        load(row, **arguments)

@@ -4,17 +4,16 @@ from functools import partial
 
 import datasets
 import pytest
-from helpers.rows import membership, write_lines
-from helpers.runs import make_config
-from omegaconf import OmegaConf
-from torchtune.config import instantiate
+from helpers import rows as rows_helper
+from helpers.rows import membership
 
-from finch.data.dataset import load_dataset
 from finch.data.sciknoweval import choices_of, sciknoweval_dataset, to_question_answer
+from finch.data.stats import collect_stats
 from finch.errors import UserError
 
 FIELDS = ("prompt", "question", "choices", "answerKey", "answer")
 CHOICES = {"text": ["a tree", "a river", "the bird", "a"], "label": ["A", "B", "C", "D"]}
+PARTS = ("train", "validation", "test")
 NO_CHOICES = {"text": [], "label": []}
 
 
@@ -31,16 +30,8 @@ ROWS = [row(number) for number in range(40)]
 
 
 @pytest.fixture
-def tokenizer(base_folder, rows_file, tmp_path):
-    return instantiate(OmegaConf.create(make_config(base_folder, rows_file, tmp_path)).tokenizer)
-
-
-@pytest.fixture
-def load(tokenizer, tmp_path):
-    def load(*rows, **arguments):
-        return sciknoweval_dataset(tokenizer, data_files=write_lines(tmp_path / "rows.jsonl", *rows), **arguments)
-
-    return load
+def load(tokenizer, write):
+    return lambda *rows, **arguments: sciknoweval_dataset(tokenizer, data_files=write(*rows), **arguments)
 
 
 def questions(data):
@@ -48,7 +39,7 @@ def questions(data):
 
 
 def test_all_rows_are_split_whatever_their_order(load):
-    parts = {part: questions(load(*ROWS, part=part)) for part in ("train", "validation", "test")}
+    parts = {part: questions(load(*ROWS, part=part)) for part in PARTS}
     assert {part: len(rows) for part, rows in parts.items()} == {"train": 28, "validation": 2, "test": 10}
     assert sorted(row for rows in parts.values() for row in rows) == sorted(questions(load(*ROWS, part="all")))
     solved = [{**row, "solution": "a river"} for row in reversed(ROWS)]  # a solution does not count
@@ -57,9 +48,7 @@ def test_all_rows_are_split_whatever_their_order(load):
 
 def test_membership_of_the_real_rows_is_pinned(shared_data, tokenizer):
     file = str(shared_data / "sciknoweval" / "chemistry_l3.jsonl")
-    data = {
-        part: sciknoweval_dataset(tokenizer, data_files=file, part=part) for part in ("train", "validation", "test")
-    }
+    data = {part: sciknoweval_dataset(tokenizer, data_files=file, part=part) for part in PARTS}
     assert {part: len(rows) for part, rows in data.items()} == {"train": 1680, "validation": 120, "test": 600}
     assert sum(bool(choices_of(row)) for row in data["test"]._data) == 527  # the rows that are scored
     pinned = {"train": "024a8c5b0d19a360", "validation": "0d13bf38eab96e8e", "test": "163fd6dc8da66733"}
@@ -68,10 +57,8 @@ def test_membership_of_the_real_rows_is_pinned(shared_data, tokenizer):
 
 def test_prompt_and_plain_answer():
     convert = partial(to_question_answer, {field: field for field in FIELDS})
-    assert convert(row(1)) == {
-        "question": "the bird\n\nthe tree 1\nA. a tree\nB. a river\nC. the bird\nD. a",
-        "answer": "C. the bird",
-    }
+    question = "the bird\n\nthe tree 1\nA. a tree\nB. a river\nC. the bird\nD. a"
+    assert convert(row(1)) == {"question": question, "answer": "C. the bird"}
     assert convert(row(4)) == {"question": "the bird\n\nthe tree 4", "answer": "a"}
     assert convert(row(4, prompt=None))["question"] == "the tree 4"
 
@@ -112,18 +99,12 @@ def test_hub_rows_are_filtered_by_domain_and_level(monkeypatch, tokenizer):
         ({"choices": None}, "it has neither 'choices' nor an 'answer'"),
     ],
 )
-def test_bad_row_is_named_by_its_number(tokenizer, tmp_path, changes, message):
-    file = write_lines(tmp_path / "rows.jsonl", *ROWS[:7], row(7, **changes), *ROWS[8:])
-    cfg = {"_component_": "finch.data.sciknoweval.sciknoweval_dataset", "data_files": file}
-    errors = []
-    for part in ("train", "validation", "test"):
-        samples = load_dataset(OmegaConf.create({"dataset": {**cfg, "part": part}}), "dataset", tokenizer)
-        for index in range(len(samples)):
-            try:
-                samples[index]
-            except UserError as error:
-                errors.append(str(error))
-    assert errors == [f"dataset: row 8 of {file} cannot be used ({message}); fix or remove that row"]
+def test_bad_row_has_its_number_and_a_reason(tokenizer, write, changes, message):
+    file = write(*ROWS[:7], row(7, **changes), *ROWS[8:])
+    component = "finch.data.sciknoweval.sciknoweval_dataset"
+    parts = [rows_helper.load(tokenizer, file, _component_=component, source=None, part=part) for part in PARTS]
+    bad = [entry for samples in parts for entry in collect_stats(samples, 0, 1, keep_bad_rows=True).bad]
+    assert [(str(entry.row), entry.reason) for entry in bad] == [(f"row 8 of {file}", message)]
 
 
 @pytest.mark.parametrize(
