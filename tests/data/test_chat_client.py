@@ -7,16 +7,14 @@ import threading
 import time
 
 import pytest
-from helpers.chat_server import ChatServer, chat_server, completion, refusal
+from helpers.chat_server import KEY, ChatServer, chat_server, completion, finch_with_key, refusal
 from helpers.rows import write_lines
-from helpers.runs import finch
 
 pytest.importorskip("openai", reason="the openai extra is not installed")
 
 from finch.data import chat_client
 from finch.data.chat_client import RequestLog, Translation, read_answers
 
-KEY = "sk-secret-0123456789"
 ROWS = [
     {"id": 1, "instruction": "name a bird", "input": "", "output": "a finch"},
     {"id": 2, "instruction": "name it", "input": "a finch", "output": "line one\nline two"},
@@ -26,29 +24,19 @@ ROWS = [
 TEXTS = ["name a bird", "a finch", "name it", "line one\nline two", "ño\t“x”", "what is this", "a tree"]
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr(chat_client, "MAX_DELAY_S", 0.01)  # also of the Retry-After header
-
-
 @pytest.fixture
-def server():
-    with chat_server() as state:
+def server(monkeypatch):
+    with chat_server(monkeypatch) as state:
         yield state
 
 
 @pytest.fixture
 def translate(server, tmp_path, capsys):
-    def translate(*options, rows=ROWS, url=None):
+    def translate(*options, rows=ROWS):
         file = write_lines(tmp_path / "alpaca.jsonl", *rows)
         command = ["data", "translate", "--data-files", file, "--out", str(tmp_path / "out.jsonl")]
-        command += ["--language", "Galician", "--base-url", url or server.url, "--model", "m", *options]
-        code, out, err = finch(capsys, *command)
-        assert KEY not in out + err + "".join(path.read_text() for path in tmp_path.iterdir())
-        errors = [line for line in err.splitlines() if line.startswith("finch: error: ")]
-        assert len(errors) == (code == 1), err
-        return code, out, err
+        command += ["--language", "Galician", "--base-url", server.url, "--model", "m", *options]
+        return finch_with_key(capsys, tmp_path, *command)
 
     return translate
 
@@ -241,7 +229,8 @@ def test_full_disk_is_one_line_and_loses_nothing(translate, server, tmp_path, mo
     write, lines = os.write, []
 
     def full(file, data):
-        lines.extend([data] * data.startswith(b'{"key"'))
+        if data.startswith(b'{"key"'):
+            lines.append(data)
         if len(lines) > 7:
             write(file, data[:9])
             raise OSError(errno.ENOSPC, "No space left on device")

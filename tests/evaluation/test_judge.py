@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-from helpers.chat_server import chat_server, completion, refusal
-from helpers.runs import finch
+from helpers.chat_server import chat_server, completion, finch_with_key, refusal
 
 pytest.importorskip("openai", reason="the openai extra is not installed")
 pytest.importorskip("scipy", reason="the evaluate extra is not installed")
 
-from finch.data import chat_client
 from finch.evaluation.judge import MIN_FIRST_ANSWERS, VERDICTS, answers_definition, parse_verdict
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, read_samples, write_result
 from finch.evaluation.statistics import paired_delta
 
-KEY = "sk-secret-0123456789"
 N = 6
 CALLS = 2 * N
 TASK = "galician_alpaca"
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr(chat_client, "MAX_DELAY_S", 0.01)
-
-
 @pytest.fixture
-def server():
-    with chat_server() as state:
+def server(monkeypatch):
+    with chat_server(monkeypatch) as state:
         state.answer = prefers("tuned")
         yield state
 
@@ -60,14 +50,9 @@ def folders(tmp_path):
 
 @pytest.fixture
 def judge(server, tmp_path, folders, capsys):
-    def judge(*options, results=(folders[1],), url=None, model="m"):
-        command = ["judge", *map(str, results), "--base-url", url or server.url, "--model", model, *options]
-        code, out, err = finch(capsys, *command)
-        files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
-        assert KEY not in out + err + "".join(files)
-        errors = [line for line in err.splitlines() if line.startswith("finch: error: ")]
-        assert len(errors) == (code == 1), err
-        return code, out, err
+    def judge(*options, results=(folders[1],), model="m"):
+        command = ["judge", *map(str, results), "--base-url", server.url, "--model", model, *options]
+        return finch_with_key(capsys, tmp_path, *command)
 
     return judge
 
@@ -98,25 +83,12 @@ def samples_of(folder):
     return read_samples(folder, task_of(folder))
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [(f"Because.\n[[{verdict}]]", verdict) for verdict in VERDICTS]
-    + [
-        ("**Verdict: [[A>B]]**\n\n", "A>B"),
-        ("[[A>B]] at first, but\n[[B>A]]", "B>A"),
-        ("", None),
-        ("A is better", None),
-        ("[[A>B]]\nThat is all.", None),
-        ("[[A>B]] or [[A=B]]", None),
-        ("[[A>B]] and [[A>B]]", None),
-        ("[[A<B]]", None),
-        ("[[A > B]]", None),
-        ("[A>B]", None),
-        ("[[A>B]] [[C]]", None),
-    ],
-)
-def test_parse_verdict_is_strict(text, verdict):
-    assert parse_verdict(text) == verdict
+def test_parse_verdict_is_strict():
+    verdicts = {f"Because.\n[[{verdict}]]": verdict for verdict in VERDICTS}
+    verdicts |= {"**Verdict: [[A>B]]**\n\n": "A>B", "[[A>B]] at first, but\n[[B>A]]": "B>A"}
+    none = ("", "A is better", "[[A>B]]\nThat is all.", "[[A>B]] or [[A=B]]", "[[A>B]] and [[A>B]]", "[[A<B]]")
+    verdicts |= dict.fromkeys((*none, "[[A > B]]", "[A>B]", "[[A>B]] [[C]]"))
+    assert {text: parse_verdict(text) for text in verdicts} == verdicts
 
 
 @pytest.mark.parametrize(
@@ -126,9 +98,8 @@ def test_parse_verdict_is_strict(text, verdict):
         (prefers("base"), 0.0, 1.0, 0.5),
         (says("[[A=B]]"), 0.5, 1.0, 0.5),
         (says("[[A>B]]"), 0.5, 0.0, 1.0),
-        (says("[[B>>A]]"), 0.5, 0.0, 0.0),
     ],
-    ids=["tuned", "base", "tie", "always A", "always B"],
+    ids=["tuned", "base", "tie", "always A"],
 )
 def test_known_judges_give_known_scores(judge, server, folders, answer, score, agreement, first):
     server.answer = answer
@@ -138,13 +109,17 @@ def test_known_judges_give_known_scores(judge, server, folders, answer, score, a
     assert re.search(rf"language.json: win_tie_rate {100 * score:.1f} \([\d.]+ to [\d.]+\), n 6; strict_win_rate ", out)
     task = task_of(run / "evaluation")
     assert (task.score, task.n, task.metric, task.role) == (score, N, "win_tie_rate", "new")
-    assert (task.others["order_agreement"], task.others["first_answer_score"]) == (agreement, first)
-    assert task.others["unparsed"] == 0
-    assert task.others["mean_length"] == 3.0
+    others = {"order_agreement": agreement, "first_answer_score": first, "unparsed": 0, "mean_length": 3.0}
+    assert task.others.items() >= others.items()
     assert [sample["score"] for sample in samples_of(run / "evaluation")] == [score] * N
     assert (task_of(base).score, task_of(base).n) == (0.5, N)
     assert paired_delta(samples_of(base), samples_of(run / "evaluation")).delta == score - 0.5
     assert len(server.texts) == CALLS
+
+
+def sign(verdict):
+    """1 where the verdict is for A, -1 for B."""
+    return ("A>" in verdict) - ("B>" in verdict)
 
 
 def test_numbers_follow_from_the_samples(judge, server, folders):
@@ -158,10 +133,7 @@ def test_numbers_follow_from_the_samples(judge, server, folders):
         tuned_first, base_first = sample["verdicts"]["tuned_first"], sample["verdicts"]["base_first"]
         unparsed += (tuned_first is None) + (base_first is None)
         if tuned_first and base_first:
-            winners = (tuned_first.split(">")[0], base_first.split(">")[0])
-            outcomes.append(
-                tuple({tuned: "W", "A=B": "T"}.get(winner, "L") for winner, tuned in zip(winners, "AB", strict=True))
-            )
+            outcomes.append(("LTW"[sign(tuned_first) + 1], "LTW"[1 - sign(base_first)]))
         else:
             assert sample["score"] is None
     task, flat = task_of(folder), "".join(map("".join, outcomes))
@@ -179,10 +151,7 @@ def test_control_gives_fifty(judge, server, folders):
     server.answer = says("I like the first.\n[[A>B]]")
     code, out, _ = judge("--control")
     assert code == 0
-    assert (
-        "control 50 on 6 documents; of two equal answers the judge calls 0.0% ties, and gives the first one 100.0"
-        in out
-    )
+    assert "control 50 on 6 documents; of two equal answers the judge calls 0.0% ties, and gives the first " in out
     assert len(server.texts) == N  # both orders of equal answers are one request
     task = task_of(base)
     assert (task.score, task.others["control_score"], task.others["control_first_answer_score"]) == (0.5, 0.5, 1.0)
@@ -209,18 +178,16 @@ def test_nothing_is_sent_twice(judge, server, folders):
 
 
 def test_another_judge_judges_again(judge, server, folders):
-    folder = folders[1] / "evaluation"
     assert judge()[0] == 0
-    first = read_result(folder / "language.json")
+    first = task_of(folders[1] / "evaluation")
     server.answer = prefers("base")
     assert judge(model="better")[0] == 0
-    second = read_result(folder / "language.json")
+    second = task_of(folders[1] / "evaluation")
     assert len(server.texts) == 2 * CALLS
-    assert (first.tasks[TASK].score, second.tasks[TASK].score) == (1.0, 0.0)
-    assert "judgements of m with prompt 1: both orders" in first.tasks[TASK].definition
-    assert "judgements of better with prompt 1: both orders" in second.tasks[TASK].definition
-    assert second.tasks[TASK].definition.count("; judged: ") == 1
-    assert answers_definition(second.tasks[TASK].definition) == "greedy, chat template"
+    assert (first.score, second.score) == (1.0, 0.0)
+    assert "judgements of m with prompt 1: both orders" in first.definition
+    assert second.definition == first.definition.replace("of m with", "of better with")
+    assert answers_definition(second.definition) == "greedy, chat template"
 
 
 def test_useless_judgements_count_as_unparsed(judge, server, folders):
@@ -272,9 +239,7 @@ def test_dry_run_sends_nothing(judge, server, folders, monkeypatch):
     files = sorted(folders[0].iterdir())
     code, out, _ = judge("--dry-run")
     assert code == 0
-    assert out.startswith(
-        "6 documents in 1 results, 12 different calls, 0 of them made before; the other 12 take at most "
-    )
+    assert out.startswith("6 documents in 1 results, 12 different calls, 0 of them made before; the other 12 take at ")
     assert int(re.search(r"at most ([\d,]+) tokens", out)[1].replace(",", "")) > 12 * 1024
     assert server.texts == []
     assert sorted(folders[0].iterdir()) == files
@@ -292,9 +257,8 @@ def test_limit_and_then_all_documents(judge, server, folders):
 def test_complete_results_are_written_before_an_error(judge, server, tmp_path, folders):
     other = tmp_path / "other"
     write_answers(other / "evaluation", "tuned too", "../../out/base-0123/language.json")
-    server.answer = lambda number, text: (
-        refusal(401, "expired") if number >= CALLS + 2 else prefers("tuned")(number, text)
-    )
+    good = prefers("tuned")
+    server.answer = lambda number, text: good(number, text) if number < CALLS + 2 else refusal(401, "expired")
     code, out, err = judge("--concurrency", "1", results=[folders[1], other])
     assert code == 1
     assert "HTTP 401: expired; set OPENAI_API_KEY to a key of this server" in err
@@ -305,21 +269,21 @@ def test_complete_results_are_written_before_an_error(judge, server, tmp_path, f
 
 def test_results_that_cannot_be_judged(judge, server, tmp_path, folders):
     base, run = folders
-    folder = run / "evaluation"
+    folder, of_base = run / "evaluation", "../../out/base-0123/language.json"
     remedy = "make them with: finch evaluate --suite language"
     assert f"{tmp_path / 'none'} has no answers of the language task; {remedy}" in judge(results=[tmp_path / "none"])[2]
     assert "is the base model's; name a tuned model's results, or add --control" in judge(results=[base])[2]
-    second = tmp_path / "second"
     write_answers(tmp_path / "base-2", "base", None)
-    write_answers(second, "tuned", "../base-2/language.json")
-    assert "the results are of 2 base models" in judge(results=[run, second])[2]
-    write_answers(folder, "tuned", "../../out/base-0123/language.json", prompt="<s>Escribe {}.")
-    assert "answer different prompts (0 in common, of 6 and 6)" in judge()[2]
-    write_answers(folder, "tuned", "../../out/base-0123/language.json", n=5)
-    assert "answer different prompts (5 in common, of 5 and 6)" in judge()[2]
-    write_answers(folder, "tuned", "../nowhere/language.json")
-    assert "nowhere/language.json does not exist" in judge()[2]
-    lines = [{key: value for key, value in sample.items() if key != "response"} for sample in samples_of(folder)]
-    (folder / f"language.{TASK}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_answers(tmp_path / "second", "tuned", "../base-2/language.json")
+    assert "the results are of 2 base models" in judge(results=[run, tmp_path / "second"])[2]
+    for message, path, changes in (
+        ("answer different prompts (0 in common, of 6 and 6)", of_base, {"prompt": "<s>Escribe {}."}),
+        ("answer different prompts (5 in common, of 5 and 6)", of_base, {"n": 5}),
+        ("nowhere/language.json does not exist", "../nowhere/language.json", {}),
+    ):
+        write_answers(folder, "tuned", path, **changes)
+        assert message in judge()[2]
+    file = folder / f"language.{TASK}.jsonl"
+    file.write_text(file.read_text().replace('"response"', '"other"'))
     assert f"has documents without an answer; {remedy}" in judge()[2]
     assert server.texts == []

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+from finch.data import chat_client
+from helpers.runs import finch
+
+KEY = "sk-secret-0123456789"
 
 Reply = tuple[int, Any]  # status; an object that is sent as JSON, or bytes that are sent as they are
 
@@ -62,8 +68,19 @@ class ChatServer:
                 self._at_once -= 1
 
 
+def finch_with_key(capsys: Any, folder: Path, *command: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr); an error is one line, and the key is in no output and no file of ``folder``."""
+    code, out, err = finch(capsys, *command)
+    assert KEY not in out + err + "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+    assert err.count("finch: error: ") == (code == 1), err
+    return code, out, err
+
+
 @contextmanager
-def chat_server() -> Iterator[ChatServer]:
+def chat_server(monkeypatch: Any) -> Iterator[ChatServer]:
+    """With a key in the environment, and short delays between tries."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr(chat_client, "MAX_DELAY_S", 0.01)  # also of the Retry-After header
     state = ChatServer()
 
     class Handler(BaseHTTPRequestHandler):

@@ -6,75 +6,36 @@ from finch.evaluation.tasks.parsers import confidence_of, letter_of
 
 
 @pytest.mark.parametrize(
-    ("text", "letter"),
+    ("letter", "texts"),
     [
-        ("C", "C"),
-        (" C\n", "C"),
-        ("C.", "C"),
-        ("C. Benzene", "C"),
-        ("(C)", "C"),
-        ("**C**", "C"),
-        ("**C.** Benzene", "C"),
-        ('"B"', "B"),
-        ("B) 2.5", "B"),
-        ("B, 85", "B"),
-        ("B: the second one", "B"),
-        ("Answer: D", "D"),
-        ("ANSWER: D", "D"),
-        ("Answer: (D)", "D"),
-        ("**Answer:** D", "D"),
-        ("**Answer: D**", "D"),
-        ("Answer:\nD. Water", "D"),
-        ("answer: c", "C"),
-        ("The answer is (b).", "B"),
-        ("The answer is B because A is a solvent.", "B"),
-        ("The correct answer is option C.", "C"),
-        ("The correct option is D", "D"),
-        ("The right choice would be B", "B"),
-        ("Final answer: $\\boxed{A}$", "A"),
-        ("So we get $\\boxed{\\text{A}}$.", "A"),
-        ("I choose B", "B"),
-        ("The answer is \u201cB\u201d.", "B"),
-        ("A. one\nB. two\nC. three\nD. four\n\nThe answer is B.", "B"),
-        ("The answer is A. No, wait: the answer is C.", "C"),
-        ("First I think A.\nThen\nD. Water", "D"),
-        ("I would say it is B", "B"),
-        ("A compound with C-H bonds, so B", "B"),
-        ("The answer is not A, it is B", "B"),
-        ("Option B is right", "B"),
-        ("<think>The answer is A</think>\nC", "C"),
-        ("A", "A"),
-        ("A. A polymer", "A"),
-        ("The answer is a polymer: B", "B"),
+        ("C", ("C", " C\n", "C.", "C. Benzene", "(C)", "**C**", "**C.** Benzene")),
+        ("B", ('"B"', "B) 2.5", "B, 85", "B: the second one", "The answer is \u201cB\u201d.")),
+        ("D", ("Answer: D", "ANSWER: D", "Answer: (D)", "**Answer:** D", "**Answer: D**", "Answer:\nD. Water")),
+        ("B", ("The answer is (b).", "The right choice would be B", "I choose B", "I would say it is B")),
+        ("D", ("The correct option is D", "First I think A.\nThen\nD. Water")),
+        ("A", ("A", "A. A polymer", "Final answer: $\\boxed{A}$", "So we get $\\boxed{\\text{A}}$.")),
+        ("C", ("answer: c", "The correct answer is option C.", "The answer is A. No, wait: the answer is C.")),
+        ("B", ("The answer is B because A is a solvent.", "The answer is not A, it is B", "Option B is right")),
+        ("B", ("A. one\nB. two\nC. three\nD. four\n\nThe answer is B.", "A compound with C-H bonds, so B")),
+        ("B", ("<think>The answer is A</think>\nB", "The answer is a polymer: B")),
     ],
 )
-def test_letter_is_the_last_stated_one(text: str, letter: str) -> None:
-    assert letter_of(text) == letter
+def test_letter_is_the_last_stated_one(letter: str, texts: tuple[str, ...]) -> None:
+    assert {text: letter_of(text) for text in texts} == dict.fromkeys(texts, letter)
 
 
 @pytest.mark.parametrize(
-    "text",
+    "texts",
     [
-        "",
-        "   ",
-        "no idea",
-        "A polymer",
-        "A small molecule is formed.",
-        "E",
-        "The answer is E",
-        "The answer is E, since A is wrong",
-        "CO2 and H2O",
-        "C-H bond",
-        "Because",
-        "It's 42.",
-        "the answer is a mixture of water and salt",
-        "Answer: Benzene",
-        "Answer: Dimethyl ether",
-        "abcd",
+        ("", "   ", "no idea", "Because", "It's 42.", "abcd"),
+        ("A polymer", "A small molecule is formed.", "the answer is a mixture of water and salt"),
+        ("E", "The answer is E", "The answer is E, since A is wrong"),
+        ("CO2 and H2O", "C-H bond", "Answer: Benzene", "Answer: Dimethyl ether"),
     ],
+    ids=["no letter", "article", "no option", "part of a word"],
 )
-def test_letter_is_none_where_none_is_stated(text: str) -> None:
-    assert letter_of(text) is None
+def test_letter_is_none_where_none_is_stated(texts: tuple[str, ...]) -> None:
+    assert {text: letter_of(text) for text in texts} == dict.fromkeys(texts)
 
 
 def test_letter_is_one_of_the_options() -> None:
@@ -83,59 +44,35 @@ def test_letter_is_one_of_the_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "confidence"),
+    ("confidence", "texts"),
     [
-        ("Answer: B\nConfidence: 85", 85),
-        ("Answer: B\nConfidence: 85%", 85),
-        ("Answer: B\nConfidence: 85/100", 85),
-        ("Answer: B\n**Confidence:** 85", 85),
-        ("Answer: B\nConfidence: **85**", 85),
-        ("Confidence (0-100): 85", 85),
-        ("My confidence is 70 percent.", 70),
-        ("I am 90% confident that it is C.", 90),
-        ("I'm 90 percent sure.", 90),
-        ("confidence level of 65", 65),
-        ("B, 85", 85),
-        ("B 85", 85),
-        ("B\n85", 85),
-        ("C\n90%", 90),
-        ("Confidence: 0.85", 85),
-        ("Confidence: 0,85", 85),
-        ("Confidence: .5", 50),
-        ("Confidence: 1.0", 100),
-        ("Confidence: 0.5%", 0.5),
-        ("Confidence: 1", 1),
-        ("Confidence: 0", 0),
-        ("Confidence: 100", 100),
-        ("Confidence: 8/10", 80),
-        ("Confidence: 9 out of 10", 90),
-        ("Confidence: 99.5", 99.5),
-        ("Confidence: 40. On reflection, confidence: 60", 60),
-        ("In 1990 it was 12. Confidence: 75", 75),
-        ("Confidence: 75, since the events of 1990 are well known", 75),
-        ("<think>Confidence: 10</think>\nConfidence: 75", 75),
+        (85, ("Answer: B\nConfidence: 85", "Answer: B\nConfidence: 85%", "Answer: B\nConfidence: 85/100")),
+        (85, ("Answer: B\n**Confidence:** 85", "Answer: B\nConfidence: **85**", "Confidence (0-100): 85")),
+        (85, ("B, 85", "B 85", "B\n85", "Confidence: 0.85", "Confidence: 0,85")),
+        (90, ("I am 90% confident that it is C.", "I'm 90 percent sure.", "C\n90%", "Confidence: 9 out of 10")),
+        (70, ("My confidence is 70 percent.", "confidence level of 70", "Confidence: 7/10")),
+        (75, ("In 1990 it was 12. Confidence: 75", "Confidence: 75, since the events of 1990 are well known")),
+        (75, ("Confidence: 40. On reflection, confidence: 75", "<think>Confidence: 10</think>\nConfidence: 75")),
+        (50, ("Confidence: .5",)),
+        (100, ("Confidence: 1.0", "Confidence: 100")),
+        (0.5, ("Confidence: 0.5%",)),
+        (1, ("Confidence: 1",)),
+        (0, ("Confidence: 0",)),
+        (99.5, ("Confidence: 99.5",)),
     ],
 )
-def test_confidence_is_the_last_stated_one(text: str, confidence: float) -> None:
-    assert confidence_of(text) == pytest.approx(confidence)
+def test_confidence_is_the_last_stated_one(confidence: float, texts: tuple[str, ...]) -> None:
+    assert {text: confidence_of(text) for text in texts} == pytest.approx(dict.fromkeys(texts, confidence))
 
 
 @pytest.mark.parametrize(
-    "text",
+    "texts",
     [
-        "",
-        "B",
-        "Answer: B",
-        "Confidence: high",
-        "Confidence: 150",
-        "Confidence: 101%",
-        "Confidence: 1,000",
-        "Confidence: -5",
-        "Confidence: 12/10",
-        "1990",
-        "C. In 5 years the drug was sold.",
-        "B. About 70% of the body is water",
+        ("", "B", "Answer: B", "Confidence: high", "1990"),
+        ("C. In 5 years the drug was sold.", "B. About 70% of the body is water"),
+        ("Confidence: 150", "Confidence: 101%", "Confidence: 1,000", "Confidence: -5", "Confidence: 12/10"),
     ],
+    ids=["none", "in a sentence", "out of range"],
 )
-def test_confidence_is_none_out_of_range(text: str) -> None:
-    assert confidence_of(text) is None
+def test_confidence_is_none_where_none_is_stated(texts: tuple[str, ...]) -> None:
+    assert {text: confidence_of(text) for text in texts} == dict.fromkeys(texts)
