@@ -35,16 +35,12 @@ def test_chunks_of_logits_of_qwen3(num_tokens, expected, monkeypatch):
 @pytest.mark.parametrize("at_targets", [False, True])
 def test_token_loss_equals_cross_entropy(num_chunks, tied, at_targets):
     torch.manual_seed(0)
-    size = llama_args()
-    make = (lambda: llama3_2(**size, tie_word_embeddings=True)) if tied else (lambda: llama2(**size))
-    reference, decoder = make(), make()
+    make = partial(llama3_2, tie_word_embeddings=True) if tied else llama2
+    reference, decoder = make(**llama_args()), make(**llama_args())
     decoder.load_state_dict(reference.state_dict())
-    tokens, labels = torch.randint(0, 64, (3, 19)), torch.randint(0, 64, (3, 19))
-    labels[0, :7], labels[2] = -100, -100
-
+    tokens, labels, targets = targets_of_a_batch()
     expected = F.cross_entropy(reference(tokens).flatten(0, 1), labels.flatten(), reduction="none").view(3, 19)
-    targets = (labels.flatten() != -100).nonzero().squeeze(1) if at_targets else None
-    found = TokenLoss(decoder, num_chunks)(tokens, labels, targets)
+    found = TokenLoss(decoder, num_chunks)(tokens, labels, targets if at_targets else None)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert found[2].abs().sum() == 0
 
@@ -58,10 +54,8 @@ def test_token_loss_without_targets_has_a_graph():
     """One rank's backward would fail otherwise, and the others wait."""
     decoder = llama2(**llama_args())
     tokens, labels = torch.randint(0, 64, (2, 5)), torch.full((2, 5), -100)
-    found = TokenLoss(decoder, num_chunks=8)(tokens, labels, torch.empty(0, dtype=torch.long))
-    assert found.shape == (2, 5)
-    found.sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() == 0 for parameter in decoder.parameters())
+    TokenLoss(decoder, num_chunks=8)(tokens, labels, torch.empty(0, dtype=torch.long)).sum().backward()
+    assert not any(parameter.grad.any() for parameter in decoder.parameters())
 
 
 def test_token_loss_is_fp32_for_bf16_and_fp64_for_fp64():
@@ -70,47 +64,39 @@ def test_token_loss_is_fp32_for_bf16_and_fp64_for_fp64():
         assert model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).dtype == expected
 
 
-def test_token_loss_in_chunks_keeps_no_logits():
-    """What autograd keeps: with one piece the logits of all tokens, with more none of them; the gradients are the same."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize("kind", ["loss", "kl", "cached kl"])
+def test_chunks_keep_no_logits(kind):
+    """What autograd keeps: with one piece the logits of all tokens, with more none of them."""
     size = {**llama_args(), "vocab_size": 61}  # a number that nothing else has
-    decoder = llama2(**size)
+    decoder, reference = llama2(**size), llama2(**size).requires_grad_(False)
     tokens, labels = torch.randint(0, 61, (3, 19)), torch.randint(0, 61, (3, 19))
-    kept, gradients = {}, {}
+    options = {} if kind == "loss" else {"has_kl": True}
+    if kind == "cached kl":
+        options |= {"reference_log_probs": torch.full((57, 4), 0.25).log()}
+        options |= {"reference_tokens": torch.arange(3).expand(57, 3)}
     for num_chunks in (1, 4):
-        model = TokenLoss(decoder, num_chunks)
-        shapes = []
+        model, shapes = TokenLoss(decoder, num_chunks, reference if kind == "kl" else None), []
 
         def pack(tensor, shapes=shapes):
             shapes.append(tuple(tensor.shape))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found = model(tokens, labels)
-        kept[num_chunks] = [shape for shape in shapes if shape[-1:] == (61,) and shape != (32, 61)]  # not the weight
-        decoder.zero_grad()
-        found.sum().backward()
-        gradients[num_chunks] = [parameter.grad.clone() for parameter in decoder.parameters()]
-    assert kept[1]
-    assert not kept[4]
-    for one, other in zip(gradients[1], gradients[4], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            model(tokens, labels, torch.arange(57), **options)
+        kept = [shape for shape in shapes if shape[-1:] == (61,) and shape != (32, 61)]  # not the weight
+        assert bool(kept) == (num_chunks == 1)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 4])
 def test_token_loss_returns_top_logits(num_chunks):
-    torch.manual_seed(0)
     decoder = llama2(**llama_args())
-    tokens, labels = torch.randint(0, 64, (2, 9)), torch.randint(0, 64, (2, 9))
-    labels[0, :4] = -100
+    tokens, labels, targets = targets_of_a_batch()
     expected = decoder(tokens).topk(20).values.detach()
-    targets = (labels.flatten() != -100).nonzero().squeeze(1)
     outputs = TokenLoss(decoder, num_chunks)(tokens, labels, targets, num_top_logits=20)
-    losses, top = outputs["loss"], outputs["top_logits"]
-    assert losses.requires_grad
-    assert not top.requires_grad
-    torch.testing.assert_close(top[labels != -100], expected[labels != -100], rtol=0, atol=1e-5)
-    assert (top[labels == -100] == 0).all()
+    assert outputs["loss"].requires_grad
+    expected[labels == -100] = 0
+    torch.testing.assert_close(outputs["top_logits"], expected, rtol=0, atol=1e-5)
+    assert not outputs["top_logits"].requires_grad
 
 
 def two_decoders(make=llama2, **size):
@@ -175,14 +161,11 @@ def test_token_kl_objectives_equal_plain_torch(is_dft, num_chunks):
 def test_token_kl_from_cached_distributions():
     pretrained, decoder = two_decoders()
     tokens, labels, targets = targets_of_a_batch()
-    size = llama_args()["vocab_size"]
     exact = TokenLoss(decoder, 4, pretrained)(tokens, labels, targets, has_kl=True)["kl"]
     with torch.no_grad():
-        kept = TokenLoss(pretrained, 4)(tokens, labels, targets, num_top_log_probs=size)
-    reference = {
-        "reference_log_probs": kept["top_log_probs"].flatten(0, 1)[targets],
-        "reference_tokens": kept["top_tokens"].flatten(0, 1)[targets],
-    }
+        kept = TokenLoss(pretrained, 4)(tokens, labels, targets, num_top_log_probs=llama_args()["vocab_size"])
+    log_probs, top = (kept[name].flatten(0, 1)[targets] for name in ("top_log_probs", "top_tokens"))
+    reference = {"reference_log_probs": log_probs, "reference_tokens": top}
     cached = TokenLoss(decoder, 4)(tokens, labels, targets, has_kl=True, **reference)["kl"]
     torch.testing.assert_close(cached, exact, rtol=0, atol=1e-12)
 
@@ -205,30 +188,3 @@ def test_token_kl_with_adapters_needs_no_second_model(in_output_layer):
         torch.testing.assert_close(outputs["kl"].flatten()[targets], expected, rtol=0, atol=1e-12)
     assert expected.min() > 1e-4
     assert decoder.training
-
-
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_token_kl_in_chunks_keeps_no_logits(is_cached):
-    size = {**llama_args(), "vocab_size": 61}  # a number that nothing else has
-    decoder, reference = llama2(**size), llama2(**size).requires_grad_(False)
-    tokens, labels = torch.randint(0, 61, (3, 19)), torch.randint(0, 61, (3, 19))
-    targets = torch.arange(labels.numel())
-    inputs = {}
-    if is_cached:
-        inputs = {
-            "reference_log_probs": torch.full((57, 4), 0.25).log(),
-            "reference_tokens": torch.arange(3).expand(57, 3),
-        }
-    for num_chunks in (1, 4):
-        shapes = []
-
-        def pack(tensor, shapes=shapes):
-            shapes.append(tuple(tensor.shape))
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            TokenLoss(decoder, num_chunks, None if is_cached else reference)(
-                tokens, labels, targets, has_kl=True, **inputs
-            )
-        kept = [shape for shape in shapes if shape[-1:] == (61,) and shape != (32, 61)]  # not the weight
-        assert bool(kept) == (num_chunks == 1)

@@ -10,6 +10,7 @@ from helpers.runs import ROOT, assert_same_run, make_config, run_broken, run_her
 
 from finch.distributed.parallel import Parallel
 from finch.training.checkpointer import Stop, TrainState
+from finch.weights.huggingface import HuggingFaceFolder
 
 OWN_HOOKS = """
 import json, os
@@ -64,13 +65,9 @@ def recorder(**arguments):
     return {"recorder": {"_component_": "own_hooks.Recorder", **arguments}}
 
 
-def averaged(folder, start, decay):
-    """A plain loop's average of the weights that a run had after each step."""
-    average = {name: weight.double() for name, weight in start.items()}
-    for step in range(1, 12):
-        now = torch.load(folder / f"weights_{step}.pt")
-        average = {name: decay * average[name] + (1 - decay) * now[name].double() for name in average}
-    return average
+def weights_of(folder):
+    """By torchtune's names."""
+    return dict(HuggingFaceFolder(str(folder)).weights())
 
 
 def test_example_averages_the_weights_and_resumes(folder, base_folder, rows_file, tmp_path, monkeypatch):
@@ -84,27 +81,16 @@ def test_example_averages_the_weights_and_resumes(folder, base_folder, rows_file
     )
     hooks = {"average": {"_component_": "weight_average.WeightAverage", "decay": 0.9}}
     config = make_config(base_folder, rows_file, tmp_path / "run", epochs=2, checkpoint={"every_n_steps": 3})
-    keeper = {"keeper": {"_component_": "keeper.Keeper"}}
-    straight = run_here(
-        tmp_path / "a", {**config, "hooks": {**hooks, **keeper}, "output_dir": str(tmp_path / "straight")}
-    )
+    config["hooks"] = {**hooks, "keeper": {"_component_": "keeper.Keeper"}}
+    straight = run_here(tmp_path / "a", {**config, "output_dir": str(tmp_path / "straight")})
     assert straight.returncode == 0, straight.output
-    kept = torch.load(straight.folder / "weights_1.pt")
-    # what torchtune calls a weight, by its name in the exported folder
-    last, final = torch.load(straight.folder / "weights_11.pt"), weights(straight.folder / "epoch_0")
-    names = {
-        name: next(
-            key for key, value in final.items() if value.shape == last[name].shape and torch.equal(value, last[name])
-        )
-        for name in last
-        if name.endswith(("scale", "w2.weight"))
-    }
-    start = weights(base_folder)
-    expected = averaged(straight.folder, {name: start[names[name]] for name in names}, 0.9)
-    found = weights(straight.folder / "epoch_0_average")
-    assert len(kept) > len(names) > 5
-    for name in names:
-        assert torch.allclose(found[names[name]].double(), expected[name], atol=1e-7), name
+    expected = {name: weight.double() for name, weight in weights_of(base_folder).items()}
+    for step in range(1, 12):
+        now = torch.load(straight.folder / f"weights_{step}.pt")
+        expected = {name: 0.9 * average + 0.1 * now[name].double() for name, average in expected.items()}
+    for name, weight in weights_of(straight.folder / "epoch_0_average").items():
+        torch.testing.assert_close(weight.double(), expected.pop(name), rtol=1e-5, atol=1e-7, msg=name)
+    assert not expected
     config["hooks"] = hooks
     run_broken(tmp_path / "b", config, monkeypatch, 14)
     resumed = run_here(tmp_path / "b", config, "resume_from_checkpoint=True")
@@ -142,25 +128,11 @@ def test_one_ranks_requests_are_those_of_all_in_one_order(folder, base_folder, r
     config["hooks"] = recorder(save_at=4, stop_at=9)
     run = run_ranks(2, folder, config)
     assert run.returncode == 0, run.output
-    calls = [json.loads((run.folder / f"calls_{rank}.json").read_text()) for rank in (0, 1)]
-    assert calls[0] == calls[1]
-    steps = [
-        f"{name} {number}" for step in range(9) for name, number in (("before_step", step), ("after_step", step + 1))
-    ]
-    before, after = steps[:8], steps[8:]
-    expected = [
-        "needs_pretrained",
-        "prepare",
-        "start",
-        *before,
-        "may_save",
-        *after,
-        "may_save",
-        "after_training",
-        "close",
-    ]
-    assert calls[0] == expected
-    assert [line["twice_the_step"] for line in run.metrics()] == [2 * step for step in range(1, 10)]
+    steps = [name for step in range(9) for name in (f"before_step {step}", f"after_step {step + 1}")]
+    steps.insert(8, "may_save")
+    expected = ["needs_pretrained", "prepare", "start", *steps, "may_save", "after_training", "close"]
+    assert [json.loads((run.folder / f"calls_{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
+    assert run.column("twice_the_step") == [2 * step for step in range(1, 10)]
     assert "recorded" in run.output
     assert (run.folder / "checkpoints" / "step_9").is_dir()
     assert not list(run.folder.glob("epoch_*"))

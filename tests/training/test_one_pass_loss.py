@@ -7,12 +7,15 @@ import torch
 from helpers.ranks import on_ranks
 from helpers.runs import llama_args, make_config, run_here
 from omegaconf import OmegaConf
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
 from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.models.llama3_2 import llama3_2
 
 from benchmarks.loss import OBJECTIVES, extra_memory
-from finch.distributed.parallel import Parallel
+from finch import dtensor
+from finch.distributed import fsdp
+from finch.distributed.parallel import Parallel, start
 from finch.objectives import DFT, EAFT, FLOW, STM, TALR, CrossEntropy
 from finch.training import chunked_loss
 from finch.training.chunked_loss import TokenLoss
@@ -21,6 +24,15 @@ from finch.training.one_pass_loss import Weighting, one_pass
 from finch.training.step_loss import StepLoss, StepMedian
 
 CPU = torch.device("cpu")
+
+
+class Mean(DFT):
+    """A weight that depends on all losses, of a user who knows nothing of chunks."""
+
+    def weights(self, token_loss, batch):
+        return token_loss / token_loss.mean()
+
+
 VOCAB, TOKENS = 151_936, 16_384  # Qwen3's vocabulary
 LORA = {"lora_attn_modules": ["q_proj"], "lora_rank": 4, "lora_alpha": 8}
 CASES = {
@@ -32,6 +44,7 @@ CASES = {
     "talr": TALR(2.0),
     "talr exact": TALR("exact"),
     "talr lagged": TALR("lagged"),
+    "of a user": Mean(),
 }
 DECODERS = {
     "linear": llama2,
@@ -39,13 +52,6 @@ DECODERS = {
     "frozen": partial(lora_llama2, **LORA),
     "adapter": partial(lora_llama2, **LORA, apply_lora_to_output=True),
 }
-
-
-class Mean(DFT):
-    """A weight that depends on all losses, of a user who knows nothing of chunks."""
-
-    def weights(self, token_loss, batch):
-        return token_loss / token_loss.mean()
 
 
 @pytest.fixture(autouse=True)
@@ -112,56 +118,43 @@ def step_of(decoder, objective, kl=None):
     return {"loss": losses, "total": total.detach(), **gradients, **penalty.metrics()}
 
 
-def check_equals_recomputed(monkeypatch, passes, run, is_elementwise=True):
-    found = run()
-    assert [each.is_elementwise for each in passes] == [is_elementwise]
-    with monkeypatch.context() as patch:
-        patch.setattr(chunked_loss, "head_of", lambda *_: None)
-        recomputed = run()
-    with monkeypatch.context() as patch:
-        patch.setattr(chunked_loss, "LOGITS_BYTES", 2**28)
-        kept = run()
-    assert len(passes) == 1
-    for expected in (recomputed, kept):
+@pytest.mark.parametrize(
+    ("head", "objective", "kl"),
+    [
+        *(("tied", objective, None) for objective in CASES),
+        *((head, "dft", None) for head in DECODERS if head != "tied"),
+        *(
+            ("linear", objective, kl)
+            for objective in ("sft", "talr exact")
+            for kl in ({}, {"reference": "cached", "top_k": 5}, {"strength": 0})
+        ),
+    ],
+    ids=str,
+)
+def test_one_pass_equals_recomputed(head, objective, kl, monkeypatch, passes):
+    """And kept logits."""
+    decoder = make_decoder(head)
+    found = step_of(decoder, CASES[objective], kl)
+    assert [each.is_elementwise for each in passes] == [objective not in ("talr exact", "of a user")]
+    for name, value in (("head_of", lambda *_: None), ("LOGITS_BYTES", 2**28)):
+        with monkeypatch.context() as patch:
+            patch.setattr(chunked_loss, name, value)
+            expected = step_of(decoder, CASES[objective], kl)
         assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-12, msg=key)
+    assert len(passes) == 1
     assert sum(float(value.abs().sum()) for value in found.values()) > 1
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_pass_equals_recomputed_by_objective(name, monkeypatch, passes):
-    run = partial(step_of, make_decoder("tied"), CASES[name])
-    check_equals_recomputed(monkeypatch, passes, run, is_elementwise=name != "talr exact")
-
-
-@pytest.mark.parametrize("kl", [{}, {"reference": "cached", "top_k": 5}, {"strength": 0}], ids=str)
-@pytest.mark.parametrize("name", ["sft", "talr exact"])
-def test_one_pass_equals_recomputed_with_kl(name, kl, monkeypatch, passes):
-    run = partial(step_of, make_decoder("linear"), CASES[name], kl)
-    check_equals_recomputed(monkeypatch, passes, run, is_elementwise=name == "sft")
-
-
-@pytest.mark.parametrize("head", DECODERS)
-def test_one_pass_equals_recomputed_by_head(head, monkeypatch, passes):
-    check_equals_recomputed(monkeypatch, passes, partial(step_of, make_decoder(head), DFT()))
-
-
-def test_one_pass_waits_for_weights_that_need_all_losses(monkeypatch, passes):
-    assert not Mean.is_elementwise
-    check_equals_recomputed(monkeypatch, passes, partial(step_of, make_decoder("linear"), Mean()), is_elementwise=False)
-
-
 def test_one_pass_in_bf16_is_that_of_fp32_rounded(passes):
-    gradients = []
+    gradients, batch = [], make_batch()
+    inputs = [batch[name] for name in ("tokens", "labels", "targets")]
+    weighting = Weighting(lambda outputs: torch.ones_like(outputs["loss"]), True, torch.ones(()))
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         decoder = llama2(**llama_args()).to(torch.bfloat16).to(dtype)
-        batch = make_batch()
-        weighting = Weighting(lambda outputs: torch.ones_like(outputs["loss"]), True, torch.ones(()))
-        TokenLoss(decoder, 8)(batch["tokens"], batch["labels"], batch["targets"], weighting=weighting)[
-            "total"
-        ].backward()
+        TokenLoss(decoder, 8)(*inputs, weighting=weighting)["total"].backward()
         assert decoder.output.weight.grad.dtype == dtype
         gradients.append(decoder.output.weight.grad.float())
     assert len(passes) == 2
@@ -187,77 +180,57 @@ def test_loss_memory_is_an_eighth_of_the_logits(name, monkeypatch):
     assert 0 < extra_memory(name, VOCAB, TOKENS, 1024, torch.float32) <= 4 * VOCAB * TOKENS / 8
 
 
+def gradient_of(name, group=None, policy=None):
+    """The gradients of two micro-batches, by FSDP2 on this rank's half of the rows, or of all rows without a group."""
+    decoder, batch = make_decoder(name), make_batch()
+    model, tokens, labels = TokenLoss(decoder, 3), batch["tokens"][:4], batch["labels"][:4]
+    scale = 1 / (labels != -100).sum().double()
+    if group is not None:
+        if policy is not None:
+            model.float()
+        fsdp.shard_model(model, decoder.layers, group, mixed_precision=policy)
+        tokens, labels, scale = tokens.chunk(2)[group.rank], labels.chunk(2)[group.rank], 2 * scale
+    targets = (labels.flatten() != -100).nonzero().squeeze(1)
+    weighting = Weighting(lambda outputs: torch.exp(-outputs["loss"] / 3), True, scale)
+    for _ in range(2):  # accumulates
+        model(tokens, labels, targets, weighting=weighting)["total"].backward()
+    gradients = [weight.grad for weight in decoder.parameters() if weight.requires_grad]
+    return torch.cat([dtensor.full_tensor(gradient).double().flatten() for gradient in gradients])
+
+
+def on_two_ranks():
+    """Called by each rank: relative differences from one process, and the number of passes."""
+    group, passes = start(CPU, shard=True), []
+    chunked_loss.LOGITS_BYTES = 4 * 64 * 5
+    chunked_loss.one_pass = lambda *args, **options: passes.append(1) or one_pass(*args, **options)
+    differences = []
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for name, policy in [*((name, None) for name in DECODERS), ("tied", bf16)]:
+        expected = gradient_of(name)
+        differences.append(float((gradient_of(name, group, policy) - expected).norm() / expected.norm()))
+    return differences, len(passes)
+
+
 def test_one_pass_on_two_ranks_is_that_of_one(tmp_path):
     """FSDP2 over two ranks: the gradients are the mean over ranks, tied head and adapters in the output layer included."""
-    code = """
-        import torch.distributed as dist
-        from functools import partial
-        from helpers.runs import llama_args
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-        from torchtune.models.llama2 import llama2, lora_llama2
-        from torchtune.models.llama3_2 import llama3_2
-        from finch.distributed import fsdp, parallel
-        from finch.training import chunked_loss
-        from finch.training.one_pass_loss import Weighting, one_pass
-
-        group = parallel.start(device, shard=True)
-        passes = []
-        chunked_loss.LOGITS_BYTES = 4 * 64 * 5
-        chunked_loss.one_pass = lambda *args, **options: passes.append(1) or one_pass(*args, **options)
-        lora = {"lora_attn_modules": ["q_proj"], "lora_rank": 4, "lora_alpha": 8, "apply_lora_to_output": True}
-        make = {"linear": llama2, "tied": partial(llama3_2, tie_word_embeddings=True), "adapter": partial(lora_llama2, **lora)}
-
-        def gradients(name, policy=None, ranks=2):
-            torch.manual_seed(0)
-            decoder = make[name](**llama_args()).double()
-            for weight in decoder.parameters():
-                torch.nn.init.normal_(weight, std=0.3)
-            tokens, labels = torch.randint(0, 64, (4, 19)), torch.randint(0, 64, (4, 19))
-            labels[0, :9] = -100
-            number = (labels != -100).sum().double()
-            model = chunked_loss.TokenLoss(decoder, 3)
-            if ranks == 2:
-                if policy is not None:
-                    model.float()
-                fsdp.shard_model(model, decoder.layers, group, mixed_precision=policy)
-                tokens, labels = tokens.chunk(2)[dist.get_rank()], labels.chunk(2)[dist.get_rank()]
-            targets = (labels.flatten() != -100).nonzero().squeeze(1)
-            weighting = Weighting(lambda outputs: torch.exp(-outputs["loss"] / 3), True, ranks / number)
-            for _ in range(2):  # accumulates
-                model(tokens, labels, targets, weighting=weighting)["total"].backward()
-            weights = decoder.named_parameters()
-            full = {name: weight.grad.full_tensor() if ranks == 2 else weight.grad for name, weight in weights}
-            return torch.cat([value.double().flatten() for value in full.values()])
-
-        differences = []
-        for name, policy in [*((name, None) for name in make), ("tied", MixedPrecisionPolicy(torch.bfloat16, torch.float32))]:
-            expected = gradients(name, ranks=1)
-            differences.append(float((gradients(name, policy) - expected).norm() / expected.norm()))
-        tell([differences, len(passes)])
-        parallel.stop()
-    """
-    for differences, passes in on_ranks(2, code, tmp_path):
-        assert max(differences[:3]) < 1e-14
-        assert differences[3] < 0.05  # bf16
-        assert passes == 16
+    for (*differences, bf16), passes in on_ranks(
+        2, "from training.test_one_pass_loss import on_two_ranks; tell(on_two_ranks())", tmp_path
+    ):
+        assert max(differences) < 1e-14
+        assert bf16 < 0.05
+        assert passes == 20
 
 
 @pytest.mark.parametrize("optimizer_in_bwd", [False, True])
 def test_one_pass_in_the_recipe(optimizer_in_bwd, base_folder, rows_file, tmp_path, monkeypatch, passes):
     """The same losses as with the logits kept."""
-    losses = {}
-    for name, size in (("chunks", 4 * 64 * 15), ("kept", 2**28)):
+    losses = []
+    changes = {"optimizer_in_bwd": optimizer_in_bwd, "clip_grad_norm": None, "dtype": "fp64", "max_steps_per_epoch": 4}
+    changes |= {"epochs": 1, "loss": {"_component_": "finch.objectives.DFT"}}
+    for number, size in enumerate((4 * 64 * 15, 2**28)):
         monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", size)
-        changes = {
-            "optimizer_in_bwd": optimizer_in_bwd,
-            "clip_grad_norm": None,
-            "loss": {"_component_": "finch.objectives.DFT"},
-        }
-        config = make_config(
-            base_folder, rows_file, tmp_path / name, dtype="fp64", max_steps_per_epoch=4, epochs=1, **changes
-        )
-        run = run_here(tmp_path, config)
+        run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / str(number), **changes))
         assert run.returncode == 0, run.output[-2000:]
-        losses[name] = [line["loss"] for line in run.metrics() if "loss" in line]
-    assert len(passes) == len(losses["chunks"]) > 2
-    assert losses["chunks"] == pytest.approx(losses["kept"], rel=1e-10)
+        losses.append(run.column("loss"))
+    assert len(passes) == len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 
 import pytest
 import torch
 from helpers.models import load, save
+from helpers.runs import llama_args
 from omegaconf import OmegaConf
 from torchtune.models.llama2 import lora_llama2
 
@@ -60,15 +62,13 @@ def test_release_frees_a_lock_acquired_twice_and_forked(tmp_path):
     lock = RunLock(tmp_path)
     lock.acquire()
     lock.acquire()
-    context = multiprocessing.get_context("fork")
-    ended = context.Event()
-    child = context.Process(target=ended.wait, args=(1000,))
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
     child.start()
     with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on "):
         RunLock(tmp_path).check()
     lock.release()
     RunLock(tmp_path).check()
-    ended.set()
+    child.kill()
     child.join()
 
 
@@ -110,41 +110,33 @@ def test_exported_bytes_equal_the_folder_s(name, dtype, tmp_path):
 
 def test_exported_bytes_of_lora():
     with torch.device("meta"):
-        decoder = lora_llama2(
-            ["q_proj"],
-            vocab_size=10,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            embed_dim=8,
-            max_seq_len=8,
-            lora_rank=2,
-            lora_alpha=2,
-        )
-    adapter = 4 * (2 * 8 + 8 * 2)
-    assert run_module.exported_bytes(decoder, None, adapter_only=True) == adapter
+        decoder = lora_llama2(["q_proj"], **llama_args(num_layers=1), lora_rank=2, lora_alpha=2)
+    assert run_module.exported_bytes(decoder, None, adapter_only=True) == 4 * 2 * (32 + 32)
     complete = sum(weight.numel() for weight in decoder.parameters())
     assert run_module.exported_bytes(decoder, torch.bfloat16) == 2 * complete
 
 
 def test_check_disk_room(monkeypatch, caplog):
-    cfg = OmegaConf.create({"output_dir": "/nowhere/run", "epochs": 1, "save_last_epoch_only": False})
     decoder = torch.nn.Linear(10, 10, bias=False)  # 400 bytes
-    for free, freed, is_warned in ((800, 0, False), (799, 1, False), (799, 0, True), (400, 0, True)):
+
+    def is_warned(free, epochs=1, is_last_only=False, **options):
         caplog.clear()
-        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: Usage(free))
-        run_module.check_disk_room(cfg, decoder, dtype=None, freed_bytes=freed)
-        assert bool(caplog.records) == is_warned
-    for is_last_only, first, needed in ((False, 0, 2000), (False, 3, 800), (True, 0, 800)):
-        for free in (needed - 1, needed):
-            caplog.clear()
-            monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: Usage(free))
-            cfg.epochs, cfg.save_last_epoch_only = 4, is_last_only
-            run_module.check_disk_room(cfg, decoder, dtype=None, first_epoch=first)
-            assert bool(caplog.records) == (free < needed)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(399))
+        monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(free))
+        cfg = {"output_dir": "/nowhere/run", "epochs": epochs, "save_last_epoch_only": is_last_only}
+        run_module.check_disk_room(OmegaConf.create(cfg), decoder, dtype=None, **options)
+        return bool(caplog.records)
+
+    assert is_warned(400)
+    for needed, options in (
+        (800, {}),
+        (799, {"freed_bytes": 1}),
+        (2000, {"epochs": 4}),
+        (800, {"epochs": 4, "first_epoch": 3}),
+        (800, {"epochs": 4, "is_last_only": True}),
+    ):
+        assert [is_warned(free, **options) for free in (needed - 1, needed)] == [True, False]
     with pytest.raises(UserError, match="/nowhere/run has 399 bytes of free disk, the weights of one epoch need 400;"):
-        run_module.check_disk_room(cfg, decoder, dtype=None)
+        is_warned(399)
 
 
 @pytest.mark.parametrize(
@@ -166,5 +158,5 @@ def test_better_compares_one_metric(best, key, value, is_chosen):
 
 
 def test_describe_best_has_its_unit():
-    assert describe_best({"epoch": "epoch_0", "validation_loss": 2.5}) == "validation loss 2.5000 nats"
+    """test_summary has that of a validation loss."""
     assert describe_best({"epoch": "epoch_0", "probe/a/accuracy": 0.5}) == "probe/a/accuracy 0.5000"
