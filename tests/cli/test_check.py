@@ -1,6 +1,5 @@
 """`finch check` on a tiny model: what it reports of a good run, all mistakes of a bad one, and that it leaves nothing behind."""
 
-import json
 import re
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from helpers.runs import finch, make_config, write_config
 
 from benchmarks.tiny_job import instruct_dataset
+from finch.cli.check import HELP
 from finch.weights.files import StoredTensor
 
 
@@ -64,9 +64,6 @@ def test_check_counts_the_steps_of_a_mixture(check, rows_file):
     assert code == 0, out
     assert re.search(r"steps +an epoch draws 51 samples: 41 \(80\.39%\)", out)
     assert "4 samples a step (4 x 1 x 1 ranks), 13 steps an epoch, 2 epochs: 26 steps" in out
-    code, out = check(dataset=[entries[0], {**entries[1], "weight": 0}])
-    assert code == 1
-    assert "problem: dataset[1].weight=0 must be a number above 0" in out
 
 
 def test_check_of_several_ranks_divides_the_weights(check):
@@ -87,42 +84,31 @@ def test_check_of_lora_counts_only_trained_weights(check):
 
 
 def test_check_shows_all_mistakes(check):
-    code, out = check(
-        "epohcs=1",
-        "batch_size=x",
-        "optimizer.lr=0",
-        "loss=torch.nn.MSELoss",
-        "lr_scheduler.etamax=3",
-        "model.num_layers=1",
-        "tokenizer.path=/nowhere/tokenizer.model",
-        "dataset.data_files=/nowhere/rows.jsonl",
-    )
+    mistakes = {
+        "epohcs=1": "unknown key epohcs=1, did you mean epochs?",
+        "batch_size=x": "batch_size=x must be int >= 1",
+        "lr_scheduler.etamax=3": "unknown key lr_scheduler.etamax, did you mean lr_scheduler.eta_max?",
+        "optimizer.lr=0": "optimizer.lr=0 must be a number above 0",
+        "loss=torch.nn.MSELoss": "loss._component_=torch.nn.MSELoss is not a plain cross-entropy",
+        "model.num_layers=1": "model does not fit checkpointer.checkpoint_dir",
+        "tokenizer.path=/nowhere/tokenizer.model": "tokenizer: ",
+        "dataset.data_files=/nowhere/rows.jsonl": "dataset.data_files=/nowhere/rows.jsonl does not exist",
+    }
+    code, out = check(*mistakes)
     assert code == 1
-    problems = re.findall(r"problem: (.*)", out)
-    expected = [
-        "unknown key epohcs=1, did you mean epochs?",
-        "batch_size=x must be int >= 1",
-        "unknown key lr_scheduler.etamax, did you mean lr_scheduler.eta_max?",
-        "optimizer.lr=0 must be a number above 0",
-        "loss._component_=torch.nn.MSELoss is not a plain cross-entropy",
-        "model does not fit checkpointer.checkpoint_dir",
-        "tokenizer: ",
-        "dataset.data_files=/nowhere/rows.jsonl does not exist",
-    ]
-    assert [start for start, problem in zip(expected, problems, strict=True) if not problem.startswith(start)] == []
+    problems = zip(mistakes.values(), re.findall(r"problem: (.*)", out), strict=True)
+    assert [problem for start, problem in problems if not problem.startswith(start)] == []
     assert out.endswith("8 problems found\n")
 
 
 def test_check_names_every_bad_row(check, rows_file, tmp_path):
     lines = rows_file.read_text().splitlines()
-    for number in (3, 17):
-        lines[number - 1] = json.dumps({"question": "why?", "answer": 7})
+    lines[2] = lines[16] = '{"question": "why?", "answer": 7}'
     bad = tmp_path / "bad.jsonl"
     bad.write_text("\n".join(lines))
     code, out = check(f"dataset.data_files={bad}")
     assert code == 1
-    for number in (3, 17):
-        assert f"problem: dataset: row {number} of {bad} cannot be used" in out
+    assert re.findall(rf"problem: dataset: row (\d+) of {bad} cannot be used", out) == ["3", "17"]
 
 
 def test_check_reads_the_rows_of_probes(check, rows_file):
@@ -130,15 +116,9 @@ def test_check_reads_the_rows_of_probes(check, rows_file):
     code, out = check(*held_out)
     assert code == 0, out
     assert re.search(rf"probes +facts: {rows_file}, question_answer, 5 rows, \d+ tokens", out)
-    code, out = check(
-        *held_out, "probes.facts.kind=text", "probes.other.data_files=/nowhere.jsonl", "probes.other.row=1"
-    )
-    assert code == 1
-    assert "problem: unknown key probes.other.row=1, did you mean probes.other.rows?" in out
     code, out = check(*held_out, "probes.facts.kind=text", "probes.other.data_files=/nowhere.jsonl")
-    problems = re.findall(r"problem: (.*)", out)
-    assert problems[0].startswith("probes.facts.kind=text, but the rows look like question/answer")
-    assert problems[1].startswith("probes.other.data_files=/nowhere.jsonl does not exist")
+    assert "problem: probes.facts.kind=text, but the rows look like question/answer" in out
+    assert "problem: probes.other.data_files=/nowhere.jsonl does not exist" in out
 
 
 def test_check_needs_no_writable_output_folder(check):
@@ -147,10 +127,6 @@ def test_check_needs_no_writable_output_folder(check):
     assert "/proc/nowhere/run" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"), [(("key=1",), "--config is missing: finch check"), ((), "usage: finch check")]
-)
-def test_check_without_a_config_says_how(capsys, arguments, message):
-    code, out, err = finch(capsys, "check", *arguments)
-    assert code in (1, 2)
-    assert message in out + err
+def test_check_without_a_config_says_how(capsys):
+    assert "--config is missing: finch check" in finch(capsys, "check", "key=1")[2]
+    assert finch(capsys, "check")[:2] == (2, f"{HELP}\n")

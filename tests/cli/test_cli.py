@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from unittest import mock
 
 import pytest
 import yaml
@@ -17,9 +18,9 @@ from finch.models.hf_config import FAMILIES
 NEED_NO_TORCH = """\
 import contextlib, sys
 from finch.cli.main import main
-for arguments in (["--help"], ["configs"], ["keys"], ["methods"], ["models"], ["run", "key=1"], ["run", "--config=no_config"]):
+for arguments in ("--help", "configs", "keys", "methods", "models", "run key=1", "run --config=no_config"):
     with contextlib.suppress(SystemExit):
-        main(arguments)
+        main(arguments.split())
     assert not {"torch", "omegaconf"} & set(sys.modules), arguments
 """
 
@@ -57,16 +58,13 @@ def test_configs_show_resolves_and_fills_in_defaults(capsys):
     ("arguments", "message"),
     [
         (("show", "stories260k/tofu_finch", "optimizer.lrr=3"), "did you mean optimizer.lr?"),
-        (("show", "qwen3/4B_fnch"), "did you mean qwen3/4B_finch?"),
         (("cp", "qwen3/4B_fnch", "x.yaml"), "did you mean qwen3/4B_finch?"),
     ],
 )
 def test_configs_rejects(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = finch(capsys, "configs", *arguments)
-    assert code == 1
-    assert message in err
-    assert not list(tmp_path.iterdir())
+    assert (code, message in err, list(tmp_path.iterdir())) == (1, True, []), err
 
 
 def test_configs_cp_never_overwrites(capsys, tmp_path):
@@ -82,22 +80,28 @@ def test_configs_cp_never_overwrites(capsys, tmp_path):
     assert f"{target} exists; give another name" in err
 
 
-def test_doctor_finds_no_problems_here(capsys, monkeypatch):
+@pytest.fixture
+def doctor_says(capsys, monkeypatch):
+    """(exit code, report) of `finch doctor`; by itself, room on the disk is no problem."""
     monkeypatch.setattr(doctor, "COMFORTABLE_FREE_BYTES", 0)
-    code, out, _ = finch(capsys, "doctor")
+    return lambda *arguments: finch(capsys, "doctor", *arguments)[:2]
+
+
+def test_doctor_finds_no_problems_here(doctor_says):
+    code, out = doctor_says()
     assert code == 0, out
     assert "no problems found" in out
-    for word in ("python ", "torch ", "torchao ", "backends ", "gloo", "free disk"):
-        assert word in out
+    assert [
+        word for word in ("python ", "torch ", "torchao ", "backends ", "gloo", "free disk") if word not in out
+    ] == []
     packages = [line.split()[0] for line in out.partition("optional packages")[0].splitlines() if line]
     assert len(packages) == len(set(packages))  # transformers, which two extras need, is one line
 
 
-def test_full_doctor_runs_torchs_report_and_pip_check(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "COMFORTABLE_FREE_BYTES", 0)
+def test_full_doctor_runs_torchs_report_and_pip_check(doctor_says, monkeypatch):
     started = []
     monkeypatch.setattr(doctor.subprocess, "call", lambda command: started.append(command[2:]) or len(started) - 1)
-    code, out, _ = finch(capsys, "doctor", "--full")
+    code, out = doctor_says("--full")
     assert (code, started) == (1, [["torch.utils.collect_env"], ["pip", "check"]])
     assert out.endswith("problem: pip check has failed; its output is above\n")
 
@@ -114,18 +118,16 @@ REQUIRES = [
 ]
 
 
-def test_doctor_names_problems_and_their_fixes(capsys, monkeypatch):
-    class Distribution:
-        def get_all(self, _):
-            return ["torchtune", "wandb", "all", "dev"]
-
+def test_doctor_names_problems_and_their_fixes(doctor_says, monkeypatch):
     versions = {"torchao": "0.17.0", "datasets": None}
     installed = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, installed(name)))
+    extras = mock.Mock(get_all=lambda _: ["torchtune", "wandb", "all", "dev"])
     monkeypatch.setattr(doctor.metadata, "requires", lambda _: REQUIRES)
-    monkeypatch.setattr(doctor.metadata, "metadata", lambda _: Distribution())
+    monkeypatch.setattr(doctor.metadata, "metadata", lambda _: extras)
+    monkeypatch.setattr(doctor, "COMFORTABLE_FREE_BYTES", 2e9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 10**9))
-    code, out, _ = finch(capsys, "doctor")
+    code, out = doctor_says()
     assert code == 1
     assert "problem: torchao 0.17.0 is outside <0.16,>=0.13: pip install 'torchao<0.16,>=0.13'" in out
     assert "problem: datasets is missing: pip install 'datasets>=4.1'" in out
@@ -135,7 +137,7 @@ def test_doctor_names_problems_and_their_fixes(capsys, monkeypatch):
     assert re.search(r"^wandb +pip install 'finch-finetune\[wandb\]' +metric_logger=", out, re.MULTILINE)
     assert "tomli" not in out
     versions["torchtune"] = None  # without it the packages of its extra are of no concern
-    out = finch(capsys, "doctor")[1]
+    _, out = doctor_says()
     assert out.count("problem: ") == 1
     assert "torchao" not in out
     assert re.search(r"^torchtune +pip install 'finch-finetune\[torchtune\]' +the recipes, and", out, re.MULTILINE)
@@ -151,6 +153,5 @@ def test_models_lists_every_family(capsys):
     assert code == 0
     for model_type, family in FAMILIES.items():
         assert re.search(rf"^{model_type} +{re.escape(family.name)}$", out, re.MULTILINE)
-        for word in (*family.examples, *family.builders):
-            assert word in out
+        assert [word for word in (*family.examples, *family.builders) if word not in out] == []
     assert out.count("method=lora") == sum(family.has_lora for family in FAMILIES.values())

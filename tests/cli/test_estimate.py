@@ -53,11 +53,10 @@ def test_estimate_names_what_saves_memory(estimate):
     [
         (("--seq", "8", "--targets", "8"), "--targets 8 must be below --seq 8"),
         (("--gpus", "3", "data_parallel_replicate_dim=2"), "does not divide the 3 ranks"),
-        (("epoch=3",), "epoch"),
     ],
 )
 def test_estimate_reports_a_mistake_in_one_line(arguments, message, estimate):
     code, _, err = estimate(*arguments)
     assert code == 1
-    assert len([line for line in err.splitlines() if line.startswith("finch: error: ")]) == 1
-    assert message in err
+    [error] = [line for line in err.splitlines() if line.startswith("finch: error: ")]
+    assert message in error

@@ -14,41 +14,34 @@ from finch.evaluation import loading
 def refused(capsys, base_folder, tmp_path, monkeypatch):
     """The one line that the command ends with."""
     data_root = write_data_root(tmp_path / "data")
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were loaded"))
 
-    def no_weights(*_):
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr(loading, "load_model", no_weights)
-
-    def run(*arguments, base=base_folder, data=data_root, suite="forgetting"):
-        options = ["--base", base, "--out", tmp_path / "out", *(["--suite", suite] if suite else [])]
-        options += [] if data is None else ["--data-root", data]
-        code, out, err = finch(capsys, "evaluate", *map(str, [*options, *arguments]))
-        assert code == 1
-        assert not out
-        lines = err.strip().splitlines()
-        assert len(lines) == 1, err
-        return lines[0].removeprefix("finch: error: ")
+    def run(*arguments, base=base_folder, data=("--data-root", data_root), suite=("--suite", "forgetting")):
+        options = ("--base", base, "--out", tmp_path / "out", *suite, *data, *arguments)
+        code, out, err = finch(capsys, "evaluate", *map(str, options))
+        assert (code, out) == (1, "")
+        [line] = err.strip().splitlines()
+        return line.removeprefix("finch: error: ")
 
     return run
 
 
 def test_unknown_names_are_corrected(refused):
-    assert refused(suite="forgeting") == "--suite=forgeting is unknown, did you mean forgetting?"
+    assert refused("--suite", "forgeting") == "--suite=forgeting is unknown, did you mean forgetting?"
     assert "--tasks helaswag is not in --suite forgetting, did you mean hellaswag?" in refused("--tasks", "helaswag")
     assert refused("--tasks", "tofu").startswith("--tasks tofu is not in --suite forgetting: it has hellaswag, ")
-    assert refused(suite=None).startswith("--suite is missing; give one of forgetting, reliability")
+    assert refused(suite=()).startswith("--suite is missing; give one of forgetting, reliability")
     assert "--new-task tofu is not one of the lm-eval tasks of --tasks" in refused("--new-task", "tofu")
 
 
 def test_missing_folders_are_named(refused):
     assert "--base=/nowhere is not a folder" in refused(base="/nowhere")
     assert "--include-path=/nowhere is not a folder" in refused("--include-path", "/nowhere")
-    assert "--data-root=/nowhere is not a folder" in refused(data="/nowhere")
+    assert "--data-root=/nowhere is not a folder" in refused("--data-root", "/nowhere")
 
 
 def test_hub_that_is_forbidden_is_named(refused):
-    assert refused("--tasks", "hellaswag", data=None).startswith("--data-root is missing and HF_HUB_OFFLINE=1 forbids")
+    assert refused("--tasks", "hellaswag", data=()).startswith("--data-root is missing and HF_HUB_OFFLINE=1 forbids")
 
 
 def test_punkt_is_checked_for_ifeval(refused, tmp_path, monkeypatch):
@@ -57,10 +50,8 @@ def test_punkt_is_checked_for_ifeval(refused, tmp_path, monkeypatch):
     monkeypatch.setattr(nltk.data, "path", [])
     (tmp_path / "data" / "ifeval").mkdir()
     (tmp_path / "data" / "ifeval" / "prompts.jsonl").write_text("{}\n")
-    line = refused("--tasks", "ifeval")
-    assert line.startswith(
-        "ifeval: NLTK's punkt_tab is missing; fetch it: python -c \"import nltk; nltk.download('punkt_tab')\""
-    )
+    fix = "ifeval: NLTK's punkt_tab is missing; fetch it: python -c \"import nltk; nltk.download('punkt_tab')\""
+    assert refused("--tasks", "ifeval").startswith(fix)
 
 
 def test_another_vocabulary_is_refused(refused, base_folder, tmp_path, monkeypatch):
@@ -84,9 +75,8 @@ def test_tokenizer_that_cannot_be_loaded_is_named(refused, base_folder, tmp_path
 @pytest.mark.parametrize("version", ["0.4.12", "0.5.0"])
 def test_other_harnesses_are_refused(refused, monkeypatch, version):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
-    assert refused().startswith(
-        f"lm-eval {version} is installed; finch evaluate needs lm-eval<0.5,>=0.4.13: pip install"
-    )
+    needs = "finch evaluate needs lm-eval<0.5,>=0.4.13: pip install"
+    assert refused().startswith(f"lm-eval {version} is installed; {needs}")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`finch run`: real processes on a tiny model, signals and exit codes, and mistakes that end before ranks are started."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,8 +7,7 @@ import sys
 import time
 
 import pytest
-import yaml
-from helpers.runs import environment, finch, make_config, run_here, write_config
+from helpers.runs import Run, environment, finch, make_config, run_here, write_config
 
 from finch.cli import run as run_module
 from finch.distributed.processes import share_cores
@@ -18,51 +16,28 @@ from finch.errors import UserError
 
 @pytest.fixture
 def config(base_folder, rows_file, tmp_path):
-    def write(**changes):
-        return write_config(tmp_path, make_config(base_folder, rows_file, tmp_path / "run", **changes))
-
-    return write
+    return lambda **changes: write_config(tmp_path, make_config(base_folder, rows_file, tmp_path / "run", **changes))
 
 
 def start(*arguments):
     command = [sys.executable, "-m", "finch.cli", "run", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment()}
+    return subprocess.Popen(command, start_new_session=True, **options)
 
 
-def finish(process):
-    """(exit code, stdout and stderr)"""
+def finish(process, folder):
     try:
         output, _ = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
-    return process.returncode, output
+    return Run(process.returncode, output, folder)
 
 
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def errors(output):
-    return [line for line in output.splitlines() if "error" in line.lower()]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("key=1",), "--config is missing: finch run [torchrun options] --config NAME_OR_PATH"),
-        (("--config",), "--config is missing: finch run "),
-        (("--config=qwen3/4B_fnch",), "--config qwen3/4B_fnch is neither a file nor a config of finch, did you mean"),
-    ],
-)
-def test_run_needs_a_config(arguments, message):
-    with pytest.raises(UserError) as error:
+@pytest.mark.parametrize("arguments", [("key=1",), ("--config",)])
+def test_run_needs_a_config(arguments):
+    with pytest.raises(UserError, match=r"--config is missing: finch run \[torchrun options\] --config NAME_OR_PATH"):
         run_module.run(arguments)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -108,49 +83,43 @@ def test_run_chooses_the_recipe_by_the_model(capsys, monkeypatch, config):
     assert started == ["finch_full_finetune", "finch_lora_finetune"]
 
 
-def test_two_ranks_train_as_one_process_does(config, tmp_path):
-    code, output = finish(start("--config", config(batch_size=2), "--nproc_per_node", "2", "max_steps_per_epoch=3"))
-    assert code == 0, output
-    one = yaml.safe_load((tmp_path / "config.yaml").read_text()) | {
-        "output_dir": str(tmp_path / "one"),
-        "batch_size": 4,
-    }
+def test_two_ranks_train_as_one_process_does(config, tmp_path, base_folder, rows_file):
+    process = start("--config", config(batch_size=2), "--nproc_per_node", "2", "max_steps_per_epoch=3")
+    run = finish(process, tmp_path / "run")
+    assert run.returncode == 0, run.output
+    one = make_config(base_folder, rows_file, tmp_path / "one", batch_size=4)
     alone = run_here(tmp_path / "one_config", one, "max_steps_per_epoch=3")
-    assert losses(tmp_path / "run") == pytest.approx(losses(alone.folder), rel=1e-5)
+    assert run.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
     assert (tmp_path / "run" / "epoch_0" / "model.safetensors").exists()
 
 
 def test_mistake_seen_by_ranks_is_one_line(config, tmp_path):
-    code, output = finish(start("--config", config(), "--nproc_per_node", "2", "dataset.data_files=/nowhere.jsonl"))
-    assert (code, errors(output)) == (
-        1,
-        ["finch: error: dataset.data_files=/nowhere.jsonl does not exist; correct the path"],
-    )
-    assert "Traceback" not in output
+    process = start("--config", config(), "--nproc_per_node", "2", "dataset.data_files=/nowhere.jsonl")
+    run = finish(process, tmp_path / "run")
+    error = "finch: error: dataset.data_files=/nowhere.jsonl does not exist; correct the path"
+    assert (run.returncode, run.error()) == (1, error)
+    assert "Traceback" not in run.output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "number", "expected"),
-    [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGUSR1, 0)],
-)
-def test_signal_saves_and_ends_with_the_recipes_exit_code(config, tmp_path, ranks, number, expected):
-    run = tmp_path / "run"
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGUSR1)])
+def test_signal_saves_and_ends_with_the_recipes_exit_code(config, tmp_path, ranks, number):
+    folder = tmp_path / "run"
     process = start("--config", config(epochs=1000), "--nproc_per_node", str(ranks), "~lr_scheduler")
     end = time.monotonic() + 600
-    while not (run / "metrics.jsonl").exists() or not losses(run):
-        assert process.poll() is None, finish(process)
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
+        assert process.poll() is None, finish(process, folder)
         assert time.monotonic() < end
         time.sleep(0.1)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    code, output = finish(process)
-    assert code == expected, output
-    assert "Traceback" not in output
-    assert list((run / "checkpoints").glob("step_*/manifest.json"))
-    assert (run / "REQUEUE").exists() == (number != signal.SIGINT)
+    run = finish(process, folder)
+    assert run.returncode == (130 if number == signal.SIGINT else 0), run.output
+    assert "Traceback" not in run.output
+    assert list((folder / "checkpoints").glob("step_*/manifest.json"))
+    assert (folder / "REQUEUE").exists() == (number != signal.SIGINT)
 
 
 def test_openmp_settings_of_the_user_stay(monkeypatch):
@@ -158,10 +127,7 @@ def test_openmp_settings_of_the_user_stay(monkeypatch):
     settings: dict[str, str] = {}
     share_cores(settings, 4)
     assert settings == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}
-    for given in (
-        {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "7"},
-        {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"},
-    ):
-        settings = dict(given)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        settings = {"OMP_NUM_THREADS": "3", name: "ACTIVE"}
         share_cores(settings, 4)
-        assert settings == given
+        assert settings == {"OMP_NUM_THREADS": "3", name: "ACTIVE"}

@@ -49,8 +49,8 @@ def submit(capsys, *words):
 
 def test_submit_passes_options_overrides_and_settings(capsys, tmp_path, monkeypatch, sbatch):
     monkeypatch.setenv("FINCH_CONTAINER_MOUNTS", "/data,/a b:/c")
-    options = ("--nodes", "2", "--gpus-per-node=a100:8", "-t12:00:00", "--exclusive", "--comment=a b")
-    overrides = ("data_parallel_replicate_dim=2", "tokenizer.prompt_template={user: ['a b', ' $x'], assistant: [x, y]}")
+    options = ("--nodes", "3", "-N2", "--gpus-per-node=a100:8", "-t12:00:00", "--exclusive", "--comment=a b")
+    overrides = ("data_parallel_replicate_dim=2", "~seed", "tokenizer.prompt_template={user: ['a b', ' $x']}")
     code, out, _ = submit(capsys, *options, "qwen3/4B_finch", *overrides, "output_dir=run")
     run = f"{tmp_path}/run"
     expected = (
@@ -95,41 +95,35 @@ def test_submit_leaves_a_sites_script_its_defaults(capsys, tmp_path, sbatch):
     assert "tail -F mine.42\n" in out
 
 
-MISTAKES = {
-    "no config": (("--exclusive", "qwen3/4B_finch"), "CONFIG is missing"),
-    "unknown config": (("qwen3/4B_fnch",), "did you mean qwen3/4B_finch?"),
-    "unknown key": (("qwen3/4B_finch", "optimizer.lrr=3"), "did you mean optimizer.lr?"),
-    "value": (("qwen3/4B_finch", "epochs=0"), "epochs=0 must be int >= 1"),
-    "schedule": (("qwen3/4B_finch", "lr_scheduler.ema=2"), "ema"),
-    "override": (("qwen3/4B_finch", "epochs"), "overrides are key=value"),
-    "overwrite": (("qwen3/4B_finch", "overwrite=True"), "excludes overwrite=True"),
-    "time": (("qwen3/4B_finch", "--time", "5:30"), "--time 5:30 must be at least 60 s longer than the 300 s of its"),
-    "warning": (("qwen3/4B_finch", "--time=1:00:00", "--signal=B:USR1@3590"), "or a shorter warning"),
-    "export": (("qwen3/4B_finch", "--export=NONE"), "give --export=ALL,NAME=VALUE"),
-    "mesh": (
-        ("qwen3/4B_finch", "-N", "3", "data_parallel_replicate_dim=2"),
-        "data_parallel_replicate_dim=2 x tensor_parallel_dim=1 does not divide the 3 ranks",
-    ),
-    "script": (("qwen3/4B_finch", "--script", "absent"), "absent is not a file; give --script FILE"),
-    "no slurm": (("qwen3/4B_finch",), "sbatch is not on this machine's PATH"),
-    "titan config": (
-        ("--titan", "finch_sft_qwen3"),
-        "--titan finch_sft_qwen3: there is no such config; there are finch_sft_llama3_8b, ",
-    ),
-    "titan key": (("--titan", "finch_sft_qwen3_4b", "epochs=3"), "epochs=3 is no option of sbatch or torchtitan.train"),
-    "titan time": (("--titan", "finch_sft_qwen3_4b", "--time=0:01:30"), "--time 0:01:30 must be at least 60 s longer"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_submit_fails_early_with_a_one_line_error(name, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--exclusive qwen3/4B_finch", "CONFIG is missing"),
+        ("qwen3/4B_fnch", "did you mean qwen3/4B_finch?"),
+        ("qwen3/4B_finch optimizer.lrr=3", "did you mean optimizer.lr?"),
+        ("qwen3/4B_finch lr_scheduler.ema=2", "ema"),
+        ("qwen3/4B_finch epochs", "overrides are key=value"),
+        ("qwen3/4B_finch overwrite=True", "excludes overwrite=True"),
+        ("qwen3/4B_finch --time 5:30", "--time 5:30 must be at least 60 s longer than the 300 s of its"),
+        ("qwen3/4B_finch --time=1:00:00 --signal=B:USR1@3590", "or a shorter warning"),
+        ("qwen3/4B_finch --export=NONE", "give --export=ALL,NAME=VALUE"),
+        ("qwen3/4B_finch -N 3 data_parallel_replicate_dim=2", "tensor_parallel_dim=1 does not divide the 3 ranks"),
+        ("qwen3/4B_finch --script absent", "absent is not a file; give --script FILE"),
+        ("qwen3/4B_finch", "sbatch is not on this machine's PATH"),
+        (
+            "--titan finch_sft_qwen3",
+            "--titan finch_sft_qwen3: there is no such config; there are finch_sft_llama3_8b, ",
+        ),
+        ("--titan finch_sft_qwen3_4b epochs=3", "epochs=3 is no option of sbatch or torchtitan.train"),
+        ("--titan finch_sft_qwen3_4b --time=0:01:30", "--time 0:01:30 must be at least 60 s longer"),
+    ],
+)
+def test_submit_fails_early_with_a_one_line_error(words, message, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    words, message = MISTAKES[name]
-    code, out, err = submit(capsys, *words)
+    code, out, err = submit(capsys, *words.split())
     assert (code, out) == (1, "")
-    errors = [line for line in err.splitlines() if line.startswith("finch: error: ")]
-    assert len(errors) == 1, err
-    assert message in errors[0]
+    [error] = [line for line in err.splitlines() if line.startswith("finch: error: ")]
+    assert message in error
     assert "Traceback" not in err
 
 
@@ -147,13 +141,6 @@ def test_submit_reports_what_sbatch_says(capsys):
     code, _, err = submit(capsys, "qwen3/4B_finch", "-p", "gpu")
     assert code == 1
     assert "finch: error: sbatch fails: invalid partition specified: gpu" in err
-
-
-def test_split_options_separates_options_from_overrides():
-    words = "-p gpu a.yaml --nodes 2 x=1 --exclusive ~y --time=5 z=2 -N4 --requeue"
-    options, others = slurm.split_options(words.split())
-    assert others == ["a.yaml", "x=1", "~y", "z=2"]
-    assert slurm.options_of(options) == {"p": "gpu", "nodes": "4", "exclusive": "", "time": "5", "requeue": ""}
 
 
 def test_seconds_of_reads_slurms_time_limits():
@@ -175,7 +162,5 @@ def test_titan_separates_arguments_from_options(capsys, tmp_path):
 
 
 def test_titan_takes_a_module_of_the_users(capsys, tmp_path):
-    code, out, _ = submit(capsys, "--dry-run", "--titan", "my.configs:run")
-    assert code == 0
-    assert out.split()[-3:] == ["my.configs", "run", f"{tmp_path}/out/titan/run"]
-    assert "--gpus-per-node=1" in out.split()
+    out = submit(capsys, "--dry-run", "--titan", "my.configs:run")[1].split()
+    assert (out[-3:], "--gpus-per-node=1" in out) == (["my.configs", "run", f"{tmp_path}/out/titan/run"], True)
