@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers.known_answer_model import KnownAnswerModel, evaluate, score
 from helpers.punkt import add_punkt_tab
+from helpers.rows import write_lines
 
 from finch.evaluation.tasks.registry import TASKS
 
@@ -76,11 +77,12 @@ def test_ifeval_counts_followed_instructions(
     add_punkt_tab(tmp_path, monkeypatch)
     root = tmp_path / "data"
     (root / "ifeval").mkdir(parents=True)
-    rows = [
-        '{"key": 1, "prompt": "No commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}',
-        '{"key": 2, "prompt": "No commas, capitals.", "instruction_id_list": ["punctuation:no_comma", "change_case:english_capital"], "kwargs": [{}, {}]}',
-    ]
-    (root / "ifeval" / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    one, two = ["punctuation:no_comma"], ["punctuation:no_comma", "change_case:english_capital"]
+    write_lines(
+        root / "ifeval" / "prompts.jsonl",
+        {"key": 1, "prompt": "No commas.", "instruction_id_list": one, "kwargs": [{}]},
+        {"key": 2, "prompt": "No commas, capitals.", "instruction_id_list": two, "kwargs": [{}, {}]},
+    )
     model = KnownAnswerModel(respond=lambda document: "This is an English sentence without a comma")
     samples = evaluate(TASKS["ifeval"], model, root)
     assert [sample["score"] for sample in samples] == [1, 0]

@@ -18,38 +18,27 @@ from finch.evaluation.tasks.registry import TASKS
 
 Rows = list[dict[str, Any]]
 
+
+def hub_row(label: int, activity: str, ctx_a: str, ctx_b: str, *endings: str) -> dict[str, Any]:
+    row = {"activity_label": activity, "ctx_a": ctx_a, "ctx_b": ctx_b, "ctx": f"{ctx_a} {ctx_b}".strip()}
+    return {**row, "endings": list(endings), "label": str(label)}
+
+
+KITCHEN = ("A woman stands in a kitchen. She mixes the dough.", "the woman")
+KITCHEN_ENDINGS = ("eats the bowl.", "puts it on a tray.", "sings.", "leaves.")
+KNIFE = ("How to sharpen a knife [title] Find a stone. [step] A whetstone works best.", "")
+KNIFE_ENDINGS = ("Wet it [title] Hold it.", "Break it. [substeps] Hide.", "Eat it.", "Paint it.")
 HELLASWAG_HUB = [
-    {
-        "activity_label": "Baking cookies",
-        "ctx_a": "A woman stands in a kitchen. She mixes the dough.",
-        "ctx_b": "the woman",
-        "ctx": "A woman stands in a kitchen. She mixes the dough. the woman",
-        "endings": ["eats the bowl.", "puts it on a tray.", "sings.", "leaves."],
-        "label": "1",
-    },
-    {
-        "activity_label": "Home and Garden",
-        "ctx_a": "How to sharpen a knife [title] Find a stone. [step] A whetstone works best.",
-        "ctx_b": "",
-        "ctx": "How to sharpen a knife [title] Find a stone. [step] A whetstone works best.",
-        "endings": ["Wet it [title] Hold it.", "Break it. [substeps] Hide.", "Eat it.", "Paint it."],
-        "label": "0",
-    },
+    hub_row(1, "Baking cookies", *KITCHEN, *KITCHEN_ENDINGS),
+    hub_row(0, "Home and Garden", *KNIFE, *KNIFE_ENDINGS),
 ]
-HELLASWAG_LOCAL = [
-    {
-        "activity_label": "Baking cookies",
-        "ctx": "A woman stands in a kitchen. She mixes the dough. the woman",
-        "endings": ["eats the bowl.", "puts it on a tray.", "sings.", "leaves."],
-        "label": 1,
-    },
-    {
-        "activity_label": "Home and Garden",
-        "ctx": "How to sharpen a knife. Find a stone. A whetstone works best.",
-        "endings": ["Wet it. Hold it.", "Break it. Hide.", "Eat it.", "Paint it."],
-        "label": 0,
-    },
-]
+
+
+def local_row(row: dict[str, Any]) -> dict[str, Any]:
+    """HellaSwag's rows as its authors publish them: without marks, and without the parts of the context."""
+    fields = {"activity_label": row["activity_label"], "ctx": row["ctx"], "endings": row["endings"]}
+    text = json.dumps(fields).replace(" [title]", ".").replace(" [step]", "").replace(" [substeps]", "")
+    return {**json.loads(text), "label": int(row["label"])}
 
 
 def read(file: Path, count: int = 3) -> Rows:
@@ -81,21 +70,17 @@ def requests(name: str, data_root: Path | None, *, has_chat_template: bool = Tru
     """Contexts and continuations, or prompts and settings, of a task's first documents."""
     task = task_manager(data_root, has_chat_template).load([name])["tasks"][name]
     task.set_config("num_fewshot", 0)
-    is_templated = name in ("ifeval",) and has_chat_template
-    task.build_all_requests(
-        limit=3, apply_chat_template=is_templated, chat_template=KnownAnswerModel().apply_chat_template
-    )
+    template = KnownAnswerModel().apply_chat_template
+    task.build_all_requests(limit=3, apply_chat_template=name == "ifeval" and has_chat_template, chat_template=template)
     return [instance.args for instance in task.instances]
 
 
 def test_hellaswag_requests_are_lm_evals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hellaswag").mkdir()
-    write_lines(tmp_path / "hellaswag" / "validation.jsonl", *HELLASWAG_LOCAL)
+    write_lines(tmp_path / "hellaswag" / "validation.jsonl", *map(local_row, HELLASWAG_HUB))
     local = requests("hellaswag", tmp_path)
-    assert local[1] == (
-        "Baking cookies: A woman stands in a kitchen. She mixes the dough. The woman",
-        " puts it on a tray.",
-    )
+    context = "Baking cookies: A woman stands in a kitchen. She mixes the dough. The woman"
+    assert local[1] == (context, " puts it on a tray.")
     write_lines(tmp_path / "hellaswag" / "validation.jsonl", *HELLASWAG_HUB)
     assert requests("hellaswag", tmp_path) == local  # a file in the hub's form
     serve(monkeypatch, {"Rowan/hellaswag": {"train": HELLASWAG_HUB, "validation": HELLASWAG_HUB}})
@@ -133,7 +118,6 @@ def test_ifeval_requests_are_lm_evals(tmp_path: Path, shared_data: Path, monkeyp
         ("truthfulqa", "truthfulqa_mc1", "multiple_choice"),
         ("truthfulqa", "truthfulqa_mc2", "multiple_choice"),
         ("tofu", "finch_tofu", "forget10_perturbed"),
-        ("tofu", "finch_tofu_letters", "forget10_perturbed"),
         ("sciknoweval", "finch_sciknoweval", "v2"),
         ("halueval", "finch_halueval", "qa"),
         ("confidence", "finch_confidence", "multiple_choice"),
@@ -160,14 +144,9 @@ def test_hub_names_are_lm_evals() -> None:
 
     Loader.add_constructor("!function", lambda loader, node: None)
     tasks = Path(lm_eval.tasks.__file__).parent
-    files = {
-        "hellaswag": "hellaswag/hellaswag.yaml",
-        "winogrande": "winogrande/default.yaml",
-        "ifeval": "ifeval/ifeval.yaml",
-        "truthfulqa": "truthfulqa/truthfulqa_mc1.yaml",
-    }
-    for name, file in files.items():
-        config = yaml.load((tasks / file).read_text(), Loader)
+    files = ("hellaswag/hellaswag", "winogrande/default", "ifeval/ifeval", "truthfulqa/truthfulqa_mc1")
+    for name, file in ((file.partition("/")[0], tasks / f"{file}.yaml") for file in files):
+        config = yaml.load(file.read_text(), Loader)
         source = TASKS[name].sources[0]
         split = config.get("test_split") or config["validation_split"]
         assert (source.hub, source.config, source.split) == (config["dataset_path"], config["dataset_name"], split)

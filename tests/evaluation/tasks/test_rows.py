@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from helpers.known_answer_model import KnownAnswerModel, evaluate, load
 from helpers.rows import write_lines
 from omegaconf import OmegaConf
 
-from finch.data.sciknoweval import prompt_of, sciknoweval_dataset
-from finch.data.tofu import tofu_dataset
+from finch.data.sciknoweval import prompt_of
 from finch.errors import UserError
 from finch.evaluation.harness import task_manager
 from finch.evaluation.model_folders import training_questions
@@ -23,23 +21,13 @@ from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
 from finch.evaluation.tasks.task import shuffled
 
 
-class UserTurns:
-    """Replaces a tokenizer."""
-
-    max_seq_len = None
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def __call__(self, sample: Any, inference: bool = False) -> dict[str, Any]:
-        self.texts.append(sample["messages"][0].text_content)
-        return {"tokens": [0], "mask": [False]}
-
-    def read(self, rows: Any) -> set[str]:
-        self.texts = []
-        for index in range(len(rows)):
-            rows[index]
-        return set(self.texts)
+def training_rows(folder: Path, name: str, file: Path, **arguments: str) -> frozenset[str]:
+    """The questions that a run on a task's rows trains on."""
+    config = {"_component_": f"finch.data.{name}.{name}_dataset", "data_files": str(file), **arguments}
+    OmegaConf.save(OmegaConf.create({"dataset": config}), folder / "config.yaml")
+    questions = training_questions(folder)
+    assert questions is not None
+    return questions
 
 
 def documents(name: str, data_root: Path, has_chat_template: bool = True) -> list[dict[str, Any]]:
@@ -93,10 +81,9 @@ def test_mmlu_needs_all_subjects(tmp_path: Path) -> None:
     row = {"question": "Which?", "choices": ["a", "b", "c", "d"], "answer": 0, "subject": "anatomy"}
     for split in ("dev", "test"):
         write_lines(tmp_path / "mmlu" / f"{split}.jsonl", row)
-    manager = task_manager(tmp_path, True)
-    manager.load(["mmlu_anatomy"])
+    task_manager(tmp_path, True).load(["mmlu_anatomy"])
     with pytest.raises(UserError, match="no rows of the subject virology"):
-        manager.load(["mmlu_virology"])
+        task_manager(tmp_path, True).load(["mmlu_virology"])
 
 
 def test_manager_adds_a_users_tasks(tmp_path: Path) -> None:
@@ -126,9 +113,8 @@ def test_tofu_has_paraphrased_questions_and_all_answers(shared_data: Path) -> No
     assert plain[0]["prompt"] == f"Question: {rows[0]['paraphrased_question']}\nAnswer:"
 
 
-def test_tofu_validation_rows_are_not_trained_on(shared_data: Path) -> None:
-    turns, file = UserTurns(), str(shared_data / "tofu" / "full.jsonl")
-    trained = turns.read(tofu_dataset(turns, data_files=file))
+def test_tofu_validation_rows_are_not_trained_on(shared_data: Path, tmp_path: Path) -> None:
+    trained = training_rows(tmp_path, "tofu", shared_data / "tofu" / "full.jsonl")
     questions = {document["question"] for document in documents("tofu_validation", shared_data)}
     held_out = {row["question"] for row in lines(shared_data / "tofu" / "forget10_perturbed.jsonl")} - trained
     assert questions == held_out
@@ -136,43 +122,33 @@ def test_tofu_validation_rows_are_not_trained_on(shared_data: Path) -> None:
 
 
 def test_tofu_seen_rows_are_those_of_the_run(tmp_path: Path, shared_data: Path) -> None:
-    config = {"_component_": "finch.data.tofu.tofu_dataset", "data_files": str(shared_data / "tofu" / "full.jsonl")}
-    OmegaConf.save(OmegaConf.create({"dataset": config}), tmp_path / "config.yaml")
-    questions = training_questions(tmp_path)
-    assert questions is not None
-    records = {
-        name: [
-            {
-                "doc_id": index,
-                "doc_hash": str(index),
-                "doc": document,
-                "acc": index % 2,
-                "acc_norm": index % 2,
-                "filtered_resps": [(-1.0, False)] * 6,
-            }
-            for index, document in enumerate(documents("tofu", shared_data))
-        ]
-        for name in TASKS["tofu"].lm_eval_names
-    }
-    samples = TASKS["tofu"].samples(records, questions)
-    unseen = [sample for sample in samples if not sample["is_seen"]]
+    questions = training_rows(tmp_path, "tofu", shared_data / "tofu" / "full.jsonl")
+    answers = {"filtered_resps": [(-1.0, False)] * 6}
+    records = [
+        {"doc_id": index, "doc_hash": str(index), "doc": document, "acc": index % 2, "acc_norm": index % 2, **answers}
+        for index, document in enumerate(documents("tofu", shared_data))
+    ]
+    of_tasks = dict.fromkeys(TASKS["tofu"].lm_eval_names, records)
+    samples = TASKS["tofu"].samples(of_tasks, questions)
+    unseen = [sample["score"] for sample in samples if not sample["is_seen"]]
     assert len(unseen) == 40
     others = TASKS["tofu"].others(samples)
-    assert others["acc_norm_unseen"] == sum(sample["doc_id"] % 2 for sample in unseen) / 40
-    assert others["acc_norm_seen"] == (200 - sum(sample["doc_id"] % 2 for sample in unseen)) / 360
-    assert "is_seen" not in TASKS["tofu"].samples(records)[0]
+    assert (others["acc_norm_unseen"], others["acc_norm_seen"]) == (sum(unseen) / 40, (200 - sum(unseen)) / 360)
+    assert "is_seen" not in TASKS["tofu"].samples(of_tasks)[0]
     assert training_questions(tmp_path / "absent") is None
 
 
-@pytest.mark.parametrize("part", ["test", "validation"])
-def test_sciknoweval_rows_are_those_of_the_training_split(part: str, shared_data: Path) -> None:
-    turns, file = UserTurns(), shared_data / "sciknoweval" / "chemistry_l3.jsonl"
-    split = turns.read(sciknoweval_dataset(turns, data_files=str(file), part=part))
+@pytest.mark.parametrize(
+    ("part", "name", "number"), [("test", "sciknoweval", 527), ("validation", "sciknoweval_validation", 98)]
+)
+def test_sciknoweval_rows_are_those_of_the_training_split(
+    part: str, name: str, number: int, shared_data: Path, tmp_path: Path
+) -> None:
+    file = shared_data / "sciknoweval" / "chemistry_l3.jsonl"
     with_choices = {prompt_of(row) for row in lines(file) if row["choices"]["label"]}
-    name = "sciknoweval" if part == "test" else "sciknoweval_validation"
     prompts = [document["prompt"] for document in documents(name, shared_data)]
-    assert set(prompts) == split & with_choices
-    assert len(prompts) == {"test": 527, "validation": 98}[part]
+    assert set(prompts) == training_rows(tmp_path, "sciknoweval", file, part=part) & with_choices
+    assert len(prompts) == number
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES["reliability"] + SUITES["knowledge"] if name != "truthfulqa"])
@@ -203,21 +179,15 @@ def test_confidence_has_the_right_and_three_wrong_options(shared_data: Path) -> 
 
 
 def test_galician_answers_are_those_of_the_test_part(tmp_path: Path) -> None:
-    folder = tmp_path / "galician_alpaca"
-    folder.mkdir()
-    rows = [
-        {"instruction": f"Escribe o número {number}", "input": "en letras" if number % 2 else "", "output": "un"}
-        for number in range(40)
-    ]
-    random.Random(0).shuffle(rows)
-    write_lines(folder / "rows.jsonl", *rows)
+    (tmp_path / "galician_alpaca").mkdir()
+    inputs = [(f"Escribe o número {number}", "en letras" if number % 2 else "") for number in range(40)]
+    rows = [{"instruction": instruction, "input": text, "output": "un"} for instruction, text in inputs]
+    write_lines(tmp_path / "galician_alpaca" / "rows.jsonl", *rows)
     model = KnownAnswerModel(respond=lambda document: "Velaquí o número.")
     samples = evaluate(TASKS["galician_alpaca"], model, tmp_path)
     assert len(samples) == 10
-    assert {sample["response"] for sample in samples} == {"Velaquí o número."}
-    assert {sample["score"] for sample in samples} == {None}
-    prompts = {f"{row['instruction']}\n{row['input']}".strip() for row in rows}
-    assert {sample["prompt"] for sample in samples} <= prompts
+    assert {(sample["response"], sample["score"]) for sample in samples} == {("Velaquí o número.", None)}
+    assert {sample["prompt"] for sample in samples} <= {"\n".join(each).strip() for each in inputs}
     assert TASKS["galician_alpaca"].others(samples) == {"response_words": 3}
 
 
