@@ -1,11 +1,10 @@
 """The harness's model: log-likelihoods and texts against plain transformers, batches, memory, and numbers that are not finite."""
 
-import json
 import random
 
 import pytest
 import torch
-from helpers.evaluation import instances
+from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tiny_text import WORDS
@@ -44,6 +43,20 @@ def make(base_folder, model):
     return make_model
 
 
+def instances(kind, arguments):
+    """Requests of one task, a document each."""
+    return [Instance(kind, {}, each, 0, ("some_task", number, 1)) for number, each in enumerate(arguments)]
+
+
+def log_likelihoods(lm, requests):
+    return [value for value, _ in lm.loglikelihood(instances("loglikelihood", requests))]
+
+
+def generate(lm, *prompts, until=(), max_gen_toks):
+    settings = {"until": list(until), "max_gen_toks": max_gen_toks, "do_sample": False}
+    return lm.generate_until(instances("generate_until", [(prompt, settings) for prompt in prompts]))
+
+
 def pairs(number, seed=0):
     rng = random.Random(seed)
     return [
@@ -66,25 +79,21 @@ def test_log_likelihoods_equal_transformers(make, model):
     letters = [("the fox", f" {letter}") for letter in "abcdabcd"]  # choices that share a row
     requests = pairs(40) + letters
     lm = make()
-    for (value, _), (context, continuation) in zip(
-        lm.loglikelihood(instances("loglikelihood", requests)), requests, strict=True
-    ):
-        assert value == pytest.approx(reference(model, lm.tokenizer, context, continuation), abs=1e-4)
+    expected = [reference(model, lm.tokenizer, *request) for request in requests]
+    assert log_likelihoods(lm, requests) == pytest.approx(expected, abs=1e-4)
 
 
 def test_output_layer_runs_only_on_scored_positions(make, model):
     sizes = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: sizes.append(output.shape[1]))
-    make().loglikelihood(instances("loglikelihood", [(" ".join(WORDS[:8]), " fox")]))
+    log_likelihoods(make(), [(" ".join(WORDS[:8]), " fox")])
     assert sizes[0] < 5
 
 
 def test_texts_equal_transformers_greedy(make, model):
-    lm = make()
-    requests = [(context, {"until": ["\n"], "max_gen_toks": 7, "do_sample": False}) for context, _ in pairs(9)]
-    texts = lm.generate_until(instances("generate_until", requests))
-    for text, (context, _) in zip(texts, requests, strict=True):
-        tokens = torch.tensor([lm.tok_encode(context)])
+    lm, prompts = make(), [context for context, _ in pairs(9)]
+    for text, prompt in zip(generate(lm, *prompts, until=["\n"], max_gen_toks=7), prompts, strict=True):
+        tokens = torch.tensor([lm.tok_encode(prompt)])
         with torch.no_grad():
             answer = model.generate(tokens, max_new_tokens=7, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :]
         assert text == lm.tok_decode(answer.tolist()).split("\n")[0]
@@ -92,31 +101,24 @@ def test_texts_equal_transformers_greedy(make, model):
 
 def test_short_context_limits_the_answer(make, caplog):
     lm = make()
-    [text] = lm.generate_until(instances("generate_until", [("the fox", {"until": [], "max_gen_toks": 1280})]))
+    [text] = generate(lm, "the fox", max_gen_toks=1280)
     assert len(lm.tokenizer(text, add_special_tokens=False).input_ids) <= 40
     assert "end after 32 tokens in place of 1280: the model's context has 64" in caplog.text
 
 
 def test_long_requests_are_counted(make, caplog):
-    make().loglikelihood(instances("loglikelihood", [(" ".join(WORDS * 5), " fox"), ("the", " fox")]))
+    log_likelihoods(make(), [(" ".join(WORDS * 5), " fox"), ("the", " fox")])
     assert "1 of 2 requests are longer than the model's 64 tokens" in caplog.text
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_log_likelihood_that_is_not_finite_is_refused(make, model, value):
+def test_numbers_that_are_not_finite_are_refused(make, model):
     with torch.no_grad():
-        model.lm_head.weight[3] = value
-    with pytest.raises(
-        UserError, match=r"^--base=here: task some_task, document 0: the log-likelihood .* is nan; check"
-    ):
-        make().loglikelihood(instances("loglikelihood", pairs(1)))
-
-
-def test_generation_from_nan_is_refused(make, model):
-    with torch.no_grad():
-        model.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(UserError, match=r"task some_task, document 0: the logits after the prompt are not finite"):
-        make().generate_until(instances("generate_until", [("the fox", {"until": [], "max_gen_toks": 4})]))
+        model.lm_head.weight[3] = float("inf")
+    document = "^--base=here: task some_task, document 0: the "
+    with pytest.raises(UserError, match=f"{document}log-likelihood .* is nan; check"):
+        log_likelihoods(make(), pairs(1))
+    with pytest.raises(UserError, match=f"{document}logits after the prompt are not finite"):
+        generate(make(), "the fox", max_gen_toks=4)
 
 
 def test_perplexity_is_refused(make):
@@ -125,9 +127,7 @@ def test_perplexity_is_refused(make):
 
 
 def test_batch_is_halved_where_memory_is_short(make, model, monkeypatch):
-    requests = instances("loglikelihood", pairs(20))
-    expected = make().loglikelihood(requests)
-    forward = model.forward
+    expected, forward = log_likelihoods(make(), pairs(20)), model.forward
 
     def limited(input_ids, **options):
         if len(input_ids) > 3:
@@ -137,54 +137,29 @@ def test_batch_is_halved_where_memory_is_short(make, model, monkeypatch):
     monkeypatch.setattr(model, "forward", limited)
     lm = make()
     lm._can_keep_logits = True
-    answers = lm.loglikelihood(requests)
-    torch.testing.assert_close([value for value, _ in answers], [value for value, _ in expected], atol=1e-4, rtol=0)
-
-
-def test_continued_task_runs_only_the_rest(make, tmp_path):
-    requests = instances("loglikelihood", pairs(30))
-    straight = make(batch_size=4)
-    expected = straight.loglikelihood(requests)
-    path = tmp_path / "answers.jsonl"
-    full = AnswerCache(path, "key")
-    filled = make(batch_size=4)
-    filled.use_cache(full)
-    filled.loglikelihood(requests)
-    full.close(is_finished=False)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:4]) + lines[4][: len(lines[4]) // 2])  # three batches, and half a line
-    continued = make(batch_size=4)
-    continued.use_cache(AnswerCache(path, "key"))
-    assert continued.loglikelihood(requests) == expected  # bit for bit
-    assert continued.num_batches_run == straight.num_batches_run - 3
-    assert json.loads(path.read_text().splitlines()[0]) == {"key": "key"}
+    assert log_likelihoods(lm, pairs(20)) == pytest.approx(expected, abs=1e-4, rel=0)
 
 
 def test_automatic_batch_is_bounded_by_memory(make, monkeypatch):
     lm = make()
     monkeypatch.setattr(lm._sizes, "vocab_size", 2**24)  # a position takes 128 MB
-    counts = []
-    monkeypatch.setattr(
-        lm,
-        "_score",
-        lambda rows, requests: counts.append(len(rows)) or [(-1.0, True)] * sum(len(row.indices) for row in rows),
-    )
-    lm.loglikelihood(instances("loglikelihood", pairs(20)))
+    counts, score = [], lm._score
+    monkeypatch.setattr(lm, "_score", lambda rows, requests: counts.append(len(rows)) or score(rows, requests))
+    log_likelihoods(lm, pairs(20))
     assert max(counts) <= 8
 
 
-def test_rows_are_sorted_by_length():
-    rows = group_rows([([1, 2], [3, 4]), ([1], [2]), ([5, 6, 7], [8, 9])], max_length=100)
-    assert [(row.indices, row.length, row.scored) for row in rows] == [([2], 4, 2), ([0], 3, 2), ([1], 1, 1)]
-
-
-def test_choices_of_one_token_share_a_row():
-    requests = [([1, 2, 3], [letter]) for letter in (10, 11, 12, 13)]
-    assert group_rows(requests, max_length=100) == [Row([0, 1, 2, 3], 3, 1)]
-
-
-def test_rows_end_at_the_models_context():
-    assert group_rows([(list(range(50)), [1, 2])], max_length=8) == [Row([0], 8, 2)]
+@pytest.mark.parametrize(
+    ("requests", "rows"),
+    [
+        ([([1, 2], [3, 4]), ([1], [2]), ([5, 6, 7], [8, 9])], [Row([2], 4, 2), Row([0], 3, 2), Row([1], 1, 1)]),
+        ([([1, 2, 3], [letter]) for letter in (10, 11, 12, 13)], [Row([0, 1, 2, 3], 3, 1)]),
+        ([(list(range(50)), [1, 2])], [Row([0], 8, 2)]),
+    ],
+    ids=["sorted by length", "choices of one token share a row", "end at the model's context"],
+)
+def test_rows_of_requests(requests, rows):
+    assert group_rows(requests, max_length=8) == rows
 
 
 def test_kept_logits_reach_every_scored_token():

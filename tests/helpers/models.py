@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -171,3 +174,10 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     config = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def peft_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT from 0.19 refuses to run with torchao below 0.16, which torchtune 0.6.1 needs. No weights of the tests are torchao's."""
+    for module in ("peft.tuners.lora.torchao", "peft.utils.quantization_utils"):
+        with contextlib.suppress(ImportError):  # the second is newer
+            monkeypatch.setattr(importlib.import_module(module), "is_torchao_available", lambda: False)

@@ -1,13 +1,11 @@
 """Adapters and merged models, as written, against PEFT's on transformers' model of the same family."""
 
-import contextlib
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.models import FAMILIES, save
+from helpers.models import FAMILIES, peft_without_torchao, save
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from torch import nn
@@ -26,10 +24,7 @@ LORA = {"lora_rank": 6, "lora_alpha": 9}
 
 @pytest.fixture(autouse=True)
 def no_torchao(monkeypatch):
-    """PEFT from 0.19 refuses to run with torchao below 0.16, which torchtune 0.6.1 needs. No weights here are torchao's."""
-    for module in ("peft.tuners.lora.torchao", "peft.utils.quantization_utils"):
-        with contextlib.suppress(ImportError):  # the second is newer
-            monkeypatch.setattr(importlib.import_module(module), "is_torchao_available", lambda: False)
+    peft_without_torchao(monkeypatch)
 
 
 # Families with a LoRA builder, and the builder's dotted path.

@@ -20,14 +20,16 @@ from finch.data.sciknoweval import prompt_of
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.registry import TASKS
 
-RESPONSES = (
-    "Answer: A\nConfidence: 90",
-    "Answer: B\nConfidence: 0.35",
-    "C\n60%",
-    "The answer is D.",
-    "no idea",
-    "B, 100",
-)
+STATED: dict[str, tuple[str | None, float | None]] = {
+    "Answer: A\nConfidence: 90": ("A", 0.9),
+    "Answer: B\nConfidence: 0.35": ("B", 0.35),
+    "C\n60%": ("C", 0.6),
+    "The answer is D.": ("D", None),
+    "no idea": (None, None),
+    "B, 100": ("B", 1.0),
+}
+"""Response to its letter and its confidence."""
+RESPONSES = list(STATED)
 
 
 def number_of(*texts: str) -> int:
@@ -158,8 +160,7 @@ def test_tofu_score_is_per_character(shared_data: Path) -> None:
 def test_sciknoweval_score_is_the_stated_letter(shared_data: Path) -> None:
     samples = samples_of("sciknoweval", shared_data)
     keys = {prompt_of(row): row["answerKey"] for row in rows_of("sciknoweval", shared_data)}
-    stated = dict(zip(RESPONSES, ("A", "B", "C", "D", None, "B"), strict=True))
-    assert score(samples) == average(stated[sample["response"]] == keys[sample["prompt"]] for sample in samples)
+    assert score(samples) == average(STATED[sample["response"]][0] == keys[sample["prompt"]] for sample in samples)
     letters = ["ABCD"[likeliest(sample["letter_loglikelihoods"])] for sample in samples]
     assert TASKS["sciknoweval"].others(samples) == {
         "parse_rate": average(sample["response"] != "no idea" for sample in samples),
@@ -181,17 +182,8 @@ def test_halueval_score_is_the_mean_of_questions(shared_data: Path) -> None:
 
 def test_confidence_metrics_are_of_parsed_responses(shared_data: Path) -> None:
     samples = samples_of("confidence", shared_data, 200)
-    stated = {
-        "Answer: A\nConfidence: 90": ("A", 0.9),
-        "Answer: B\nConfidence: 0.35": ("B", 0.35),
-        "C\n60%": ("C", 0.6),
-        "B, 100": ("B", 1.0),
-    }
-    parsed = [
-        (stated[sample["response"]][1], stated[sample["response"]][0] == sample["answer"])
-        for sample in samples
-        if sample["response"] in stated
-    ]
+    answers = [(*STATED[sample["response"]], sample["answer"]) for sample in samples]
+    parsed = [(stated, letter == right) for letter, stated, right in answers if stated is not None]
     errors = [(confidence - is_right) ** 2 for confidence, is_right in parsed]
     assert score(samples) == pytest.approx(average(errors))
     ece = 0.0
