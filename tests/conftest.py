@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -20,9 +21,9 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 from helpers.ranks import close_rank_servers
-from helpers.runs import FULL, ROOT, Run, run_here, write_rows
+from helpers.runs import FULL, ROOT, Run, run_here, validated, write_rows
 
-from benchmarks.tiny_job import make_base
+from benchmarks.tiny_job import make_base, make_config
 
 
 def pytest_sessionfinish() -> None:
@@ -61,6 +62,17 @@ def base_folder(once) -> Path:
 def rows_file(once) -> Path:
     """41 question-answer rows of unequal lengths: an odd number, so that two ranks never share evenly."""
     return once("rows", lambda folder: write_rows(folder / "rows.jsonl", 41, seed=1)) / "rows.jsonl"
+
+
+@pytest.fixture
+def tiny(base_folder: Path, rows_file: Path, tmp_path: Path) -> Callable[..., dict]:
+    """Makes a config of a small run in ``tmp_path / "run"``: 11 steps an epoch; ``is_validated``: with 7 rows for validation."""
+
+    def make(is_validated: bool = False, **changes: Any) -> dict:
+        config = make_config(base_folder, rows_file, tmp_path / "run", **changes)
+        return validated(config) if is_validated else config
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from helpers.models import save
 from helpers.rows import write_lines
-from helpers.runs import ROOT, run_here
+from helpers.runs import ROOT, finished
 from helpers.tokenizers import write_qwen3_tokenizer
 from omegaconf import OmegaConf
 
@@ -43,6 +43,11 @@ def folder(tmp_path_factory):
     save("qwen3 tied", folder, vocab_size=320, max_position_embeddings=192)
     write_qwen3_tokenizer(folder, WORDS)
     return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return build({"_component_": "finch.models.auto_tokenizer", "path": str(folder)}, "tokenizer")
 
 
 def overrides_of(heading: str) -> list[str]:
@@ -81,10 +86,8 @@ def test_example_trains_on_the_rows_of_its_block(heading, folder, tmp_path, monk
     overrides = overrides_of(heading)
     write_files(heading, overrides)
     config = yaml.safe_load(find_config("auto").read_text())
-    config |= {"model_dir": str(folder), "output_dir": str(tmp_path / "run"), "device": "cpu"}
-    config |= {"epochs": 1, "max_steps_per_epoch": 2, "batch_size": 1, "gradient_accumulation_steps": 1}
-    done = run_here(tmp_path, config, *overrides)
-    assert done.returncode == 0, done.output
+    config |= {"model_dir": str(folder), "device": "cpu", "epochs": 1, "max_steps_per_epoch": 2}
+    done = finished(tmp_path, config, *overrides, "batch_size=1", "gradient_accumulation_steps=1")
     assert done.column("step") == [1, 2]
     assert "truncated" not in done.output
     written = OmegaConf.load(done.folder / "config.yaml")
@@ -95,20 +98,18 @@ def test_example_trains_on_the_rows_of_its_block(heading, folder, tmp_path, monk
         assert rows_of(block, key, tokenizer) == rows_of(written, key, tokenizer)
 
 
-def test_files_of_different_formats_are_a_list(folder, tmp_path, monkeypatch):
+def test_files_of_different_formats_are_a_list(tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for heading in ("Packing", "Prompt and completion as messages"):
         write_files(heading, overrides_of(heading))
     text = re.search(r"```yaml\n(dataset:\n  - .*?)```", PAGE, re.DOTALL)[1]
-    tokenizer = build({"_component_": "finch.models.auto_tokenizer", "path": str(folder)}, "tokenizer")
     assert len(load_dataset(OmegaConf.create(text), "dataset", tokenizer)) == 6
 
 
-def test_hub_block_names_the_repository(folder, monkeypatch):
+def test_hub_block_names_the_repository(tokenizer, monkeypatch):
     table = datasets.Dataset.from_list([yaml.safe_load(blocks("Messages")["json"].splitlines()[0])])
     calls = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: calls.append((names, options)) or table)
-    tokenizer = build({"_component_": "finch.models.auto_tokenizer", "path": str(folder)}, "tokenizer")
     block = OmegaConf.create(blocks("Rows of the hub")["yaml"])
     assert len(load_dataset(block, "dataset", tokenizer)) == 1
     options = {"split": "train[:1000]", "data_files": None}
@@ -116,18 +117,12 @@ def test_hub_block_names_the_repository(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("heading", ["TOFU", "SciKnowEval Chemistry L-3", "Galician Alpaca"])
-def test_block_of_the_papers_task_splits_its_rows(heading, folder, tmp_path):
-    chemistry = {"domain": "Chemistry", "details": {"level": "L3"}, "choices": {"text": [], "label": []}}
-    rows = {
-        "TOFU": [{"question": f"a {number}", "answer": "b"} for number in range(40)],
-        "SciKnowEval Chemistry L-3": [
-            {"question": f"a {number}", "answer": "b", "answerKey": "", **chemistry} for number in range(40)
-        ],
-        "Galician Alpaca": [{"instruction": f"a {number}", "input": "", "output": "b"} for number in range(40)],
-    }[heading]
+def test_block_of_the_papers_task_splits_its_rows(heading, tokenizer, tmp_path):
+    fields = {"answer": "b", "answerKey": "", "choices": {"text": [], "label": []}, "input": "", "output": "b"}
+    fields |= {"domain": "Chemistry", "details": {"level": "L3"}}
+    rows = [{"question": f"a {number}", "instruction": f"a {number}", **fields} for number in range(40)]
     block = OmegaConf.create(blocks(heading)["yaml"])
     block.dataset.data_files = write_lines(tmp_path / "rows.jsonl", *rows)
-    tokenizer = build({"_component_": "finch.models.auto_tokenizer", "path": str(folder)}, "tokenizer")
     sizes = [len(load_dataset(block, key, tokenizer)) for key in ("dataset", "dataset_validation")]
     assert sizes == ([36, 4] if heading == "TOFU" else [28, 2])
     share = re.search(rf"^\| {heading}.*?\| (\d+)%.*?\| (\d+)%", PAGE, re.MULTILINE)

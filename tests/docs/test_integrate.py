@@ -17,7 +17,7 @@ import torch
 import yaml
 from helpers.causal_lm import finch_rates
 from helpers.models import save
-from helpers.runs import ROOT, Run, llama_args, make_config, run_here, run_ranks, write_rows
+from helpers.runs import LORA_MODEL, ROOT, Run, disk_logger, logged, make_config, run_here, run_ranks, write_rows
 from helpers.tokenizers import write_qwen3_tokenizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtune._cli import tune
@@ -118,10 +118,9 @@ def config_of(name: str, base: Path, rows: Path, run: Path) -> dict:
     """One config for torchtune's recipe and ours: 8 samples a step, two epochs, the page's schedule on a small model's scale."""
     in_backward = name == "optimizer_in_bwd"  # excludes accumulation and clipping
     schedule = yaml.safe_load(block("yaml", "A copy of a torchtune recipe"))["lr_scheduler"]
-    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}"}
     config = make_config(base, rows, run) | {
         "lr_scheduler": {**schedule, "eta_max": 5e-3},
-        "metric_logger": {**logger, "filename": "log.txt"},
+        "metric_logger": disk_logger(run, filename="log.txt"),
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
         "batch_size": 8 if in_backward else 4 // RANKS[name],
         "gradient_accumulation_steps": 1 if in_backward else 2,
@@ -135,15 +134,8 @@ def config_of(name: str, base: Path, rows: Path, run: Path) -> dict:
         "compile": False,
     }
     if name == "lora_finetune_distributed":
-        lora = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8}
-        config["model"] = {"_component_": "torchtune.models.llama2.lora_llama2", **llama_args(), **lora}
+        config["model"] = LORA_MODEL
     return config
-
-
-def logged(run: Run, column: str, file: str = "log.txt") -> list[float]:
-    """A column of torchtune's DiskLogger, which writes every digit."""
-    lines = [line for line in (run.folder / file).read_text().splitlines() if " loss:" in line]
-    return [float(line.split(f" {column}:")[1].split()[0]) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +216,7 @@ def test_diff_changes_at_most_six_lines_as_the_page_says(name):
 @EVERY_DIFF
 def test_copy_follows_the_equation(finished, name):
     run = finished(name)
-    losses, rates = logged(run, "loss"), logged(run, "lr")
+    losses, rates = (logged(run.folder / "log.txt", column) for column in ("loss", "lr"))
     assert len(rates) == NUM_STEPS
     assert rates == pytest.approx(finch_rates(losses, 2e-3, 5e-3, init=None), rel=1e-6)
     assert max(rates) / min(rates) > 1.01
@@ -241,7 +233,7 @@ def test_optimizer_steps_with_the_logged_rate(name, base_folder, rows_file, tmp_
     finally:
         hook.remove()
     assert len(step_rates) == NUM_STEPS
-    assert list(step_rates) == logged(run, "lr")
+    assert list(step_rates) == logged(run.folder / "log.txt", "lr")
 
 
 @pytest.mark.slow
@@ -251,7 +243,7 @@ def test_copy_has_the_rates_of_finch_full_finetune(finished, name, base_folder, 
     ours = run_ranks(RANKS[name], tmp_path, config) if RANKS[name] > 1 else run_here(tmp_path, config)
     assert ours.returncode == 0, ours.output[-3000:]
     assert len(ours.column("lr")) == NUM_STEPS
-    assert logged(finished(name), "lr") == pytest.approx(ours.column("lr"), rel=1e-6)
+    assert logged(finished(name).folder / "log.txt", "lr") == pytest.approx(ours.column("lr"), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -263,6 +255,6 @@ def test_resumed_copy_continues_the_schedule(finished, name, base_folder, rows_f
     if name != "lora_finetune_distributed":  # which starts from the base weights again
         changes.append("checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]")
     run_copy(name, run.folder.parent, config_of(name, base_folder, rows_file, run.folder), *changes)
-    rates = logged(run, "lr", "resumed.txt")
+    rates = logged(run.folder / "resumed.txt", "lr")
     assert len(rates) == NUM_STEPS // 2
-    assert rates == pytest.approx(logged(run, "lr")[NUM_STEPS // 2 :], rel=1e-6)
+    assert rates == pytest.approx(logged(run.folder / "log.txt", "lr")[NUM_STEPS // 2 :], rel=1e-6)

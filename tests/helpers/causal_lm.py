@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,16 +40,21 @@ def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(values) for name, values in batch.items()}
 
 
-@torch.no_grad()
-def mean_loss(model: Any, rows: list[Row]) -> float:
-    """Mean cross-entropy over the target tokens, row by row, in nats."""
-    total, number = 0.0, 0
+def sums(model: Any, rows: list[Row]) -> tuple[torch.Tensor, int]:
+    """Sum of the cross-entropies in nats, and number, of the target tokens: row by row, without padding."""
+    total, number = torch.zeros((), dtype=torch.float64), 0
     for row in rows:
         logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].double()
         targets = torch.tensor(row["labels"][1:])
-        total += float(F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
+        total = total + F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
         number += int((targets != -100).sum())
-    return total / number
+    return total, number
+
+
+@torch.no_grad()
+def mean_loss(model: Any, rows: list[Row]) -> float:
+    total, number = sums(model, rows)
+    return float(total) / number
 
 
 def finch_rates(
@@ -63,35 +69,38 @@ def finch_rates(
 
 
 def train_plainly(
-    model: Any, samples: list[tuple[list[int], int]], batch: int, eta_base: float, eta_max: float
-) -> tuple[list[float], list[float], list[float]]:
-    """FINCH over an epoch of rows in their order, as the paper's authors write it: losses, averages and learning rates of the steps.
+    model: Any,
+    rows: list[Row],
+    batch: int,
+    eta_base: float,
+    eta_max: float,
+    *,
+    init: float | None = None,
+    epochs: int = 1,
+    num_shares: int = 1,
+    sums: Callable[[Any, list[Row]], tuple[torch.Tensor, int]] = sums,
+) -> dict[str, list[float]]:
+    """FINCH over rows in their order, as Section 3.3 writes it; the steps' values by their names in the metrics.
 
     Args:
-        samples: token ids, and the number of them that are the prompt.
+        init: of the EMA; None: the mean loss of all rows.
+        num_shares: the gradient is the mean of their means, as of ranks that each take their own share of a batch.
+        sums: of a model and rows, as the function of this name.
     """
-
-    def mean_loss(rows: list[tuple[list[int], int]]) -> torch.Tensor:
-        sums = [
-            F.cross_entropy(
-                model(torch.tensor([ids])).logits[0, start - 1 : -1], torch.tensor(ids[start:]), reduction="sum"
-            )
-            for ids, start in rows
-        ]
-        return torch.stack(sums).sum() / sum(len(ids) - start for ids, start in rows)
-
-    with torch.no_grad():
-        average = mean_loss(samples).item()
+    if init is None:
+        with torch.no_grad():
+            total, number = sums(model, rows)
+        init = float(total) / number
     optimizer = torch.optim.AdamW(model.parameters(), lr=eta_base, weight_decay=0.0)
-    steps = []
-    for first in range(0, len(samples), batch):
-        loss = mean_loss(samples[first : first + batch])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        average = 0.9 * average + 0.1 * loss.item()
+    average, steps = init, []
+    for start in list(range(0, len(rows), batch)) * epochs:
+        shares = [sums(model, rows[start : start + batch][share::num_shares]) for share in range(num_shares)]
+        torch.stack([total / number / num_shares for total, number in shares]).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss = sum(float(total.detach()) for total, _ in shares) / sum(number for _, number in shares)
+        average = 0.9 * average + 0.1 * loss
         optimizer.param_groups[0]["lr"] = rate = min(eta_base / (average + 1e-8) ** 0.5, eta_max)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append((loss.item(), average, rate))
-    losses, averages, rates = (list(column) for column in zip(*steps, strict=True))
-    return losses, averages, rates
+        steps.append({"loss": loss, "ema_loss": average, "lr": rate, "grad_norm": float(norm)})
+    return {name: [step[name] for step in steps] for name in steps[0]}

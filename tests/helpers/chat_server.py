@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,14 @@ from finch.data import chat_client
 from helpers.runs import finch
 
 KEY = "sk-secret-0123456789"
-
 Reply = tuple[int, Any]  # status; an object that is sent as JSON, or bytes that are sent as they are
 
 
-def completion(text: str, tokens: int | None = 7, finish_reason: str = "stop") -> Reply:
+def completion(text: str, tokens: int = 7, finish_reason: str = "stop") -> Reply:
     message = {"role": "assistant", "content": text}
-    reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-    reply |= {"choices": [{"index": 0, "message": message, "finish_reason": finish_reason}]}
-    if tokens is not None:
-        reply["usage"] = {"prompt_tokens": 0, "completion_tokens": tokens, "total_tokens": tokens}
+    usage = {"prompt_tokens": 0, "completion_tokens": tokens, "total_tokens": tokens}
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+    reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
     return 200, reply
 
 
@@ -32,8 +29,7 @@ def refusal(status: int, message: str) -> Reply:
     return status, {"error": {"message": message, "type": "x"}}
 
 
-@dataclass
-class ChatServer:
+class ChatServer(ThreadingHTTPServer):
     """
     Attributes:
         answer: from the number of a call, from 0, and its text to a reply; None closes the connection without one.
@@ -43,16 +39,19 @@ class ChatServer:
         most_at_once: calls.
     """
 
-    answer: Callable[[int, str], Reply | None] = lambda _, text: completion(text.upper())
-    url: str = ""
-    texts: list[str] = field(default_factory=list)
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    most_at_once: int = 0
-    _at_once: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    daemon_threads = True
+    answer: Callable[[int, str], Reply | None] = staticmethod(lambda _, text: completion(text.upper()))
 
-    def handle(self, body: dict[str, Any], key: str) -> Reply | None:
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.texts: list[str] = []
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.most_at_once = self._at_once = 0
+        self._lock = threading.Lock()
+
+    def reply_to(self, body: dict[str, Any], key: str) -> Reply | None:
         text = body["messages"][-1]["content"]
         with self._lock:
             number = len(self.texts)
@@ -66,6 +65,31 @@ class ChatServer:
         finally:
             with self._lock:
                 self._at_once -= 1
+
+    def handle_error(self, *_: Any) -> None:
+        """Nothing is printed where a client has gone."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: ChatServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        reply = self.server.reply_to(body, self.headers["Authorization"])
+        if reply is None:
+            self.close_connection = True
+            self.connection.close()
+            return
+        status, content = reply
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 def finch_with_key(capsys: Any, folder: Path, *command: str) -> tuple[int, str, str]:
@@ -81,38 +105,9 @@ def chat_server(monkeypatch: Any) -> Iterator[ChatServer]:
     """With a key in the environment, and short delays between tries."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setattr(chat_client, "MAX_DELAY_S", 0.01)  # also of the Retry-After header
-    state = ChatServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            reply = state.handle(body, self.headers["Authorization"])
-            if reply is None:
-                self.close_connection = True
-                self.connection.close()
-                return
-            status, content = reply
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: Any) -> None:
-            """Nothing is printed where a client has gone."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{server.server_port}/v1"
+    server = ChatServer()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        yield state
+        yield server
     finally:
         server.shutdown()
-        server.server_close()

@@ -84,9 +84,7 @@ CHAT_FAMILIES = {
         _GEMMA, ("<bos>", "<eos>", "<end_of_turn>", "<start_of_turn>"), is_sentencepiece=True, has_system=False
     ),
     "phi3": Family(
-        _PHI3,
-        ("<s>", "<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"),
-        is_sentencepiece=True,
+        _PHI3, ("<s>", "<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"), is_sentencepiece=True
     ),
     "smollm2": Family(_CHATML, ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")),
 }

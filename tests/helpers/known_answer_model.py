@@ -62,13 +62,6 @@ def evaluate(
     task: Task, model: LM, data_root: Path, *, has_chat_template: bool = True, limit: int | None = None
 ) -> list[Sample]:
     """The samples of a task, as lm-eval and the task make them."""
-    return task.samples(run(task, model, data_root, has_chat_template=has_chat_template, limit=limit))
-
-
-def run(
-    task: Task, model: LM, data_root: Path, *, has_chat_template: bool = True, limit: int | None = None
-) -> dict[str, list[dict[str, Any]]]:
-    """What lm-eval logs of each of its documents."""
     results = lm_eval.evaluate(  # simple_evaluate also starts processes to describe the machine
         lm=model,
         task_dict={"tasks": load(task.name, data_root, has_chat_template), "groups": {}, "group_map": {}},
@@ -76,7 +69,7 @@ def run(
         limit=limit,
         bootstrap_iters=0,
     )
-    return results["samples"]
+    return task.samples(results["samples"])
 
 
 @lru_cache(maxsize=4)

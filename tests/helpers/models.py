@@ -69,6 +69,9 @@ class Family:
     def arguments(self) -> dict[str, Any]:
         return {**SIZE, **self.changes}
 
+    def config(self, **changes: Any) -> dict[str, Any]:
+        return {"_component_": self.component, **self.arguments, **changes}
+
     def build(self, **changes: Any) -> nn.Module:
         return locate(self.component, "model")(**{**self.arguments, **changes})
 
@@ -102,6 +105,7 @@ def _qwen(version: int, *, tied: bool, **head: int) -> Family:
     return Family(f"{home}.qwen{version}", f"Qwen{version}", changes, changes)
 
 
+_GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 24}
 FAMILIES = {
     "llama": Family("torchtune.models.llama2.llama2", "Llama"),
     "llama 3": _llama3("llama3"),
@@ -124,20 +128,8 @@ FAMILIES = {
     "gemma2": Family(
         "finch.models.gemma2.gemma2",
         "Gemma2",
-        {
-            "head_dim": 16,
-            "hidden_capping_value": 5.0,
-            "final_capping_value": 3.0,
-            "query_pre_attn_scalar": 24,
-            "sliding_window_size": 6,
-        },
-        {
-            "head_dim": 16,
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 3.0,
-            "query_pre_attn_scalar": 24,
-            "sliding_window": 6,
-        },
+        {**_GEMMA2, "hidden_capping_value": 5.0, "final_capping_value": 3.0, "sliding_window_size": 6},
+        {**_GEMMA2, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "sliding_window": 6},
         atol=2e-5,
     ),
     "phi3": Family("torchtune.models.phi3.phi3", "Phi3", {"num_kv_heads": 4}, {"num_key_value_heads": 4}),

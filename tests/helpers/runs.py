@@ -6,14 +6,15 @@ What the tests do inside of a run (stop it, spoil a loss) is done here and nowhe
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
-import json
 import logging
 import math
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torchtune
 import yaml
 
 from benchmarks.tiny_job import ROOT as ROOT
@@ -30,9 +32,13 @@ from benchmarks.tiny_job import llama_args as llama_args
 from benchmarks.tiny_job import make_config as make_config
 from benchmarks.tiny_text import make_rows
 from finch.cli import main as cli
+from helpers.evaluation import read_lines
 from helpers.ranks import rank_server
+from helpers.rows import write_lines
 
 FULL, LORA = "finch_full_finetune", "finch_lora_finetune"
+LORA_MODEL = {"_component_": "torchtune.models.llama2.lora_llama2", **llama_args(), "lora_rank": 4, "lora_alpha": 8}
+LORA_MODEL |= {"lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True}
 COSINE = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 3}
 
 
@@ -44,12 +50,18 @@ class Run:
     output: str
     folder: Path
 
+    def lines(self) -> list[dict]:
+        return read_lines(self.folder / "metrics.jsonl")
+
     def metrics(self, validation: bool = False) -> list[dict]:
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if ("validation_loss" in line) == validation]
+        return [line for line in self.lines() if ("validation_loss" in line) == validation]
 
     def column(self, name: str) -> list[float]:
-        return [line[name] for line in self.metrics()]
+        """A value of each step."""
+        return [line[name] for line in self.lines() if "loss" in line]
+
+    def columns(self, *names: str) -> dict[str, list[float]]:
+        return {name: self.column(name) for name in names}
 
     def error(self) -> str:
         """The one line that reports a user's mistake."""
@@ -58,8 +70,31 @@ class Run:
         return lines[0]
 
 
-def write_rows(file: Path, number: int, seed: int = 0) -> None:
+def write_rows(file: Path, number: int, seed: int = 0, without_targets: Sequence[int] = ()) -> None:
+    """Question-answer rows; the questions of some are longer than ``max_seq_len``, which leaves no target token."""
     make_rows(file, number, random.Random(seed))
+    rows = read_lines(file)
+    for index in without_targets:
+        rows[index]["question"] = "the old red fox sings near a stone " * 12
+    write_lines(file, *rows)
+
+
+def validated(config: dict) -> dict:
+    """With 7 of its rows for validation."""
+    return {**config, "dataset_validation": {**config["dataset"], "split": "train[:7]"}}
+
+
+def mixed(config: dict, folder: Path, share: float = 0.2) -> dict:
+    """With 17 general rows beside its own, which have a share of the samples."""
+    write_rows(folder / "general.jsonl", 17)
+    parts = {config["dataset"]["data_files"]: 1 - share, str(folder / "general.jsonl"): share}
+    entries = [{**config["dataset"], "data_files": file, "weight": weight} for file, weight in parts.items()]
+    return {**config, "dataset": entries}
+
+
+def disk_logger(folder: Path, **arguments: str) -> dict[str, str]:
+    component = "torchtune.training.metric_logging.DiskLogger"
+    return {"_component_": component, "log_dir": str(folder), **arguments}
 
 
 def write_config(folder: Path, config: dict) -> str:
@@ -69,21 +104,13 @@ def write_config(folder: Path, config: dict) -> str:
     return str(file)
 
 
-def tune_run(
-    folder: Path,
-    config: dict,
-    *overrides: str,
-    ranks: int | None = None,
-    recipe: str = FULL,
-    timeout: int = 600,
-    before: Sequence[str] = (),
-) -> Run:
+def tune_run(folder: Path, config: dict, *overrides: str, ranks: int | None = None, before: Sequence[str] = ()) -> Run:
     """Starts the real `tune run` in ``folder``, which takes seconds; with ``ranks`` through torchrun. ``before``: a command that starts it."""
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
-    command = [*before, sys.executable, "-m", "torchtune._cli.tune", "run", *launcher, recipe]
+    command = [*before, sys.executable, "-m", "torchtune._cli.tune", "run", *launcher, FULL]
     command += ["--config", write_config(folder, config), *overrides]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False, env=environment()
+        command, cwd=folder, capture_output=True, text=True, timeout=600, check=False, env=environment(ROOT / "tests")
     )
     return Run(done.returncode, done.stdout + done.stderr, Path(config["output_dir"]))
 
@@ -123,6 +150,33 @@ def run_here(folder: Path, config: dict, *overrides: str, recipe: str = FULL) ->
         finally:
             logging.getLogger("finch").removeHandler(handler)
     return Run(code, output.getvalue(), Path(config["output_dir"]))
+
+
+def finished(folder: Path, config: dict, *overrides: str, recipe: str = FULL, ranks: int | None = None) -> Run:
+    """A run in ``folder / "run"`` that succeeds: in this process, or on forked ranks."""
+    config = {**config, "output_dir": str(folder / "run")}
+    start = run_here if ranks is None else functools.partial(run_ranks, ranks)
+    run = start(folder, config, *overrides, recipe=recipe)
+    assert run.returncode == 0, run.output[-3000:]
+    return run
+
+
+STOCK = Path(torchtune.__file__).parent.parent / "recipes"
+
+
+def logged(file: Path, column: str) -> list[float]:
+    """A column of torchtune's DiskLogger, which writes every digit."""
+    lines = [line for line in file.read_text().splitlines() if " loss:" in line]
+    return [float(line.split(f" {column}:")[1].split()[0]) for line in lines]
+
+
+def stock_losses(folder: Path, config: dict, *overrides: str) -> list[float]:
+    """The losses of torchtune's own recipe."""
+    config = {**config, "output_dir": str(folder / "stock"), "metric_logger": disk_logger(folder, filename="stock.txt")}
+    recipe = str(STOCK / "full_finetune_single_device.py")
+    done = run_ranks(1, folder / "torchtune", config, *overrides, recipe=recipe)
+    assert done.returncode == 0, done.output[-3000:]
+    return logged(folder / "stock.txt", "loss")
 
 
 MINIMAL = {
@@ -174,20 +228,6 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *, losses: Sequence[int] = (), gradie
     monkeypatch.setattr(Update, "clip", spoiled_gradients)
 
 
-def fail_while_loading(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Raises where a run reads the pretrained weights, after all of its checks."""
-
-    def fail(_):
-        raise error
-
-    monkeypatch.setattr("finch_full_finetune.FinchFullFinetune.load_base", fail)
-
-
-def weights_now(recipe: Any) -> dict[str, torch.Tensor]:
-    """A copy of a run's weights, for what ``before_steps`` calls."""
-    return {name: weight.detach().clone() for name, weight in recipe.model.named_parameters()}
-
-
 def run_broken(folder, config, monkeypatch, step, *overrides, recipe=FULL):
     """A run that ends before the step after ``step``, or with "export" after the next export; what it has saved by then is on the disk."""
     from finch_full_finetune import FinchFullFinetune
@@ -210,17 +250,23 @@ def run_broken(folder, config, monkeypatch, step, *overrides, recipe=FULL):
             run_here(folder, config, *overrides, recipe=recipe)
 
 
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Two Hugging Face folders, bit for bit."""
+    found, expected = weights(one), weights(other)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
 def assert_same_run(resumed, straight):
     assert resumed.returncode == 0, resumed.output[-3000:]
-    for name in ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens"):
-        assert resumed.column(name) == straight.column(name), name
+    names = ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens")
+    assert resumed.columns(*names) == straight.columns(*names)
     assert resumed.metrics(validation=True) == straight.metrics(validation=True)
     folders = sorted(path.name for path in straight.folder.glob("epoch_*"))
     assert sorted(path.name for path in resumed.folder.glob("epoch_*")) == folders
     for name in folders:
         if (straight.folder / name / "model.safetensors").exists():
-            one, other = weights(resumed.folder / name), weights(straight.folder / name)
-            assert all(torch.equal(one[key], other[key]) for key in other), name
+            assert_same_weights(resumed.folder / name, straight.folder / name)
 
 
 def assert_close_runs(run, expected, tolerance, columns=("loss", "ema_loss", "lr", "grad_norm", "num_target_tokens")):
@@ -230,6 +276,14 @@ def assert_close_runs(run, expected, tolerance, columns=("loss", "ema_loss", "lr
         assert run.column(column) == pytest.approx(expected.column(column), rel=tolerance, abs=1e-15), column
     last = sorted(path.name for path in expected.folder.glob("epoch_*[0-9]"))[-1]
     assert relative_l2(weights(run.folder / last), weights(expected.folder / last)) < tolerance
+
+
+def wait_until(condition: Callable[[], Any], describe: Callable[[], Any] = str, pause: float = 0.05) -> None:
+    """Asks again and again, and fails after 10 minutes."""
+    end = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < end, describe()
+        time.sleep(pause)
 
 
 def is_running(process):

@@ -1,7 +1,4 @@
-"""A real Slurm on one machine, for the tests: munge, one controller and two nodes, with their own ports and folder.
-
-To try a script by hand: `python tests/helpers/slurm_lab.py`, and elsewhere the `export SLURM_CONF=...` that it prints.
-"""
+"""A real Slurm on one machine, for the tests: munge, one controller and two nodes, with their own ports and folder."""
 
 from __future__ import annotations
 
@@ -14,8 +11,10 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 # Debian installs the daemons outside of an ordinary user's PATH.
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
@@ -89,16 +88,8 @@ class Lab:
         try:
             for name in ("state", *(f"spool/{node}" for node in self.nodes)):
                 (self._folder / name).mkdir(parents=True)
-            conf.write_text(
-                _CONF.format(
-                    host=socket.gethostname().split(".")[0],
-                    user=getpass.getuser(),
-                    folder=self._folder,
-                    ports=ports,
-                    nodes=self.nodes,
-                    proctrack=proctrack,
-                )
-            )
+            values = {"host": socket.gethostname().split(".")[0], "user": getpass.getuser(), "folder": self._folder}
+            conf.write_text(_CONF.format(**values, ports=ports, nodes=self.nodes, proctrack=proctrack))
             (self._folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
             self._start_munge()
             self._start("slurmctld", "-D", "-f", str(conf))
@@ -120,6 +111,11 @@ class Lab:
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    def jobs(self, number: str) -> list[dict[str, str]]:
+        """Slurm's fields of a job, or of each task of an array."""
+        lines = self.run("scontrol", "--oneliner", "show", "job", number).splitlines()
+        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line]
+
     def close(self) -> None:
         """Ends all jobs and daemons, also after a failure."""
         if len(self._daemons) > 1:
@@ -136,7 +132,10 @@ class Lab:
                 daemon.wait()
         of_lab = set(processes_with(f"SLURM_CONF={self._folder / 'slurm.conf'}"))
         # Processes of jobs and slurmstepd may outlive the nodes' daemons.
-        for pid in of_lab & {*processes_with("SLURM_JOB_ID="), *_step_daemons()}:
+        for pid in of_lab & {
+            *processes_with("SLURM_JOB_ID="),
+            *_processes("comm", lambda name: name.startswith(b"slurmstepd")),
+        }:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for group in [each for node in self.nodes for each in Path("/sys/fs/cgroup").glob(f"*/slurm_{node}")]:
@@ -162,24 +161,15 @@ class Lab:
 
     def _wait_until_idle(self) -> None:
         end = time.monotonic() + 180
-        count_idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
-        while self.run(*count_idle, check=False).strip() != str(len(self.nodes)):
+        while self.run("sinfo", "--noheader", "--states=idle", "--format=%D", check=False).strip() != "2":
             ended = [daemon for daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > end:
                 raise NoSlurm(f"Slurm does not start here: {self._logs()}")
             time.sleep(0.2)
 
     def _try_a_job(self) -> None:
-        command = (
-            "srun",
-            "--immediate=120",
-            f"--nodes={len(self.nodes)}",
-            "--ntasks-per-node=1",
-            "--quiet",
-            "echo",
-            "ok",
-        )
-        if self.run(*command, check=False).split() != ["ok"] * len(self.nodes):
+        command = ("srun", "--immediate=120", "--nodes=2", "--ntasks-per-node=1", "--quiet", "echo", "ok")
+        if self.run(*command, check=False).split() != ["ok"] * 2:
             raise NoSlurm(f"Slurm runs no job here: {self._logs()}")
 
     def _logs(self) -> str:
@@ -193,39 +183,22 @@ class Lab:
 def processes_with(variable: str) -> list[int]:
     """Ids of the processes that started with ``NAME=value`` in their environment; ``NAME=`` matches any value."""
     pattern = f"\0{variable}" if variable.endswith("=") else f"\0{variable}\0"
-    pids = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if pattern.encode() in b"\0" + file.read_bytes():
-                pids.append(int(file.parent.name))
-    return pids
+    return _processes("environ", lambda content: pattern.encode() in b"\0" + content)
 
 
-def _step_daemons() -> list[int]:
+def _processes(name: str, matches: Callable[[bytes], bool]) -> list[int]:
+    """Ids of the processes whose file of a name in /proc has some content."""
     pids = []
-    for file in Path("/proc").glob("[0-9]*/comm"):
+    for file in Path("/proc").glob(f"[0-9]*/{name}"):
         with contextlib.suppress(OSError):
-            if file.read_text().startswith("slurmstepd"):
+            if matches(file.read_bytes()):
                 pids.append(int(file.parent.name))
     return pids
 
 
 def _free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    try:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
-if __name__ == "__main__":
-    import sys
-
-    lab = Lab(*sys.argv[1:])
-    print(f"export SLURM_CONF={lab.environment['SLURM_CONF']}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    with contextlib.closing(lab), contextlib.suppress(KeyboardInterrupt):
-        signal.pause()

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data.distributed import DistributedSampler
 
-from helpers.causal_lm import Row, collate
+from benchmarks.tiny_job import make_config
+from helpers.causal_lm import Row, collate, train_plainly
 
 ETA_BASE, ETA_MAX, INIT, EPOCHS, BATCH = 1e-3, 2.5e-3, 3.0, 2, 16
 
@@ -49,25 +50,8 @@ def sums(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torc
 
 @functools.cache
 def run_reference(data: Path, num_shares: int = 1) -> Curves:
-    """FINCH in plain Python. With several shares the gradient is the mean of the shares' means, as of ranks that each take their own."""
-    model, rows = load(data)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=ETA_BASE, weight_decay=0.0)
-    average, losses, rates = INIT, [], []
-    for start in list(range(0, len(rows), BATCH)) * EPOCHS:
-        loss_sum, number = 0.0, 0
-        for share in range(num_shares):
-            part, count = sums(model, collate(rows[start : start + BATCH][share::num_shares]))
-            (part / count / num_shares).backward()
-            loss_sum, number = loss_sum + float(part.detach()), number + int(count)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        losses.append(loss_sum / number)
-        average = 0.9 * average + 0.1 * losses[-1]
-        rates.append(min(ETA_BASE / (average + 1e-8) ** 0.5, ETA_MAX))
-        for group in optimizer.param_groups:
-            group["lr"] = rates[-1]
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, rates
+    found = train_plainly(*load(data), BATCH, ETA_BASE, ETA_MAX, init=INIT, epochs=EPOCHS, num_shares=num_shares)
+    return found["loss"], found["lr"]
 
 
 def world_size() -> int:
@@ -169,12 +153,7 @@ def run_lightning(data: Path, folder: Path) -> Curves:
     sampler = DistributedSampler(module.rows, world_size(), int(os.environ.get("RANK", "0")), shuffle=False)
     batch_size = BATCH // world_size()
     loader = torch.utils.data.DataLoader(module.rows, batch_size=batch_size, sampler=sampler, collate_fn=collate)
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
+    features = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     ranks = {"accelerator": "cpu", "devices": world_size(), "strategy": "ddp" if world_size() > 1 else "auto"}
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
@@ -182,7 +161,7 @@ def run_lightning(data: Path, folder: Path) -> Curves:
         callbacks=[callback],
         default_root_dir=folder,
         use_distributed_sampler=False,
-        **quiet,
+        **dict.fromkeys(features, False),
         **ranks,
     )
     trainer.fit(module, loader)
@@ -229,25 +208,20 @@ def token_rows(tokenizer: Any, data: str) -> list[dict[str, list[int]]]:
 
 def recipe_config(data: Path, folder: Path, ranks: int) -> dict[str, Any]:
     """The same run of finch_full_finetune."""
-    base = str(data / "stories260k")
-    checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": base}
-    checkpointer |= {"checkpoint_files": ["model.safetensors"], "output_dir": "unused", "model_type": "LLAMA2"}
-    return {
-        "output_dir": str(folder / "run"),
-        "model": {"_component_": "finch.models.auto", "path": base},
-        "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": base},
-        "checkpointer": checkpointer,
-        "dataset": {"_component_": "helpers.stacks.token_rows", "data": str(data)},
-        "shuffle": False,
-        "seed": 0,
-        "batch_size": BATCH // ranks,
-        "epochs": EPOCHS,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": ETA_BASE, "weight_decay": 0.0, "fused": True},
-        "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": ETA_MAX, "init": INIT},
-        "clip_grad_norm": 1.0,
-        "device": "cpu",
-        "dtype": "fp32",
-    }
+    base = data / "stories260k"
+    return make_config(
+        base,
+        data,
+        folder / "run",
+        model={"_component_": "finch.models.auto", "path": str(base)},
+        tokenizer={"_component_": "finch.models.auto_tokenizer", "path": str(base)},
+        dataset={"_component_": "helpers.stacks.token_rows", "data": str(data)},
+        shuffle=False,
+        batch_size=BATCH // ranks,
+        epochs=EPOCHS,
+        optimizer={"_component_": "torch.optim.AdamW", "lr": ETA_BASE, "weight_decay": 0.0, "fused": True},
+        lr_scheduler={"_component_": "finch.FinchLR", "eta_max": ETA_MAX, "init": INIT},
+    )
 
 
 STACKS = {

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
@@ -30,15 +31,9 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # what it does to its shards comes here again
         if function.namespace in _COLLECTIVES and function._opname not in _NO_DATA:
-            tensors = [value for value in _flatten(args) if isinstance(value, torch.Tensor)]
+            tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
             self.started.append([function._opname.strip("_"), max(map(torch.numel, tensors), default=0)])
         return function(*args, **(kwargs or {}))
-
-
-def _flatten(value):
-    if isinstance(value, (list, tuple)):
-        return [leaf for part in value for leaf in _flatten(part)]
-    return [value]
 
 
 class HostRead(AssertionError):
@@ -68,7 +63,7 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         is_mask = function._opname.startswith("index") and any(
             isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
-            for value in _flatten(args[1:2])
+            for value in tree_leaves(args[1:2])
         )
         if is_mask or function._opname in _READS:
             self._read(str(function))

@@ -25,7 +25,9 @@ def install() -> None:
     from torchtitan.distributed import utils
     from torchtitan.models.llama3 import parallelize
 
-    metrics.build_device_memory_monitor = _Monitor
+    stats = metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
+    no_memory = {"get_peak_stats": lambda: stats, "reset_peak_stats": lambda: None}
+    metrics.build_device_memory_monitor = lambda: types.SimpleNamespace(device_name="cpu", **no_memory)
     utils.set_pg_timeouts = lambda *_, **__: None
     clock = torchtitan.trainer.time
     torchtitan.trainer.time = types.SimpleNamespace(perf_counter=clock.perf_counter, sleep=lambda _: None)
@@ -38,20 +40,6 @@ def install() -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
     parallelize.apply_fsdp_to_decoder = apply_fsdp_with_gloo
-
-
-class _Monitor:
-    """In place of TorchTitan's monitor of a GPU's memory."""
-
-    device_name = "cpu"
-
-    def get_peak_stats(self):
-        from torchtitan.components.metrics import DeviceMemStats
-
-        return DeviceMemStats(0, 0, 0, 0, 0, 0)
-
-    def reset_peak_stats(self):
-        pass
 
 
 def run_job(job: dict, folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.tiny_job import environment, torchrun
+from helpers.evaluation import read_lines
 from helpers.runs import ROOT
 
 
@@ -26,7 +27,7 @@ class TitanRun:
     output: str
 
     def lines(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return read_lines(self.folder / "metrics.jsonl")
 
     def column(self, name: str) -> list:
         return [line[name] for line in self.lines() if "lr" in line]
@@ -41,10 +42,7 @@ class TitanRun:
 
 def rows_environment(shared_data: Path) -> dict[str, str]:
     """What ``helpers.titan_configs`` reads: stories260k and TOFU's rows."""
-    return {
-        "FINCH_TEST_BASE": str(shared_data / "stories260k"),
-        "FINCH_TEST_ROWS": str(shared_data / "tofu/full.jsonl"),
-    }
+    return {"FINCH_TEST_BASE": f"{shared_data}/stories260k", "FINCH_TEST_ROWS": f"{shared_data}/tofu/full.jsonl"}
 
 
 def start(ranks: int, arguments: list[str], shared_data: Path, timeout: int = 300) -> subprocess.CompletedProcess[str]:

@@ -27,21 +27,8 @@ HYBRID_TEMPLATE = """\
 def write_qwen3_tokenizer(folder: Path, words: list[str], template: str | None = HYBRID_TEMPLATE) -> None:
     """A byte-level BPE tokenizer.json with Qwen3's special tokens, and tokenizer_config.json with a chat template."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=QWEN3_SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([" ".join(words)] * 5, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    if template is not None:
-        config["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    _train(tokenizer, words, 320, QWEN3_SPECIAL)
+    _write(folder, tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template)
 
 
 def write_llama3_tokenizer(folder: Path) -> None:
@@ -79,31 +66,31 @@ def write_tokenizer(
     """
     names = dict.fromkeys([*([bos] if bos else []), eos, "<unk>", *special])
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    if is_sentencepiece:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-        tokenizer.decoder = decoders.Metaspace()
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-    characters = [chr(number) for number in range(33, 127)] + ["\n"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=list(names),
-        initial_alphabet=characters if is_sentencepiece else pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([" ".join(words)] * 5, trainer)
+    _train(tokenizer, words, 500, list(names), is_sentencepiece)
     if bos and adds_bos:
         number = tokenizer.token_to_id(bos)
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, number)])
+    _write(folder, tokenizer, **{"bos_token": bos, "eos_token": eos, "chat_template": template, **settings})
+
+
+def _train(
+    tokenizer: Tokenizer, words: list[str], vocab_size: int, special: list[str], is_sentencepiece: bool = False
+) -> None:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if is_sentencepiece:
+        alphabet = [chr(number) for number in range(33, 127)] + ["\n"]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+        tokenizer.decoder = decoders.Metaspace()
+    options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator([" ".join(words)] * 5, trainers.BpeTrainer(vocab_size=vocab_size, **options))
+
+
+def _write(folder: Path, tokenizer: Tokenizer, **config: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "chat_template": template,
-    }
-    kept = {key: value for key, value in {**config, **settings}.items() if value is not None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    kept = {key: value for key, value in config.items() if value is not None}
+    text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **kept})
+    (folder / "tokenizer_config.json").write_text(text)

@@ -1,13 +1,13 @@
 """The recipe with the prompts of the paper's authors against their program written with transformers in plain Python: the loop of
 Section 3.3 over rows in their order."""
 
-import json
-
 import pytest
 import torch
 from helpers.causal_lm import train_plainly
+from helpers.evaluation import read_lines
 from helpers.models import save
-from helpers.runs import run_here
+from helpers.rows import ROWS, write_lines
+from helpers.runs import finished
 from helpers.tokenizers import write_qwen3_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,44 +26,36 @@ def prompt_and_text(tokenizer, row):
     return prompt, f"{prompt}{row['answer']}<|im_end|>"
 
 
-def losses_and_rates(folder, rows):
+def train_as_the_authors(folder, rows):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     pairs = [prompt_and_text(tokenizer, row) for row in rows]
     samples = [[tokenizer(text, add_special_tokens=False).input_ids for text in pair] for pair in pairs]
-    losses, _, rates = train_plainly(model, [(ids, len(prompt)) for prompt, ids in samples], BATCH, ETA_BASE, ETA_MAX)
-    return losses, rates
+    rows = [{"input_ids": ids, "labels": [-100] * len(prompt) + ids[len(prompt) :]} for prompt, ids in samples]
+    return train_plainly(model, rows, BATCH, ETA_BASE, ETA_MAX)
 
 
 @pytest.mark.parametrize("template", [CHATML, None], ids=["chat template", "no template"])
-def test_recipe_equals_the_authors_program(template, tmp_path, rows_file):
+def test_recipe_equals_the_authors_program(template, tmp_path, rows_file, tiny):
     folder = tmp_path / "base"
     save("qwen3 tied", folder, vocab_size=320)
     write_qwen3_tokenizer(folder, [*WORDS, "User", "Assistant"], template)
-    rows = [json.loads(line) for line in rows_file.read_text().splitlines()][: BATCH * STEPS]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
+    rows = read_lines(rows_file)[: BATCH * STEPS]
+    file = write_lines(tmp_path / "rows.jsonl", *rows)
+    config = tiny()
+    config["checkpointer"]["checkpoint_dir"] = str(folder)
+    config |= {
         "model": {"_component_": "finch.models.auto", "path": str(folder)},
         "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": str(folder), "prompt_style": "authors"},
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": str(folder),
-            "checkpoint_files": ["model.safetensors"],
-        },
-        "dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": str(file)},
+        "dataset": {"_component_": ROWS, "data_files": file},
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": ETA_BASE, "weight_decay": 0.0},
         "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": ETA_MAX, "init": "dataset"},
-        "clip_grad_norm": 1.0,
         "batch_size": BATCH,
         "shuffle": False,
         "dtype": "fp64",
-        "device": "cpu",
-        "output_dir": str(tmp_path / "run"),
     }
-    done = run_here(tmp_path, config)
-    assert done.returncode == 0, done.output
-    losses, rates = losses_and_rates(folder, rows)
-    assert done.column("loss") == pytest.approx(losses, rel=1e-6)
-    assert done.column("lr") == pytest.approx(rates, rel=1e-6)
-    assert len(set(rates)) == STEPS
+    done = finished(tmp_path, config)
+    reference = train_as_the_authors(folder, rows)
+    for column in ("loss", "lr"):
+        assert done.column(column) == pytest.approx(reference[column], rel=1e-6)
+    assert len(set(reference["lr"])) == STEPS

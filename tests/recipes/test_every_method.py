@@ -1,47 +1,31 @@
 """Objectives, the pull toward the pretrained weights and the replay, on the recipe: the same on every layout, and as defined."""
 
-import json
-
 import pytest
-from helpers.runs import assert_close_runs, make_config, run_here, run_ranks, write_rows
+from helpers.runs import assert_close_runs, finished, make_config, run_here, run_ranks, write_rows
 
+KL, DFT = "kl_penalty._component_=finch.regularization.KL", "loss._component_=finch.objectives.DFT"
+STM, TALR = "loss._component_=finch.objectives.STM", "loss._component_=finch.objectives.TALR"
 OBJECTIVES = {
-    "flow": {"loss._component_": "finch.objectives.FLOW"},
-    "dft": {"loss._component_": "finch.objectives.DFT"},
-    "talr": {"loss._component_": "finch.objectives.TALR", "loss.tau": "exact"},
-    "talr lagged": {"loss._component_": "finch.objectives.TALR", "loss.tau": "lagged"},
-    "stm": {"loss._component_": "finch.objectives.STM", "loss.threshold": "40.0"},
-    "stm few": {"loss._component_": "finch.objectives.STM", "loss.threshold": "12.0"},  # most micro-batches keep none
-    "eaft": {"loss._component_": "finch.objectives.EAFT"},
-    "l2": {"regularizer._component_": "finch.regularization.L2", "regularizer.strength": "0.1"},
-    "kl": {"kl_penalty._component_": "finch.regularization.KL", "kl_penalty.strength": "0.5"},
-    "asft": {"kl_penalty._component_": "finch.regularization.KL", "loss._component_": "finch.objectives.DFT"},
-    "stm few kl": {
-        "kl_penalty._component_": "finch.regularization.KL",
-        "loss._component_": "finch.objectives.STM",
-        "loss.threshold": "12.0",
-    },
-    "kl cached": {
-        "kl_penalty._component_": "finch.regularization.KL",
-        "kl_penalty.reference": "cached",
-        "kl_penalty.top_k": "5",
-    },
+    "flow": ["loss._component_=finch.objectives.FLOW"],
+    "dft": [DFT],
+    "talr": [TALR, "loss.tau=exact"],
+    "talr lagged": [TALR, "loss.tau=lagged"],
+    "stm": [STM, "loss.threshold=40.0"],
+    "stm few": [STM, "loss.threshold=12.0"],  # most micro-batches keep none
+    "eaft": ["loss._component_=finch.objectives.EAFT"],
+    "l2": ["regularizer._component_=finch.regularization.L2", "regularizer.strength=0.1"],
+    "kl": [KL, "kl_penalty.strength=0.5"],
+    "asft": [KL, DFT],
+    "stm few kl": [KL, STM, "loss.threshold=12.0"],
+    "kl cached": [KL, "kl_penalty.reference=cached", "kl_penalty.top_k=5"],
 }
-
-
-def overrides(changes):
-    return [f"{key}={value}" for key, value in changes.items()]
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, base_folder):
     """30 rows, 8 per step, some of them without any target token and in one micro-batch of every layout's."""
     folder = tmp_path_factory.mktemp("methods")
-    write_rows(folder / "rows.jsonl", 30, seed=5)
-    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    for index in (0, 4, 8, 9):  # longer than max_seq_len: no target token
-        lines[index]["question"] = "the old red fox sings near a stone " * 12
-    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(folder / "rows.jsonl", 30, seed=5, without_targets=(0, 4, 8, 9))
     changes = {"dtype": "fp64", "batch_size": 2, "gradient_accumulation_steps": 4, "shuffle": False}
     return make_config(base_folder, folder / "rows.jsonl", folder / "run", **changes)
 
@@ -49,7 +33,7 @@ def config(tmp_path_factory, base_folder):
 @pytest.fixture(scope="module")
 def alone(config, trained):
     """Each objective in one process with four micro-batches, FINCH on top."""
-    return {name: trained(config, *overrides(changes)) for name, changes in OBJECTIVES.items()}
+    return {name: trained(config, *changes) for name, changes in OBJECTIVES.items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -57,7 +41,7 @@ def alone(config, trained):
 def test_objective_equals_one_process_on_every_layout(name, ranks, config, alone, tmp_path):
     """{1x4, 2x2, 4x1} in float64."""
     config = {**config, "gradient_accumulation_steps": 4 // ranks, "output_dir": str(tmp_path / "run")}
-    run = run_ranks(ranks, tmp_path, config, *overrides(OBJECTIVES[name]), "debug_checks=True")
+    run = run_ranks(ranks, tmp_path, config, *OBJECTIVES[name], "debug_checks=True")
     has_kl = "kl" in alone[name].metrics()[0]
     assert_close_runs(run, alone[name], 1e-12, columns=("loss", "ema_loss", "lr", "grad_norm", *["kl"] * has_kl))
 
@@ -76,35 +60,25 @@ def test_objectives_differ_and_finch_uses_raw_loss(alone, config, trained):
 
 
 def test_reference_losses_are_reused_in_the_same_folder(config, tmp_path):
-    changed = {**config, "output_dir": str(tmp_path / "run")}
-    first = run_here(tmp_path, changed)
-    assert first.returncode == 0
+    first = finished(tmp_path, config)
     assert "pretrained model's mean loss over 30 training samples" in first.output
-    again = run_here(tmp_path, changed, "overwrite=True")
+    again = finished(tmp_path, config, "overwrite=True")
     assert "the pretrained model's losses are read from" in again.output
     assert again.column("lr") == first.column("lr")
-    other = run_here(tmp_path, changed, "overwrite=True", "tokenizer.max_seq_len=40")
+    other = finished(tmp_path, config, "overwrite=True", "tokenizer.max_seq_len=40")
     assert "pretrained model's mean loss over 30 training samples" in other.output
 
 
-def test_objective_weights_are_the_same_when_packed(config, tmp_path):
-    """FLOW and STM on packed rows: the loss of the first step, whose batch is all rows, has the gradient of the unpacked ones."""
-    for name in ("flow", "stm", "talr"):
-        norms = {}
-        for packed in (False, True):
-            rows = "train[10:30]"
-            changed = {**config, "output_dir": str(tmp_path / f"{name}{packed}"), "max_steps_per_epoch": 1}
-            changed["dataset"] = {**config["dataset"], "split": rows, "packed": packed}
-            run = run_here(
-                tmp_path,
-                changed,
-                *overrides(OBJECTIVES[name]),
-                f"batch_size={1 if packed else 20}",
-                f"gradient_accumulation_steps={3 if packed else 1}",
-            )
-            assert run.returncode == 0, run.output
-            norms[packed] = run.column("grad_norm")[0]
-        assert norms[True] == pytest.approx(norms[False], rel=1e-6), name
+@pytest.mark.parametrize("name", ["flow", "stm", "talr"])
+def test_objective_weights_are_the_same_when_packed(name, config, tmp_path):
+    """The loss of the first step, whose batch is all rows, has the gradient of the unpacked ones."""
+    norms = []
+    for packed, batch, micro_batches in ((False, 20, 1), (True, 1, 3)):
+        dataset = {**config["dataset"], "split": "train[10:30]", "packed": packed}
+        changed = {**config, "dataset": dataset, "batch_size": batch, "gradient_accumulation_steps": micro_batches}
+        run = finished(tmp_path / str(packed), changed, *OBJECTIVES[name], "max_steps_per_epoch=1")
+        norms.append(run.column("grad_norm")[0])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
 def test_replay_repeats_only_the_learning_rates(config, trained, tmp_path):
@@ -115,9 +89,7 @@ def test_replay_repeats_only_the_learning_rates(config, trained, tmp_path):
         return run_here(tmp_path, {**config, "output_dir": str(tmp_path / name)}, *changes)
 
     replay = replayed("replay")
-    assert replay.returncode == 0, replay.output
-    for column in ("lr", "loss", "grad_norm"):
-        assert replay.column(column) == finch.column(column)
+    assert replay.columns("lr", "loss", "grad_norm") == finch.columns("lr", "loss", "grad_norm")
     other = replayed("other", "seed=7", "shuffle=True", "optimizer.lr=1.0")
     assert other.column("lr") == finch.column("lr")
     assert other.column("loss") != finch.column("loss")

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from helpers.runs import assert_same_run, make_config, run_here, tune_run
+from helpers.runs import assert_same_run, run_here, tune_run
 
 from finch.training.run import RunLock
 from finch.weights.huggingface import HuggingFaceFolder
@@ -17,9 +17,8 @@ def raise_disk_full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_full_disk_at_a_save_keeps_the_last_checkpoint(tmp_path, base_folder, rows_file, trained, monkeypatch):
-    config = make_config(base_folder, rows_file, tmp_path / "uninterrupted")
-    uninterrupted = trained(config)
+def test_full_disk_at_a_save_keeps_the_last_checkpoint(tmp_path, tiny, trained, monkeypatch):
+    uninterrupted = trained(tiny())
     save, folders = dcp.save, []
 
     def fails_at_six(*args, **kwargs):
@@ -29,8 +28,7 @@ def test_full_disk_at_a_save_keeps_the_last_checkpoint(tmp_path, base_folder, ro
         return save(*args, **kwargs)
 
     monkeypatch.setattr(dcp, "save", fails_at_six)
-    config = {**config, "output_dir": str(tmp_path / "run"), "checkpoint": {"every_n_steps": 3}}
-    run = run_here(tmp_path / "r", config)
+    run = run_here(tmp_path, tiny(checkpoint={"every_n_steps": 3}))
     assert folders == [["step_3", "step_6.partial"]]
     assert "the state of step 6 could not be saved (No space left on device); " in run.output
     assert "checkpoints/step_3 stays, and the next save tries again" in run.output
@@ -40,11 +38,8 @@ def test_full_disk_at_a_save_keeps_the_last_checkpoint(tmp_path, base_folder, ro
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_full_disk_at_an_export_continues_or_fails_at_the_end(
-    epoch, tmp_path, base_folder, rows_file, trained, monkeypatch
-):
-    config = make_config(base_folder, rows_file, tmp_path / "uninterrupted", epochs=2)
-    config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
+def test_full_disk_at_an_export_continues_or_fails_at_the_end(epoch, tmp_path, tiny, trained, monkeypatch):
+    config = tiny(epochs=2, is_validated=True)
     uninterrupted = trained(config)
     write = HuggingFaceFolder._write_into
 
@@ -55,7 +50,6 @@ def test_full_disk_at_an_export_continues_or_fails_at_the_end(
             raise_disk_full()
         write(folder, target, like, parts)
 
-    config = {**config, "output_dir": str(tmp_path / "run")}
     with monkeypatch.context() as patch:
         patch.setattr(HuggingFaceFolder, "_write_into", fails)
         run = run_here(tmp_path / "r", config)
@@ -72,21 +66,21 @@ def test_full_disk_at_an_export_continues_or_fails_at_the_end(
         assert_same_run(resumed, uninterrupted)
 
 
-def test_unwritable_output_dir_fails_early(base_folder, rows_file, tmp_path, monkeypatch):
+def test_unwritable_output_dir_fails_early(tiny, tmp_path, monkeypatch):
     """Without permissions, which do not stop root."""
     (tmp_path / "file").write_text("")
-    run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "file" / "run"))
+    run = run_here(tmp_path, tiny(), f"output_dir={tmp_path}/file/run")
     assert "cannot be written (Not a directory); give another folder" in run.error()
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(RunLock, "acquire", lambda lock: raise_disk_full())
-    run = run_here(tmp_path, make_config(base_folder, rows_file, tmp_path / "run"))
+    run = run_here(tmp_path, tiny())
     assert "cannot be written (No space left on device); give another folder" in run.error()
 
 
-def test_file_size_limit_stops_the_export_on_two_ranks(tmp_path, base_folder, rows_file):
+def test_file_size_limit_stops_the_export_on_two_ranks(tmp_path, tiny, base_folder):
     """Files may have one and a half times the model's size: a rank's state with SGD fits, the model in fp64 does not."""
     size = (base_folder / "model.safetensors").stat().st_size
-    config = make_config(base_folder, rows_file, tmp_path / "run", batch_size=2, epochs=2, export_dtype="fp64")
+    config = tiny(batch_size=2, epochs=2, export_dtype="fp64")
     config["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 1e-2}
     limited = tune_run(tmp_path, config, ranks=2, before=("prlimit", f"--fsize={size * 3 // 2}"))
     assert limited.returncode != 0

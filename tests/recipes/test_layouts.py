@@ -1,15 +1,17 @@
 """A run is the same on every layout: equal to a few lines of plain torch in float64, and to one process on every mesh."""
 
-import json
-import math
-
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers.causal_lm import train_plainly
 from helpers.models import FAMILIES, save
 from helpers.runs import (
     FULL,
     LORA,
+    LORA_MODEL,
     assert_close_runs,
+    assert_same_weights,
+    finished,
     llama_args,
     make_config,
     relative_l2,
@@ -18,46 +20,50 @@ from helpers.runs import (
     weights,
     write_rows,
 )
+from omegaconf import OmegaConf
+from torchtune.config import instantiate
+from torchtune.models.convert_weights import tune_to_hf
+from torchtune.models.llama2 import llama2
+from torchtune.models.llama3 import base_llama_tp_plan
+from torchtune.training import set_default_dtype
+
+from finch.distributed.tensor_parallel import check_plan
+from finch.errors import UserError
+from finch.models.gemma2 import gemma2
+from finch.models.qwen3 import qwen3_tp_plan
+from finch.models.rotary import use_complex_product
+from finch.weights.huggingface import HuggingFaceFolder
 
 KL = {"_component_": "finch.regularization.KL", "strength": 2.0}
 LLAMA_PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
 QWEN3_PLAN = {"_component_": "finch.models.qwen3.qwen3_tp_plan"}
 IN_BACKWARD = {"optimizer_in_bwd": True, "clip_grad_norm": None}
-LORA_MODEL = {"_component_": "torchtune.models.llama2.lora_llama2", **llama_args(), "lora_rank": 4, "lora_alpha": 8}
-LORA_MODEL |= {"lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True}
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
 def test_step_equals_plain_float64_torch_on_every_layout(ranks, micro_batches, tmp_path, base_folder):
     """Invariance of docs: loss and update equal in float64 to 1e-12, micro-batches without any target token included."""
     rows = tmp_path / "rows.jsonl"
-    write_rows(rows, 30, seed=5)
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
-    for index in (0, 1, 7):  # longer than max_seq_len: no target token
-        lines[index]["question"] = "the old red fox sings near a stone " * 12
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(rows, 30, seed=5, without_targets=(0, 1, 7))
     changes = {"dtype": "fp64", "batch_size": 2, "gradient_accumulation_steps": micro_batches, "shuffle": False}
     config = make_config(base_folder, rows, tmp_path / "run", epochs=2, **changes)
-    run = run_ranks(ranks, tmp_path, config)
-    assert run.returncode == 0, run.output[-3000:]
+    run = finished(tmp_path, config, ranks=ranks)
     assert "3 of 30 samples have no target token" in run.output
-    reference = _float64_reference(base_folder, config)
+    reference, trained_weights = _float64_reference(base_folder, config)
     for name, expected in reference.items():
-        if name != "weights":
-            assert run.column(name) == pytest.approx(expected, rel=1e-12), name
-    assert relative_l2(weights(run.folder / "epoch_1"), reference["weights"]) < 1e-12
+        assert run.column(name) == pytest.approx(expected, rel=1e-12), name
+    assert relative_l2(weights(run.folder / "epoch_1"), trained_weights) < 1e-12
 
 
 @pytest.fixture
-def config(base_folder, rows_file, tmp_path):
+def config(tiny, tmp_path):
     """In float64, two epochs of 41 rows, 8 per step: the last step of an epoch has one row for all ranks."""
 
     def make(family=None, **changes):
-        changes = {"dtype": "fp64", "batch_size": 8, "epochs": 2, **changes}
-        config = make_config(base_folder, rows_file, tmp_path / "run", **changes)
+        config = tiny(**{"dtype": "fp64", "batch_size": 8, "epochs": 2, **changes})
         if family is not None:
             save(family, tmp_path / "base")
-            config["model"] = {"_component_": FAMILIES[family].component, **FAMILIES[family].arguments}
+            config["model"] = FAMILIES[family].config()
             config["checkpointer"]["checkpoint_dir"] = str(tmp_path / "base")
         return config
 
@@ -111,8 +117,7 @@ def test_every_mesh_equals_one_process(name, config, trained, tmp_path):
     config = config(family, **changes)
     straight = trained(config, recipe=recipe)
     cut = {"batch_size": 8 // ranks, **of_mesh, "epochs": 1, "debug_checks": True}
-    run = run_ranks(ranks, tmp_path, {**config, **cut}, recipe=recipe)
-    assert run.returncode == 0, run.output[-3000:]
+    run = finished(tmp_path, {**config, **cut}, recipe=recipe, ranks=ranks)
     assert f"{ranks} ranks on cpu" in run.output
     resumed = run_here(tmp_path, config, "resume_from_checkpoint=True", recipe=recipe)
     assert "resumed from step 6" in resumed.output
@@ -130,8 +135,7 @@ def test_cosine_schedule_resumes_on_another_mesh(config, trained, tmp_path):
     run = run_ranks(2, tmp_path, {**config, "tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN})
     assert_close_runs(run, straight, 1e-7, columns=("loss", "lr", "grad_norm"))
     rates = run.column("lr")
-    longer = run_here(tmp_path, {**config, "epochs": 3}, "resume_from_checkpoint=True")
-    assert longer.returncode == 0, longer.output
+    longer = finished(tmp_path, {**config, "epochs": 3}, "resume_from_checkpoint=True")
     assert longer.column("lr")[:12] == rates
     assert len(longer.column("lr")) == 18
 
@@ -141,43 +145,20 @@ def test_optimizer_in_the_backward_is_bitwise(changes, config, trained):
     """The rate is known before the backward: bit for bit the ordinary order."""
     ordinary = trained(config(dtype="fp32", clip_grad_norm=None, **changes))
     run = trained(config(dtype="fp32", **IN_BACKWARD, **changes))
-    for column in ("loss", "lr"):
-        assert run.column(column) == ordinary.column(column)
-    one, other = weights(run.folder / "epoch_1"), weights(ordinary.folder / "epoch_1")
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert run.columns("loss", "lr") == ordinary.columns("loss", "lr")
+    assert_same_weights(run.folder / "epoch_1", ordinary.folder / "epoch_1")
     assert run.column("grad_norm") == [None] * 12
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"data_parallel_shard_dim": 3},
-            "data_parallel_shard_dim=3 x data_parallel_replicate_dim=1 x tensor_parallel_dim=1 is 3, but 2 ranks started",
-        ),
-        (
-            {"tensor_parallel_dim": 2, "tensor_parallel_plan": QWEN3_PLAN},
-            "layers.*.attn.q_norm, which the model does not have",
-        ),
-    ],
-)
-def test_mesh_sizes_that_do_not_fit_raise(changes, message, config, tmp_path):
-    """On two ranks: one sentence, once, and no rank left waiting."""
-    run = run_ranks(2, tmp_path, config(**changes))
+def test_plan_of_another_model_raises_once_on_two_ranks(config, tmp_path):
+    """One sentence, and no rank left waiting."""
+    run = run_ranks(2, tmp_path, config(tensor_parallel_dim=2, tensor_parallel_plan=QWEN3_PLAN))
     assert run.returncode == 1
     assert not run.folder.exists()
-    assert message in run.error()
+    assert "layers.*.attn.q_norm, which the model does not have" in run.error()
 
 
 def test_plans_that_do_not_fit_the_model_raise():
-    from torchtune.models.llama2 import llama2
-    from torchtune.models.llama3 import base_llama_tp_plan
-
-    from finch.distributed.tensor_parallel import check_plan
-    from finch.errors import UserError
-    from finch.models.gemma2 import gemma2
-    from finch.models.qwen3 import qwen3_tp_plan
-
     small = FAMILIES["qwen3"].build()
     check_plan(small, qwen3_tp_plan(), 2)
     with pytest.raises(UserError, match=r"leaves out layers\.0\.attn\.q_norm, which sees only this rank's heads"):
@@ -193,17 +174,7 @@ def test_plans_that_do_not_fit_the_model_raise():
 
 
 def _float64_reference(base, config):
-    """The same training in a few lines of plain torch: one batch per step, AdamW, the equation of Section 3.3."""
-    import torch.nn.functional as F
-    from omegaconf import OmegaConf
-    from torchtune.config import instantiate
-    from torchtune.models.convert_weights import tune_to_hf
-    from torchtune.models.llama2 import llama2
-    from torchtune.training import set_default_dtype
-
-    from finch.models.rotary import use_complex_product
-    from finch.weights.huggingface import HuggingFaceFolder
-
+    """The same training in a few lines of plain torch, and its weights."""
     with set_default_dtype(torch.float64):
         model = llama2(**llama_args())
     use_complex_product(model)  # torchtune's own rotates in fp32
@@ -211,46 +182,17 @@ def _float64_reference(base, config):
     cfg = OmegaConf.create(config)
     samples = list(instantiate(cfg.dataset, instantiate(cfg.tokenizer)))
 
-    def sums(rows):
-        total, count = 0, 0
+    def sums(model, rows):
+        total, count = torch.zeros((), dtype=torch.float64), 0
         for row in rows:  # one sample at a time: no padding
-            tokens, labels = torch.tensor(row["tokens"]), torch.tensor(row["labels"])
-            hidden = model.norm(_hidden(model, tokens[None]))
-            total = total + F.cross_entropy(
-                model.output(hidden)[0, :-1], labels[1:], reduction="sum", ignore_index=-100
-            )
-            count += int((labels[1:] != -100).sum())
+            hidden, labels = model.tok_embeddings(torch.tensor([row["tokens"]])), torch.tensor(row["labels"][1:])
+            for layer in model.layers:
+                hidden = layer(hidden)
+            logits = model.output(model.norm(hidden))[0, :-1]  # the model's own are rounded to fp32
+            total = total + F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+            count += int((labels != -100).sum())
         return total, count
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    with torch.no_grad():
-        total, count = sums(samples)
-    average = float(total / count)
-    found = {"loss": [], "ema_loss": [], "lr": [], "grad_norm": []}
-    for _ in range(2):
-        for start in range(0, len(samples), 8):
-            total, count = sums(samples[start : start + 8])
-            loss = total / count
-            optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            average = 0.9 * average + 0.1 * float(loss)
-            optimizer.param_groups[0]["lr"] = min(2e-3 / math.sqrt(average + 1e-8), 5e-3)
-            optimizer.step()
-            for name, value in (
-                ("loss", float(loss)),
-                ("ema_loss", average),
-                ("lr", optimizer.param_groups[0]["lr"]),
-                ("grad_norm", float(norm)),
-            ):
-                found[name].append(value)
+    found = train_plainly(model, samples, 8, 2e-3, 5e-3, epochs=2, sums=sums)
     size = llama_args()
-    found["weights"] = tune_to_hf(model.state_dict(), size["num_heads"], size["num_kv_heads"], size["embed_dim"])
-    return found
-
-
-def _hidden(model, tokens):
-    hidden = model.tok_embeddings(tokens)
-    for layer in model.layers:
-        hidden = layer(hidden)
-    return hidden
+    return found, tune_to_hf(model.state_dict(), size["num_heads"], size["num_kv_heads"], size["embed_dim"])

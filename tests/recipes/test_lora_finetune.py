@@ -4,19 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.runs import LORA, llama_args, make_config, run_here, weights
+from helpers.runs import LORA, LORA_MODEL, finished, make_config, validated, weights
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
-
-MODEL = {
-    "_component_": "torchtune.models.llama2.lora_llama2",
-    **llama_args(),
-    "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
-    "apply_lora_to_mlp": True,
-    "lora_rank": 4,
-    "lora_alpha": 8,
-}
 
 
 def adapter(run, epoch=0):
@@ -25,8 +16,7 @@ def adapter(run, epoch=0):
 
 @pytest.fixture(scope="module")
 def alone(trained, base_folder, rows_file):
-    config = make_config(base_folder, rows_file, Path("run"), model=MODEL, batch_size=8, epochs=2)
-    config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
+    config = validated(make_config(base_folder, rows_file, Path("run"), model=LORA_MODEL, batch_size=8, epochs=2))
     return trained(config, recipe=LORA), config
 
 
@@ -63,11 +53,9 @@ def test_lora_merged_folder_is_base_plus_adapter(alone, base_folder):
 
 @pytest.mark.parametrize("objective", ["STM", "FLOW"])
 def test_lora_with_an_objective(objective, alone, tmp_path):
-    config = {**alone[1], "output_dir": str(tmp_path / "run"), "epochs": 3}
     changes = [f"loss._component_=finch.objectives.{objective}"] + ["loss.threshold=60.0"] * (objective == "STM")
-    changes += ["optimizer.lr=2e-2", "lr_scheduler.eta_max=5e-2", "save_adapter_weights_only=True"]
-    run = run_here(tmp_path, config, *changes, recipe=LORA)
-    assert run.returncode == 0, run.output
+    changes += ["epochs=3", "optimizer.lr=2e-2", "lr_scheduler.eta_max=5e-2", "save_adapter_weights_only=True"]
+    run = finished(tmp_path, alone[1], *changes, recipe=LORA)
     validated = [line["validation_loss"] for line in run.metrics(validation=True)]
     assert validated[2] < validated[0] < run.column("loss")[0]
     assert not (run.folder / "epoch_0").exists()

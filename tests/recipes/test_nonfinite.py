@@ -1,64 +1,49 @@
 """A loss or gradient that is not finite ends the run, or with on_nonfinite: skip leaves the weights as they are; through the recipe."""
 
-import math
+import functools
+import itertools
 
 import pytest
 import torch
-from helpers.runs import COSINE, before_steps, make_config, run_here, spoil, weights_now
+from helpers.runs import COSINE, before_steps, finished, run_here, spoil
 
 IN_BACKWARD = {"optimizer_in_bwd": True, "clip_grad_norm": None}
 
 
 @pytest.fixture
-def config(base_folder, rows_file, tmp_path):
+def config(tiny):
     """11 steps."""
-
-    def make(name="run", **changes):
-        return make_config(base_folder, rows_file, tmp_path / name, on_nonfinite="skip", **changes)
-
-    return make
+    return functools.partial(tiny, on_nonfinite="skip")
 
 
-def keep_weights(monkeypatch):
-    """The weights before each step, by the number of steps done."""
-    seen = {}
-    before_steps(monkeypatch, lambda recipe: seen.update({recipe.state.step: weights_now(recipe)}))
-    return seen
-
-
-def have_moved(seen, step):
-    return any(not torch.equal(seen[step - 1][name], seen[step][name]) for name in seen[step])
-
-
-@pytest.mark.parametrize("changes", [{}, IN_BACKWARD], ids=["plain", "in the backward"])
-def test_nonfinite_loss_is_skipped(changes, config, tmp_path, monkeypatch):
-    """With the optimizer in the backward, the backward does not run."""
-    seen = keep_weights(monkeypatch)
-    spoil(monkeypatch, losses=[5])
-    run = run_here(tmp_path, config(**changes))
-    assert run.returncode == 0, run.output[-2000:]
-    assert [have_moved(seen, step) for step in (4, 5, 6)] == [True, False, True]
-    losses, averages = run.column("loss"), run.column("ema_loss")
-    assert [loss is None for loss in losses] == [step == 5 for step in range(1, 12)]
-    assert averages[4] == averages[3]  # the EMA waits as well
-    assert averages[5] == pytest.approx(0.9 * averages[3] + 0.1 * losses[5], rel=1e-12)
-
-
-def test_nonfinite_gradient_of_a_finite_loss_is_skipped(config, tmp_path, monkeypatch):
-    """Its update would make all weights nonfinite."""
-    seen = keep_weights(monkeypatch)
-    spoil(monkeypatch, gradients=[5])
-    run = run_here(tmp_path, config())
-    assert run.returncode == 0, run.output[-2000:]
-    assert [have_moved(seen, step) for step in (4, 5, 6)] == [True, False, True]
-    line = run.metrics()[4]
-    assert (line["step"], line["grad_norm"], math.isfinite(line["loss"])) == (5, None, True)
+@pytest.mark.parametrize(
+    ("spoiled", "changes"),
+    [("losses", {}), ("losses", IN_BACKWARD), ("gradients", {})],
+    ids=["loss", "bwd", "gradient"],
+)
+def test_nonfinite_number_is_skipped(spoiled, changes, config, tmp_path, monkeypatch):
+    """With the optimizer in the backward, the backward does not run. The update of a gradient would make all weights nonfinite."""
+    seen = []
+    before_steps(
+        monkeypatch, lambda recipe: seen.append([weight.detach().clone() for weight in recipe.model.parameters()])
+    )
+    spoil(monkeypatch, **{spoiled: [5]})
+    run = finished(tmp_path, config(**changes))
+    same = [all(map(torch.equal, *pair)) for pair in itertools.pairwise(seen)]
+    assert same[3:6] == [False, True, False]
+    assert [loss is None for loss in run.column("loss")] == [step == 5 and spoiled == "losses" for step in range(1, 12)]
+    if spoiled == "losses":
+        losses, averages = run.column("loss"), run.column("ema_loss")
+        assert averages[4] == averages[3]  # the EMA waits as well
+        assert averages[5] == pytest.approx(0.9 * averages[3] + 0.1 * losses[5], rel=1e-12)
+    else:
+        assert run.column("grad_norm")[4] is None
 
 
 def test_schedules_by_step_continue_after_a_skipped_step(config, trained, tmp_path, monkeypatch):
     finite = trained(config(lr_scheduler=COSINE))
     spoil(monkeypatch, losses=[8])
-    run = run_here(tmp_path, config(lr_scheduler=COSINE))
+    run = finished(tmp_path, config(lr_scheduler=COSINE))
     assert run.column("lr") == finite.column("lr")
     assert run.column("loss")[:7] == finite.column("loss")[:7]
     assert run.column("loss")[8] != finite.column("loss")[8]

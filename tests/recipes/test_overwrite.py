@@ -1,12 +1,12 @@
 """overwrite=True: the old run stays until the new one starts its first step, and then nothing of it is left."""
 
-import collections
 import hashlib
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
-from helpers.runs import Broken, fail_while_loading, make_config, run_here
+from helpers.runs import Broken, disk_logger, finished, run_here
 
 from finch import run_files
 
@@ -25,19 +25,10 @@ def contents(folder):
     }
 
 
-def disk_logger(folder, **arguments):
-    component = "torchtune.training.metric_logging.DiskLogger"
-    return {"_component_": component, "log_dir": str(folder / run_files.LOGS), **arguments}
-
-
 @pytest.fixture
-def config(tmp_path, base_folder, rows_file):
-    run = tmp_path / "run"
-    config = make_config(
-        base_folder, rows_file, run, epochs=2, max_steps_per_epoch=2, metric_logger=disk_logger(run, filename="old.txt")
-    )
-    config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
-    return config
+def config(tmp_path, tiny):
+    logger = disk_logger(tmp_path / "run" / run_files.LOGS, filename="old.txt")
+    return tiny(epochs=2, max_steps_per_epoch=2, metric_logger=logger, is_validated=True)
 
 
 @pytest.fixture
@@ -58,10 +49,14 @@ def test_missing_logger_package_leaves_the_old_run(tmp_path, config, old_run, mo
 
 
 def test_failure_while_loading_weights_leaves_the_old_run(tmp_path, config, old_run, monkeypatch):
-    fail_while_loading(monkeypatch, MemoryError("weights"))
+
+    def fail(_):
+        raise MemoryError("weights")
+
+    monkeypatch.setattr("finch_full_finetune.FinchFullFinetune.load_base", fail)
     (old_run / run_files.REQUEUE).touch()
     before = contents(old_run)
-    config["metric_logger"] = disk_logger(old_run, filename="new.txt")
+    config["metric_logger"]["filename"] = "new.txt"
     with pytest.raises(MemoryError, match="weights"):
         run_here(tmp_path, config, OVERWRITE, "optimizer.lr=1e-3")
     after = contents(old_run)
@@ -82,9 +77,7 @@ def test_nothing_of_the_old_run_is_left(tmp_path, config, old_run):
     (old_run / run_files.REQUEUE).touch()
     (old_run / run_files.REFERENCE_LOSSES).touch()
     (old_run / "notes.txt").touch()
-    config = {**config, "epochs": 1, "dataset_validation": None, "metric_logger": disk_logger(old_run)}
-    new = run_here(tmp_path, {key: value for key, value in config.items() if value is not None}, OVERWRITE)
-    assert new.returncode == 0, new.output
+    new = finished(tmp_path, config, OVERWRITE, "epochs=1", "~dataset_validation", "~metric_logger.filename")
     (log,) = (old_run / run_files.LOGS).iterdir()
     assert log.name.startswith("log_")
     assert len(log.read_text().splitlines()) == 2
@@ -100,7 +93,7 @@ def test_nothing_of_the_old_run_is_left(tmp_path, config, old_run):
 def test_log_that_the_new_run_appends_to_is_emptied(tmp_path, config, old_run):
     log = old_run / run_files.LOGS / "old.txt"
     lines = log.read_text().splitlines()
-    assert run_here(tmp_path, config, OVERWRITE).returncode == 0
+    finished(tmp_path, config, OVERWRITE)
     assert len(log.read_text().splitlines()) == len(lines)
 
 
@@ -111,23 +104,15 @@ def test_interrupted_removal_is_no_obstacle(override, tmp_path, config, old_run,
         with pytest.raises(Broken):
             run_here(tmp_path, config, OVERWRITE)
     assert (old_run / run_files.METRICS).exists()
-    again = run_here(tmp_path, config, override, "max_steps_per_epoch=1")
-    assert again.returncode == 0, again.output
+    again = finished(tmp_path, config, override, "max_steps_per_epoch=1")
     assert "resumed" not in again.output
     assert again.column("step") == [1, 2]
 
 
 def test_disk_without_room_for_an_epoch_is_rejected(tmp_path, config, old_run, base_folder, monkeypatch):
-    usage = collections.namedtuple("usage", "free")
-    size = (base_folder / "model.safetensors").stat().st_size
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(size // 2))
-    before = contents(old_run)
-    new_folder = run_here(tmp_path, config, f"output_dir={tmp_path / 'new'}")
-    assert (
-        f"output_dir={tmp_path / 'new'} has {size // 2:,} bytes of free disk, the weights of one epoch need"
-        in new_folder.error()
-    )
-    assert not (tmp_path / "new").exists()
-    assert contents(old_run) == before
-    replaced = run_here(tmp_path, config, OVERWRITE, "export_dtype=fp64")
-    assert replaced.returncode == 0, replaced.output  # the old run's files make room
+    free, new = (base_folder / "model.safetensors").stat().st_size // 2, tmp_path / "new"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    error = run_here(tmp_path, config, f"output_dir={new}").error()
+    assert f"output_dir={new} has {free:,} bytes of free disk, the weights of one epoch need" in error
+    assert not new.exists()
+    finished(tmp_path, config, OVERWRITE, "export_dtype=fp64")  # the old run's files make room

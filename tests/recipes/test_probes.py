@@ -1,14 +1,14 @@
 """Probes in the recipes: what they measure equals transformers, and the training does not notice them."""
 
-import json
-
 import pytest
 import torch
-import transformers
-from helpers.runs import LORA, llama_args, make_config, run_broken, run_here, run_ranks, weights
+from helpers.evaluation import read_lines
+from helpers.rows import write_lines
+from helpers.runs import LORA, LORA_MODEL, assert_same_weights, finished, make_config, run_broken
 from sentencepiece import SentencePieceProcessor
 from torchtune.datasets import instruct_dataset
 from torchtune.models.llama2 import llama2_tokenizer
+from transformers import AutoModelForCausalLM
 
 NAMES = ("texts", "facts", "choices", "own")
 
@@ -16,14 +16,14 @@ NAMES = ("texts", "facts", "choices", "own")
 @pytest.fixture(scope="module")
 def probe_rows(rows_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("probes")
-    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
-    texts = [{"text": f"{row['question']} {row['answer']}"} for row in rows[:9]]
-    endings = [[other["answer"] for other in rows[index : index + 3]] for index in range(11)]
+    rows = read_lines(rows_file)
+    answers = [row["answer"] for row in rows]
     choices = [
-        {"ctx": rows[index]["question"], "endings": endings[index], "label": str(index % 3)} for index in range(11)
+        {"ctx": rows[index]["question"], "endings": answers[index : index + 3], "label": str(index % 3)}
+        for index in range(11)
     ]
-    for name, content in (("texts", texts), ("choices", choices)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    write_lines(folder / "texts.jsonl", *({"text": f"{row['question']} {row['answer']}"} for row in rows[:9]))
+    write_lines(folder / "choices.jsonl", *choices)
     return folder
 
 
@@ -42,19 +42,9 @@ def config(base_folder, rows_file, probe_rows, tmp_path_factory):
     return config
 
 
-def finished(folder, config, *overrides, **options):
-    run = run_here(folder, {**config, "output_dir": str(folder / "run")}, *overrides, **options)
-    assert run.returncode == 0, run.output[-3000:]
-    return run
-
-
-def all_lines(run):
-    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def probed(run):
     """Evaluations by their step, without their time."""
-    lines = [line for line in all_lines(run) if "probe_seconds" in line]
+    lines = [line for line in run.lines() if "probe_seconds" in line]
     return {line["step"]: {key: value for key, value in line.items() if key != "probe_seconds"} for line in lines}
 
 
@@ -66,13 +56,8 @@ def straight(config, trained):
 def test_probes_are_evaluated_at_their_steps(straight):
     lines = probed(straight)
     assert list(lines) == [0, 4, 6, 8, 12]
-    assert lines[0].keys() == {
-        "step",
-        "epoch",
-        "probe/choices/accuracy",
-        "probe/own/kl",
-        *(f"probe/{name}/loss" for name in NAMES),
-    }
+    values = {"probe/choices/accuracy", "probe/own/kl", *(f"probe/{name}/loss" for name in NAMES)}
+    assert lines[0].keys() == {"step", "epoch", *values}
     for step in (4, 12):
         assert lines[step]["epoch"] == (0 if step == 4 else 1)
         for key in ("texts/loss", "facts/loss", "own/loss", "choices/accuracy"):
@@ -84,12 +69,10 @@ def test_probes_are_evaluated_at_their_steps(straight):
 
 def test_training_does_not_notice_probes(config, straight, trained):
     plain = trained({key: value for key, value in config.items() if not key.startswith("probes")})
-    steps = [line for line in all_lines(straight) if "probe_seconds" not in line]
-    for column in ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens"):
-        assert [line[column] for line in steps] == plain.column(column)
+    names = ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens")
+    assert straight.columns(*names) == plain.columns(*names)
     for name in ("epoch_0", "epoch_1"):
-        one, other = weights(straight.folder / name), weights(plain.folder / name)
-        assert all(torch.equal(one[key], other[key]) for key in other)
+        assert_same_weights(straight.folder / name, plain.folder / name)
 
 
 def token_losses(model, tokens, start):
@@ -101,16 +84,10 @@ def token_losses(model, tokens, start):
 
 @pytest.mark.parametrize(("step", "folder"), [(0, None), (6, "epoch_0"), (12, "epoch_1")])
 def test_probes_equal_transformers_on_the_exported_folder(step, folder, straight, config, base_folder, probe_rows):
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        base_folder if folder is None else straight.folder / folder
-    )
+    model = AutoModelForCausalLM.from_pretrained(base_folder if folder is None else straight.folder / folder)
     line, pieces = probed(straight)[step], SentencePieceProcessor(str(base_folder / "tokenizer.model"))
-    rows = {
-        name: [json.loads(text) for text in (probe_rows / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("texts", "choices")
-    }
-
-    losses = [token_losses(model, [1, *pieces.encode(row["text"]), 2], 1) for row in rows["texts"]]
+    texts = read_lines(probe_rows / "texts.jsonl")
+    losses = [token_losses(model, [1, *pieces.encode(row["text"]), 2], 1) for row in texts]
     assert line["probe/texts/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
 
     data = instruct_dataset(
@@ -124,7 +101,7 @@ def test_probes_equal_transformers_on_the_exported_folder(step, folder, straight
     assert line["probe/facts/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
 
     right, losses = [], []
-    for row in rows["choices"]:
+    for row in read_lines(probe_rows / "choices.jsonl"):
         start = len(pieces.encode(row["ctx"])) + 1
         found = [token_losses(model, [1, *pieces.encode(f"{row['ctx']} {ending}")], start) for ending in row["endings"]]
         scores = [-loss.sum().item() / len(ending) for loss, ending in zip(found, row["endings"], strict=True)]
@@ -136,21 +113,16 @@ def test_probes_equal_transformers_on_the_exported_folder(step, folder, straight
 
 
 @pytest.mark.parametrize(("step", "folder"), [(0, None), (12, "epoch_1")])
-def test_own_answers_equal_transformers_generate(step, folder, straight, config, base_folder):
+def test_own_answers_equal_transformers_generate(step, folder, straight, rows_file, base_folder):
     """Answers, their loss and the KL over the full vocabulary, which has fewer tokens than top_k."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(base_folder)
-    tuned = transformers.AutoModelForCausalLM.from_pretrained(
-        base_folder if folder is None else straight.folder / folder
-    )
+    base = AutoModelForCausalLM.from_pretrained(base_folder)
+    tuned = base if folder is None else AutoModelForCausalLM.from_pretrained(straight.folder / folder)
     tokenizer = llama2_tokenizer(str(base_folder / "tokenizer.model"), prompt_template=None)
     losses, divergences = [], []
-    with open(config["probes"]["own"]["data_files"]) as file:
-        questions = [json.loads(text)["question"] for text in file.readlines()[:5]]
-    for question in questions:
-        prompt = tokenizer.encode(question, add_eos=False)
-        tokens = base.generate(
-            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0
-        )[0]
+    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    for row in read_lines(rows_file)[:5]:
+        prompt = tokenizer.encode(row["question"], add_eos=False)
+        tokens = base.generate(torch.tensor([prompt]), **greedy)[0]
         with torch.no_grad():
             log_p0, log_p = (
                 model(tokens[None]).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1) for model in (base, tuned)
@@ -173,47 +145,37 @@ def test_kl_starts_at_zero_in_mixed_precision(config, tmp_path):
 @pytest.mark.parametrize("step", [4, 7])
 def test_resumed_run_has_the_same_curves(step, config, straight, tmp_path, monkeypatch):
     """Killed right after an evaluation, and in the second epoch between two; the steps since the last checkpoint are done again."""
-    run = {**config, "output_dir": str(tmp_path / "run")}
-    run_broken(tmp_path, run, monkeypatch, step)
-    resumed = run_here(tmp_path, run, "resume_from_checkpoint=True")
-    assert resumed.returncode == 0, resumed.output[-3000:]
+    run_broken(tmp_path, {**config, "output_dir": str(tmp_path / "run")}, monkeypatch, step)
+    resumed = finished(tmp_path, config, "resume_from_checkpoint=True")
     assert "answers are read from" in resumed.output
     assert probed(resumed) == probed(straight)
-    steps, expected = ([line for line in all_lines(each) if "loss" in line] for each in (resumed, straight))
-    assert [line["loss"] for line in steps] == [line["loss"] for line in expected]
+    assert resumed.column("loss") == straight.column("loss")
 
 
 def test_probe_added_to_a_resumed_run_starts_at_the_pretrained_model(config, straight, tmp_path, monkeypatch):
     run = {**config, "output_dir": str(tmp_path / "run"), "probes": {"own": config["probes"]["own"]}}
     run_broken(tmp_path, run, monkeypatch, 4)
     (tmp_path / "run" / "own_answers_own.safetensors").unlink()
-    resumed = run_here(tmp_path, {**run, "probes": config["probes"]}, "resume_from_checkpoint=True")
-    assert resumed.returncode == 0, resumed.output[-3000:]
+    resumed = finished(tmp_path, config, "resume_from_checkpoint=True")
     assert probed(resumed)[12] == probed(straight)[12]
 
 
 def test_probes_on_two_ranks_equal_one(config, straight, tmp_path):
     """5 prompts and 9 texts: one rank has an empty row."""
-    run = run_ranks(2, tmp_path, {**config, "output_dir": str(tmp_path / "run"), "batch_size": 4})
-    assert run.returncode == 0, run.output[-3000:]
+    run = finished(tmp_path, {**config, "batch_size": 4}, ranks=2)
     assert list(probed(run)) == list(probed(straight))
     for step, line in probed(run).items():
         assert line == pytest.approx(probed(straight)[step], rel=1e-6, abs=1e-6)
 
 
 def test_selection_and_named_validation_sets(config, rows_file, tmp_path):
-    sets = {
-        name: {**config["dataset"], "split": split} for name, split in (("near", "train[:7]"), ("far", "train[30:]"))
-    }
+    near, far = ({**config["dataset"], "split": split} for split in ("train[:7]", "train[30:]"))
+    sets = {"near": near, "far": far}
     run = finished(tmp_path, {**config, "dataset_validation": sets}, "select_by=probe/facts/loss", "~probes.own")
-    lines = [line for line in all_lines(run) if "validation/near/loss" in line]
+    lines = [line for line in run.lines() if "validation/near/loss" in line]
     assert [line["step"] for line in lines] == [6, 12]
     assert all("validation/far/loss" in line and "validation_loss" not in line for line in lines)
-    facts = {
-        line["epoch"]: line["probe/facts/loss"]
-        for line in all_lines(run)
-        if line["step"] in (6, 12) and "probe_seconds" in line
-    }
+    facts = {epoch: probed(run)[step]["probe/facts/loss"] for epoch, step in enumerate((6, 12))}
     best = min(facts, key=facts.get)
     assert (run.folder / "best").readlink().name == f"epoch_{best}"
     assert f"best epoch: {best + 1} of 2, probe/facts/loss {facts[best]:.4f} nats" in run.output
@@ -226,21 +188,13 @@ def test_dft_selects_by_the_task_probe(config, tmp_path):
 
 def test_probes_of_adapters_start_at_the_base(config, straight, tmp_path, monkeypatch):
     """The adapters begin as the base model, and a resumed run continues with its values at step 0."""
-    lora = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8}
-    model = {"_component_": "torchtune.models.llama2.lora_llama2", **llama_args(), **lora}
-    config = {
-        **config,
-        "model": model,
-        "optimizer": {**config["optimizer"], "lr": 2e-2},
-        "output_dir": str(tmp_path / "run"),
-    }
-    config["lr_scheduler"] = {**config["lr_scheduler"], "eta_max": 5e-2}
+    config = {**config, "model": LORA_MODEL, "output_dir": str(tmp_path / "run")}
     config["forgetting_budget"] = {"probe": "own", "max_increase": 99}
-    run_broken(tmp_path, config, monkeypatch, 5, recipe=LORA)
+    rates = ("optimizer.lr=2e-2", "lr_scheduler.eta_max=5e-2")
+    run_broken(tmp_path, config, monkeypatch, 5, *rates, recipe=LORA)
     assert (tmp_path / "run" / "within_budget").readlink().name == "within_budget_step_4"
     assert (tmp_path / "run" / "within_budget_step_4_adapter").is_dir()
-    run = run_here(tmp_path, config, "resume_from_checkpoint=True", recipe=LORA)
-    assert run.returncode == 0, run.output[-3000:]
+    run = finished(tmp_path, config, *rates, "resume_from_checkpoint=True", recipe=LORA)
     lines = probed(run)
     assert lines[0] == pytest.approx(probed(straight)[0], abs=1e-6)
     assert lines[12]["probe/own/kl"] > 1e-3
@@ -248,12 +202,17 @@ def test_probes_of_adapters_start_at_the_base(config, straight, tmp_path, monkey
     assert (run.folder / "within_budget").readlink().name == "epoch_1"
 
 
+def budget_between(run, inside, outside, **settings):
+    """A limit of the divergence that a run without budget is beyond at the second step and not at the first; and the budget."""
+    low, high = (probed(run)[step]["probe/own/kl"] for step in (inside, outside))
+    assert low < high
+    limit = (low + high) / 2
+    return limit, {"probe": "own", "metric": "kl", "max_increase": limit, **settings}
+
+
 def test_budget_stops_the_run(config, straight, tmp_path):
     """Outside at step 8; the last model inside is that of step 6, the end of the first epoch."""
-    lines = probed(straight)
-    limit = (lines[6]["probe/own/kl"] + lines[8]["probe/own/kl"]) / 2
-    assert lines[4]["probe/own/kl"] < limit < lines[8]["probe/own/kl"]
-    budget = {"probe": "own", "metric": "kl", "max_increase": limit, "action": "stop"}
+    limit, budget = budget_between(straight, 6, 8, action="stop")
     run = finished(tmp_path, {**config, "forgetting_budget": budget})
     assert list(probed(run)) == [0, 4, 6, 8]
     assert (run.folder / "within_budget").readlink().name == "epoch_0"
@@ -262,35 +221,28 @@ def test_budget_stops_the_run(config, straight, tmp_path):
     again = finished(tmp_path, {**config, "forgetting_budget": budget}, "resume_from_checkpoint=True")
     assert "was stopped by forgetting_budget" in again.output
     assert list(probed(again)) == [0, 4, 6, 8]
-    more = finished(
-        tmp_path, {**config, "forgetting_budget": {**budget, "max_increase": 99}}, "resume_from_checkpoint=True"
-    )
-    assert probed(more) == lines
+    budget["max_increase"] = 99
+    more = finished(tmp_path, {**config, "forgetting_budget": budget}, "resume_from_checkpoint=True")
+    assert probed(more) == probed(straight)
     assert (run.folder / "within_budget").readlink().name == "epoch_1"
 
 
 @pytest.mark.parametrize("save", ["evaluations", "epochs"])
 def test_budget_with_the_last_epoch_only(save, config, straight, tmp_path):
     """An epoch inside that has no folder is exported; one that is outside and ends the run has its folder and state."""
-    lines = probed(straight)
-    limit = (lines[6]["probe/own/kl"] + lines[8]["probe/own/kl"]) / 2
-    budget = {"probe": "own", "metric": "kl", "max_increase": limit, "action": "stop", "save": save}
+    _, budget = budget_between(straight, 6, 8, action="stop", save=save)
     config = {**config, "save_last_epoch_only": True, "forgetting_budget": budget}
     run = finished(tmp_path, config)
     assert not list(run.folder.glob("epoch_*"))
     assert (run.folder / "within_budget").readlink().name == "within_budget_step_6"
-    inside, epoch = weights(run.folder / "within_budget"), weights(straight.folder / "epoch_0")
-    assert all(torch.equal(inside[name], epoch[name]) for name in epoch)
+    assert_same_weights(run.folder / "within_budget", straight.folder / "epoch_0")
     assert f"{run.folder}/within_budget is within_budget_step_6" in run.output
-    more = finished(
-        tmp_path,
-        {**config, "forgetting_budget": {**budget, "max_increase": 99, "action": "note"}},
-        "resume_from_checkpoint=True",
-    )
+    changes = ("forgetting_budget.max_increase=99", "forgetting_budget.action=note", "resume_from_checkpoint=True")
+    more = finished(tmp_path, config, *changes)
     assert (more.folder / "within_budget").readlink().name == "epoch_1"
     assert [path.name for path in more.folder.glob("*_[0-9]*")] == ["epoch_1"]
     if save == "epochs":
-        config["forgetting_budget"] = {**budget, "max_increase": lines[6]["probe/own/kl"] / 2}
+        budget["max_increase"] = probed(straight)[6]["probe/own/kl"] / 2
         stopped = finished(tmp_path, config, "overwrite=True", "probes_every_n_steps=99", "checkpoint.every_n_steps=99")
         assert list(probed(stopped)) == [0, 6]
         assert [path.name for path in stopped.folder.glob("*_[0-9]*")] == ["epoch_0"]
@@ -298,12 +250,10 @@ def test_budget_with_the_last_epoch_only(save, config, straight, tmp_path):
 
 
 def test_budget_exports_between_epoch_ends(config, straight, tmp_path):
-    lines = probed(straight)
-    limit = (lines[4]["probe/own/kl"] + lines[6]["probe/own/kl"]) / 2
-    assert lines[4]["probe/own/kl"] < limit < min(lines[step]["probe/own/kl"] for step in (6, 8, 12))
-    run = finished(tmp_path, {**config, "forgetting_budget": {"probe": "own", "metric": "kl", "max_increase": limit}})
-    assert probed(run) == lines  # action: note
+    limit, budget = budget_between(straight, 4, 6)
+    assert limit < min(line["probe/own/kl"] for step, line in probed(straight).items() if step > 6)
+    run = finished(tmp_path, {**config, "forgetting_budget": budget})
+    assert probed(run) == probed(straight)  # action: note
     assert (run.folder / "within_budget").readlink().name == "within_budget_step_4"
-    model = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "within_budget")
     short = finished(tmp_path / "short", {**config, "epochs": 1, "max_steps_per_epoch": 4})
-    assert torch.equal(model.lm_head.weight, weights(short.folder / "epoch_0")["lm_head.weight"])
+    assert_same_weights(run.folder / "within_budget", short.folder / "epoch_0")

@@ -1,17 +1,12 @@
 """What a run shows in a log file, and what it leaves for people: lines without carriage returns, a summary, loss.png."""
 
 import pytest
-from helpers.runs import make_config, run_here, tune_run
-
-from finch import progress
-from finch.training import summary
+from helpers.runs import finished, run_here, tune_run
 
 
 @pytest.fixture
-def config(tmp_path, base_folder, rows_file):
-    config = make_config(base_folder, rows_file, tmp_path / "run", epochs=2, max_steps_per_epoch=2)
-    config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
-    return config
+def config(tiny):
+    return tiny(epochs=2, max_steps_per_epoch=2, is_validated=True)
 
 
 def test_log_file_has_lines_only(tmp_path, config):
@@ -29,8 +24,7 @@ def test_log_file_has_lines_only(tmp_path, config):
 def test_run_ends_with_a_summary_and_a_figure(tmp_path, config):
     """Also when it was resumed; the tokens are the complete run's."""
     first = run_here(tmp_path, config, "epochs=1")
-    run = run_here(tmp_path, config, "resume_from_checkpoint=True", "epochs=2")
-    assert run.returncode == 0, run.output
+    run = finished(tmp_path, config, "resume_from_checkpoint=True", "epochs=2")
     assert (first.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     best = min(run.metrics(validation=True), key=lambda line: line["validation_loss"])
     assert f"best epoch: {best['epoch'] + 1} of 2, validation loss {best['validation_loss']:.4f} nats\n" in run.output
@@ -38,19 +32,3 @@ def test_run_ends_with_a_summary_and_a_figure(tmp_path, config):
     assert f"4 steps, {sum(run.column('num_target_tokens')):,} target tokens; 0:00:0" in run.output
     assert "epoch 2/2, step 4 of 4: loss " in run.output
     assert "epoch 1/2" not in run.output
-
-
-def test_each_step_has_a_line_where_steps_are_slow(tmp_path, config, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
-    run = run_here(tmp_path, config)
-    assert [line.split(":")[0] for line in run.output.splitlines() if ": loss " in line] == [
-        f"epoch {(step + 1) // 2}/2, step {step} of 4" for step in (1, 2, 3, 4)
-    ]
-
-
-def test_run_without_matplotlib_has_no_figure(tmp_path, config, monkeypatch):
-    monkeypatch.setattr(summary, "find_spec", lambda name: None)
-    run = run_here(tmp_path, config, "epochs=1")
-    assert run.returncode == 0, run.output
-    assert "could not be drawn" not in run.output
-    assert not (run.folder / "loss.png").exists()

@@ -4,19 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from helpers.runs import FULL, LORA, llama_args, make_config, run_broken, run_here, weights
+from helpers.runs import FULL, LORA, LORA_MODEL, assert_same_weights, finished, make_config, run_broken, validated
 
 from finch.report.runs import read_runs
 from finch.sweep.job import is_trained
 
-MODEL = {
-    "_component_": "torchtune.models.llama2.lora_llama2",
-    "lora_attn_modules": ["q_proj"],
-    "lora_rank": 4,
-    "lora_alpha": 8,
-    **llama_args(),
-}
 RECIPES = {FULL: ["epoch_1"], LORA: ["epoch_1", "epoch_1_adapter"]}
 CFG = SimpleNamespace(epochs=2, forgetting_budget=None)
 
@@ -26,23 +18,19 @@ def straight(base_folder, rows_file, trained):
     """Of each recipe the config, and the run of it that saves every epoch: 2 of 11 steps."""
     runs = {}
     for recipe in RECIPES:
-        changes = {"model": MODEL} if recipe == LORA else {}
-        config = make_config(base_folder, rows_file, Path("run"), epochs=2, **changes)
-        config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
+        changes = {"model": LORA_MODEL} if recipe == LORA else {}
+        config = validated(make_config(base_folder, rows_file, Path("run"), epochs=2, **changes))
         runs[recipe] = config, trained(config, recipe=recipe)
     return runs
 
 
 def assert_last_only(run, recipe, uninterrupted):
-    assert run.returncode == 0, run.output[-3000:]
     assert sorted(path.name for path in run.folder.glob("epoch_*")) == RECIPES[recipe]
     assert (run.folder / "best").readlink().name == "epoch_1"
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_22"]
     assert run.column("loss") == uninterrupted.column("loss")
     assert run.metrics(validation=True) == uninterrupted.metrics(validation=True)
-    one, other = weights(run.folder / "epoch_1"), weights(uninterrupted.folder / "epoch_1")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same_weights(run.folder / "epoch_1", uninterrupted.folder / "epoch_1")
     assert is_trained(run.folder, CFG)
     assert read_runs([run.folder])[0].finished_epochs == 2
 
@@ -50,8 +38,7 @@ def assert_last_only(run, recipe, uninterrupted):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_last_epoch_only_equals_the_run_that_saves_all(recipe, straight, tmp_path):
     config, uninterrupted = straight[recipe]
-    config = {**config, "output_dir": str(tmp_path / "run"), "save_last_epoch_only": True}
-    run = run_here(tmp_path, config, recipe=recipe)
+    run = finished(tmp_path, {**config, "save_last_epoch_only": True}, recipe=recipe)
     assert_last_only(run, recipe, uninterrupted)
     assert run.output.count("saved the state of step") == 1
     assert run.output.count("RUN/best is the last epoch, not the one with the best validation loss") == 1
@@ -68,7 +55,7 @@ def test_last_epoch_only_resumes_from_a_step(every, saved, straight, tmp_path, m
     assert [path.name for path in folder.glob("checkpoints/*")] == ([f"step_{saved}"] if saved else [])
     assert not list(folder.glob("epoch_*"))
     assert not is_trained(folder, CFG)
-    run = run_here(tmp_path, config)
+    run = finished(tmp_path, config)
     assert (f"resumed from step {saved} of" if saved else "epoch 1") in run.output
     assert_last_only(run, FULL, uninterrupted)
 
@@ -80,8 +67,7 @@ def test_last_epoch_only_can_be_switched_on_at_a_resume(straight, tmp_path, monk
     assert (tmp_path / "run" / "epoch_0").is_dir()
     run_broken(tmp_path, config, monkeypatch, 24, "resume_from_checkpoint=True", "save_last_epoch_only=True")
     assert not (tmp_path / "run" / "epoch_1").exists()
-    run = run_here(tmp_path, config, "resume_from_checkpoint=True")
+    run = finished(tmp_path, config, "resume_from_checkpoint=True")
     assert "resumed from step 11 of" in run.output
-    one, other = weights(run.folder / "epoch_1"), weights(uninterrupted.folder / "epoch_1")
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert_same_weights(run.folder / "epoch_1", uninterrupted.folder / "epoch_1")
     assert (run.folder / "epoch_2").is_dir()

@@ -3,10 +3,11 @@
 import itertools
 import json
 
+import finch_full_finetune
 import pytest
 import torch
 from helpers.ranks import on_ranks
-from helpers.runs import make_config, write_config
+from helpers.runs import Run, write_config
 from helpers.step_cost import HostRead, HostReads, start, steps, take
 
 COUNT = """
@@ -28,11 +29,10 @@ COUNT = """
 """
 
 
-def test_step_of_finch_starts_the_collectives_of_plain_sft(tmp_path, base_folder, rows_file):
+def test_step_of_finch_starts_the_collectives_of_plain_sft(tmp_path, tiny):
     """FSDP2's own, one all-reduce of the token counts, one of the loss, one of the gradient's norm: the same with a constant rate."""
     micro_batches, layers = 2, 2
-    config = make_config(base_folder, rows_file, tmp_path, gradient_accumulation_steps=micro_batches, shuffle=False)
-    write_config(tmp_path, config)
+    write_config(tmp_path, tiny(gradient_accumulation_steps=micro_batches, shuffle=False))
     methods = {"finch": [], "sft": ["~lr_scheduler"], "reduced once": ["fsdp_reduce_every_micro_batch=False"]}
     (tmp_path / "methods.json").write_text(json.dumps(methods))
     ranks = on_ranks(2, COUNT, tmp_path)
@@ -70,11 +70,9 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_step_reads_no_value_between_log_steps(method, tmp_path, base_folder, rows_file, monkeypatch):
+def test_step_reads_no_value_between_log_steps(method, tmp_path, tiny, monkeypatch):
     """From the batches' way to the device to the end of the step. TALR's median needs a gathering on the host at each step."""
-    import finch_full_finetune
-
-    config = make_config(base_folder, rows_file, tmp_path / "run", log_every_n_steps=100, gradient_accumulation_steps=2)
+    config = tiny(log_every_n_steps=100, gradient_accumulation_steps=2)
     recipe = start(write_config(tmp_path, config), *METHODS[method])
     for group in recipe.update.optimizers[0].param_groups:
         group["lr"] = torch.tensor(group["lr"])  # as the recipe does on a GPU
@@ -97,15 +95,15 @@ def test_step_reads_no_value_between_log_steps(method, tmp_path, base_folder, ro
     recipe.close()
     if method != "talr":
         assert recipe.update.schedule.is_on_device
-        lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == [1, 2, 3]
-        assert all(line["loss"] > 0 for line in lines)
+        run = Run(0, "", tmp_path / "run")
+        assert run.column("step") == [1, 2, 3]
+        assert min(run.column("loss")) > 0
 
 
-def test_compiled_recipe_does_not_recompile(tmp_path, base_folder, rows_file, monkeypatch):
+def test_compiled_recipe_does_not_recompile(tmp_path, tiny, monkeypatch):
     """The learning rate, the EMA and the number of target tokens change at each of 50 steps."""
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")  # a test machine may lack a C++ compiler
-    config = make_config(base_folder, rows_file, tmp_path / "run", log_every_n_steps=100, batch_size=1, compile=True)
+    config = tiny(log_every_n_steps=100, batch_size=1, compile=True)
     recipe = start(write_config(tmp_path, config), "dataset.packed=True")
     epochs = itertools.chain.from_iterable(steps(recipe, recipe.data.steps_per_epoch, epoch) for epoch in range(60))
     for batches in itertools.islice(epochs, 3):  # the second number of targets makes that dimension dynamic
@@ -122,9 +120,8 @@ def test_compiled_recipe_does_not_recompile(tmp_path, base_folder, rows_file, mo
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", ["finch", "padded", "flow", "eaft"])
-def test_step_on_a_gpu_does_not_synchronize(method, tmp_path, base_folder, rows_file):
-    config = make_config(base_folder, rows_file, tmp_path / "run", log_every_n_steps=100, device="cuda")
-    recipe = start(write_config(tmp_path, config), *METHODS[method])
+def test_step_on_a_gpu_does_not_synchronize(method, tmp_path, tiny):
+    recipe = start(write_config(tmp_path, tiny(log_every_n_steps=100, device="cuda")), *METHODS[method])
     for number, batches in enumerate(steps(recipe, 4)):
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step creates the state
         try:

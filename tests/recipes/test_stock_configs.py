@@ -1,26 +1,20 @@
 """Configs as torchtune ships them, the model shrunk: the loss curve of plain SFT is the stock recipe's."""
 
-import contextlib
-import io
 import json
 import random
-import runpy
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torchtune
+import yaml
 from helpers.models import FAMILIES, save
-from helpers.runs import run_here
+from helpers.rows import write_lines
+from helpers.runs import STOCK, finished, stock_losses
 from helpers.tokenizers import write_llama3_tokenizer
-from omegaconf import OmegaConf
 
 from benchmarks.tiny_text import WORDS
 
 pytestmark = pytest.mark.slow
 
-RECIPES = Path(torchtune.__file__).parent.parent / "recipes"
 # config; the small model; vocabulary of its tokenizer; overrides beside those of every case; relative tolerance
 CASES = {
     "qwen2_5/0.5B_full_single_device": ("qwen2 tied", 151_936, ["dataset.packed=True", "compile=True"], 2e-5),
@@ -53,34 +47,13 @@ def write_tokenizer(family: str, folder: Path) -> list[str]:
         return [f"tokenizer.path={folder}/vocab.json", f"tokenizer.merges_file={folder}/merges.txt"]
     import sentencepiece
 
-    random.seed(0)
+    rng = random.Random(0)
     text = folder / "text.txt"
-    text.write_text("\n".join(" ".join(random.choices(WORDS, k=8)) for _ in range(400)))
-    ids = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=70,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **ids,
-    )
+    text.write_text("\n".join(" ".join(rng.choices(WORDS, k=8)) for _ in range(400)))
+    options = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "hard_vocab_limit": False, "minloglevel": 2}
+    files = {"input": str(text), "model_prefix": str(folder / "tokenizer")}
+    sentencepiece.SentencePieceTrainer.train(**files, vocab_size=70, **options)
     return [f"tokenizer.path={folder}/tokenizer.model"]
-
-
-def stock(folder: Path, arguments: list[str]) -> list[float]:
-    """The losses that torchtune's own recipe logs, run here."""
-    logger = [f"metric_logger.log_dir={folder}", "metric_logger.filename=stock.txt"]
-    with (
-        mock.patch.object(
-            sys, "argv", ["full_finetune_single_device", *arguments, *logger, f"output_dir={folder}/stock"]
-        ),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.suppress(SystemExit),
-    ):
-        runpy.run_path(str(RECIPES / "full_finetune_single_device.py"), run_name="__main__")
-    lines = [line for line in (folder / "stock.txt").read_text().splitlines() if "loss:" in line]
-    return [float(line.split("loss:")[1].split()[0]) for line in lines]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,29 +61,17 @@ def test_stock_config_has_the_stock_recipes_losses(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # a test machine may lack a C++ compiler
     family, vocabulary, changes, tolerance = CASES[name]
     save(family, tmp_path / "base", vocab_size=vocabulary)
-    random.seed(1)
-    rows = [
-        {
-            "instruction": " ".join(random.choices(WORDS, k=3)),
-            "input": "",
-            "output": " ".join(random.choices(WORDS, k=random.randint(1, 7))),
-        }
-        for _ in range(32)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rng = random.Random(1)
+
+    def words(number):
+        return " ".join(rng.choices(WORDS, k=number))
+
+    rows = [{"instruction": words(3), "input": "", "output": words(rng.randint(1, 7))} for _ in range(32)]
     # The file as shipped, but for the model's size, the places of files, the machine, and numbers that show a difference.
-    config = OmegaConf.load(RECIPES / "configs" / f"{name}.yaml")
-    config.model = {
-        "_component_": FAMILIES[family].component,
-        **FAMILIES[family].arguments,
-        "vocab_size": vocabulary,
-    }
-    config.dataset.update(source="json", data_files=str(tmp_path / "rows.jsonl"))
-    file = tmp_path / "config.yaml"
-    OmegaConf.save(config, file)
-    arguments = [
-        "--config",
-        str(file),
+    config = yaml.safe_load((STOCK / "configs" / f"{name}.yaml").read_text())
+    config["model"] = FAMILIES[family].config(vocab_size=vocabulary)
+    config["dataset"] |= {"source": "json", "data_files": write_lines(tmp_path / "rows.jsonl", *rows)}
+    overrides = [
         f"checkpointer.checkpoint_dir={tmp_path}/base",
         "checkpointer.checkpoint_files=[model.safetensors]",
         *write_tokenizer(family, tmp_path / "base"),
@@ -120,18 +81,11 @@ def test_stock_config_has_the_stock_recipes_losses(name, tmp_path, monkeypatch):
         "seed=0",
         "epochs=2",
         "optimizer.lr=1e-3",
-        *(["enable_activation_offloading=False"] if config.enable_activation_offloading else []),
+        *(["enable_activation_offloading=False"] if config.get("enable_activation_offloading") else []),
         *changes,
     ]
-    reference = stock(tmp_path, arguments)
-    result = run_here(tmp_path, OmegaConf.to_container(config), *arguments[2:], f"output_dir={tmp_path}/result")
-    assert result.returncode == 0, result.output
-    lines = [json.loads(line) for line in (tmp_path / "result" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines]
+    reference = stock_losses(tmp_path, config, *overrides)
+    losses = finished(tmp_path, config, *overrides).column("loss")
     assert len(reference) >= 4  # packed rows are few
-    difference = max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
-    print(
-        f"{name}: {len(losses)} steps, loss {reference[0]:.4f} to {reference[-1]:.4f}, largest relative difference {difference:.1e}"
-    )
     assert reference[-1] < 0.98 * reference[0]  # training moves the loss by far more than the tolerance
-    assert difference < tolerance
+    assert losses == pytest.approx(reference, rel=tolerance, abs=0)

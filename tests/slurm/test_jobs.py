@@ -4,42 +4,28 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
-from helpers.runs import ROOT, make_config, relative_l2, run_here, run_ranks, weights
-from helpers.slurm_lab import processes_with
+from helpers.runs import (
+    ROOT,
+    assert_same_weights,
+    environment,
+    finished,
+    make_config,
+    relative_l2,
+    run_here,
+    wait_until,
+    weights,
+    write_config,
+)
+from helpers.slurm_lab import ENDED, processes_with
 
 from finch.cli import main as cli
 from finch.cli.slurm import SCRIPT
 
 pytestmark = pytest.mark.slow
 
-# Each row takes the seconds that a file holds, as long as the file exists.
-SLOW_ROWS = """\
-import os
-import time
-from pathlib import Path
-from torchtune.datasets import instruct_dataset
-
-FILE = Path(os.environ.get("SLOW_ROWS", "absent"))
-
-class Slow:
-    def __init__(self, inner):
-        self.inner = inner
-    def __len__(self):
-        return len(self.inner)
-    def __getitem__(self, index):
-        if FILE.exists():
-            time.sleep(float(FILE.read_text()))
-        return self.inner[index]
-
-def dataset(tokenizer, **kwargs):
-    return Slow(instruct_dataset(tokenizer, **kwargs))
-"""
 # Logs its arguments and runs the command behind the image as a child, which a signal to this process does not reach.
 APPTAINER = """\
 #!/usr/bin/env bash
@@ -48,6 +34,9 @@ until [[ $1 == image.sif ]]; do shift; done
 shift
 "$@"
 """
+
+
+JOBS_PATH = environment(ROOT / "tests")["PYTHONPATH"]
 
 
 def slow_file(run):
@@ -69,8 +58,7 @@ class Job:
 
     def show(self):
         """Slurm's fields of the job."""
-        words = self.lab.run("scontrol", "--oneliner", "show", "job", self.number).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        return self.lab.jobs(self.number)[0]
 
     def output(self):
         file = self.run / "slurm" / f"{self.number}.out"
@@ -79,11 +67,8 @@ class Job:
     def checkpoints(self):
         return [int(path.name.split("_")[1]) for path in (self.run / "checkpoints").glob("step_*[0-9]")]
 
-    def wait(self, condition, what, timeout=600):
-        end = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < end, f"no {what}: {self.show()}\n{self.output()[-6000:]}"
-            time.sleep(0.2)
+    def wait(self, condition, what):
+        wait_until(condition, lambda: f"no {what}: {self.show()}\n{self.output()[-6000:]}", pause=0.2)
 
     def wait_for_step(self, step):
         file = self.run / "metrics.jsonl"
@@ -94,8 +79,7 @@ class Job:
 
     def end(self):
         """Waits, and returns the final state."""
-        done = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.wait(lambda: self.show()["JobState"] in done, "end")
+        self.wait(lambda: self.show()["JobState"] in ENDED, "end")
         return self.show()["JobState"]
 
     def scontrol(self, *words):
@@ -107,14 +91,13 @@ class Job:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, base_folder, rows_file):
-    """For 33 steps, in a folder with slow_rows.py."""
+    """For 33 steps."""
     folder = tmp_path_factory.mktemp("slurm")
     config = make_config(base_folder, rows_file, folder / "run", epochs=3, batch_size=2, check_dataset=False)
-    config["lr_scheduler"] = {**config["lr_scheduler"], "init": 4.0}
-    config["dataset"] = {**config["dataset"], "_component_": "slow_rows.dataset"}
+    config["lr_scheduler"]["init"] = 4.0
+    config["dataset"]["_component_"] = "helpers.acting_rows.dataset"
     config["checkpoint"] = {"every_n_steps": 4}
-    (folder / "slow_rows.py").write_text(SLOW_ROWS)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    write_config(folder, config)
     return config
 
 
@@ -123,8 +106,7 @@ def submit(lab, config, monkeypatch, capsys):
     """`finch slurm submit`: by default two nodes with one rank each."""
     folder = Path(config["output_dir"]).parent
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
-    for key, value in lab.environment.items():
+    for key, value in {**lab.environment, "PYTHONPATH": JOBS_PATH}.items():
         monkeypatch.setenv(key, value)
     jobs = []
 
@@ -149,17 +131,12 @@ def submit(lab, config, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def uninterrupted(config):
     """The folder of a run that is not interrupted: two ranks, without Slurm."""
-    run = Path(config["output_dir"])
-    done = run_ranks(2, run.parent, config)
-    assert done.returncode == 0, done.output[-3000:]
-    return run
+    return finished(Path(config["output_dir"]).parent, config, ranks=2).folder
 
 
-def assert_same_weights(run, uninterrupted):
-    """Bit for bit."""
+def assert_same_epochs(run, uninterrupted):
     for epoch in ("epoch_0", "epoch_1", "epoch_2"):
-        one, other = weights(run / epoch), weights(uninterrupted / epoch)
-        assert all(torch.equal(one[key], other[key]) for key in other), epoch
+        assert_same_weights(run / epoch, uninterrupted / epoch)
 
 
 def test_job_on_two_nodes_completes(submit, request):
@@ -167,7 +144,7 @@ def test_job_on_two_nodes_completes(submit, request):
     uninterrupted = request.getfixturevalue("uninterrupted")  # runs at the same time
     assert job.end() == "COMPLETED", job.output()
     assert job.show()["NumNodes"] == "2"
-    assert_same_weights(job.run, uninterrupted)
+    assert_same_epochs(job.run, uninterrupted)
     assert job.output().rstrip().endswith("done")
     assert "2 ranks on cpu" in job.output()
     logs = {path.parent.parent.parent.parent.name for path in job.run.glob("slurm/*/start_0/*/*/*/0/stderr.log")}
@@ -180,11 +157,10 @@ def test_job_resumes_after_its_time_limit_and_scancel(submit, config, uninterrup
     (tmp_path / "apptainer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("APPTAINER_LOG", str(tmp_path / "log"))
+    container = {"CONTAINER": "image.sif", "CONTAINER_RUNTIME": "apptainer", "CONTAINER_MOUNTS": "/data/a,/b:/c"}
     with monkeypatch.context() as settings:
-        settings.setenv("FINCH_CONTAINER", "image.sif")
-        settings.setenv("FINCH_CONTAINER_RUNTIME", "apptainer")
-        settings.setenv("FINCH_CONTAINER_MOUNTS", "/data/a,/b:/c")
-        settings.setenv("FINCH_PYTHON", sys.executable)
+        for key, value in {**container, "PYTHON": sys.executable}.items():
+            settings.setenv(f"FINCH_{key}", value)
         limited = submit("limited", seconds=1)
     cancelled = submit("cancelled", seconds=0.5)
     limited.wait_for_step(2)
@@ -217,7 +193,7 @@ def test_job_resumes_after_its_time_limit_and_scancel(submit, config, uninterrup
     assert f"stopped early; requeued, to resume from step {stopped}" in output
     assert f"resumed from step {stopped} of" in output
     assert "Traceback" not in output
-    assert_same_weights(limited.run, uninterrupted)
+    assert_same_epochs(limited.run, uninterrupted)
     started = (tmp_path / "log").read_text().splitlines()
     assert len(started) == 4  # two nodes, two starts: the settings outlive the requeue
     binds = ",".join(f"{folder}:{folder}" for folder in (limited.run.parent, limited.run, "/data/a"))
@@ -246,7 +222,7 @@ def test_job_resumes_after_a_killed_rank_and_a_lost_node(submit, uninterrupted, 
     lab.run("scontrol", "update", f"NodeName={lab.nodes[1]}", "State=RESUME", check=False)  # may be back already
     assert job.end() == "COMPLETED", job.output()
     assert job.show()["Restarts"] == "2"
-    assert_same_weights(job.run, uninterrupted)
+    assert_same_epochs(job.run, uninterrupted)
 
 
 def test_job_resumes_after_requeue_and_gives_up_on_failures(submit, uninterrupted, monkeypatch):
@@ -274,13 +250,13 @@ def test_job_resumes_after_requeue_and_gives_up_on_failures(submit, uninterrupte
     assert requeued.show()["Restarts"] == "1"
     stopped = requeued.output().split("stopped by a signal after step ")[1].split(";")[0]
     assert f"resumed from step {stopped} of" in requeued.output()
-    assert_same_weights(requeued.run, uninterrupted)
+    assert_same_epochs(requeued.run, uninterrupted)
 
 
 def test_job_submitted_by_hand_completes(lab, config):
     """sbatch alone, with a site's copy of the script and none of the environment."""
     folder = Path(config["output_dir"]).parent
-    (folder / "setup.sh").write_text(f"export PYTHONPATH={os.environ.get('PYTHONPATH', '')}\n")
+    (folder / "setup.sh").write_text(f"export PYTHONPATH={JOBS_PATH}\n")
     text = (ROOT / "slurm" / SCRIPT).read_text().replace("${FINCH_PYTHON:-python}", sys.executable)
     (folder / "own.sbatch").write_text(text.replace("${FINCH_SETUP:-}", f"{folder}/setup.sh"))
     run = folder / "by_hand"

@@ -2,10 +2,10 @@
 
 import subprocess
 import tempfile
-import time
 
 import pytest
 from helpers import slurm_lab as lab
+from helpers.runs import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +21,7 @@ def test_lab_cleans_up_where_slurm_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("THIS_LAB", str(tmp_path))
 
     def no_answer(self, *command, **options):
-        end = time.monotonic() + 300
-        while len(lab.processes_with(f"THIS_LAB={tmp_path}")) != 4:  # munge, the controller and two nodes
-            assert time.monotonic() < end
+        wait_until(lambda: len(lab.processes_with(f"THIS_LAB={tmp_path}")) == 4)  # munge, the controller and two nodes
         raise subprocess.TimeoutExpired(command, 60)
 
     monkeypatch.setattr(lab.Lab, "run", no_answer)

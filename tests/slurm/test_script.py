@@ -19,6 +19,7 @@ class Job:
     def __init__(self, folder):
         self.folder, self.run, self.job = folder, folder / "run", folder / "run/slurm/7"
         (folder / "bin").mkdir()
+        (folder / "requeues").touch()
         self.put("srun", 'printf "%s\\n" "$@" > srun_arguments')
         self.put("scontrol", 'echo "$@" >> requeues')
         self.put("sleep", "")
@@ -56,8 +57,7 @@ class Job:
         return [word.partition("=")[2] for word in self.srun_arguments() if word.startswith(f"{name}=")][-1]
 
     def requeues(self):
-        file = self.folder / "requeues"
-        return file.read_text().splitlines() if file.exists() else []
+        return (self.folder / "requeues").read_text().splitlines()
 
 
 @pytest.fixture
@@ -156,17 +156,14 @@ def test_script_passes_image_and_mounts_to_pyxis(job):
     output, _ = job.start(FINCH_CONTAINER="nvcr.io#team/image:1", FINCH_CONTAINER_MOUNTS=mounts)
     assert output.rstrip().endswith("done"), output
     arguments = job.srun_arguments()
-    for option in (
-        "--container-image=nvcr.io#team/image:1",
-        f"--container-workdir={job.folder}",
-        f"--container-mounts={job.folder}:{job.folder},{job.run}:{job.run},/models:/models,/a b:/data",
-        "--nodes=2",
-    ):
-        assert option in arguments[: arguments.index("bash")]
+    mounts = f"{job.folder}:{job.folder},{job.run}:{job.run},/models:/models,/a b:/data"
+    options = {"image": "nvcr.io#team/image:1", "workdir": job.folder, "mounts": mounts}
+    expected = {"--nodes=2", *(f"--container-{name}={value}" for name, value in options.items())}
+    assert expected <= set(arguments[: arguments.index("bash")])
     assert "--nproc-per-node=8" in arguments
     assert "RUNTIME=docker must be" in job.start(FINCH_CONTAINER="i", FINCH_CONTAINER_RUNTIME="docker")[0]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_script_passes_shellcheck():
-    subprocess.run(["shellcheck", str(SCRIPT)], check=True)
+def test_scripts_pass_shellcheck():
+    subprocess.run(["shellcheck", str(SCRIPT), str(ROOT / "slurm" / "sweep.sbatch")], check=True)

@@ -1,39 +1,26 @@
 """`finch sweep --slurm` on a real Slurm of two nodes."""
 
 import json
-import time
 
 import pytest
 import yaml
-from helpers.runs import make_config
+from helpers.runs import wait_until, write_config
+from helpers.slurm_lab import ENDED
 
 from finch.cli import main as cli
 
 pytestmark = pytest.mark.slow
 
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-
 
 def states(lab, job):
     """Of the job, or of each task of an array, by its number."""
-    lines = [line.split() for line in lab.run("scontrol", "--oneliner", "show", "job", job).splitlines() if line]
-    fields = [dict(word.split("=", 1) for word in line if "=" in word) for line in lines]
-    return {each.get("ArrayTaskId", ""): each["JobState"] for each in fields}
+    return {each.get("ArrayTaskId", ""): each["JobState"] for each in lab.jobs(job)}
 
 
-def wait_for_end(lab, job, timeout=600):
-    end = time.monotonic() + timeout
-    while not set(states(lab, job).values()) <= ENDED:
-        assert time.monotonic() < end, states(lab, job)
-        time.sleep(0.5)
-
-
-def test_array_trains_cells_and_the_dependent_job_follows(lab, tmp_path, base_folder, rows_file, monkeypatch, capsys):
+def test_array_trains_cells_and_the_dependent_job_follows(lab, tmp_path, tiny, monkeypatch, capsys):
     """Three cells, of which one fails; then the job that depends on them makes WiSE-FT's model of one of the others."""
-    config = make_config(base_folder, rows_file, tmp_path / "run", max_steps_per_epoch=2, check_dataset=False)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     grid = {
-        "config": str(tmp_path / "config.yaml"),
+        "config": write_config(tmp_path, tiny(max_steps_per_epoch=2, check_dataset=False)),
         "out": str(tmp_path / "out"),
         "grid": [
             {"method": ["sft"], "seed": [0, 1]},
@@ -50,8 +37,8 @@ def test_array_trains_cells_and_the_dependent_job_follows(lab, tmp_path, base_fo
     assert "3 of 4 cells to train" in printed
     array, follower = printed.split("squeue --jobs ")[1].split()[0].split(",")
     assert states(lab, follower) == {"": "PENDING"}
-    wait_for_end(lab, array)
-    wait_for_end(lab, follower)
+    for job in (array, follower):
+        wait_until(lambda job=job: set(states(lab, job).values()) <= ENDED, pause=0.5)
     output = "\n".join(path.read_text() for path in sorted((tmp_path / "out" / "slurm").glob("*.out")))
     assert states(lab, array) == {"0": "COMPLETED", "1": "COMPLETED", "2": "FAILED"}, output
     assert states(lab, follower) == {"": "FAILED"}  # as a cell has failed
@@ -59,9 +46,8 @@ def test_array_trains_cells_and_the_dependent_job_follows(lab, tmp_path, base_fo
     assert f"{failed}: it is not trained to the end: dataset" in output
     assert "not retried: dataset" in output
     assert (tmp_path / "out" / "wise_ft_seed1" / "best" / "model.safetensors").exists()
-    found = {
-        path.parent.name: json.loads(path.read_text())["status"] for path in (tmp_path / "out").glob("*/cell.json")
-    }
+    cells = (tmp_path / "out").glob("*/cell.json")
+    found = {path.parent.name: json.loads(path.read_text())["status"] for path in cells}
     assert found == {"sft_seed0": "finished", "sft_seed1": "finished", "wise_ft_seed1": "finished", failed: "failed"}
 
     capsys.readouterr()  # what is trained is not submitted again
