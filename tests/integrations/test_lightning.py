@@ -83,14 +83,9 @@ def test_checkpoint_without_finch_is_refused(tmp_path):
 
 
 def test_mistakes_are_refused(tmp_path):
-    decaying = Module(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
+    decaying, manual = Module(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)), Module()
+    manual.automatic_optimization = False
     with pytest.raises(UserError, match=r"^lr_scheduler: FINCH is the only one to set the learning rate"):
         fit(tmp_path, finch(), module=decaying)
-    with pytest.raises(
-        RuntimeError, match="more than one stateful callback of type `FinchCallback`"
-    ):  # Lightning's own
-        fit(tmp_path, finch(), finch())
-    manual = Module()
-    manual.automatic_optimization = False
     with pytest.raises(UserError, match=r"^optimizer: FINCH's callback needs one optimizer and automatic"):
         fit(tmp_path, finch(), module=manual)
