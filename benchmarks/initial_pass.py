@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 
 from finch_full_finetune import FinchFullFinetune
 
-from benchmarks.processes import machine, rotated
+from benchmarks.processes import alternate, machine, print_times
 from finch.cli.early_checks import read_job
 from finch.distributed.parallel import launched_rank
 from finch.errors import exit_without_teardown, report_user_errors
@@ -42,12 +40,7 @@ def main() -> None:
     timed = _passes(recipe)
     for run in timed.values():
         run()  # the first pass has paid for allocations and kernels
-    times: dict[str, list[float]] = {name: [] for name in timed}
-    for number in range(args.rounds):
-        for name in rotated([*timed], number):
-            start = time.perf_counter()
-            timed[name]()
-            times[name].append(time.perf_counter() - start)
+    times = alternate(timed, args.rounds)
     if launched_rank() == 0:
         data = recipe.data
         lengths = [len(data.samples[index]["labels"]) for index in data.samples.rows]
@@ -55,13 +48,7 @@ def main() -> None:
             f"{args.config} {' '.join(args.overrides)}: {len(lengths)} rows, {sum(lengths):,} tokens, {data.order.global_batch} rows "
             f"per step; {args.rounds} rounds; {machine()}"
         )
-        epoch = times.pop("epoch")
-        print(f"{'training epoch':16}{statistics.median(epoch):8.2f} s")
-        for name, values in times.items():
-            ratios = sorted(value / whole for value, whole in zip(values, epoch, strict=True))
-            print(
-                f"{name:16}{statistics.median(values):8.2f} s {statistics.median(ratios):8.1%} of it; rounds {ratios[0]:.1%} to {ratios[-1]:.1%}"
-            )
+        print_times(times)
     recipe.close()
 
 
@@ -80,7 +67,7 @@ def _passes(recipe: FinchFullFinetune) -> dict[str, Callable[[], object]]:
             consumed += data.order.global_batch
 
     return {
-        "epoch": epoch,
+        "training epoch": epoch,
         "initial pass": lambda: compute_reference_losses(model, data.eval_loader(data.samples, "")),
         "validation": lambda: dataset_loss(model, data.eval_loader(data.samples, "")),
         "probe": lambda: evaluate(model, "rows", probe, settings),

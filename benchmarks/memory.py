@@ -8,6 +8,7 @@ Writes a random model of about 1 GB, loads and exports it on 1, 2 and 4 processe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import threading
 import time
@@ -15,11 +16,12 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torchtune.training import set_default_dtype
 
-from benchmarks.processes import Ranks
+from benchmarks.processes import Ranks, print_line
 from benchmarks.tiny_job import make_llama
 from finch.checkpoint.manifest import file_entry
 from finch.distributed import fsdp, parallel
@@ -42,9 +44,18 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 2048,
 }
-_HEADER = """\
-| weights | ranks | shard, MB | read, MB | loading, MB | exporting: rank 0, MB | other ranks, MB | load, s | export, s | sha256 of the export |
-|---|--:|--:|--:|--:|--:|--:|--:|--:|---|"""
+_COLUMNS = [
+    "weights",
+    "ranks",
+    "shard, MB",
+    "read, MB",
+    "loading, MB",
+    "exporting, MB",
+    "other ranks",
+    "load, s",
+    "export, s",
+    "sha256",
+]
 
 
 def anonymous_bytes() -> int:
@@ -55,49 +66,37 @@ def anonymous_bytes() -> int:
     raise RuntimeError("/proc/self/status has no RssAnon")
 
 
-class AnonymousPeak:
-    """The largest ``anonymous_bytes`` while the context is open, read every 2 ms by a thread.
+@contextlib.contextmanager
+def anonymous_peak() -> Iterator[dict[str, float]]:
+    """At its end: ``growth``, the largest ``anonymous_bytes`` meanwhile, read every 2 ms by a thread, above those at its start; ``seconds``."""
+    measured: dict[str, float] = {}
+    start, start_time, has_ended, seen = anonymous_bytes(), time.perf_counter(), threading.Event(), [0]
 
-    Attributes:
-        growth: in bytes, the peak above what there was when the context was opened.
-        seconds: while it was open.
-    """
+    def watch() -> None:
+        while not has_ended.wait(_INTERVAL_S):
+            seen.append(anonymous_bytes())
 
-    def __enter__(self) -> AnonymousPeak:
-        self._start, self._start_time = anonymous_bytes(), time.perf_counter()
-        self._peak = self._start
-        self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._has_ended.set()
-        self._thread.join()
-        self.growth = max(self._peak, anonymous_bytes()) - self._start
-        self.seconds = time.perf_counter() - self._start_time
-
-    def _watch(self) -> None:
-        while not self._has_ended.wait(_INTERVAL_S):
-            self._peak = max(self._peak, anonymous_bytes())
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield measured
+    has_ended.set()
+    thread.join()
+    measured |= {"growth": max(*seen, anonymous_bytes()) - start, "seconds": time.perf_counter() - start_time}
 
 
 @contextlib.contextmanager
 def count_read_bytes() -> Iterator[list[int]]:
     """Appends the bytes of each part of a weight file that finch reads."""
     num_bytes: list[int] = []
-    ordinary = StoredTensor.read
+    read = StoredTensor.read
 
     def counted(stored: StoredTensor, block: tuple[slice, ...]) -> torch.Tensor:
-        part = ordinary(stored, block)
+        part = read(stored, block)
         num_bytes.append(part.nbytes)
         return part
 
-    StoredTensor.read = counted  # type: ignore[method-assign,assignment]
-    try:
+    with mock.patch.object(StoredTensor, "read", counted):
         yield num_bytes
-    finally:
-        StoredTensor.read = ordinary  # type: ignore[method-assign]
 
 
 def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype) -> dict[str, Any]:
@@ -114,19 +113,19 @@ def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype) -> dict
         decoder = auto(str(base_folder))
     model = TokenLoss(decoder)
     fsdp.shard_model(model, decoder.layers, ranks)
-    with AnonymousPeak() as loading, count_read_bytes() as num_bytes:
+    with anonymous_peak() as loading, count_read_bytes() as num_bytes:
         model.to_empty(device="cpu")  # memory that is not written to yet is not counted
         load_pretrained(model, base)
     shard = sum(to_local(parameter.detach()).nbytes for parameter in model.parameters())
-    with AnonymousPeak() as exporting:
+    with anonymous_peak() as exporting:
         base.write(decoder.state_dict().items(), target, is_writer=ranks.is_rank_zero)
     return {
         "shard": shard,
         "read": sum(num_bytes),
-        "load": loading.growth - shard,
-        "export": exporting.growth,
-        "load_seconds": loading.seconds,
-        "export_seconds": exporting.seconds,
+        "load": loading["growth"] - shard,
+        "export": exporting["growth"],
+        "load_seconds": loading["seconds"],
+        "export_seconds": exporting["seconds"],
     }
 
 
@@ -134,36 +133,32 @@ def _rank(connection: Connection, *arguments: Any) -> None:
     connection.send(load_and_export(*arguments))
 
 
-def table_row(dtype: str, measured: list[dict[str, float]], digest: str) -> str:
-    """The largest of all ranks; when exporting, rank 0, which writes, and the others."""
+def cells(dtype: str, measured: list[dict[str, float]], digest: str) -> list[str]:
+    """Of a line: the largest of all ranks; when exporting, rank 0, which writes, and the others."""
     most = {key: max(rank[key] for rank in measured) for key in measured[0]}
-    others = max((rank["export"] for rank in measured[1:]), default=None)
-    cells = [
-        dtype,
-        str(len(measured)),
-        *(f"{most[key] / _MB:,.0f}" for key in ("shard", "read", "load")),
-        f"{measured[0]['export'] / _MB:,.0f}",
-        "" if others is None else f"{others / _MB:,.0f}",
-        *(f"{most[key]:.1f}" for key in ("load_seconds", "export_seconds")),
-        digest[:12],
-    ]
-    return f"| {' | '.join(cells)} |"
+    most["other ranks"] = max((rank["export"] for rank in measured[1:]), default=float("nan"))
+    most["export"] = measured[0]["export"]
+    megabytes = (f"{most[key] / _MB:,.0f}" for key in ("shard", "read", "load", "export", "other ranks"))
+    seconds = (f"{most[key]:.1f}" for key in ("load_seconds", "export_seconds"))
+    return [dtype, str(len(measured)), *megabytes, *seconds, digest[:12]]
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         num_bytes = make_llama(folder / "base", max_shard_size="300MB", **SIZES)
-        print(f"a model of {num_bytes / _MB:,.0f} MB in files of 300MB\n{_HEADER}")
-        for dtype in DTYPES:
-            for number in RANKS:
-                with tempfile.TemporaryDirectory(dir=folder) as exported:
-                    target, log = Path(exported) / "exported", folder / "log"
-                    ranks = Ranks(_rank, folder / "base", target, dtype, log=log, ranks=number)
-                    measured = ranks.receive()
-                    ranks.close()
-                    digest = file_entry(target / "model.safetensors")["sha256"]
-                print(table_row(str(dtype).removeprefix("torch."), measured, digest), flush=True)
+        print(
+            f"a model of {num_bytes / _MB:,.0f} MB in files of 300MB; exporting: rank 0, and the largest of the other ranks"
+        )
+        print_line("", *_COLUMNS, width=14)
+        for dtype, number in itertools.product(DTYPES, RANKS):
+            with tempfile.TemporaryDirectory(dir=folder) as exported:
+                target = Path(exported) / "exported"
+                ranks = Ranks(_rank, folder / "base", target, dtype, log=folder / "log", ranks=number)
+                measured = ranks.receive()
+                ranks.close()
+                digest = file_entry(target / "model.safetensors")["sha256"]
+            print_line("", *cells(str(dtype).removeprefix("torch."), measured, digest), width=14)
 
 
 if __name__ == "__main__":

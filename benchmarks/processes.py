@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import platform
 import socket
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,27 @@ def rotated(items: Sequence[Any], number: int) -> list[Any]:
     """The items from another one on in each round, so that none always follows the same other one."""
     start = number % len(items)
     return [*items[start:], *items[:start]]
+
+
+def alternate(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each run in each round; each round begins with another one."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in rotated([*runs], number):
+            start = time.perf_counter()
+            runs[name]()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def print_times(times: Mapping[str, Sequence[float]]) -> None:
+    """The median of each over the rounds and its range, in seconds and as a share of the first one's seconds in the same round."""
+    (first, of_first), *_ = times.items()
+    print_line("median (range)", "s", f"of {first}", width=28)
+    for name, values in times.items():
+        shares = [100 * value / whole for value, whole in zip(values, of_first, strict=True)]
+        cells = (f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in (values, shares))
+        print_line(name, *(f"{cell}{unit}" for cell, unit in zip(cells, ("", " %"), strict=True)), width=28)
 
 
 def print_line(title: str, *cells: str, width: int = 12) -> None:

@@ -9,24 +9,22 @@ a step without it.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.processes import machine, print_line
 from benchmarks.speed.blocks import Contender, start_all
-from benchmarks.speed.contenders import CONTENDERS
+from benchmarks.speed.contenders import CONTENDERS, finch_recomputed
 from benchmarks.speed.rows import arguments_parser, parse_with_model, settings_of
 
 STEPS = 2  # profiled, and as many without profiling
 
-# Title, contender, what is changed.
-COLUMNS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("finch", "finch", {}),
-    ("logits recomputed", "finch", {"logits_chunks": 8}),
-    ("padded", "finch_padded", {}),
-    ("stock recipe", "torchtune_single_device", {}),
-)
+COLUMNS: dict[str, Callable[..., None]] = {
+    "finch": CONTENDERS["finch"],
+    "logits recomputed": finch_recomputed,
+    "padded": CONTENDERS["finch_padded"],
+    "stock recipe": CONTENDERS["torchtune_single_device"],
+}
 
 ELEMENTWISE, REST = "norms, rotary, elementwise", "rest"
 # The first entry of which an operator's name, or else that of the operators it runs inside, has a part.
@@ -62,28 +60,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = settings_of(options.model, options.data, options.model_dir, folder)
-        contenders = [
-            Contender(CONTENDERS[one], {**settings, **changes, "out": f"{folder}/{number}"}, folder / f"{number}.log")
-            for number, (_, one, changes) in enumerate(COLUMNS)
-        ]
+        contenders = [Contender(title, program, settings, folder) for title, program in COLUMNS.items()]
         start_all(contenders)
         for contender in contenders:
             contender.run(1)
-        profiled = [contender.run(STEPS, is_profiled=True)["operators"] for contender in contenders]
-        seconds = [contender.run(STEPS)["seconds"] for contender in contenders]
+        profiled = [contender.run(STEPS, is_profiled=True).operators for contender in contenders]
+        seconds = [contender.run(STEPS).seconds for contender in contenders]
         for contender in contenders:
             contender.close()
     print(f"{options.model}, 16 TOFU rows per step; {machine()}")
-    print_line("ms per step", *(title for title, *_ in COLUMNS), width=20)
+    print_line("ms per step", *COLUMNS, width=20)
     by_group = [[(group_of(names), own) for names, own in operators] for operators in profiled]
-    for group in GROUPS:
-        _print_milliseconds(group, [sum(own for its, own in each if its == group) for each in by_group])
-    _print_milliseconds("all operators", [sum(own for _, own in each) for each in by_group])
-    _print_milliseconds("step, not profiled", seconds)
-
-
-def _print_milliseconds(title: str, seconds: list[float]) -> None:
-    print_line(title, *(f"{1000 * each / STEPS:,.1f}" for each in seconds), width=20)
+    lines = {group: [sum(own for its, own in each if its == group) for each in by_group] for group in GROUPS}
+    lines["all operators"] = [sum(own for _, own in each) for each in by_group]
+    lines["step, not profiled"] = seconds
+    for title, values in lines.items():
+        print_line(title, *(f"{1000 * each / STEPS:,.1f}" for each in values), width=20)
 
 
 if __name__ == "__main__":

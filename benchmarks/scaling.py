@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,15 +42,11 @@ SIZES: dict[str, Any] = {
 }
 
 
-@dataclass
-class Case:
+class Case(NamedTuple):
     """A run of the recipe.
 
     Attributes:
-        name: of its line in the table.
-        settings: of ``benchmarks.speed.contenders.finch``.
         rows: of a rank's step.
-        ranks: processes.
         threads: of each rank.
     """
 
@@ -69,7 +65,9 @@ def main() -> None:
         llama = folder / "llama"
         make_llama(llama, **SIZES, max_position_embeddings=max(LENGTHS))
         small = settings_of("stories260k", options.data, None, folder / "small")
-        questions = [json.loads(line) for line in Path(small["rows"]).read_text(encoding="utf-8").splitlines()]
+        questions = [
+            json.loads(line) for line in (folder / "small" / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         middle = llama_settings(llama, questions, folder / "middle", tokenizer)
         for title, settings in (("0.3 M", small), ("14 M", middle)):
             cases = [Case(f"{ranks} rank(s)", settings, ROWS_PER_RANK, ranks, threads=1) for ranks in RANKS]
@@ -80,7 +78,7 @@ def main() -> None:
             number = TOKENS_PER_STEP // length
             rows = [{"question": row["question"], "answer": answers} for row in questions[: MAX_STEPS * number]]
             settings = llama_settings(llama, rows, folder / str(length), tokenizer)
-            settings["tokenizer"]["max_seq_len"] = length
+            settings["config"]["tokenizer"]["max_seq_len"] = length
             cases.append(Case(f"{length} tokens", settings, number))
         _measure(f"14 M parameters, {TOKENS_PER_STEP:,} tokens per step, all cores", cases, folder)
         cases = [Case("0.3 M", small), Case("14 M", middle)]
@@ -91,21 +89,27 @@ def main() -> None:
 
 def _measure(title: str, cases: list[Case], folder: Path) -> None:
     """Runs the cases in turns and prints their table."""
-    runs = []
-    for number, case in enumerate(cases):
-        out = f"{folder}/{title}-{number}"
-        settings = {**case.settings, "out": out, "batch_size": case.rows}
-        runs.append(Contender(finch, settings, Path(f"{out}.log"), ranks=case.ranks, threads=case.threads))
+    runs = [
+        Contender(
+            case.name,
+            partial(finch, batch_size=case.rows),
+            case.settings,
+            folder / title,
+            ranks=case.ranks,
+            threads=case.threads,
+        )
+        for case in cases
+    ]
     start_all(runs)
     lengths = [Lengths.of(samples_of(case.settings), case.ranks * case.rows) for case in cases]
     steps = []
     for run, each in zip(runs, lengths, strict=True):
-        possible = int(BLOCK_S / run.run(1)["seconds"])
+        possible = int(BLOCK_S / run.run(1).seconds)
         steps.append(max(1, min(possible, (len(each.tokens) - WARM_UP) // BLOCKS)))
     seconds, rates = [0.0] * len(cases), [0.0] * len(cases)
     for _ in range(BLOCKS):
         for number, (case, run) in enumerate(zip(cases, runs, strict=True)):
-            seconds[number] += run.run(steps[number])["seconds"]
+            seconds[number] += run.run(steps[number]).seconds
             torch.set_num_threads(min(num_cores(), case.ranks * (case.threads or num_cores())))
             rates[number] += matmul_rate(lengths[number].tokens[0], case.settings["shapes"]) / BLOCKS
     print(f"\n{title}")

@@ -1,6 +1,6 @@
 """finch's recipe against other ways to take the same optimizer steps: 16 TOFU rows, AdamW, fp32, gradients clipped to 1.
 
-    python -m benchmarks.speed --data DATA [--model stories260k|smollm2] [--quick] [--json FILE]
+    python -m benchmarks.speed --data DATA [--model stories260k|smollm2] [--quick]
 
 Each contender trains in a separate process, those on 2 ranks in two. They alternate in blocks of a few steps, so that whatever else the
 machine does meets all of them. A step has the same rows with all but TRL, whose steps have rows of like length. A ratio is a contender's
@@ -14,7 +14,6 @@ step computes, counted by torch's FlopCounterMode.
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.processes import machine, num_cores, print_line, rotated
-from benchmarks.speed.blocks import Contender, matmul_rate, ratio_interval, start_all
+from benchmarks.speed.blocks import Block, Contender, matmul_rate, ratio_interval, start_all
 from benchmarks.speed.contenders import BATCH, CONTENDERS, samples_of
 from benchmarks.speed.rows import Lengths, arguments_parser, group_by_length, parse_with_model, settings_of
 
@@ -59,7 +58,6 @@ FULL = {"stories260k": Plan(10, 45, 600), "smollm2": Plan(1, 15, 900)}
 def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks, within 8 minutes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
     options = parse_with_model(parser)
     has_trl = importlib.util.find_spec("trl") is not None
     if not has_trl:
@@ -78,88 +76,51 @@ def main() -> None:
             f"blocks of {plan.steps} steps; {machine()}"
         )
         print_line("", "targets/s", "finch is faster", "TFLOP", "of matmul", "peak MB", "blocks", width=20)
-        rows: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(GROUPS):
             names = [each for each in group if has_trl or each != "trl_sft"]
-            for row in _measure(names, plan, settings, lengths, folder / str(number)):
-                _print_row(row)
-                rows.setdefault(row["contender"], row)
-            if options.json is not None:
-                options.json.write_text(json.dumps(list(rows.values()), indent=2) + "\n", encoding="utf-8")
+            _measure(names, plan, settings, lengths, folder / str(number))
 
 
-def _measure(
-    names: list[str], plan: Plan, settings: dict[str, Any], lengths: dict[str, Lengths], folder: Path
-) -> list[dict[str, Any]]:
-    """The rows of contenders that alternate; the first one is ours."""
-    folder.mkdir()
-    contenders = {
-        name: Contender(
-            CONTENDERS[name], {**settings, "out": f"{folder}/{name}"}, folder / f"{name}.log", ranks=RANKS.get(name, 1)
-        )
-        for name in names
-    }
-    ours, start = lengths[names[0]].tokens, time.monotonic()
+def _measure(names: list[str], plan: Plan, settings: dict[str, Any], lengths: dict[str, Lengths], folder: Path) -> None:
+    """Prints the lines of contenders that alternate; the first one is ours."""
+    contenders = {name: Contender(name, CONTENDERS[name], settings, folder, ranks=RANKS.get(name, 1)) for name in names}
+    first, start = names[0], time.monotonic()
     start_all([*contenders.values()])
-    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    rates = []
-    for number in range(plan.blocks):
+    blocks: dict[str, list[Block]] = {name: [] for name in names}
+    rates: list[float] = []
+    tokens = lengths[first].tokens
+    while len(rates) < plan.blocks:
         round_start = time.monotonic()
-        for name in rotated(names, number):
+        for name in rotated(names, len(rates)):
             blocks[name].append(contenders[name].run(plan.steps))
-        rates.append(matmul_rate(round(sum(ours) / len(ours)), settings["shapes"]))
-        if number and 2 * time.monotonic() - round_start > start + plan.seconds:
+        rates.append(matmul_rate(round(sum(tokens) / len(tokens)), settings["shapes"]))
+        if len(rates) > 1 and 2 * time.monotonic() - round_start > start + plan.seconds:
             break
     for one in contenders.values():
         one.close()
 
-    def of_blocks(lengths: list[int]) -> list[int]:
+    def of_blocks(values: list[int]) -> list[int]:
         """Sums over the steps of each block; the first step is in none."""
-        starts = [1 + plan.steps * number for number in range(len(rates))]
-        return [sum(lengths[start : start + plan.steps]) for start in starts]
+        return [sum(values[1 + plan.steps * number :][: plan.steps]) for number in range(len(rates))]
 
-    seconds = {name: [block["seconds"] for block in blocks[name]] for name in names}
+    seconds = {name: [block.seconds for block in blocks[name]] for name in names}
     targets = {name: of_blocks(lengths[name].targets) for name in names}
     matmul = sum(rates) / len(rates)
-    needed = contenders[names[0]].flops / ours[0] * sum(of_blocks(ours)) / sum(targets[names[0]])
-    rows = []
+    needed = contenders[first].flops / tokens[0] * sum(of_blocks(tokens)) / sum(targets[first])  # of a target token
+    print(f"against {first}; matrix products {matmul / 1e9:,.1f} GFLOP/s")
     for name in names:
-        work = targets[names[0]], targets[name]
-        ratio, low, high = ratio_interval(seconds[names[0]], seconds[name], work)
+        ratio, low, high = ratio_interval(seconds[first], seconds[name], (targets[first], targets[name]))
         rate = sum(targets[name]) / sum(seconds[name])
-        rows.append(
-            {
-                "contender": name,
-                "against": names[0],
-                "target_tokens_per_s": rate,
-                "ratio": ratio,
-                "ratio_low": low,
-                "ratio_high": high,
-                "matmul_share": needed * rate / matmul,
-                "flops_of_first_step": contenders[name].flops,
-                "needed_flops_per_target_token": needed,
-                "peak_memory_bytes": max(block["peak_memory_bytes"] for block in blocks[name]),
-                "matmul_flops_per_s": matmul,
-                "step_s": sum(seconds[name]) / len(rates) / plan.steps,
-                "blocks": len(rates),
-            }
+        print_line(
+            name,
+            f"{rate:,.0f}",
+            f"{ratio:.2f} x [{low:.2f}, {high:.2f}]",
+            f"{contenders[name].flops / 1e12:.4f}",
+            f"{needed * rate / matmul:.0%}",
+            f"{max(block.peak_memory_bytes for block in blocks[name]) / 1e6:,.0f}",
+            str(len(rates)),
+            width=20,
         )
-    return rows
-
-
-def _print_row(row: dict[str, Any]) -> None:
-    if row["contender"] == row["against"]:
-        print(f"against {row['against']}; matrix products {row['matmul_flops_per_s'] / 1e9:,.1f} GFLOP/s")
-    print_line(
-        row["contender"],
-        f"{row['target_tokens_per_s']:,.0f}",
-        f"{row['ratio']:.2f} x [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]",
-        f"{row['flops_of_first_step'] / 1e12:.4f}",
-        f"{row['matmul_share']:.0%}",
-        f"{row['peak_memory_bytes'] / 1e6:,.0f}",
-        str(row["blocks"]),
-        width=20,
-    )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """Training programs that wait between blocks of optimizer steps, so that several alternate on one machine.
 
-A program runs unchanged in separate processes, one per rank. torch calls a hook after every optimizer step. It counts, and at the end of
-a block it reports what the block took and waits for the next one.
+A program runs unchanged in separate processes, one per rank. torch calls a hook after every optimizer step. At the end of a block it
+reports what the block took and waits for the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,61 +29,55 @@ RESAMPLES = 10_000
 AT_ONCE = 2  # programs that start together: the first step of all of them would not fit into memory
 
 
-class _Blocks:
-    """Counts optimizer steps in a program's process. The first step pays for imports, allocations and kernels: it is in no block."""
+class Block(NamedTuple):
+    """
+    Attributes:
+        operators: of a profiled block: the names of each operator and of those it runs inside, innermost first, and its own seconds.
+    """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._left = 1
-        self._profile: profile | None = None
-        self._flops: FlopCounterMode | None = FlopCounterMode(display=False)
-        self._hook = register_module_forward_pre_hook(self._count_flops)
-        register_optimizer_step_post_hook(self._after_step)
+    seconds: float
+    peak_memory_bytes: int
+    operators: list[tuple[list[str], float]]
 
-    def _count_flops(self, *_: Any) -> None:
-        self._hook.remove()
-        assert self._flops is not None
-        self._flops.__enter__()
 
-    def _after_step(self, *_: Any) -> None:
-        self._left -= 1
-        if self._left:
-            return
-        if self._flops is not None:
-            self._flops.__exit__(None, None, None)
-            self._connection.send(self._flops.get_total_flops())
-            self._flops = None
-        else:
-            self._report()
+def _blocks(connection: Connection) -> Iterator[None]:
+    """In a program's process; goes on after each optimizer step. The first step pays for imports, allocations and kernels: it is in no
+    block."""
+    flops = FlopCounterMode(display=False)
+
+    def count_flops(*_: Any) -> None:
+        hook.remove()
+        flops.__enter__()
+
+    hook = register_module_forward_pre_hook(count_flops)
+    yield
+    flops.__exit__(None, None, None)
+    connection.send(flops.get_total_flops())
+    while True:
         try:
-            self._left, is_profiled = self._connection.recv()
+            steps, is_profiled = connection.recv()
         except EOFError:
             os._exit(0)  # the benchmark has ended, the program has not
-        self._profile = profile(activities=[ProfilerActivity.CPU]).__enter__() if is_profiled else None
-        self._start = time.perf_counter()
-
-    def _report(self) -> None:
-        seconds, operators = time.perf_counter() - self._start, []
-        if self._profile is not None:
-            self._profile.__exit__(None, None, None)
-            operators = [(_names(each), each.self_cpu_time_total / 1e6) for each in self._profile.events() or ()]
+        with profile(activities=[ProfilerActivity.CPU]) if is_profiled else contextlib.nullcontext() as profiled:
+            start = time.perf_counter()
+            for _ in range(steps):
+                yield
+            seconds = time.perf_counter() - start
+        events = (profiled.events() if profiled is not None else None) or ()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._connection.send({"seconds": seconds, "peak_memory_bytes": peak, "operators": operators})
+        connection.send(Block(seconds, peak, [(_names(each), each.self_cpu_time_total / 1e6) for each in events]))
 
 
 def _names(event: Any) -> list[str]:
-    """The operator's name, then those of the operators it runs inside, innermost first."""
-    names = []
-    while event is not None:
-        names.append(event.name)
-        event = event.cpu_parent
-    return names
+    return [] if event is None else [event.name, *_names(event.cpu_parent)]
 
 
 def run_in_blocks(connection: Connection, program: Callable[[Any], None], settings: Any) -> None:
     """Runs a program whose optimizer steps are the benchmark's; called in the program's process, on each of its ranks."""
     logging.disable(logging.WARNING)
-    _Blocks(connection)
+    blocks = _blocks(connection)
+    next(blocks)
+    register_optimizer_step_post_hook(lambda *_: next(blocks))
     program(settings)
 
 
@@ -90,8 +85,9 @@ class Contender:
     """A training program between two blocks of steps.
 
     Args:
-        program: trains until its process is ended; takes ``settings``.
-        log: file for what it prints.
+        name: of its files in ``folder``.
+        program: trains until its process is ended; takes ``settings``, to which the place of its output is added as ``out``.
+        folder: created if missing.
         ranks, threads: of :class:`Ranks`.
 
     Attributes:
@@ -100,14 +96,17 @@ class Contender:
 
     def __init__(
         self,
-        program: Callable[[Any], None],
+        name: str,
+        program: Callable[..., None],
         settings: Mapping[str, Any],
-        log: Path,
+        folder: Path,
         *,
         ranks: int = 1,
         threads: int | None = None,
     ) -> None:
-        self._start = lambda: Ranks(run_in_blocks, program, settings, log=log, ranks=ranks, threads=threads)
+        folder.mkdir(exist_ok=True)
+        arguments = run_in_blocks, program, {**settings, "out": str(folder / name)}
+        self._start = lambda: Ranks(*arguments, log=folder / f"{name}.log", ranks=ranks, threads=threads)
         self.flops = 0
 
     def start(self) -> None:
@@ -115,28 +114,16 @@ class Contender:
         self._ranks = self._start()
 
     def wait_until_ready(self) -> None:
-        """Waits for the end of the first step.
-
-        Raises:
-            SystemExit: the program has ended.
-        """
+        """Waits for the end of the first step. Raises SystemExit if the program has ended, as does :meth:`run`."""
         if not self.flops:
             self.flops = sum(self._ranks.receive())
 
-    def run(self, steps: int, *, is_profiled: bool = False) -> dict[str, Any]:
-        """A block of steps.
-
-        Returns:
-            ``seconds`` of the slowest rank, ``peak_memory_bytes`` of the largest; ``operators`` of rank 0 if profiled, which slows the
-            block down: the names of each operator and of those around it, and its own seconds.
-
-        Raises:
-            SystemExit: the program has ended.
-        """
+    def run(self, steps: int, *, is_profiled: bool = False) -> Block:
+        """A block of steps: the seconds of the slowest rank, the memory of the largest, the operators of rank 0 if profiled, which slows
+        the block down."""
         self._ranks.send((steps, is_profiled))
-        reports = self._ranks.receive()
-        largest = {key: max(report[key] for report in reports) for key in ("seconds", "peak_memory_bytes")}
-        return {**largest, "operators": reports[0]["operators"]}
+        seconds, peaks, operators = zip(*self._ranks.receive(), strict=True)
+        return Block(max(seconds), max(peaks), operators[0])
 
     def close(self) -> None:
         """Ends the program."""
@@ -153,9 +140,7 @@ def start_all(contenders: Sequence[Contender]) -> None:
         one.wait_until_ready()
 
 
-def ratio_interval(
-    ours: Sequence[float], theirs: Sequence[float], work: tuple[Sequence[float], Sequence[float]]
-) -> tuple[float, float, float]:
+def ratio_interval(ours: Sequence[float], theirs: Sequence[float], work: Any) -> tuple[float, float, float]:
     """Their time per target token divided by ours over paired blocks: the ratio of the sums, and its 95% bootstrap interval over blocks.
 
     Args:
@@ -180,11 +165,14 @@ def matmul_rate(tokens: int, shapes: Sequence[tuple[int, int]], seconds: float =
         shapes: (inputs, outputs) of the model's linear layers.
     """
     pairs = [(torch.randn(tokens, inputs), torch.randn(inputs, outputs)) for inputs, outputs in shapes]
-    for one, other in pairs:
-        one @ other
-    flops, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
+
+    def products() -> None:
         for one, other in pairs:
             one @ other
-            flops += 2 * one.shape[0] * one.shape[1] * other.shape[1]
-    return flops / elapsed
+
+    products()
+    rounds, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        products()
+        rounds += 1
+    return rounds * sum(2 * tokens * inputs * outputs for inputs, outputs in shapes) / elapsed

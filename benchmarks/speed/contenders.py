@@ -6,126 +6,87 @@ Each is a function that trains until its process is ended, called once per rank.
 from __future__ import annotations
 
 import gc
-import importlib.util
+import json
 import math
 import os
 import runpy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.speed.rows import group_by_length
 from benchmarks.tiny_job import make_config
 
 BATCH, LR, EPOCHS = 16, 1e-5, 1000
 IGNORED = -100
+STOCK: dict[str, Any] = {  # what torchtune's recipes cannot do without
+    "resume_from_checkpoint": False,
+    "shuffle": False,
+    "gradient_accumulation_steps": 1,
+    "max_steps_per_epoch": None,
+    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    "compile": False,
+    "enable_activation_checkpointing": False,
+    "enable_activation_offloading": False,
+    "log_every_n_steps": 1,
+    "log_peak_memory_stats": False,
+}
 
 
 def config(settings: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A config that finch's recipe and torchtune's take.
 
     Args:
-        settings: ``folder``, ``model``, ``tokenizer``, ``model_type``, ``rows``, ``is_plain`` (question-answer rows, not chats) and ``out``;
-            ``batch_size``, the rows of a rank, by default all 16.
+        settings: those of ``benchmarks.speed.rows``, and ``out``.
     """
-    job = make_config(
-        Path(settings["folder"]),
-        Path(settings["rows"]),
-        Path(settings["out"]),
-        model=settings["model"],
-        tokenizer=settings["tokenizer"],
-        lr_scheduler=None,
-        batch_size=settings.get("batch_size", BATCH),
-        epochs=EPOCHS,
-        optimizer={"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.0, "fused": True},
-    )
+    base, out = Path(settings["folder"]), Path(settings["out"])
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.0, "fused": True}
+    job = make_config(base, Path(), out, batch_size=BATCH, epochs=EPOCHS, optimizer=optimizer, lr_scheduler=None)
     job["checkpointer"] |= {"recipe_checkpoint": None, "model_type": settings["model_type"]}
-    if not settings["is_plain"]:
-        del job["dataset"]["column_map"]
-        columns = {"conversation_column": "messages", "conversation_style": "openai"}
-        job["dataset"] |= {"_component_": "torchtune.datasets.chat_dataset", **columns}
-    job["dataset"]["split"] = "train"
-    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": settings["out"]}
-    stock = {  # what torchtune's recipes cannot do without
-        "resume_from_checkpoint": False,
-        "shuffle": False,
-        "gradient_accumulation_steps": 1,
-        "max_steps_per_epoch": None,
-        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        "compile": False,
-        "enable_activation_checkpointing": False,
-        "enable_activation_offloading": False,
-        "metric_logger": {**logger, "filename": "log.txt"},
-        "log_every_n_steps": 1,
-        "log_peak_memory_stats": False,
-    }
-    return {**job, **stock, **changes}
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(out), "filename": "log.txt"}
+    return {**job, **STOCK, "metric_logger": logger, **settings["config"], **changes}
 
 
-def _run_recipe(name: str, settings: dict[str, Any], **changes: Any) -> None:
-    from omegaconf import OmegaConf
-
-    file = Path(settings["out"] + ".configs") / f"{os.environ.get('RANK', 0)}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(config(settings, **changes)), file)
-    sys.argv = [name, "--config", str(file)]
-    if name.startswith("finch"):
-        runpy.run_module(name, run_name="__main__")
-    else:
-        runpy.run_path(_stock(name), run_name="__main__")
+def _run_recipe(run: Callable[..., Any], recipe: str, settings: dict[str, Any], **changes: Any) -> None:
+    file = Path(f"{settings['out']}.{os.environ.get('RANK', 0)}.yaml")
+    file.write_text(json.dumps(config(settings, **changes)), encoding="utf-8")
+    sys.argv = [recipe, "--config", str(file)]
+    run(recipe, run_name="__main__")
 
 
-def _stock(name: str) -> str:
-    spec = importlib.util.find_spec("torchtune")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(Path(spec.origin).parent.parent / "recipes" / f"{name}.py")
-
-
-def finch(settings: dict[str, Any]) -> None:
-    """finch's recipe. ``logits_chunks``: a number of chunks in which logits are computed, and recomputed for the backward."""
-    if "logits_chunks" in settings:
-        from finch.training import chunked_loss
-
-        chunked_loss.chunks_for = lambda *_, **__: settings["logits_chunks"]
-        chunked_loss.head_of = lambda *_: None  # recomputed in the backward
+def finch(settings: dict[str, Any], **changes: Any) -> None:
+    """finch's recipe."""
     schedule = {"_component_": "finch.FinchLR", "eta_max": 5e-5, "ema": 0.9, "init": 3.0}
-    _run_recipe("finch_full_finetune", settings, lr_scheduler=schedule)
+    _run_recipe(runpy.run_module, "finch_full_finetune", settings, **{"lr_scheduler": schedule, **changes})
 
 
-def finch_constant(settings: dict[str, Any]) -> None:
-    """finch's recipe with a constant learning rate."""
-    _run_recipe("finch_full_finetune", settings)
+def finch_recomputed(settings: dict[str, Any]) -> None:
+    """finch's recipe with logits in eight chunks, recomputed for the backward."""
+    from finch.training import chunked_loss
+
+    chunked_loss.chunks_for = lambda *_, **__: 8
+    chunked_loss.head_of = lambda *_: None
+    finch(settings)
 
 
-def finch_padded(settings: dict[str, Any]) -> None:
-    """finch's recipe on padded batches."""
-    _run_recipe("finch_full_finetune", settings, padding_free=False)
-
-
-def finch_2_ranks(settings: dict[str, Any]) -> None:
-    """finch's recipe on 2 processes, 8 rows each: what torchtune's distributed recipe is compared with."""
-    finch({**settings, "batch_size": BATCH // 2})
-
-
-def torchtune_single_device(settings: dict[str, Any]) -> None:
-    """torchtune's stock recipe."""
-    _run_recipe("full_finetune_single_device", settings, optimizer_in_bwd=False)
-
-
-def torchtune_distributed(settings: dict[str, Any]) -> None:
-    """torchtune's stock recipe on 2 processes, 8 rows each, without the two calls that stop it on a CPU: reading memory statistics, and
-    emptying the device's cache before training (``torch.cpu`` has none)."""
+def stock(settings: dict[str, Any], *, recipe: str, **changes: Any) -> None:
+    """torchtune's stock recipe; the distributed one without the two calls that stop it on a CPU: reading memory statistics, and emptying
+    the device's cache before training (``torch.cpu`` has none)."""
+    import torchtune
     from torchtune import training
 
-    training.get_memory_stats = lambda device: {}
-    training.log_memory_stats = lambda stats: None
-    training.cleanup_before_training = gc.collect
-    _run_recipe("full_finetune_distributed", {**settings, "batch_size": BATCH // 2}, optimizer_in_bwd=False)
+    if recipe == "full_finetune_distributed":
+        training.get_memory_stats = lambda device: {}
+        training.log_memory_stats = lambda stats: None
+        training.cleanup_before_training = gc.collect
+    file = Path(torchtune.__file__).parents[1] / "recipes" / f"{recipe}.py"
+    _run_recipe(runpy.run_path, str(file), settings, optimizer_in_bwd=False, **changes)
 
 
 def samples_of(settings: dict[str, Any]) -> list[dict[str, list[int]]]:
@@ -133,16 +94,14 @@ def samples_of(settings: dict[str, Any]) -> list[dict[str, list[int]]]:
     from omegaconf import OmegaConf
     from torchtune.config import instantiate
 
-    cfg = OmegaConf.create(config(settings))
+    cfg = OmegaConf.create(settings["config"])
     rows = instantiate(cfg.dataset, instantiate(cfg.tokenizer))
     return [{"tokens": list(map(int, row["tokens"])), "labels": list(map(int, row["labels"]))} for row in rows]
 
 
 def _pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    longest = max(len(row["tokens"]) for row in rows)
-
     def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([each + [fill] * (longest - len(each)) for each in values])
+        return pad_sequence([torch.tensor(each) for each in values], batch_first=True, padding_value=fill)
 
     return {
         "input_ids": padded([row["tokens"] for row in rows], 0),
@@ -170,9 +129,8 @@ def transformers_trainer(settings: dict[str, Any]) -> None:
     """transformers' Trainer on padded batches."""
     import transformers
 
-    rows = samples_of(settings)
-    model = _transformers_model(settings)
     arguments = transformers.TrainingArguments(**_trainer_arguments(settings), remove_unused_columns=False)
+    model, rows = _transformers_model(settings), samples_of(settings)
     transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=_pad).train()
 
 
@@ -203,31 +161,28 @@ def authors_loop(settings: dict[str, Any]) -> None:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     average = 3.0
-    for _ in range(EPOCHS):
-        for start in range(0, len(rows), BATCH):
-            batch = _pad(rows[start : start + BATCH])
-            labels = batch.pop("labels")
-            logits = model(**batch).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            average = 0.9 * average + 0.1 * loss.item()
-            optimizer.param_groups[0]["lr"] = min(LR / math.sqrt(average + 1e-8), 5e-5)
-            optimizer.step()
-            optimizer.zero_grad()
+    for start in [*range(0, len(rows), BATCH)] * EPOCHS:
+        batch = _pad(rows[start : start + BATCH])
+        labels = batch.pop("labels")
+        logits = model(**batch).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        average = 0.9 * average + 0.1 * loss.item()
+        optimizer.param_groups[0]["lr"] = min(LR / math.sqrt(average + 1e-8), 5e-5)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-CONTENDERS: dict[str, Callable[[dict[str, Any]], None]] = {
-    one.__name__: one
-    for one in (
-        finch,
-        finch_constant,
-        finch_padded,
-        torchtune_single_device,
-        transformers_trainer,
-        trl_sft,
-        authors_loop,
-        finch_2_ranks,
-        torchtune_distributed,
-    )
+CONTENDERS: dict[str, Callable[..., None]] = {
+    "finch": finch,
+    "finch_constant": partial(finch, lr_scheduler=None),
+    "finch_padded": partial(finch, lr_scheduler=None, padding_free=False),
+    "torchtune_single_device": partial(stock, recipe="full_finetune_single_device"),
+    "transformers_trainer": transformers_trainer,
+    "trl_sft": trl_sft,
+    "authors_loop": authors_loop,
+    # On 2 processes, 8 rows each
+    "finch_2_ranks": partial(finch, batch_size=BATCH // 2),
+    "torchtune_distributed": partial(stock, recipe="full_finetune_distributed", batch_size=BATCH // 2),
 }

@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.tiny_job import instruct_dataset
+
 ROWS, COPIES = {"stories260k": 4000, "smollm2": 1600}, {"stories260k": 2, "smollm2": 1}
 WINDOW = 800  # rows, of which those of like length are put together: transformers' 50 batches
 
@@ -38,17 +40,18 @@ def settings_of(model: str, data: Path, model_dir: Path | None, folder: Path) ->
         model_dir: SmolLM2's Hugging Face folder.
         folder: for the rows.
     """
-    is_plain = model == "stories260k"
     lines = (data / "tofu" / "full.jsonl").read_text(encoding="utf-8").splitlines()[: ROWS[model]] * COPIES[model]
     random.Random(0).shuffle(lines)
-    base = data / "stories260k" if is_plain else Path(str(model_dir))
-    return llama_settings(base, [json.loads(line) for line in lines], folder, base if is_plain else None)
+    rows = [json.loads(line) for line in lines]
+    if model == "stories260k":
+        return llama_settings(data / model, rows, folder, data / model)
+    return llama_settings(Path(str(model_dir)), rows, folder)
 
 
 def llama_settings(
     base: Path, rows: list[dict[str, str]], folder: Path, tokenizer_folder: Path | None = None
 ) -> dict[str, Any]:
-    """Settings of any Llama and any rows.
+    """Settings of any Llama and any rows: its ``folder``, ``model_type``, ``shapes`` of its linear layers, and ``config`` of a job.
 
     Args:
         base: the model's Hugging Face folder.
@@ -56,27 +59,35 @@ def llama_settings(
         folder: the rows are written to.
         tokenizer_folder: of a SentencePiece tokenizer, for rows without a chat template; None: the model's own, with its template.
     """
-    tokenizer: dict[str, Any] = {"_component_": "finch.models.auto_tokenizer", "path": str(base.resolve())}
-    written: list[dict[str, Any]] = list(rows)
+    path = str(base.resolve())
+    folder.mkdir(exist_ok=True)
+    file = folder / "rows.jsonl"
+    dataset, written = instruct_dataset(file), list[Any](rows)
     if tokenizer_folder is None:
         keys = {"user": "question", "assistant": "answer"}
         written = [{"messages": [{"role": role, "content": row[key]} for role, key in keys.items()]} for row in rows]
+        columns = {"conversation_column": "messages", "conversation_style": "openai"}
+        dataset = {
+            "_component_": "torchtune.datasets.chat_dataset",
+            "source": "json",
+            "data_files": str(file),
+            **columns,
+        }
+        tokenizer: dict[str, Any] = {"_component_": "finch.models.auto_tokenizer", "path": path}
     else:
-        path = str(tokenizer_folder.resolve() / "tokenizer.model")
         component = "torchtune.models.llama2.llama2_tokenizer"
-        tokenizer = {"_component_": component, "path": path, "max_seq_len": None, "prompt_template": None}
-    folder.mkdir(exist_ok=True)
-    file = folder / "rows.jsonl"
+        pieces = str(tokenizer_folder.resolve() / "tokenizer.model")
+        tokenizer = {"_component_": component, "path": pieces, "max_seq_len": None, "prompt_template": None}
     file.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
     return {
-        "folder": str(base.resolve()),
-        "rows": str(file),
-        "out": str(folder),
-        "is_plain": tokenizer_folder is not None,
-        "model": {"_component_": "finch.models.auto", "path": str(base.resolve())},
+        "folder": path,
         "model_type": "LLAMA3_2" if tokenizer_folder is None else "LLAMA2",
-        "tokenizer": tokenizer,
         "shapes": linear_shapes(json.loads((base / "config.json").read_text(encoding="utf-8"))),
+        "config": {
+            "model": {"_component_": "finch.models.auto", "path": path},
+            "tokenizer": tokenizer,
+            "dataset": {**dataset, "split": "train"},
+        },
     }
 
 

@@ -1,27 +1,9 @@
-"""benchmarks.saving: the order of the modes, ratios within a round, and one small run through the recipe."""
-
-from collections import Counter
+"""benchmarks.saving: ratios within a round, and one small run through the recipe."""
 
 import pytest
-import torch
 
 from benchmarks import tiny_job
-from benchmarks.saving import ASYNC, MODES, NEVER, SYNC, AlternatingWriter, Measurement, measure, report
-from finch.distributed.parallel import Parallel
-
-
-def test_writer_alternates_modes_in_every_order(tmp_path):
-    writer = AlternatingWriter(tmp_path, Parallel(torch.device("cpu")), every_n_steps=5)
-    due = [writer.is_due(step) for step in range(1, 5 * 20)]
-    modes = [mode for mode, _ in writer.stretches]
-    rounds = [tuple(modes[start : start + 3]) for start in range(0, 18, 3)]
-    assert all(set(each) == set(MODES) for each in rounds)
-    assert len(set(rounds)) == 6
-    for position in range(3):
-        assert set(Counter(each[position] for each in rounds).values()) == {2}
-    # Due at the start of each stretch with a save, and at no other step
-    starts = {5 * (number + 1) for number, mode in enumerate(modes) if mode != NEVER}
-    assert {step for step, is_due in enumerate(due, 1) if is_due and step <= 5 * len(modes)} == starts
+from benchmarks.saving import ASYNC, MODES, NEVER, SYNC, Measurement, measure, report
 
 
 def test_ratios_compare_stretches_of_the_same_round():
@@ -37,8 +19,9 @@ def test_ratios_compare_stretches_of_the_same_round():
 
 @pytest.mark.slow
 def test_measure_small_model_on_two_ranks(tmp_path):
-    measured = measure(tmp_path, ranks=2, rounds=2, every=2, size=tiny_job.TINY)
+    measured = measure(tmp_path / "run", ranks=2, rounds=2, every=2, size=tiny_job.TINY)
     assert {mode: len(seconds) for mode, seconds in measured.seconds.items()} == dict.fromkeys(MODES, 2)
-    assert {mode: len(seconds) for mode, seconds in measured.save_seconds.items()} == {ASYNC: 2, SYNC: 2}
+    assert len(measured.save_seconds[SYNC]) == 2
+    assert measured.save_seconds[ASYNC]  # the last one may not have ended
     parameters = 64 * 32 * 2  # only the embedding and the head
     assert measured.state_bytes > 3 * 4 * parameters

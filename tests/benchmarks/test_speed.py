@@ -29,16 +29,16 @@ def train(settings):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_count_steps_and_flops(tmp_path, ranks):
-    one = Contender(train, {"steps": 7}, tmp_path / "tiny.log", ranks=ranks)
+    one = Contender("tiny", train, {"steps": 7}, tmp_path, ranks=ranks)
     start_all([one])  # step 1
     # A product of [2, 4] with [4, 4], and the gradient of the weight
     assert one.flops == ranks * 2 * (2 * 2 * 4 * 4)
     plain = one.run(3)
-    assert plain["operators"] == []
-    assert plain["seconds"] > 0
-    assert plain["peak_memory_bytes"] > 1e6
+    assert plain.operators == []
+    assert plain.seconds > 0
+    assert plain.peak_memory_bytes > 1e6
     seconds = dict.fromkeys(GROUPS, 0.0)
-    for names, own in one.run(1, is_profiled=True)["operators"]:
+    for names, own in one.run(1, is_profiled=True).operators:
         seconds[group_of(names)] += own
     assert min(seconds[MATRIX], seconds[OPTIMIZER]) > 0
     if ranks == 1:
