@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torchtune.training import set_default_dtype
 
-from benchmarks.processes import Ranks, print_line
+from benchmarks.processes import Ranks, print_row
 from benchmarks.tiny_job import make_llama
 from finch.checkpoint.manifest import file_entry
 from finch.distributed import fsdp, parallel
@@ -33,7 +33,6 @@ from finch.weights.files import StoredTensor
 from finch.weights.huggingface import HuggingFaceFolder
 
 RANKS, DTYPES = (1, 2, 4), (torch.float32, torch.bfloat16)
-_MB = 1e6
 _INTERVAL_S = 0.002
 SIZES: dict[str, Any] = {
     "vocab_size": 32000,
@@ -44,18 +43,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 2048,
 }
-_COLUMNS = [
-    "weights",
-    "ranks",
-    "shard, MB",
-    "read, MB",
-    "loading, MB",
-    "exporting, MB",
-    "other ranks",
-    "load, s",
-    "export, s",
-    "sha256",
-]
 
 
 def anonymous_bytes() -> int:
@@ -105,7 +92,7 @@ def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype) -> dict
     Returns:
         Of this rank, in bytes and seconds: ``shard``, the weights it keeps; ``read``, of the weight files; ``load``, the
         peak of anonymous memory while loading, above that before and its own shard; ``export``, the peak while exporting,
-        above that before; ``load_seconds`` and ``export_seconds``.
+        above that before; ``load, s`` and ``export, s``.
     """
     ranks = parallel.start(torch.device("cpu"), shard=False)
     base = HuggingFaceFolder(str(base_folder))
@@ -124,8 +111,8 @@ def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype) -> dict
         "read": sum(num_bytes),
         "load": loading["growth"] - shard,
         "export": exporting["growth"],
-        "load_seconds": loading["seconds"],
-        "export_seconds": exporting["seconds"],
+        "load, s": loading["seconds"],
+        "export, s": exporting["seconds"],
     }
 
 
@@ -133,24 +120,25 @@ def _rank(connection: Connection, *arguments: Any) -> None:
     connection.send(load_and_export(*arguments))
 
 
-def cells(dtype: str, measured: list[dict[str, float]], digest: str) -> list[str]:
-    """Of a line: the largest of all ranks; when exporting, rank 0, which writes, and the others."""
+def row_of(dtype: str, measured: list[dict[str, float]], digest: str) -> dict[str, Any]:
+    """The largest of all ranks; when exporting, rank 0, which writes, and the others."""
     most = {key: max(rank[key] for rank in measured) for key in measured[0]}
-    most["other ranks"] = max((rank["export"] for rank in measured[1:]), default=float("nan"))
-    most["export"] = measured[0]["export"]
-    megabytes = (f"{most[key] / _MB:,.0f}" for key in ("shard", "read", "load", "export", "other ranks"))
-    seconds = (f"{most[key]:.1f}" for key in ("load_seconds", "export_seconds"))
-    return [dtype, str(len(measured)), *megabytes, *seconds, digest[:12]]
+    return {
+        "weights": dtype,
+        "ranks": len(measured),
+        **{f"{key}, MB": most[key] / 1e6 for key in ("shard", "read", "load")},
+        "export: rank 0, MB": measured[0]["export"] / 1e6,
+        "other ranks, MB": max((rank["export"] / 1e6 for rank in measured[1:]), default=""),
+        **{key: most[key] for key in ("load, s", "export, s")},
+        "sha256": digest[:12],
+    }
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         num_bytes = make_llama(folder / "base", max_shard_size="300MB", **SIZES)
-        print(
-            f"a model of {num_bytes / _MB:,.0f} MB in files of 300MB; exporting: rank 0, and the largest of the other ranks"
-        )
-        print_line("", *_COLUMNS, width=14)
+        print(f"a model of {num_bytes / 1e6:,.0f} MB in files of 300MB")
         for dtype, number in itertools.product(DTYPES, RANKS):
             with tempfile.TemporaryDirectory(dir=folder) as exported:
                 target = Path(exported) / "exported"
@@ -158,7 +146,8 @@ def main() -> None:
                 measured = ranks.receive()
                 ranks.close()
                 digest = file_entry(target / "model.safetensors")["sha256"]
-            print_line("", *cells(str(dtype).removeprefix("torch."), measured, digest), width=14)
+            row = row_of(str(dtype).removeprefix("torch."), measured, digest)
+            print_row(row, has_header=(dtype, number) == (DTYPES[0], RANKS[0]))
 
 
 if __name__ == "__main__":

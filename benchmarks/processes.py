@@ -125,13 +125,26 @@ def alternate(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
 def print_times(times: Mapping[str, Sequence[float]]) -> None:
     """The median of each over the rounds and its range, in seconds and as a share of the first one's seconds in the same round."""
     (first, of_first), *_ = times.items()
-    print_line("median (range)", "s", f"of {first}", width=28)
     for name, values in times.items():
-        shares = [100 * value / whole for value, whole in zip(values, of_first, strict=True)]
-        cells = (f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in (values, shares))
-        print_line(name, *(f"{cell}{unit}" for cell, unit in zip(cells, ("", " %"), strict=True)), width=28)
+        shares = [value / whole for value, whole in zip(values, of_first, strict=True)]
+        row = {"": name, "seconds, median (range)": spread(values), f"of {first}": spread(shares)}
+        print_row(row, has_header=name == first)
 
 
-def print_line(title: str, *cells: str, width: int = 12) -> None:
-    """A line of a table."""
-    print(f"{title:26}" + "".join(f"{cell:>{width}}" for cell in cells), flush=True)
+def spread(values: Sequence[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def print_row(row: Mapping[str, Any], *, has_header: bool) -> None:
+    """A line of a table, below that of the keys if it is the first; numbers with three digits or more."""
+    cells = [
+        (f"{each:,.0f}" if abs(each) >= 100 else f"{each:.3g}") if isinstance(each, float) else each
+        for each in row.values()
+    ]
+    for line in ([*row], cells) if has_header else (cells,):
+        print(
+            f"{line[0]:26}"
+            + "".join(f"{cell:>{max(10, len(key) + 2)}}" for cell, key in zip(line[1:], [*row][1:], strict=True)),
+            flush=True,
+        )

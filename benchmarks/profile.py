@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.processes import machine, print_line
+from benchmarks.processes import machine, print_row
 from benchmarks.speed.blocks import Contender, start_all
 from benchmarks.speed.contenders import CONTENDERS, finch_recomputed
 from benchmarks.speed.rows import arguments_parser, parse_with_model, settings_of
@@ -69,13 +69,15 @@ def main() -> None:
         for contender in contenders:
             contender.close()
     print(f"{options.model}, 16 TOFU rows per step; {machine()}")
-    print_line("ms per step", *COLUMNS, width=20)
     by_group = [[(group_of(names), own) for names, own in operators] for operators in profiled]
     lines = {group: [sum(own for its, own in each if its == group) for each in by_group] for group in GROUPS}
     lines["all operators"] = [sum(own for _, own in each) for each in by_group]
     lines["step, not profiled"] = seconds
     for title, values in lines.items():
-        print_line(title, *(f"{1000 * each / STEPS:,.1f}" for each in values), width=20)
+        milliseconds = (1000 * each / STEPS for each in values)
+        print_row(
+            {"ms per step": title, **dict(zip(COLUMNS, milliseconds, strict=True))}, has_header=title == GROUPS[0]
+        )
 
 
 if __name__ == "__main__":

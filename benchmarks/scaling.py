@@ -16,21 +16,18 @@ import json
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from benchmarks.processes import machine, num_cores, print_line
-from benchmarks.speed.blocks import Contender, matmul_rate, start_all
+from benchmarks.processes import machine
 from benchmarks.speed.contenders import BATCH, finch, samples_of
 from benchmarks.speed.rows import Lengths, arguments_parser, llama_settings, settings_of
+from benchmarks.speed.table import Case, print_table
 from benchmarks.tiny_job import make_llama
 
 RANKS, ROWS_PER_RANK = (1, 2, 4), 8
 LENGTHS, TOKENS_PER_STEP = (128, 512, 1024, 2048), 4096
 MAX_STEPS = 50  # of a length
-BLOCKS, BLOCK_S = 4, 2.0  # a block has as many steps as fit into BLOCK_S, at least one, and stays within the epoch
-WARM_UP = 2  # steps before the first block
+BLOCKS = 4
 # Between stories260k and SmolLM2 in size, for stories260k's tokenizer
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -42,19 +39,10 @@ SIZES: dict[str, Any] = {
 }
 
 
-class Case(NamedTuple):
-    """A run of the recipe.
-
-    Attributes:
-        rows: of a rank's step.
-        threads: of each rank.
-    """
-
-    name: str
-    settings: dict[str, Any]
-    rows: int = BATCH
-    ranks: int = 1
-    threads: int | None = None
+def _case(name: str, settings: dict[str, Any], rows: int = BATCH, ranks: int = 1, threads: int | None = None) -> Case:
+    """A run of the recipe; ``rows`` of a rank's step."""
+    lengths = Lengths.of(samples_of(settings), ranks * rows)
+    return Case(name, partial(finch, batch_size=rows), settings, lengths, ranks, threads)
 
 
 def main() -> None:
@@ -65,13 +53,13 @@ def main() -> None:
         llama = folder / "llama"
         make_llama(llama, **SIZES, max_position_embeddings=max(LENGTHS))
         small = settings_of("stories260k", options.data, None, folder / "small")
-        questions = [
-            json.loads(line) for line in (folder / "small" / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
+        lines = (folder / "small" / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+        questions = [json.loads(line) for line in lines]
         middle = llama_settings(llama, questions, folder / "middle", tokenizer)
         for title, settings in (("0.3 M", small), ("14 M", middle)):
-            cases = [Case(f"{ranks} rank(s)", settings, ROWS_PER_RANK, ranks, threads=1) for ranks in RANKS]
-            _measure(f"{title} parameters, {ROWS_PER_RANK} TOFU rows per rank, one thread each", cases, folder)
+            cases = [_case(f"{ranks} rank(s)", settings, ROWS_PER_RANK, ranks, threads=1) for ranks in RANKS]
+            title = f"{title} parameters, {ROWS_PER_RANK} TOFU rows per rank, one thread each"
+            print_table(title, cases, folder, BLOCKS)
         cases = []
         for length in LENGTHS:
             answers = " ".join(row["answer"] for row in questions[: 2 + length // 20])
@@ -79,56 +67,12 @@ def main() -> None:
             rows = [{"question": row["question"], "answer": answers} for row in questions[: MAX_STEPS * number]]
             settings = llama_settings(llama, rows, folder / str(length), tokenizer)
             settings["config"]["tokenizer"]["max_seq_len"] = length
-            cases.append(Case(f"{length} tokens", settings, number))
-        _measure(f"14 M parameters, {TOKENS_PER_STEP:,} tokens per step, all cores", cases, folder)
-        cases = [Case("0.3 M", small), Case("14 M", middle)]
+            cases.append(_case(f"{length} tokens", settings, number))
+        print_table(f"14 M parameters, {TOKENS_PER_STEP:,} tokens per step, all cores", cases, folder, BLOCKS)
+        cases = [_case("0.3 M", small), _case("14 M", middle)]
         if options.model_dir is not None:
-            cases.append(Case("135 M", settings_of("smollm2", options.data, options.model_dir, folder / "large")))
-        _measure(f"{BATCH} TOFU rows per step, all cores", cases, folder)
-
-
-def _measure(title: str, cases: list[Case], folder: Path) -> None:
-    """Runs the cases in turns and prints their table."""
-    runs = [
-        Contender(
-            case.name,
-            partial(finch, batch_size=case.rows),
-            case.settings,
-            folder / title,
-            ranks=case.ranks,
-            threads=case.threads,
-        )
-        for case in cases
-    ]
-    start_all(runs)
-    lengths = [Lengths.of(samples_of(case.settings), case.ranks * case.rows) for case in cases]
-    steps = []
-    for run, each in zip(runs, lengths, strict=True):
-        possible = int(BLOCK_S / run.run(1).seconds)
-        steps.append(max(1, min(possible, (len(each.tokens) - WARM_UP) // BLOCKS)))
-    seconds, rates = [0.0] * len(cases), [0.0] * len(cases)
-    for _ in range(BLOCKS):
-        for number, (case, run) in enumerate(zip(cases, runs, strict=True)):
-            seconds[number] += run.run(steps[number]).seconds
-            torch.set_num_threads(min(num_cores(), case.ranks * (case.threads or num_cores())))
-            rates[number] += matmul_rate(lengths[number].tokens[0], case.settings["shapes"]) / BLOCKS
-    print(f"\n{title}")
-    print_line("", "step, s", "tokens/s", "targets/s", "GFLOP/s", "of matmul", "matmul GFLOP/s", width=15)
-    for number, (case, run, each) in enumerate(zip(cases, runs, lengths, strict=True)):
-        run.close()
-        timed = slice(WARM_UP, WARM_UP + BLOCKS * steps[number])
-        tokens = sum(each.tokens[timed]) / seconds[number]
-        flops = run.flops * tokens / each.tokens[0]  # those of the first step, by its tokens
-        print_line(
-            case.name,
-            f"{seconds[number] / BLOCKS / steps[number]:.3f}",
-            f"{tokens:,.0f}",
-            f"{sum(each.targets[timed]) / seconds[number]:,.0f}",
-            f"{flops / 1e9:,.1f}",
-            f"{flops / rates[number]:.0%}",
-            f"{rates[number] / 1e9:,.1f}",
-            width=15,
-        )
+            cases.append(_case("135 M", settings_of("smollm2", options.data, options.model_dir, folder / "large")))
+        print_table(f"{BATCH} TOFU rows per step, all cores", cases, folder, BLOCKS)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -35,20 +35,14 @@ SLOW_EXIT_TIMEOUT_S = 90.0
 
 def members(tag: str) -> list[psutil.Process]:
     """The living processes that were started with ``TAG=tag``."""
-    processes = []
-    for process in psutil.process_iter():
-        # It may have ended meanwhile, be a zombie, or another user's.
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(TAG) == tag:
-                processes.append(process)
-    return processes
+    # No environment: it is a zombie, or another user's.
+    return [each for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get(TAG) == tag]
 
 
-def kill_all(tag: str, rng: random.Random) -> None:
+def kill_all(tag: str) -> None:
     """Kills them in a random order, and what they have started meanwhile, until none is left."""
     while living := members(tag):
-        rng.shuffle(living)
-        for process in living:
+        for process in random.sample(living, len(living)):
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
@@ -61,43 +55,54 @@ def wait_until_gone(tag: str, seconds: float) -> list[psutil.Process]:
     return living
 
 
-@dataclass(frozen=True)
 class Job:
-    """Attributes:
-    config: the recipe's config file.
-    run: the run's folder, as in the config.
-    recipe: the module that torchrun starts.
+    """
+    Args:
+        config: the recipe's config file.
+        run: the run's folder, as in the config.
+        recipe: the module that torchrun starts.
+
+    Attributes:
+        launcher, log: of the last start.
     """
 
-    config: Path
-    run: Path
-    recipe: str = RECIPE
+    launcher: subprocess.Popen[bytes]
+    log: Path
 
-    @property
-    def tag(self) -> str:
-        return str(self.run)
+    def __init__(self, config: Path, run: Path, recipe: str = RECIPE) -> None:
+        self.run, self.recipe, self.tag = run, recipe, str(run)
+        # Starts or resumes the job.
+        self.command = torchrun(2, "-m", recipe, "--config", str(config), "resume_from_checkpoint=auto")
 
-    def log(self, attempt: int) -> Path:
-        return self.run.with_name(f"{self.run.name}.{attempt}.log")
-
-    def log_text(self, attempt: int) -> str:
-        return self.log(attempt).read_text(encoding="utf-8", errors="replace")
-
-    def log_tail(self, attempt: int) -> str:
-        return " | ".join(self.log_text(attempt).strip().splitlines()[-5:])
-
-    def command(self) -> list[str]:
-        """Starts or resumes the job."""
-        return torchrun(2, "-m", self.recipe, "--config", str(self.config), "resume_from_checkpoint=auto")
-
-    def start(self, attempt: int) -> subprocess.Popen[bytes]:
-        """Starts the launcher in a new session; the output of all processes goes into ``log``."""
+    @contextlib.contextmanager
+    def started(self, attempt: int) -> Iterator[None]:
+        """Starts the launcher in a new session; the output of all processes goes into ``log``. None of them is left at the end."""
         phases_file(self.run).unlink(missing_ok=True)
-        env = environment(ROOT, **{"OMP_NUM_THREADS": "1", TAG: self.tag})
-        with self.log(attempt).open("wb") as log:
-            return subprocess.Popen(
-                self.command(), stdout=log, stderr=log, env=env, cwd=self.run.parent, start_new_session=True
+        self.log = self.run.with_name(f"{self.run.name}.{attempt}.log")
+        env, cwd = environment(ROOT, **{"OMP_NUM_THREADS": "1", TAG: self.tag}), self.run.parent
+        with self.log.open("wb") as log:
+            self.launcher = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env=env, cwd=cwd, start_new_session=True
             )
+        try:
+            yield
+        finally:
+            kill_all(self.tag)
+            self.launcher.wait()
+
+    def wait(self, until: float, is_reached: Callable[[str], bool] = lambda phase: False) -> bool:
+        """Waits until an instant or a phase; returns whether the launcher still runs."""
+        while self.launcher.poll() is None and time.monotonic() < until and not is_reached(self.phase()):
+            time.sleep(0.002)
+        return self.launcher.poll() is None
+
+    def log_text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def failure(self) -> str:
+        """The launcher's exit code and the log's last lines."""
+        tail = " | ".join(self.log_text().strip().splitlines()[-5:])
+        return f"exited with {self.launcher.returncode}: {tail}"
 
     def phase(self) -> str:
         """What rank 0 is doing, or did last."""
@@ -134,15 +139,12 @@ class Kill(NamedTuple):
 class Outcome:
     """Attributes:
     lost: steps to repeat, for each start after a kill that reached its training.
-    damaged: checkpoints that a start found damaged; a kill may leave incomplete ones, never damaged ones.
-    failures: messages; empty: the run has ended.
+    failures: messages; empty: the run has ended, and no start found a damaged checkpoint. A kill may leave incomplete ones only.
     """
 
     kills: list[Kill] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 def run_undisturbed(job: Job) -> Timing:
@@ -151,17 +153,14 @@ def run_undisturbed(job: Job) -> Timing:
         RuntimeError: the job fails even without kills.
     """
     start = time.monotonic()
-    launcher = job.start(0)
-    try:
-        _wait(launcher, job, start + ATTEMPT_TIMEOUT_S, lambda phase: phase != START)
+    with job.started(0):
+        job.wait(start + ATTEMPT_TIMEOUT_S, lambda phase: phase != START)
         first_step = time.monotonic()
-        _wait(launcher, job, start + ATTEMPT_TIMEOUT_S, lambda phase: phase == END)
+        job.wait(start + ATTEMPT_TIMEOUT_S, lambda phase: phase == END)
         last_save = time.monotonic()
-        _wait(launcher, job, start + ATTEMPT_TIMEOUT_S)
-    finally:
-        kill_all(job.tag, random.Random(0))
-    if launcher.wait() != 0:
-        raise RuntimeError(f"the undisturbed run failed: {job.log_tail(0)}")
+        job.wait(start + ATTEMPT_TIMEOUT_S)
+    if job.launcher.returncode != 0:
+        raise RuntimeError(f"the undisturbed run {job.failure()}")
     return Timing(first_step - start, last_save - first_step, job.last_step())
 
 
@@ -173,82 +172,60 @@ def run_killed(job: Job, timing: Timing, kinds: Sequence[str], rng: random.Rando
         rng: draws the instants.
         max_lost: steps that a kill may cost; more is a failure.
     """
-    outcome, start = Outcome(), time.monotonic()
+    outcome = Outcome()
     for attempt, kind in enumerate((*kinds, None), 1):
         step_before = job.last_step()
-        launcher = job.start(attempt)
-        try:
-            kill = _run_until_kill(launcher, job, timing, kind, rng)
+        with job.started(attempt):
+            kill = _run_until_kill(job, timing, kind, rng)
             is_fast = kill is None or kill.kind == "tree" or (kill.kind == "launcher" and kill.phase != START)
             survivors = wait_until_gone(job.tag, EXIT_TIMEOUT_S if is_fast else SLOW_EXIT_TIMEOUT_S)
-        finally:
-            kill_all(job.tag, rng)
-        code = launcher.wait()
         outcome.failures += [f"attempt {attempt} left process {process.pid} behind" for process in survivors]
         _check_resume(outcome, job, attempt, step_before, max_lost)
         if kill is not None:
             outcome.kills.append(kill)
-        elif code != 0:
-            outcome.failures.append(f"attempt {attempt} exited with {code}: {job.log_tail(attempt)}")
-        if outcome.failures or (kill is None and code == 0):
+        elif job.launcher.returncode != 0:
+            outcome.failures.append(f"attempt {attempt} {job.failure()}")
+        if outcome.failures or kill is None:
             break
-    outcome.seconds = time.monotonic() - start
     return outcome
 
 
-def _run_until_kill(
-    launcher: subprocess.Popen[bytes], job: Job, timing: Timing, kind: str | None, rng: random.Random
-) -> Kill | None:
+def _run_until_kill(job: Job, timing: Timing, kind: str | None, rng: random.Random) -> Kill | None:
     """Waits for the instant and kills; None: the job ended before, or ``kind`` is None."""
     start = time.monotonic()
     deadline = start + ATTEMPT_TIMEOUT_S
     at_start, fraction = rng.random() < SHARE_OF_KILLS_AT_START, rng.random()
-    if kind is None:
-        _wait(launcher, job, deadline)
-        return None
     if at_start:
         instant = start + fraction * timing.start_s
     else:
-        _wait(launcher, job, deadline, lambda phase: phase != START)
+        job.wait(deadline, lambda phase: phase != START)
         # Within the rest of the training: a kill after its end would be none.
         instant = time.monotonic() + fraction * timing.training_s * (1 - job.last_step() / timing.steps)
-    if not _wait(launcher, job, min(instant, deadline)):
+    if not job.wait(deadline if kind is None else min(instant, deadline)) or kind is None:
         return None
-    ranks = [each for each in psutil.Process(launcher.pid).children() if job.recipe in _command_line(each)]
-    phase = job.phase()
+    launcher, phase = job.launcher, job.phase()
+    ranks = [
+        each
+        for each in psutil.process_iter(["ppid", "cmdline"])
+        if each.info["ppid"] == launcher.pid and job.recipe in (each.info["cmdline"] or ())
+    ]
     if kind == SIGTERM:
         launcher.send_signal(signal.SIGTERM)
-    elif kind == "launcher":
+        return Kill(kind, phase, job.last_step())
+    if kind == "launcher":
         launcher.kill()
-        phase = job.phase()
     elif kind == "rank" and ranks:
         rng.choice(ranks).kill()
     else:
         kind = "tree"
-        kill_all(job.tag, rng)
-        phase = job.phase()
-    return Kill(kind, phase, job.last_step())
-
-
-def _wait(
-    launcher: subprocess.Popen[bytes], job: Job, until: float, is_reached: Callable[[str], bool] = lambda phase: False
-) -> bool:
-    """Waits until an instant or a phase; returns whether the launcher still runs."""
-    while launcher.poll() is None and time.monotonic() < until and not is_reached(job.phase()):
-        time.sleep(0.002)
-    return launcher.poll() is None
-
-
-def _command_line(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
+        kill_all(job.tag)
+    return Kill(kind, job.phase(), job.last_step())
 
 
 def _check_resume(outcome: Outcome, job: Job, attempt: int, step_before: int, max_lost: int) -> None:
     """Reads from the attempt's log which step it has resumed from."""
-    text = job.log_text(attempt)
-    outcome.damaged += re.findall(r"\S+ is damaged \(.*\)", text)
+    text = job.log_text()
+    outcome.failures += re.findall(r"\S+ is damaged \(.*\)", text)
     resumed = re.search(r"resumed from step (\d+) of", text)
     if attempt == 1 or (resumed is None and job.phase() == START):
         return

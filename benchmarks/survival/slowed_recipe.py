@@ -66,8 +66,8 @@ def phases_file(run: Path) -> Path:
     return run.with_name(run.name + ".phases")
 
 
-def slow_down(phases: Phases | None) -> None:
-    """Adds the pauses; ``phases`` is rank 0's."""
+def slow_down(phases: Phases) -> None:
+    """Adds the pauses, and records the phases."""
 
     def wrap(
         owner: Any, name: str, before: float = 0.0, after: float = 0.0, phase_of: Callable[..., str] | None = None
@@ -75,8 +75,7 @@ def slow_down(phases: Phases | None) -> None:
         original = getattr(owner, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            is_recorded = phases is not None and phase_of is not None
-            with phases.phase(phase_of(*args)) if is_recorded else contextlib.nullcontext():  # type: ignore[union-attr,misc]
+            with phases.phase(phase_of(*args)) if phase_of is not None else contextlib.nullcontext():
                 time.sleep(before)
                 result = original(*args, **kwargs)
                 time.sleep(after)
@@ -106,7 +105,8 @@ def slow_down(phases: Phases | None) -> None:
 
 @parse(FullFinetuneKeys)
 def recipe_main(cfg: Any) -> None:
-    slow_down(Phases(phases_file(Path(cfg.output_dir))) if os.environ.get("RANK", "0") == "0" else None)
+    is_rank_zero = os.environ.get("RANK", "0") == "0"
+    slow_down(Phases(phases_file(Path(cfg.output_dir)) if is_rank_zero else Path(os.devnull)))
     finch_full_finetune.run_recipe(FinchFullFinetune, cfg)
 
 

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from benchmarks.memory import anonymous_peak, cells, load_and_export
+from benchmarks.memory import anonymous_peak, load_and_export, row_of
 from benchmarks.tiny_job import make_base
 
 MB = 10**6
@@ -29,5 +29,5 @@ def test_one_process_loads_and_exports(tmp_path):
     exported, original = (folder / "model.safetensors" for folder in (target, base))
     assert exported.read_bytes() == original.read_bytes()
     assert measured["shard"] == measured["read"] > 0.9 * original.stat().st_size
-    row = cells("float32", [{**measured, "export": 3 * MB}, {**measured, "export": 2 * MB}], "0123456789abcdef")
-    assert row[:2] + row[5:7] + row[-1:] == ["float32", "2", "3", "2", "0123456789ab"]
+    row = row_of("float32", [{**measured, "export": 3 * MB}, {**measured, "export": 2 * MB}], "0123456789abcdef")
+    assert (row["ranks"], row["export: rank 0, MB"], row["other ranks, MB"], row["sha256"]) == (2, 3, 2, "0123456789ab")
