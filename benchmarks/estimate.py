@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,8 +31,7 @@ from finch.estimate.formula import Rows
 from finch.training.run import run_recipe
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """
     Attributes:
         before: bytes of weights, buffers and optimizer states.
@@ -75,11 +74,8 @@ def _state_bytes(recipe: Any) -> int:
 def _most_allocated(profile: Any) -> int:
     """The most bytes that were live at one time, beyond those before the profile."""
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    live = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return most
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 def _mean_rows(batches: list[dict[str, Any]]) -> Rows:
@@ -107,11 +103,14 @@ def main() -> None:
         return
     (real,) = measured
     step = estimate_step(recipe, cfg, ranks=ranks, rows=real.rows)
-    before = sum(step.between_steps.values())
     print(f"{config} {' '.join(overrides)}, {ranks} rank(s), {real.rows}")
-    for title, estimated, value in (("before the step", before, real.before), ("peak", step.peak, real.peak)):
-        ratio = f"ratio {estimated / value:.4f}"
-        print(f"{title:<16} measured {value / 1e6:10.2f} MB   estimated {estimated / 1e6:10.2f} MB   {ratio}")
+    for title, estimated, value in (
+        ("before the step", sum(step.between_steps.values()), real.before),
+        ("peak", step.peak, real.peak),
+    ):
+        print(
+            f"{title}: measured {value / 1e6:.2f} MB, estimated {estimated / 1e6:.2f} MB, ratio {estimated / value:.4f}"
+        )
 
 
 if __name__ == "__main__":

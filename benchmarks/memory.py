@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torchtune.training import set_default_dtype
 
-from benchmarks.processes import Ranks, print_row
+from benchmarks.processes import Ranks, print_rows
 from benchmarks.tiny_job import make_llama
 from finch.checkpoint.manifest import file_entry
 from finch.distributed import fsdp, parallel
@@ -47,10 +47,8 @@ SIZES: dict[str, Any] = {
 
 def anonymous_bytes() -> int:
     """Memory that belongs to this process only. Pages of mapped files are not counted: the system takes them back when it needs them."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon")
+    [line] = [each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
 
 
 @contextlib.contextmanager
@@ -90,9 +88,9 @@ def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype) -> dict
     """Loads a model by the recipe's functions on every rank and writes it again.
 
     Returns:
-        Of this rank, in bytes and seconds: ``shard``, the weights it keeps; ``read``, of the weight files; ``load``, the
+        Of this rank, by the table's columns: ``shard``, the weights it keeps; ``read``, of the weight files; ``load``, the
         peak of anonymous memory while loading, above that before and its own shard; ``export``, the peak while exporting,
-        above that before; ``load, s`` and ``export, s``.
+        above that before; and seconds.
     """
     ranks = parallel.start(torch.device("cpu"), shard=False)
     base = HuggingFaceFolder(str(base_folder))
@@ -107,10 +105,10 @@ def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype) -> dict
     with anonymous_peak() as exporting:
         base.write(decoder.state_dict().items(), target, is_writer=ranks.is_rank_zero)
     return {
-        "shard": shard,
-        "read": sum(num_bytes),
-        "load": loading["growth"] - shard,
-        "export": exporting["growth"],
+        "shard, MB": shard / 1e6,
+        "read, MB": sum(num_bytes) / 1e6,
+        "load, MB": (loading["growth"] - shard) / 1e6,
+        "export, MB": exporting["growth"] / 1e6,
         "load, s": loading["seconds"],
         "export, s": exporting["seconds"],
     }
@@ -123,15 +121,9 @@ def _rank(connection: Connection, *arguments: Any) -> None:
 def row_of(dtype: str, measured: list[dict[str, float]], digest: str) -> dict[str, Any]:
     """The largest of all ranks; when exporting, rank 0, which writes, and the others."""
     most = {key: max(rank[key] for rank in measured) for key in measured[0]}
-    return {
-        "weights": dtype,
-        "ranks": len(measured),
-        **{f"{key}, MB": most[key] / 1e6 for key in ("shard", "read", "load")},
-        "export: rank 0, MB": measured[0]["export"] / 1e6,
-        "other ranks, MB": max((rank["export"] / 1e6 for rank in measured[1:]), default=""),
-        **{key: most[key] for key in ("load, s", "export, s")},
-        "sha256": digest[:12],
-    }
+    others = max((rank["export, MB"] for rank in measured[1:]), default="")
+    most["export, MB"] = measured[0]["export, MB"]
+    return {"weights": dtype, "ranks": len(measured), **most, "other ranks": others, "sha256": digest[:12]}
 
 
 def main() -> None:
@@ -139,6 +131,7 @@ def main() -> None:
         folder = Path(name)
         num_bytes = make_llama(folder / "base", max_shard_size="300MB", **SIZES)
         print(f"a model of {num_bytes / 1e6:,.0f} MB in files of 300MB")
+        rows = []
         for dtype, number in itertools.product(DTYPES, RANKS):
             with tempfile.TemporaryDirectory(dir=folder) as exported:
                 target = Path(exported) / "exported"
@@ -146,8 +139,8 @@ def main() -> None:
                 measured = ranks.receive()
                 ranks.close()
                 digest = file_entry(target / "model.safetensors")["sha256"]
-            row = row_of(str(dtype).removeprefix("torch."), measured, digest)
-            print_row(row, has_header=(dtype, number) == (DTYPES[0], RANKS[0]))
+            rows.append(row_of(str(dtype).removeprefix("torch."), measured, digest))
+        print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -125,10 +125,9 @@ def alternate(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
 def print_times(times: Mapping[str, Sequence[float]]) -> None:
     """The median of each over the rounds and its range, in seconds and as a share of the first one's seconds in the same round."""
     (first, of_first), *_ = times.items()
-    for name, values in times.items():
-        shares = [value / whole for value, whole in zip(values, of_first, strict=True)]
-        row = {"": name, "seconds, median (range)": spread(values), f"of {first}": spread(shares)}
-        print_row(row, has_header=name == first)
+    shares = {name: [value / whole for value, whole in zip(times[name], of_first, strict=True)] for name in times}
+    columns = {"seconds, median (range)": times, f"of {first}": shares}
+    print_rows([{"": name, **{title: spread(each[name]) for title, each in columns.items()}} for name in times])
 
 
 def spread(values: Sequence[float]) -> str:
@@ -136,15 +135,15 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def print_row(row: Mapping[str, Any], *, has_header: bool) -> None:
-    """A line of a table, below that of the keys if it is the first; numbers with three digits or more."""
-    cells = [
-        (f"{each:,.0f}" if abs(each) >= 100 else f"{each:.3g}") if isinstance(each, float) else each
-        for each in row.values()
-    ]
-    for line in ([*row], cells) if has_header else (cells,):
-        print(
-            f"{line[0]:26}"
-            + "".join(f"{cell:>{max(10, len(key) + 2)}}" for cell, key in zip(line[1:], [*row][1:], strict=True)),
-            flush=True,
-        )
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table with the keys as titles; numbers with three digits or more."""
+    lines = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -12,10 +12,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.processes import machine, print_row
-from benchmarks.speed.blocks import Contender, start_all
-from benchmarks.speed.contenders import CONTENDERS, finch_recomputed
-from benchmarks.speed.rows import arguments_parser, parse_with_model, settings_of
+from benchmarks.processes import machine, print_rows
+from benchmarks.speed.blocks import Contender
+from benchmarks.speed.contenders import CONTENDERS, arguments_parser, finch_recomputed, parse_with_model, settings_of
 
 STEPS = 2  # profiled, and as many without profiling
 
@@ -61,7 +60,6 @@ def main() -> None:
         folder = Path(name)
         settings = settings_of(options.model, options.data, options.model_dir, folder)
         contenders = [Contender(title, program, settings, folder) for title, program in COLUMNS.items()]
-        start_all(contenders)
         for contender in contenders:
             contender.run(1)
         profiled = [contender.run(STEPS, is_profiled=True).operators for contender in contenders]
@@ -73,11 +71,10 @@ def main() -> None:
     lines = {group: [sum(own for its, own in each if its == group) for each in by_group] for group in GROUPS}
     lines["all operators"] = [sum(own for _, own in each) for each in by_group]
     lines["step, not profiled"] = seconds
-    for title, values in lines.items():
-        milliseconds = (1000 * each / STEPS for each in values)
-        print_row(
-            {"ms per step": title, **dict(zip(COLUMNS, milliseconds, strict=True))}, has_header=title == GROUPS[0]
-        )
+    milliseconds = {title: (1000 * each / STEPS for each in values) for title, values in lines.items()}
+    print_rows(
+        [{"ms per step": title, **dict(zip(COLUMNS, each, strict=True))} for title, each in milliseconds.items()]
+    )
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import machine
-from benchmarks.speed.contenders import BATCH, finch, samples_of
-from benchmarks.speed.rows import Lengths, arguments_parser, llama_settings, settings_of
-from benchmarks.speed.table import Case, print_table
+from benchmarks.speed.blocks import Case, print_table
+from benchmarks.speed.contenders import BATCH, Lengths, arguments_parser, finch, llama_settings, samples_of, settings_of
 from benchmarks.tiny_job import make_llama
 
 RANKS, ROWS_PER_RANK = (1, 2, 4), 8

@@ -19,9 +19,17 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.processes import machine
-from benchmarks.speed.contenders import BATCH, CONTENDERS, samples_of
-from benchmarks.speed.rows import Lengths, arguments_parser, group_by_length, parse_with_model, settings_of
-from benchmarks.speed.table import Case, print_table
+from benchmarks.speed.blocks import Case, print_table
+from benchmarks.speed.contenders import (
+    BATCH,
+    CONTENDERS,
+    Lengths,
+    arguments_parser,
+    group_by_length,
+    parse_with_model,
+    samples_of,
+    settings_of,
+)
 
 # The first of each is what the others are compared with. Each list alternates separately, so that all of it fits into memory.
 GROUPS = (

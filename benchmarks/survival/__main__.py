@@ -78,15 +78,13 @@ def is_detected(run: Path, flip: Flip) -> bool:
     Args:
         run: holds two complete checkpoints.
     """
-    checkpoints = list_checkpoints(run)
+    last, earlier = list_checkpoints(run)
     one_process = Parallel(torch.device("cpu"))
-    flip.apply(checkpoints[0])
-    try:
-        used, damages = latest_valid(checkpoints, one_process)
-    finally:
-        flip.apply(checkpoints[0])
-    is_named = len(damages) == 1 and f"{checkpoints[0]} is damaged ({flip.file}" in damages[0]
-    return used == checkpoints[1] and is_named and latest_valid(checkpoints, one_process) == (checkpoints[0], [])
+    flip.apply(last)
+    used, damages = latest_valid([last, earlier], one_process)
+    flip.apply(last)
+    is_named = len(damages) == 1 and f"{last} is damaged ({flip.file}" in damages[0]
+    return used == earlier and is_named and latest_valid([last, earlier], one_process) == (last, [])
 
 
 class Torture:
@@ -127,10 +125,7 @@ class Torture:
         if variant not in self._undisturbed:
             job = self._job(variant, f"undisturbed_{variant}")
             self._undisturbed[variant] = (job.run, timing := run_undisturbed(job))
-            print(
-                f"undisturbed, {variant}: {timing.steps} steps, {timing.start_s:.1f} s to the first and {timing.training_s:.1f} s from there",
-                flush=True,
-            )
+            print(f"undisturbed, {variant}: {timing}", flush=True)
         return self._undisturbed[variant]
 
     def run(self, number: int, kinds: list[str] | None = None, recipe: str = RECIPE) -> Outcome:
@@ -191,20 +186,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first run")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    out, start = Path("out/torture").resolve(), time.monotonic()
+    out = Path("out/torture").resolve()
     shutil.rmtree(out, ignore_errors=True)
-    arguments = f"--runs {options.runs} --first {options.first} --seed {options.seed}"
-    print(f"{machine()}\npython -m benchmarks.survival {arguments}", flush=True)
+    print(machine(), options, flush=True)
     torture = Torture(out, options.seed)
     outcomes = [torture.run(number) for number in range(options.first, options.first + options.runs)]
     flips, missed = torture.flips(BYTES)
-    print(
-        f"{time.monotonic() - start:.0f} s in all",
-        f"bytes changed in: {_counts(flip.file for flip in flips)}",
-        sep="\n",
-    )
-    print(*(f"NOT DETECTED: {flip}" for flip in missed), *summary(outcomes), sep="\n")
-    print(f"byte changes: {BYTES - len(missed)} / {BYTES} detected", flush=True)
+    print(f"bytes changed in: {_counts(flip.file for flip in flips)}", *summary(outcomes), sep="\n")
+    print(f"byte changes: {BYTES - len(missed)} / {BYTES} detected", *missed, flush=True)
     if missed or any(outcome.failures for outcome in outcomes):
         sys.exit(1)
 

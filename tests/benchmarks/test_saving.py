@@ -2,26 +2,23 @@
 
 import pytest
 
-from benchmarks import tiny_job
-from benchmarks.saving import ASYNC, MODES, NEVER, SYNC, Measurement, measure, report
+from benchmarks import saving, tiny_job
 
 
-def test_ratios_compare_stretches_of_the_same_round():
-    measured = Measurement(
-        {NEVER: [1.0, 2.0, 3.0], ASYNC: [2.0, 2.0, 4.0], SYNC: [4.0, 4.0, 4.0]}, {ASYNC: [0.3], SYNC: [0.2]}, 10**6
-    )
-    assert measured.ratios(ASYNC) == [0.5, 1.0, 0.75]
-    lines = report(2, 20, measured)
-    assert "2 processes, 3 rounds; without saving a median of 10.00 steps/s; state 1 MB" in lines[0]
-    assert "in the background, against never: ratio 0.750 (rounds 0.50 to 1.00" in lines[1]
-    assert "while training waits, against never: ratio 0.500" in lines[2]
+def test_ratios_compare_blocks_of_the_same_round():
+    seconds = {saving.NEVER: [1.0, 2.0, 3.0], saving.WAITING: [2.0, 2.0, 4.0]}
+    row = saving.row_of(saving.WAITING, seconds, [0.3, 0.1, 0.2])
+    assert row["steps/s"] == 10
+    assert row["ratio, median (range)"] == "0.750 (0.500 to 1.000)"
+    assert row["a save, s"] == "0.2"
 
 
 @pytest.mark.slow
-def test_measure_small_model_on_two_ranks(tmp_path):
-    measured = measure(tmp_path / "run", ranks=2, rounds=2, every=2, size=tiny_job.TINY)
-    assert {mode: len(seconds) for mode, seconds in measured.seconds.items()} == dict.fromkeys(MODES, 2)
-    assert len(measured.save_seconds[SYNC]) == 2
-    assert measured.save_seconds[ASYNC]  # the last one may not have ended
+def test_measure_small_model_on_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "SIZE", tiny_job.TINY)
+    monkeypatch.setattr(saving, "GLOBAL_BATCH", 2)
+    seconds, save_seconds, size = saving.measure(tmp_path / "run", ranks=2, rounds=2)
+    assert [len(seconds[mode]) for mode in saving.MODES] == [2, 2, 2]
+    assert [len(save_seconds[mode]) for mode in saving.MODES] == [0, 2, 2]
     parameters = 64 * 32 * 2  # only the embedding and the head
-    assert measured.state_bytes > 3 * 4 * parameters
+    assert size > 3 * 4 * parameters

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.profile import GROUPS, group_of
-from benchmarks.speed.blocks import Contender, ratio_interval, start_all
-from benchmarks.speed.rows import Lengths, group_by_length, linear_shapes
+from benchmarks.speed.blocks import Contender, ratio_interval
+from benchmarks.speed.contenders import Lengths, group_by_length, linear_shapes
 
 MATRIX, ATTENTION, ELEMENTWISE, LOSS, OPTIMIZER, REST = GROUPS
 
@@ -29,8 +29,7 @@ def train(settings):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_count_steps_and_flops(tmp_path, ranks):
-    one = Contender("tiny", train, {"steps": 7}, tmp_path, ranks=ranks)
-    start_all([one])  # step 1
+    one = Contender("tiny", train, {"steps": 7}, tmp_path, ranks=ranks)  # step 1
     # A product of [2, 4] with [4, 4], and the gradient of the weight
     assert one.flops == ranks * 2 * (2 * 2 * 4 * 4)
     plain = one.run(3)
