@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.processes import machine, print_rows
 from benchmarks.speed.blocks import Contender
-from benchmarks.speed.contenders import CONTENDERS, arguments_parser, finch_recomputed, parse_with_model, settings_of
+from benchmarks.speed.contenders import CONTENDERS, ROWS, arguments_parser, finch_recomputed, settings_of
 
 STEPS = 2  # profiled, and as many without profiling
 
@@ -55,26 +55,27 @@ def group_of(names: Sequence[str]) -> str:
 
 
 def main() -> None:
-    options = parse_with_model(arguments_parser(__doc__))
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--model", choices=sorted(ROWS), default="stories260k")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = settings_of(options.model, options.data, options.model_dir, folder)
+        settings = settings_of(options.model, options, folder)
         contenders = [Contender(title, program, settings, folder) for title, program in COLUMNS.items()]
         for contender in contenders:
             contender.run(1)
         profiled = [contender.run(STEPS, is_profiled=True).operators for contender in contenders]
-        seconds = [contender.run(STEPS).seconds for contender in contenders]
+        plain = [1000 * contender.run(STEPS).seconds / STEPS for contender in contenders]
         for contender in contenders:
             contender.close()
     print(f"{options.model}, 16 TOFU rows per step; {machine()}")
-    by_group = [[(group_of(names), own) for names, own in operators] for operators in profiled]
-    lines = {group: [sum(own for its, own in each if its == group) for each in by_group] for group in GROUPS}
-    lines["all operators"] = [sum(own for _, own in each) for each in by_group]
-    lines["step, not profiled"] = seconds
-    milliseconds = {title: (1000 * each / STEPS for each in values) for title, values in lines.items()}
-    print_rows(
-        [{"ms per step": title, **dict(zip(COLUMNS, each, strict=True))} for title, each in milliseconds.items()]
-    )
+    lines: dict[str, list[float]] = {group: [0.0] * len(COLUMNS) for group in GROUPS}
+    for column, operators in enumerate(profiled):
+        for names, own in operators:
+            lines[group_of(names)][column] += 1000 * own / STEPS
+    lines["all operators"] = [sum(column) for column in zip(*lines.values(), strict=True)]
+    lines["step, not profiled"] = plain
+    print_rows([{"ms per step": title, **dict(zip(COLUMNS, line, strict=True))} for title, line in lines.items()])
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def measure(folder: Path, ranks: int, rounds: int) -> tuple[dict[str, list[float
     folder.mkdir()
     tiny_job.make_base(folder / "base", std=0.02, **SIZE)
     tiny_text.make_rows(folder / "text", (2 + rounds) * EVERY * GLOBAL_BATCH, random.Random(1), words=(6, 8))
-    rows = [json.loads(line) for line in (folder / "text").read_text(encoding="utf-8").splitlines()]
+    rows = list(map(json.loads, (folder / "text").read_text(encoding="utf-8").splitlines()))
     settings = llama_settings(folder / "base", rows, folder, folder / "base")
     runs = {}
     for mode, saves in MODES.items():
@@ -69,7 +69,7 @@ def measure(folder: Path, ranks: int, rounds: int) -> tuple[dict[str, list[float
         run.close()
     saved = re.compile(r"saved the state of step \d+ in ([\d.]+) s")
     logs = {mode: (folder / f"{mode}.log").read_text(encoding="utf-8") for mode in MODES}
-    [last] = list_checkpoints(folder / WAITING)
+    last = list_checkpoints(folder / WAITING)[0]
     size = sum(file.stat().st_size for file in last.iterdir())
     return seconds, {mode: [*map(float, saved.findall(log))] for mode, log in logs.items()}, size
 

@@ -51,9 +51,8 @@ def main() -> None:
         folder, tokenizer = Path(name), options.data / "stories260k"
         llama = folder / "llama"
         make_llama(llama, **SIZES, max_position_embeddings=max(LENGTHS))
-        small = settings_of("stories260k", options.data, None, folder / "small")
-        lines = (folder / "small" / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-        questions = [json.loads(line) for line in lines]
+        small = settings_of("stories260k", options, folder / "small")
+        questions = list(map(json.loads, (folder / "small" / "rows.jsonl").read_text(encoding="utf-8").splitlines()))
         middle = llama_settings(llama, questions, folder / "middle", tokenizer)
         for title, settings in (("0.3 M", small), ("14 M", middle)):
             cases = [_case(f"{ranks} rank(s)", settings, ROWS_PER_RANK, ranks, threads=1) for ranks in RANKS]
@@ -70,7 +69,7 @@ def main() -> None:
         print_table(f"14 M parameters, {TOKENS_PER_STEP:,} tokens per step, all cores", cases, folder, BLOCKS)
         cases = [_case("0.3 M", small), _case("14 M", middle)]
         if options.model_dir is not None:
-            cases.append(_case("135 M", settings_of("smollm2", options.data, options.model_dir, folder / "large")))
+            cases.append(_case("135 M", settings_of("smollm2", options, folder / "large")))
         print_table(f"{BATCH} TOFU rows per step, all cores", cases, folder, BLOCKS)
 
 

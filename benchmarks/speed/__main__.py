@@ -23,10 +23,10 @@ from benchmarks.speed.blocks import Case, print_table
 from benchmarks.speed.contenders import (
     BATCH,
     CONTENDERS,
+    ROWS,
     Lengths,
     arguments_parser,
     group_by_length,
-    parse_with_model,
     samples_of,
     settings_of,
 )
@@ -49,14 +49,15 @@ FULL = {"stories260k": (10, 45, 600), "smollm2": (1, 15, 900)}
 def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks, within 8 minutes")
-    options = parse_with_model(parser)
+    parser.add_argument("--model", choices=sorted(ROWS), default="stories260k")
+    options = parser.parse_args()
     has_trl = importlib.util.find_spec("trl") is not None
     if not has_trl:
         print("trl_sft is left out: trl is not installed", file=sys.stderr)
     steps, blocks, seconds = (QUICK if options.quick else FULL)[options.model]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = settings_of(options.model, options.data, options.model_dir, folder)
+        settings = settings_of(options.model, options, folder)
         samples = samples_of(settings)
         lengths = dict.fromkeys(CONTENDERS, Lengths.of(samples, BATCH))
         lengths["trl_sft"] = Lengths.of(group_by_length(samples, BATCH), BATCH)

@@ -52,30 +52,23 @@ def arguments_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_with_model(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments with ``--model``."""
-    parser.add_argument("--model", choices=sorted(ROWS), default="stories260k")
-    options = parser.parse_args()
-    if options.model == "smollm2" and options.model_dir is None:
-        parser.error("--model smollm2 needs --model-dir")
-    return options
-
-
-def settings_of(model: str, data: Path, model_dir: Path | None, folder: Path) -> dict[str, Any]:
+def settings_of(model: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Settings of TOFU's rows in a seeded random order.
 
     Args:
         model: stories260k or smollm2.
-        data: folder with tofu/ and stories260k/.
-        model_dir: SmolLM2's Hugging Face folder.
+        options: those of :func:`arguments_parser`.
         folder: for the rows.
     """
-    lines = (data / "tofu" / "full.jsonl").read_text(encoding="utf-8").splitlines()[: ROWS[model]] * COPIES[model]
+    lines = (options.data / "tofu" / "full.jsonl").read_text(encoding="utf-8").splitlines()[: ROWS[model]]
+    lines *= COPIES[model]
     random.Random(0).shuffle(lines)
     rows = [json.loads(line) for line in lines]
     if model == "stories260k":
-        return llama_settings(data / model, rows, folder, data / model)
-    return llama_settings(Path(str(model_dir)), rows, folder)
+        return llama_settings(options.data / model, rows, folder, options.data / model)
+    if options.model_dir is None:
+        sys.exit("--model smollm2 needs --model-dir")
+    return llama_settings(options.model_dir, rows, folder)
 
 
 def llama_settings(
