@@ -25,7 +25,7 @@ from finch.data.training_data import TrainingData
 from finch.distributed import fsdp, parallel, precision, watchdog
 from finch.errors import UserError, exit_without_teardown
 from finch.log import logger
-from finch.probes import budget, probes, settings
+from finch.probes import budget, probes
 from finch.training import config_checks, hooks, model, optimizer, summary
 from finch.training.checkpointer import Checkpointer, TrainState
 from finch.training.run import Run, run_recipe, update_best
@@ -59,7 +59,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self.precision = precision.precision_of(cfg.dtype)
         self.device = parallel.local_device(cfg.device)
         precision.check_hardware(cfg.dtype, self.device)
-        settings.check_probes(cfg)
+        probes.check_probes(cfg)
         config_checks.check(cfg, self.device)
         self.run = Run(cfg)
         self.export_dtype = None if cfg.export_dtype is None else precision.precision_of(cfg.export_dtype).weights

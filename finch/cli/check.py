@@ -14,6 +14,7 @@ from finch.cli.early_checks import (
     build_model,
     config_checks,
     device_of,
+    gigabytes,
     machine_checks,
     only_errors_logged,
     read_job,
@@ -187,8 +188,8 @@ class Report:
         return samples, stats
 
     def _check_probe(self, cfg: DictConfig, name: str, tokenizer: Any, model: Any) -> None:
+        from finch.probes.probes import read_probes
         from finch.probes.rows import read_rows
-        from finch.probes.settings import read_probes
 
         settings = read_probes(cfg)[name]
         rows = read_rows(name, settings, tokenizer, getattr(model, "max_seq_len", None))
@@ -238,7 +239,7 @@ class Report:
         run, precision = Path(cfg.output_dir), precision_of(cfg.dtype)
         dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
         free = shutil.disk_usage(next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())).free
-        self._print(f"{run.absolute()}, {_gigabytes(free)} free")
+        self._print(f"{run.absolute()}, {gigabytes(free)} free")
         adapter_only = bool(cfg.get("save_adapter_weights_only", False))
         size = exported_bytes(decoder, dtype, adapter_only=adapter_only)
         name = "epoch_N_adapter/" if adapter_only else "epoch_N/"
@@ -246,20 +247,20 @@ class Report:
             name = "epoch_N/ and epoch_N_adapter/"
         exports = size * num_exports(cfg)
         number = "the last epoch alone" if cfg.save_last_epoch_only else f"{cfg.epochs} epochs"
-        self._print(f"{name}: {_gigabytes(size)} an epoch, {number}: {_gigabytes(exports)}")
+        self._print(f"{name}: {gigabytes(size)} an epoch, {number}: {gigabytes(exports)}")
         trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
         saved = trained if recipe == LORA_RECIPE else list(decoder.parameters())
         number = sum(parameter.numel() for parameter in trained)
         state = sum(each.numel() * each.itemsize for each in saved) + int(number * optimizer_bytes(cfg, precision))
         kept = cfg.checkpoint.keep_last + 1
-        self._print(f"checkpoints/step_N/: {_gigabytes(state)} each, at most {kept} while one is written")
+        self._print(f"checkpoints/step_N/: {gigabytes(state)} each, at most {kept} while one is written")
         if uses_dataset_init(cfg) and stats is not None:
-            self._print(f"pretrained.safetensors: {_gigabytes(4 * stats.num_targets)}")
+            self._print(f"pretrained.safetensors: {gigabytes(4 * stats.num_targets)}")
         if steps is not None:
             self._print(f"metrics.jsonl: {steps:,} lines")
         needed = exports + state * kept
         if needed > free:
-            self._print(f"the complete run needs about {_gigabytes(needed)}, more than is free")
+            self._print(f"the complete run needs about {gigabytes(needed)}, more than is free")
         check_disk_room(cfg, decoder, dtype=dtype)
 
     def _estimate_memory(
@@ -289,8 +290,8 @@ class Report:
         for part, size in parts.items():
             if size >= peak / 10_000:
                 where = " (host)" if cfg.fsdp_cpu_offload and part in HOST_PARTS else ""
-                self._print(f"  {part + where:<32}{_gigabytes(size):>10}")
-        self._print(f"  {'peak':<32}{_gigabytes(peak):>10}")
+                self._print(f"  {part + where:<32}{gigabytes(size):>10}")
+        self._print(f"  {'peak':<32}{gigabytes(peak):>10}")
 
     def _section(self, title: str, section: Callable[[], Any]) -> Any:
         """The section's result; None if it ended with a problem."""
@@ -337,10 +338,3 @@ def _packs(samples: Any) -> str:
 
 def _share(part: int, total: int) -> str:
     return "all" if part == total else f"{part:,} ({part / total:.1%})"
-
-
-def _gigabytes(number: int) -> str:
-    for size, unit in ((10**9, "GB"), (10**6, "MB")):
-        if number >= size:
-            return f"{number / size:,.2f} {unit}"
-    return f"{number / 1000:,.1f} kB"

@@ -67,7 +67,7 @@ def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:
         ranks: how many will be started; None: not known.
     """
     from finch.distributed.parallel import MeshSizes
-    from finch.probes.settings import check_probes
+    from finch.probes.probes import check_probes
     from finch.training.config_checks import check_output_folder, check_schedule
 
     yield lambda: check_schedule(cfg)
@@ -122,3 +122,11 @@ def build_model(recipe: str, cfg: DictConfig) -> Any:
     if recipe == LORA_RECIPE:
         train_adapters_only(decoder, component_of(cfg.model) or "")
     return decoder, base
+
+
+def gigabytes(number: int) -> str:
+    """A size in bytes, for people."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB")):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number / 1000:,.1f} kB"

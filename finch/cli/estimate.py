@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from finch.cli.early_checks import only_errors_logged, read_job
+from finch.cli.early_checks import gigabytes, only_errors_logged, read_job
 from finch.config.instantiate import find_config
 from finch.errors import UserError
 
@@ -96,10 +96,10 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> bool:
         return True
     limit = int(options.gpu_memory * 1e9)
     if step.device_peak <= limit:
-        free = _gigabytes(limit - step.device_peak)
+        free = gigabytes(limit - step.device_peak)
         _print("fits", f"into {options.gpu_memory:g} GB, {free} are left for what is not counted")
         return True
-    _print("too large", f"for {options.gpu_memory:g} GB by {_gigabytes(step.device_peak - limit)}")
+    _print("too large", f"for {options.gpu_memory:g} GB by {gigabytes(step.device_peak - limit)}")
     for number, change in enumerate((*map(" ".join, candidates(cfg)), f"--gpus {2 * options.gpus}")):
         _print("" if number else "saves memory", change)
     return False
@@ -128,9 +128,9 @@ def _print_memory(step: StepEstimate) -> None:
     for part, size in sorted(step.memory.items(), key=lambda item: -item[1]):
         if size >= step.peak / 10_000:
             where = " (host)" if step.is_offloaded and part in HOST_PARTS else ""
-            _print("", f"  {part + where:<32}{_gigabytes(size):>12}")
-    _print("", f"  {'peak':<32}{_gigabytes(step.device_peak):>12}")
-    _print("", f"  {'before the step':<32}{_gigabytes(sum(step.between_steps.values())):>12}")
+            _print("", f"  {part + where:<32}{gigabytes(size):>12}")
+    _print("", f"  {'peak':<32}{gigabytes(step.device_peak):>12}")
+    _print("", f"  {'before the step':<32}{gigabytes(sum(step.between_steps.values())):>12}")
     _print("", "not counted: the CUDA context (about 0.5 GB), memory inside an operation, fragmentation")
 
 
@@ -140,8 +140,8 @@ def _print_collectives(step: StepEstimate) -> None:
         return
     _print("collectives", "of a step; bytes of the complete tensors, and what a rank sends in a ring")
     for kind, count, nbytes, sent in step.summed_collectives():
-        _print("", f"  {kind:<20}{count:>6} x{_gigabytes(nbytes):>12}{_gigabytes(sent):>12}")
-    _print("", f"  {'sent by a rank':<28}{'':>12}{_gigabytes(step.sent_bytes):>12}")
+        _print("", f"  {kind:<20}{count:>6} x{gigabytes(nbytes):>12}{gigabytes(sent):>12}")
+    _print("", f"  {'sent by a rank':<28}{'':>12}{gigabytes(step.sent_bytes):>12}")
 
 
 def _print_time(options: argparse.Namespace, step: StepEstimate) -> None:
@@ -161,7 +161,7 @@ def _print_time(options: argparse.Namespace, step: StepEstimate) -> None:
         least, most = max(compute, communication), compute + communication
         _print("", f"a step: {least:.3f} s if communication overlaps completely, {most:.3f} s if nothing does")
     elif step.sent_bytes:
-        _print("", f"communication of {_gigabytes(step.sent_bytes)} is not counted: give {_BANDWIDTH}")
+        _print("", f"communication of {gigabytes(step.sent_bytes)} is not counted: give {_BANDWIDTH}")
     rate = step.targets * options.gpus / max(compute, communication)
     _print("", f"at most {rate:,.0f} target tokens/s on all ranks; all that is no matrix product comes on top")
 
@@ -193,10 +193,3 @@ def _positive(kind: type[float]) -> Callable[[str], float]:
 
 def _print(title: str, text: str) -> None:
     print(f"{title:<14}{text}", flush=True)
-
-
-def _gigabytes(number: int) -> str:
-    for size, unit in ((10**9, "GB"), (10**6, "MB")):
-        if number >= size:
-            return f"{number / size:,.2f} {unit}"
-    return f"{number / 1000:,.1f} kB"

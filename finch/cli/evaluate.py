@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import math
 import os
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finch.cli.run import failed_rank, prepare_launcher
+from finch.config.instantiate import did_you_mean
 from finch.errors import UserError, exit_without_teardown
 from finch.evaluation.results import SuiteResult, TaskResult, read_samples
+from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
 from finch.extras import require_extras
 
 if TYPE_CHECKING:
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from finch.evaluation.statistics import Delta, Mean
     from finch.evaluation.tasks.task import Task
 
+HARNESS = ">=0.4.13,<0.5"
+PUNKT = "python -c \"import nltk; nltk.download('punkt_tab')\""
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
@@ -111,11 +117,10 @@ def evaluate(parsed: argparse.Namespace) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str]]:
-    from finch.evaluation.checks import check_data, check_harness, check_tokenizers, select_tasks
     from finch.evaluation.loading import check_adapter
     from finch.evaluation.model_folders import find_base, find_tuned
 
-    check_harness()
+    _check_harness()
     if parsed.limit is not None and parsed.limit < parsed.nproc_per_node:
         raise UserError(
             f"--limit={parsed.limit} must be at least 1 and --nproc_per_node={parsed.nproc_per_node}; give more documents"
@@ -128,7 +133,7 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
         raise UserError(
             f"--include-path={parsed.include_path} is not a folder; give the folder of your tasks' YAML files"
         )
-    tasks, others = select_tasks(parsed.suite, parsed.tasks)
+    tasks, others = _select_tasks(parsed.suite, parsed.tasks)
     for name in parsed.new_task:
         if name not in others:
             raise UserError(
@@ -136,12 +141,88 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
             )
     base = find_base(parsed.base)
     tuned = [find_tuned(path, base) for path in parsed.tuned]
-    check_data(tasks, parsed.data_root)
+    _check_data(tasks, parsed.data_root)
     for folder in tuned:
         if folder.is_adapter:
             check_adapter(folder.path, str(folder))
-    check_tokenizers(base, tuned)
+    _check_tokenizers(base, tuned)
     return base, tuned, tasks, others
+
+
+def _check_harness() -> None:
+    """lm-eval's version must be in the tested range."""
+    from packaging.specifiers import SpecifierSet  # finch doctor works without it
+
+    installed = importlib.metadata.version("lm-eval")
+    if installed not in SpecifierSet(HARNESS):
+        raise UserError(
+            f"lm-eval {installed} is installed; finch evaluate needs lm-eval{HARNESS}: pip install 'lm-eval{HARNESS}'"
+        )
+
+
+def _select_tasks(suites: Sequence[str], names: Sequence[str]) -> tuple[list[Task], list[str]]:
+    """The tasks of finch, and the names of those that only lm-eval can have; without ``names`` all tasks of the suites."""
+    if not suites and not names:
+        raise UserError(f"--suite is missing; give one of {', '.join(ALL)}, all, or --tasks")
+    chosen: list[str] = []
+    for suite in suites:
+        if suite != "all" and suite not in SUITES:
+            known = [*SUITES, "all"]
+            hint = did_you_mean(suite, known) or f"; there are {', '.join(known)}"
+            raise UserError(f"--suite={suite} is unknown{hint}")
+        chosen += ALL if suite == "all" else [suite]
+    of_suites = [task for suite in dict.fromkeys(chosen) for task in SUITES.get(suite, ())]
+    if not names:
+        return [TASKS[name] for name in of_suites], []
+    if suites:
+        for name in names:
+            if name not in of_suites:
+                hint = did_you_mean(name, of_suites) or f": it has {', '.join(of_suites)}"
+                raise UserError(
+                    f"--tasks {name} is not in --suite {','.join(suites)}{hint}; without --suite any task can be given"
+                )
+    names = list(dict.fromkeys(names))
+    return [TASKS[name] for name in names if name in TASKS], [name for name in names if name not in TASKS]
+
+
+def _check_data(tasks: Sequence[Task], data_root: Path | None) -> None:
+    """The files must be there, without ``data_root`` the hub must be allowed."""
+    if data_root is not None and not data_root.is_dir():
+        raise UserError(
+            f"--data-root={data_root} is not a folder; give the folder of the data sets, or leave it out to use the hub"
+        )
+    for name in _OFFLINE if data_root is None and tasks else ():
+        if os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON"):
+            raise UserError(
+                f"--data-root is missing and {name}={os.environ[name]} forbids the hub; give --data-root DIR"
+            )
+    for task in tasks:
+        task.check_data(data_root)
+    if any(task.name == "ifeval" for task in tasks):
+        _check_punkt()
+
+
+def _check_tokenizers(base: ModelFolder, tuned: Sequence[ModelFolder]) -> None:
+    """A tuned model's tokenizer must have the base's tokens."""
+    from finch.evaluation.loading import hash_vocabulary, load_tokenizer
+
+    expected = None
+    for folder in tuned:
+        if folder.is_adapter:  # it answers with the base's tokenizer
+            continue
+        expected = expected or hash_vocabulary(load_tokenizer(base.path, "--base"))
+        if hash_vocabulary(load_tokenizer(folder.path, "--tuned")) != expected:
+            raise UserError(f"{folder} has another vocabulary than {base}; give the model that was tuned as --base")
+
+
+def _check_punkt() -> None:
+    """lm-eval would report a download that failed as done, and stop in the middle of IFEval."""
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError as error:
+        raise UserError(f"ifeval: NLTK's punkt_tab is missing; fetch it: {PUNKT}, or set NLTK_DATA") from error
 
 
 def _prepare(
@@ -149,8 +230,7 @@ def _prepare(
 ) -> tuple[Evaluation, list[Task]]:
     from finch.evaluation.custom_tasks import custom_task
     from finch.evaluation.harness import Harness, has_chat_template, task_manager
-    from finch.evaluation.loading import load_tokenizer, resolve_dtype
-    from finch.evaluation.ranks import Ranks
+    from finch.evaluation.loading import Ranks, load_tokenizer, resolve_dtype
     from finch.evaluation.runner import Evaluation, Options
 
     ranks = Ranks()

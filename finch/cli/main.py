@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finch import __version__
-from finch.cli import doctor, evaluate, judge, report, slurm, sweep
+from finch.cli import doctor, evaluate, judge, slurm, sweep
 from finch.distributed.processes import limit_spinning
 from finch.errors import UserError, report_user_errors
 from finch.extras import require_extras
@@ -88,8 +88,36 @@ def main(arguments: list[str] | None = None) -> None:
         commands.add_parser("select-lr", help="the largest learning rate of a sweep that forgets little")
     )
     judge.add_judge_arguments(commands.add_parser("judge", help="score the language task with a judge behind a server"))
-    report.add_arguments(
-        commands.add_parser("report", help="what runs have learned and what they have forgotten, as a page and tables")
+    report_parser = commands.add_parser(
+        "report", help="what runs have learned and what they have forgotten, as a page and tables"
+    )
+    report_parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a sweep's: all of its cells"
+    )
+    report_parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for report.html, report.md, summary.csv and figures",
+    )
+    report_parser.add_argument(
+        "--new-task",
+        metavar="NAME",
+        help="the evaluated task, or the probe, that was learned, where there are several new ones",
+    )
+    report_parser.add_argument(
+        "--old-tasks",
+        type=evaluate.names,
+        metavar="NAMES",
+        help="the old tasks of the trade-off, with commas: evaluated tasks, or probes such as stories.loss or own_answers.kl, all of one unit "
+        "(points or nats); default: all old tasks, those in points where there are both. The others are in the tables of changes",
+    )
+    report_parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="folder of the pretrained model's results, where they are no longer where finch evaluate wrote them",
     )
 
     jobs = commands.add_parser("slurm", help="run as Slurm jobs").add_subparsers(
@@ -161,6 +189,14 @@ def wise_ft(parsed: argparse.Namespace) -> None:
         print(folder)
 
 
+def report(parsed: argparse.Namespace) -> None:
+    """Writes the report and prints where it is."""
+    require_extras("finch report", "torchtune", "report")
+    from finch.report.report import write_report
+
+    print(write_report(parsed.runs, parsed.out, new_task=parsed.new_task, old_tasks=parsed.old_tasks, base=parsed.base))
+
+
 def show_config(parsed: argparse.Namespace) -> None:
     """Prints the config as a run would see it; a missing value as ``<key>``."""
     require_extras("finch configs show", "torchtune")
@@ -221,7 +257,7 @@ _COMMANDS = {
     "keys": list_keys,
     "methods": list_methods,
     "models": doctor.list_models,
-    "report": report.report,
+    "report": report,
     "select-lr": sweep.select_lr,
     "wise-ft": wise_ft,
 }

@@ -25,8 +25,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finch.errors import UserError
-from finch.evaluation.loading import hash_values
-from finch.evaluation.ranks import Ranks
+from finch.evaluation.loading import Ranks, hash_values
 from finch.files import atomic_file, write_text
 from finch.log import logger
 from finch.progress import EvaluationProgress

@@ -1,4 +1,5 @@
-"""A model and its tokenizer, as transformers loads them, and the hashes that say whether a result belongs to a model.
+"""What an evaluation starts from: its processes, a model and its tokenizer as transformers loads them, and the hashes that say whether a
+result belongs to a model.
 
 A PEFT adapter is merged into the weights of its model in memory: PEFT's own loader refuses to run with the torchao that torchtune needs, and a
 merged model answers faster. LoRA and DoRA on linear layers, as finch and PEFT write them: W + s * B A, s = alpha / r (rsLoRA:
@@ -11,13 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from finch.config.instantiate import first_line
+from finch.distributed.processes import die_with_parent
 from finch.errors import UserError
 from finch.evaluation.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelFolder, weight_files
 from finch.models.hf_config import CONFIG, read_config, read_settings
@@ -45,6 +49,56 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "use_qalora": (False, None),
 }
+_TIMEOUT = timedelta(weeks=1)  # a rank with short answers waits for one with long ones
+
+
+class Ranks:
+    """This process and its peers; the only one where no launcher started it.
+
+    Documents and results travel as Python objects through gloo, since the devices exchange nothing.
+    """
+
+    def __init__(self) -> None:
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.size > 1 else 0
+        if self.size > 1 and not distributed.is_initialized():
+            die_with_parent()
+            distributed.init_process_group("gloo", timeout=_TIMEOUT)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value."""
+        if self.size == 1:
+            return value
+        values = [value]
+        distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            distributed.barrier()
+
+    def device(self, name: str | None) -> torch.device:
+        """The device of this rank.
+
+        Args:
+            name: ``cuda``, ``cpu`` and the like; None: a GPU where there is one.
+        """
+        if name is None:
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(name, self.local_rank) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(dtype: str, base: Path, device: torch.device) -> str:

@@ -21,9 +21,8 @@ from finch import run_files
 from finch.errors import UserError
 from finch.evaluation.harness import Harness
 from finch.evaluation.judge import answers_definition
-from finch.evaluation.loading import SHORT, hash_values, hash_vocabulary, hash_weights, load_model
+from finch.evaluation.loading import SHORT, Ranks, hash_values, hash_vocabulary, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder, training_questions
-from finch.evaluation.ranks import Ranks
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
 from finch.evaluation.tasks.task import Task, average
 from finch.log import logger

@@ -5,11 +5,19 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from finch import run_files
+from finch.config.schema import Budget
 from finch.log import logger
-from finch.probes.settings import read_budget
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
+
+
+def read_budget(cfg: DictConfig) -> Budget | None:
+    """The budget, or None without one."""
+    block: Any = cfg.forgetting_budget
+    return None if block is None else Budget.model_validate(OmegaConf.to_container(block, resolve=True))
 
 
 class ForgettingBudget(Hook):

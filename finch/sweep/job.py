@@ -237,7 +237,7 @@ def _was_finished(run: Path, cfg: DictConfig) -> bool:
 
 
 def _is_stopped_by_budget(state: dict[str, Any], cfg: DictConfig) -> bool:
-    from finch.probes.settings import read_budget
+    from finch.probes.budget import read_budget
 
     budget, last = read_budget(cfg), state.get("forgetting_budget")
     if budget is None or budget.action != "stop" or last is None:

@@ -20,7 +20,7 @@ from finch.config.instantiate import build, component_of
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
-from finch.distributed.signals import Signals
+from finch.distributed.watchdog import Signals
 from finch.errors import UserError
 from finch.log import logger
 from finch.metrics import MetricsLog
@@ -132,10 +132,10 @@ class Preemption(Hook):
         self._signals.start()
 
     def before_step(self, state: TrainState) -> None:
-        watchdog.begin_step()
+        watchdog.mark_step(True)
 
     def after_step(self, state: TrainState) -> None:
-        watchdog.end_step()
+        watchdog.mark_step(False)
         signals = self._signals
         if signals is not None and (signals.is_terminated or signals.is_interrupted):
             state.request_stop("a signal", is_finished=False, is_requeued=signals.is_terminated)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import modules, training
+from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from finch.config.instantiate import build, component_of, did_you_mean
@@ -22,12 +24,13 @@ from finch.distributed.tensor_parallel import Plan, apply_plan, build_plan
 from finch.errors import UserError
 from finch.log import logger
 from finch.models.families import replace_known_bad_builder
-from finch.models.rotary import use_complex_product
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import check_text_decoder
 from finch.training.padding_free_attention import accept_padding_free
 from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import PretrainedFolder
+
+_ROTATES_PAIRS = (modules.RotaryPositionalEmbeddings.forward, Llama3ScaledRoPE.forward)  # the others rotate halves
 
 
 def build_decoder(
@@ -120,6 +123,32 @@ def parallelize(
     )
     model.offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
     return model
+
+
+def use_complex_product(decoder: modules.TransformerDecoder) -> None:
+    """Lets torchtune's rotary embeddings of neighbouring dimensions call :func:`rotate_pairs`, one complex product; others stay as they are.
+
+    torchtune computes real and imaginary parts in eight products of tensors with stride 2, and as many again in the backward.
+    """
+    for module in decoder.modules():
+        if type(module).forward in _ROTATES_PAIRS:
+            module.forward = functools.partial(rotate_pairs, module)
+
+
+def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor | None = None) -> torch.Tensor:
+    """What ``rotary(x, input_pos=input_pos)`` returns, computed in fp32 as there, but in fp64 for an fp64 model.
+
+    The product's last bit depends on where in the tensor an element lies: vectors and what is left over round differently.
+
+    ``rotary.cache`` holds cosine and sine, [positions, head_dim / 2, 2]; ``x`` and the result are [batch, seq, heads, head_dim];
+    ``input_pos``: [batch, seq] position of each token in its own sample; None: 0 to seq - 1.
+    """
+    cache: torch.Tensor = rotary.get_buffer("cache")
+    used = cache[None, : x.shape[1]] if input_pos is None else cache[input_pos]
+    rotations = torch.view_as_complex(used.float()).unsqueeze(2)  # [batch, seq, 1, head_dim / 2]
+    wide = x if x.dtype == torch.float64 else x.float()
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotations).flatten(-2).type_as(x)
 
 
 def allocate(model: TokenLoss, cfg: DictConfig, parallel: Parallel, precision: Precision) -> None:

@@ -13,11 +13,11 @@ import pytest
 from helpers.runs import environment, is_running
 
 from finch.distributed.processes import init_loader_worker
-from finch.distributed.signals import Signals
+from finch.distributed.watchdog import Signals
 
 SCRIPT = """
 import os, signal, sys
-from finch.distributed.signals import Signals
+from finch.distributed.watchdog import Signals
 signals = Signals(before_training=lambda: print("before", flush=True))
 signals.install()
 if "train" in sys.argv:

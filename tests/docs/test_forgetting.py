@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from finch.config.schema import FullFinetuneKeys
 from finch.config.validation import check
 from finch.data.training_data import validation_sets
-from finch.probes.settings import check_probes, read_budget, read_probes
+from finch.probes.budget import read_budget
+from finch.probes.probes import check_probes, read_probes
 
 PAGE = (ROOT / "docs" / "forgetting.md").read_text()
 

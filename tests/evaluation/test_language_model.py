@@ -19,7 +19,7 @@ from finch.evaluation.language_model import (
     group_rows,
     logits_to_keep,
 )
-from finch.evaluation.ranks import Ranks
+from finch.evaluation.loading import Ranks
 from finch.progress import EvaluationProgress
 
 

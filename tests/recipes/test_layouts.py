@@ -31,7 +31,7 @@ from finch.distributed.tensor_parallel import check_plan
 from finch.errors import UserError
 from finch.models.gemma2 import gemma2
 from finch.models.qwen3 import qwen3_tp_plan
-from finch.models.rotary import use_complex_product
+from finch.training.model import use_complex_product
 from finch.weights.huggingface import HuggingFaceFolder
 
 KL = {"_component_": "finch.regularization.KL", "strength": 2.0}

@@ -1,4 +1,4 @@
-"""finch.models.rotary against torchtune's modules, values and gradients."""
+"""The rotary embedding as a complex product against torchtune's modules, values and gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import RotaryPositionalEmbeddings
 
-from finch.models.rotary import rotate_pairs, use_complex_product
+from finch.training.model import rotate_pairs, use_complex_product
 
 BATCH, SEQ, HEADS, DIM = 2, 5, 3, 16
 
