@@ -21,10 +21,10 @@ from finch.extras import require_extras
 if TYPE_CHECKING:
     from finch.evaluation.model_folders import ModelFolder
     from finch.evaluation.runner import Evaluation
-    from finch.evaluation.statistics import Delta, Mean
+    from finch.evaluation.statistics import Mean
     from finch.evaluation.tasks.task import Task
 
-HARNESS = ">=0.4.13,<0.5"
+HARNESS = "<0.5,>=0.4.13"
 PUNKT = "python -c \"import nltk; nltk.download('punkt_tab')\""
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -298,14 +298,14 @@ def _change(base_folder: Path, before: TaskResult, folder: Path, after: TaskResu
     if before.score is None or after.score is None:
         return ["", "", str(after.n), ""]
     delta = paired_delta(read_samples(base_folder, before), read_samples(folder, after))
-    return [f"{100 * delta.delta:+.1f}", _margin(delta), str(delta.n), ""]
+    return [f"{100 * delta.mean:+.1f}", _margin(delta), str(delta.n), ""]
 
 
 def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f}"
 
 
-def _margin(interval: Mean | Delta) -> str:
+def _margin(interval: Mean) -> str:
     return "" if math.isnan(interval.low) else f"±{50 * (interval.high - interval.low):.1f}"
 
 

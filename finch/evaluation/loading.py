@@ -23,9 +23,9 @@ from torch import distributed, nn
 from finch.config.instantiate import first_line
 from finch.distributed.processes import die_with_parent
 from finch.errors import UserError
-from finch.evaluation.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelFolder, weight_files
+from finch.evaluation.model_folders import ModelFolder, weight_files
 from finch.models.hf_config import CONFIG, read_config, read_settings
-from finch.weights.files import read_tensors
+from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

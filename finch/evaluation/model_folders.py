@@ -12,10 +12,8 @@ from finch import run_files
 from finch.errors import UserError
 from finch.log import logger
 from finch.models.hf_config import CONFIG, check_folder, read_config, read_settings
-from finch.weights.files import SAFETENSORS, SAFETENSORS_INDEX, indexed_shards
+from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAFETENSORS, SAFETENSORS_INDEX, indexed_shards
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Settings of config.json that tuning never changes.
 _FIXED = (

@@ -34,39 +34,16 @@ _EXACT_FLIPS = 13  # differences: all 2^13 sign flips are fewer than RESAMPLES
 
 
 @dataclass(frozen=True)
-class Delta:
-    """The change of a task's score from the base model to the tuned one, paired by document.
-
-    Attributes:
-        delta: mean of tuned minus base.
-        standard_error: sd(differences) / sqrt(n_clusters); NaN for a single cluster.
-        low, high: 95% BCa bootstrap interval; both equal ``delta`` where all differences are equal, NaN for a single cluster.
-        p_value: two-sided, for the hypothesis of no change.
-        test: that gave it: ``exact McNemar`` for scores of 0 and 1, else ``sign-flip permutation``.
-        n: documents that have a score from both models.
-        n_clusters: independent units among them; ``n`` where there are no clusters.
-    """
-
-    delta: float
-    standard_error: float
-    low: float
-    high: float
-    p_value: float
-    test: str
-    n: int
-    n_clusters: int
-
-
-@dataclass(frozen=True)
 class Mean:
     """A task's mean score.
 
     Attributes:
         mean: of the clusters' means.
         standard_error: sd / sqrt(n_clusters); NaN for a single cluster.
-        low, high: 95% interval: Wilson's for independent scores of 0 and 1, else BCa bootstrap, as for ``Delta``.
+        low, high: 95% interval: Wilson's for independent scores of 0 and 1, else BCa bootstrap. Both equal ``mean`` where all clusters are
+            equal, and are NaN for a single cluster.
         n: documents with a score.
-        n_clusters: independent units among them.
+        n_clusters: independent units among them; ``n`` where there are no clusters.
     """
 
     mean: float
@@ -75,6 +52,20 @@ class Mean:
     high: float
     n: int
     n_clusters: int
+
+
+@dataclass(frozen=True)
+class Delta(Mean):
+    """The change of a task's score from the base model to the tuned one: ``mean`` of tuned minus base over the documents with both scores,
+    always with a bootstrap's interval.
+
+    Attributes:
+        p_value: two-sided, for the hypothesis of no change.
+        test: that gave it: ``exact McNemar`` for scores of 0 and 1, else ``sign-flip permutation``.
+    """
+
+    p_value: float
+    test: str
 
 
 def paired_delta(base: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> Delta:
@@ -102,18 +93,9 @@ def paired_delta(base: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str,
         raise UserError("no document has a score from both the base and the tuned model; evaluate both again")
     scores = np.array([(one["score"], other["score"]) for one, other in pairs], dtype=float)
     differences = _cluster_means(scores[:, 1] - scores[:, 0], [one for one, _ in pairs])
-    standard_error, low, high = _bootstrap(differences)
     is_binary = bool(np.isin(scores, (0, 1)).all()) and len(differences) == len(scores)
-    return Delta(
-        delta=float(differences.mean()),
-        standard_error=standard_error,
-        low=low,
-        high=high,
-        p_value=_mcnemar(differences) if is_binary else _sign_flip(differences),
-        test=MCNEMAR if is_binary else SIGN_FLIP,
-        n=len(pairs),
-        n_clusters=len(differences),
-    )
+    p_value, test = (_mcnemar(differences), MCNEMAR) if is_binary else (_sign_flip(differences), SIGN_FLIP)
+    return Delta(float(differences.mean()), *_bootstrap(differences), len(pairs), len(differences), p_value, test)
 
 
 def mean_interval(samples: Sequence[Mapping[str, Any]], *, is_share: bool = True) -> Mean:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,7 @@ SMALL_SHARE = 0.6
 MAX_POINTS = 300  # per curve
 SMOOTHING_STEPS = 20
 NUM_MARKERS = 8  # per curve
+_EDGE = {"markeredgecolor": COLOURS["page"], "markeredgewidth": 0.5}  # keeps markers apart that lie on each other
 
 
 def draw_trade_off(
@@ -93,6 +94,10 @@ def draw_trade_off(
     return save(figure, folder, "trade_off", "Learned against forgotten", caption)
 
 
+def _draw_marker(axes: Axes, x: float, y: float, style: Style, **options: Any) -> None:
+    axes.plot(x, y, marker=style.marker, linestyle="none", color=style.hex, **options)
+
+
 def _add_key(axes: Axes, style: Style, size: float = 6) -> None:
     """To the legend."""
     axes.plot([], [], marker=style.marker, linestyle="none", color=style.hex, markersize=size, label=style.label)
@@ -136,17 +141,7 @@ def _draw_point(
         ends = [sign[is_vertical] * one.low, sign[is_vertical] * one.high]
         line = ([other, other], ends) if is_vertical else (ends, [other, other])
         axes.plot(*line, color=style.hex, linewidth=1.0, alpha=alpha, zorder=3)
-    axes.plot(
-        x,
-        y,
-        marker=style.marker,
-        linestyle="none",
-        color=style.hex,
-        markersize=size,
-        markeredgecolor=COLOURS["page"],
-        markeredgewidth=0.5,
-        zorder=4,
-    )
+    _draw_marker(axes, x, y, style, markersize=size, **_EDGE, zorder=4)
 
 
 def _by_learning_rate(points: list[Point]) -> list[list[Point]]:
@@ -188,16 +183,7 @@ def draw_front(
                 ends = [sign[1] * value.change.low, sign[1] * value.change.high]
                 axes.plot([x, x], ends, color=style.hex, linewidth=1.2, alpha=0.8)
             face = COLOURS["page"] if value.is_extrapolated else style.hex
-            axes.plot(
-                x,
-                y,
-                marker=style.marker,
-                linestyle="none",
-                color=style.hex,
-                markerfacecolor=face,
-                markersize=size,
-                markeredgewidth=1.1,
-            )
+            _draw_marker(axes, x, y, style, markerfacecolor=face, markersize=size, markeredgewidth=1.1)
     for number in range(1, len(front.scores)):
         axes.axvline(number - 0.5, color=COLOURS["grid"], linewidth=0.8)
     axes.grid(visible=False, axis="x")
@@ -246,17 +232,7 @@ def draw_scores(
         style = styles[method]
         if score.low is not None and score.high is not None:
             axes.plot([x, x], [scale * score.low, scale * score.high], color=style.hex, linewidth=1.0, alpha=0.6)
-        axes.plot(
-            x,
-            scale * score.value,
-            marker=style.marker,
-            linestyle="none",
-            color=style.hex,
-            markersize=5.5,
-            markeredgecolor=COLOURS["page"],
-            markeredgewidth=0.5,
-            label=style.label,
-        )
+        _draw_marker(axes, x, scale * score.value, style, markersize=5.5, **_EDGE, label=style.label)
     if base is not None:
         if base.low is not None and base.high is not None:
             axes.axhspan(scale * base.low, scale * base.high, color=COLOURS["muted"], alpha=0.15, linewidth=0)

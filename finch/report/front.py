@@ -329,10 +329,10 @@ def non_dominated(new: Sequence[float], old: Sequence[float]) -> list[int]:
     return kept[::-1]
 
 
-def interpolate(new: Sequence[float], old: Sequence[float], score: float) -> float:
-    """The change at ``score`` on the front through the points; below its first point and above its last one, theirs."""
+def interpolate(new: Sequence[float], old: Sequence[float], scores: Sequence[float] | Array) -> Array:
+    """[scores] the changes at ``scores`` on the front through the points; below its first point and above its last one, theirs."""
     kept = non_dominated(new, old)
-    return float(np.interp(score, [new[index] for index in kept], [old[index] for index in kept]))
+    return np.interp(scores, [new[index] for index in kept], [old[index] for index in kept])
 
 
 def common_scores(points: Mapping[str, Sequence[Point]], resolution: float, base: Point | None = None) -> list[float]:
@@ -416,7 +416,7 @@ def on_front(points: Sequence[Point]) -> list[Point]:
 
 
 def _value(points: Sequence[Point], score: float) -> float:
-    return interpolate([point.new.value for point in points], [point.old.value for point in points], score)
+    return float(interpolate([one.new.value for one in points], [one.old.value for one in points], [score])[0])
 
 
 def front_draws(points: Sequence[Point], base: Point | None, scores: Sequence[float] | Array) -> Array:
@@ -426,8 +426,7 @@ def front_draws(points: Sequence[Point], base: Point | None, scores: Sequence[fl
     old = np.stack([point.old_draws for point in every], axis=1)
     found = np.empty((len(new), len(scores)))
     for number, (one, other) in enumerate(zip(new.tolist(), old.tolist(), strict=True)):
-        kept = non_dominated(one, other)
-        found[number] = np.interp(scores, [one[index] for index in kept], [other[index] for index in kept])
+        found[number] = interpolate(one, other, scores)
     return found
 
 

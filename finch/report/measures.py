@@ -14,7 +14,7 @@ from typing import Any
 from finch.errors import UserError
 from finch.evaluation.judge import answers_definition
 from finch.evaluation.results import POINTS, Sample, SuiteResult, base_path, read_result, read_samples
-from finch.evaluation.statistics import Delta, Mean, holm, mean_interval, paired_delta
+from finch.evaluation.statistics import Mean, holm, mean_interval, paired_delta
 from finch.report.runs import Run, base_builder, check_equal
 from finch.report.selection import Measure, Selection, select_measures
 
@@ -183,7 +183,7 @@ def _task_outcome(
     mean = mean_interval(samples, is_share=measure.unit == POINTS)
     outcome = Outcome(
         measure,
-        _estimate(mean.mean, mean),
+        _estimate(mean),
         n=mean.n,
         n_clusters=mean.n_clusters,
         samples=samples,
@@ -202,17 +202,19 @@ def _task_outcome(
         raise UserError(f"{run.folder}, {measure.name}: {error}") from error
     return replace(
         outcome,
-        base=_estimate(before.mean, before),
-        delta=_estimate(delta.delta, delta),
+        base=_estimate(before),
+        delta=_estimate(delta),
         p_value=delta.p_value,
         test=delta.test,
         base_samples=base_samples,
     )
 
 
-def _estimate(value: float, one: Mean | Delta) -> Estimate:
+def _estimate(one: Mean) -> Estimate:
     """Without what is NaN: of a single document."""
-    return Estimate(value, *(each if math.isfinite(each) else None for each in (one.standard_error, one.low, one.high)))
+    return Estimate(
+        one.mean, *(each if math.isfinite(each) else None for each in (one.standard_error, one.low, one.high))
+    )
 
 
 def _tasks(results: Mapping[str, SuiteResult], suite: str) -> Mapping[str, Any]:

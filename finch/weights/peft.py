@@ -16,11 +16,9 @@ from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder
 from finch.models.lora import AdapterLayer, adapter_layers, scaling
 from finch.weights.conversion import Conversion, StateDict, conversion_for, with_columns
-from finch.weights.files import SAFETENSORS_METADATA, write_json
+from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAFETENSORS_METADATA, write_json
 from finch.weights.huggingface import HuggingFaceFolder, PretrainedFolder
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT's wrapper around a model
 
 

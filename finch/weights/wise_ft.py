@@ -19,6 +19,7 @@ from finch.errors import UserError
 from finch.files import atomic_folder
 from finch.models.hf_config import check_folder, read_config
 from finch.weights.files import (
+    ADAPTER_CONFIG,
     SAFETENSORS,
     SAFETENSORS_INDEX,
     copy_side_files,
@@ -89,7 +90,7 @@ class _Weights:
         file_names = indexed_shards(folder) or [SAFETENSORS]
         if not (folder / file_names[0]).is_file():
             remedy = "give a Hugging Face folder with safetensors"
-            if (folder / "adapter_config.json").is_file():
+            if (folder / ADAPTER_CONFIG).is_file():
                 remedy = "merge the adapter into its model first"
             raise UserError(f"{self.label} has neither {SAFETENSORS} nor {SAFETENSORS_INDEX}; {remedy}")
         self.shards = {name: open_safetensors(folder / name) for name in file_names}

@@ -181,7 +181,7 @@ def _forgetting(group: Sequence[Point], base: Point, scores: Array) -> tuple[Arr
     """[scores] and [draws, scores]: a method's forgetting at each score, on the front through its settings and the pretrained model."""
     every = [base, *group]
     new, old = [point.new.value for point in every], [point.old.value for point in every]
-    value = np.array([interpolate(new, old, score) for score in scores])
+    value = interpolate(new, old, scores)
     return -value, -front_draws(group, base, scores)
 
 

@@ -113,7 +113,7 @@ def test_known_judges_give_known_scores(judge, server, folders, answer, score, a
     assert task.others.items() >= others.items()
     assert [sample["score"] for sample in samples_of(run / "evaluation")] == [score] * N
     assert (task_of(base).score, task_of(base).n) == (0.5, N)
-    assert paired_delta(samples_of(base), samples_of(run / "evaluation")).delta == score - 0.5
+    assert paired_delta(samples_of(base), samples_of(run / "evaluation")).mean == score - 0.5
     assert len(server.texts) == CALLS
 
 

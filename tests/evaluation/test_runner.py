@@ -87,7 +87,7 @@ def test_results_say_what_was_measured(evaluate, base_folder, tuned_folder, tmp_
         before = read_samples(base_path(path, tuned).parent, base.tasks[name])
         delta = paired_delta(before, samples)
         row = re.search(rf"^{name} .*\n +tuned .*$", printed, re.MULTILINE)[0]
-        assert f"{100 * task.score:.1f}  {100 * delta.delta:+.1f}" in re.sub(" +", "  ", row)
+        assert f"{100 * task.score:.1f}  {100 * delta.mean:+.1f}" in re.sub(" +", "  ", row)
 
 
 def test_base_is_evaluated_once(evaluate, tuned_folder, tmp_path):

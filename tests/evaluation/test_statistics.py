@@ -44,7 +44,7 @@ def test_paired_delta_equals_scipy(draw):
     tuned = np.array(binary(n, 0.6, 2)) if draw == "binary" else base + getattr(rng, draw)(size=n)
     result = paired_delta(samples(base), samples(tuned)[::-1])
     difference = tuned - base
-    assert result.delta == pytest.approx(tuned.mean() - base.mean(), abs=1e-12)
+    assert result.mean == pytest.approx(tuned.mean() - base.mean(), abs=1e-12)
     assert result.standard_error == pytest.approx(stats.sem(difference), rel=1e-12)
     expected = stats.bootstrap((difference,), np.mean, n_resamples=10_000, method="BCa", batch=500, rng=1)
     limits = tuple(expected.confidence_interval)
@@ -67,7 +67,7 @@ def test_interval_covers_as_often_as_it_says():
 def test_equal_differences_have_no_width(change):
     base = np.arange(20) / 32
     result = paired_delta(samples(base), samples(base + change))
-    assert (result.delta, result.standard_error, result.low, result.high) == (change, 0.0, change, change)
+    assert (result.mean, result.standard_error, result.low, result.high) == (change, 0.0, change, change)
     assert result.p_value == (1.0 if change == 0 else pytest.approx(1e-4, rel=0.01))
 
 
@@ -75,12 +75,12 @@ def test_interval_is_ordered_and_finite():
     for n, ones in itertools.product((2, 3, 10, 400), (1, 2)):
         values = [1.0] * ones + [0.0] * (n - ones)
         result = paired_delta(samples([0.0] * n), samples(values))
-        assert 0 <= result.low <= result.delta <= result.high <= 1
+        assert 0 <= result.low <= result.mean <= result.high <= 1
 
 
 def test_one_document_has_no_interval():
     result = paired_delta(samples([0.0]), samples([1.0]))
-    assert (result.delta, result.p_value) == (1.0, 1.0)
+    assert (result.mean, result.p_value) == (1.0, 1.0)
     assert all(map(math.isnan, (result.standard_error, result.low, result.high)))
 
 
@@ -119,7 +119,7 @@ def test_clusters_are_averaged_first():
     pairs = np.array([np.mean(each) for each in means.values()])
     order = rng.permutation(120)
     result = paired_delta([samples(base, names)[i] for i in order], samples(tuned, names))
-    assert result.delta == pytest.approx(np.mean(tuned) - np.mean(base))
+    assert result.mean == pytest.approx(np.mean(tuned) - np.mean(base))
     assert result.standard_error == pytest.approx(pairs.std(ddof=1) / math.sqrt(60))
     assert (result.n, result.n_clusters, result.test) == (120, 60, SIGN_FLIP)
     mean = mean_interval(samples(tuned, names))
@@ -132,7 +132,7 @@ def test_clusters_are_averaged_first():
 
 def test_documents_without_a_score_are_left_out():
     result = paired_delta(samples([0, None, 1, 1]), samples([1, 1, None, 0]))
-    assert (result.delta, result.n) == (0.0, 2)
+    assert (result.mean, result.n) == (0.0, 2)
     assert mean_interval(samples([0, None, 1])).mean == 0.5
     with pytest.raises(UserError, match="no document has a score from both"):
         paired_delta(samples([0, None]), samples([None, 1]))

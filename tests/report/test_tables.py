@@ -93,10 +93,10 @@ def test_summary_csv_has_the_statistics_of_the_samples(rows, sweep):
             assert row["test"] == delta.test
             base, mean = (mean_interval(samples(sweep, model, task)) for model in ("base", run))
             known = {"n": mean.n, "score": mean.mean, "score_low": mean.low, "score_high": mean.high}
-            known |= {"delta": delta.delta, "delta_low": delta.low, "delta_high": delta.high, "base_score": base.mean}
+            known |= {"delta": delta.mean, "delta_low": delta.low, "delta_high": delta.high, "base_score": base.mean}
             known |= {"standard_error": delta.standard_error, "p_value": delta.p_value, "p_holm": p_holm}
             assert {name: float(row[name]) for name in known} == known
-        mean = fmean(deltas[task].delta for task in OLD)
+        mean = fmean(deltas[task].mean for task in OLD)
         error = math.sqrt(sum(deltas[task].standard_error ** 2 for task in OLD)) / len(OLD)
         columns = ("delta", "standard_error", "delta_low", "delta_high")
         expected = (mean, error, mean - 1.959964 * error, mean + 1.959964 * error)
