@@ -4,8 +4,9 @@
 
 The recipe trains a random Llama of 14 M parameters on the CPU in fp32, once without saves, once with saves in the background and once with
 saves that training waits for. Its state, with AdamW's two moments, is three times its weights. The three alternate in blocks of 20 steps; a
-block with a save begins with it. Neighbours in time are compared, so that a machine that slows down or warms up favours no mode. A round
-has a block of each; its ratio is that of their steps per second. More: docs/survival.md.
+block with a save begins with it, and the next save waits for one that lasts longer than its block. Neighbours in time are compared, so that
+a machine that slows down or warms up favours no mode. A round has a block of each; its ratio is that of their steps per second. More:
+docs/survival.md.
 """
 
 from __future__ import annotations
