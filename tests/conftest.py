@@ -84,9 +84,8 @@ def trained(once) -> Callable[..., Run]:
 
     def get(config: dict, *overrides: str, recipe: str = FULL) -> Run:
         text = json.dumps(config)
-        name = hashlib.sha256(f"{text.replace(config['output_dir'], '')} {overrides} {recipe}".encode()).hexdigest()[
-            :16
-        ]
+        key = f"{text.replace(config['output_dir'], '')} {overrides} {recipe}"
+        name = hashlib.sha256(key.encode()).hexdigest()[:16]
 
         def fill(folder: Path) -> None:
             moved = json.loads(text.replace(config["output_dir"], str(folder / "run")))

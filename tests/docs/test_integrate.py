@@ -114,39 +114,40 @@ def run_copy(name: str, folder: Path, config: dict, *changes: str) -> Run:
     return Run(0, "", Path(config["output_dir"]))
 
 
-def config_of(name: str, base: Path, rows: Path, run: Path) -> dict:
+@pytest.fixture(scope="module")
+def config_of(base_folder: Path, rows_file: Path) -> Callable[[str, Path], dict]:
     """One config for torchtune's recipe and ours: 8 samples a step, two epochs, the page's schedule on a small model's scale."""
-    in_backward = name == "optimizer_in_bwd"  # excludes accumulation and clipping
-    schedule = yaml.safe_load(block("yaml", "A copy of a torchtune recipe"))["lr_scheduler"]
-    config = make_config(base, rows, run) | {
-        "lr_scheduler": {**schedule, "eta_max": 5e-3},
-        "metric_logger": disk_logger(run, filename="log.txt"),
-        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        "batch_size": 8 if in_backward else 4 // RANKS[name],
-        "gradient_accumulation_steps": 1 if in_backward else 2,
-        "optimizer_in_bwd": in_backward,
-        "clip_grad_norm": None if in_backward else 1.0,
-        "epochs": 2,
-        "shuffle": True,
-        "drop_last": True,  # ours would keep the 41st sample
-        "max_steps_per_epoch": None,
-        "resume_from_checkpoint": False,
-        "compile": False,
-    }
-    if name == "lora_finetune_distributed":
-        config["model"] = LORA_MODEL
-    return config
+
+    def make(name: str, run: Path) -> dict:
+        in_backward = name == "optimizer_in_bwd"  # excludes accumulation and clipping
+        schedule = yaml.safe_load(block("yaml", "A copy of a torchtune recipe"))["lr_scheduler"]
+        config = make_config(base_folder, rows_file, run) | {
+            "lr_scheduler": {**schedule, "eta_max": 5e-3},
+            "metric_logger": disk_logger(run, filename="log.txt"),
+            "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+            "batch_size": 8 if in_backward else 4 // RANKS[name],
+            "gradient_accumulation_steps": 1 if in_backward else 2,
+            "optimizer_in_bwd": in_backward,
+            "clip_grad_norm": None if in_backward else 1.0,
+            "epochs": 2,
+            "shuffle": True,
+            "drop_last": True,  # ours would keep the 41st sample
+            **{"max_steps_per_epoch": None, "resume_from_checkpoint": False, "compile": False},
+        }
+        return config | ({"model": LORA_MODEL} if name == "lora_finetune_distributed" else {})
+
+    return make
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, base_folder: Path, rows_file: Path) -> Callable[[str], Run]:
+def finished(tmp_path_factory: pytest.TempPathFactory, config_of: Callable[..., dict]) -> Callable[[str], Run]:
     """Runs a copy for two epochs, once for all tests."""
 
     @functools.cache
     def get(name: str) -> Run:
         folder = tmp_path_factory.mktemp(name)
         make_copy(name, folder)
-        return run_copy(name, folder, config_of(name, base_folder, rows_file, folder / "run"))
+        return run_copy(name, folder, config_of(name, folder / "run"))
 
     return get
 
@@ -224,12 +225,12 @@ def test_copy_follows_the_equation(finished, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full_finetune_single_device", "optimizer_in_bwd"])
-def test_optimizer_steps_with_the_logged_rate(name, base_folder, rows_file, tmp_path):
+def test_optimizer_steps_with_the_logged_rate(name, config_of, tmp_path):
     step_rates: dict[float, None] = {}
     hook = register_optimizer_step_pre_hook(lambda opt, *_: step_rates.setdefault(opt.param_groups[0]["lr"]))
     try:
         make_copy(name, tmp_path)
-        run = run_copy(name, tmp_path, config_of(name, base_folder, rows_file, tmp_path / "run"))
+        run = run_copy(name, tmp_path, config_of(name, tmp_path / "run"))
     finally:
         hook.remove()
     assert len(step_rates) == NUM_STEPS
@@ -238,8 +239,8 @@ def test_optimizer_steps_with_the_logged_rate(name, base_folder, rows_file, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full_finetune_distributed", "full_finetune_single_device"])
-def test_copy_has_the_rates_of_finch_full_finetune(finished, name, base_folder, rows_file, tmp_path):
-    config = config_of(name, base_folder, rows_file, tmp_path / "run")
+def test_copy_has_the_rates_of_finch_full_finetune(finished, name, config_of, tmp_path):
+    config = config_of(name, tmp_path / "run")
     ours = run_ranks(RANKS[name], tmp_path, config) if RANKS[name] > 1 else run_here(tmp_path, config)
     assert ours.returncode == 0, ours.output[-3000:]
     assert len(ours.column("lr")) == NUM_STEPS
@@ -248,13 +249,13 @@ def test_copy_has_the_rates_of_finch_full_finetune(finished, name, base_folder, 
 
 @pytest.mark.slow
 @EVERY_DIFF
-def test_resumed_copy_continues_the_schedule(finished, name, base_folder, rows_file):
+def test_resumed_copy_continues_the_schedule(finished, name, config_of):
     run = finished(name)
     shutil.rmtree(run.folder / "epoch_1")  # as if it had been stopped in its second epoch
     changes = ["resume_from_checkpoint=True", "metric_logger.filename=resumed.txt"]
     if name != "lora_finetune_distributed":  # which starts from the base weights again
         changes.append("checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]")
-    run_copy(name, run.folder.parent, config_of(name, base_folder, rows_file, run.folder), *changes)
+    run_copy(name, run.folder.parent, config_of(name, run.folder), *changes)
     rates = logged(run.folder / "resumed.txt", "lr")
     assert len(rates) == NUM_STEPS // 2
     assert rates == pytest.approx(logged(run.folder / "log.txt", "lr")[NUM_STEPS // 2 :], rel=1e-6)

@@ -23,7 +23,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torchtune
 import yaml
 
 from benchmarks.tiny_job import ROOT as ROOT
@@ -161,7 +160,11 @@ def finished(folder: Path, config: dict, *overrides: str, recipe: str = FULL, ra
     return run
 
 
-STOCK = Path(torchtune.__file__).parent.parent / "recipes"
+def stock_recipes() -> Path:
+    """The folder of torchtune's."""
+    import torchtune
+
+    return Path(torchtune.__file__).parent.parent / "recipes"
 
 
 def logged(file: Path, column: str) -> list[float]:
@@ -173,7 +176,7 @@ def logged(file: Path, column: str) -> list[float]:
 def stock_losses(folder: Path, config: dict, *overrides: str) -> list[float]:
     """The losses of torchtune's own recipe."""
     config = {**config, "output_dir": str(folder / "stock"), "metric_logger": disk_logger(folder, filename="stock.txt")}
-    recipe = str(STOCK / "full_finetune_single_device.py")
+    recipe = str(stock_recipes() / "full_finetune_single_device.py")
     done = run_ranks(1, folder / "torchtune", config, *overrides, recipe=recipe)
     assert done.returncode == 0, done.output[-3000:]
     return logged(folder / "stock.txt", "loss")

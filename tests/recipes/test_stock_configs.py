@@ -8,10 +8,10 @@ import pytest
 import yaml
 from helpers.models import FAMILIES, save
 from helpers.rows import write_lines
-from helpers.runs import STOCK, finished, stock_losses
+from helpers.runs import finished, stock_losses, stock_recipes
 from helpers.tokenizers import write_llama3_tokenizer
 
-from benchmarks.tiny_text import WORDS
+from benchmarks.tiny_text import WORDS, train_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -45,14 +45,7 @@ def write_tokenizer(family: str, folder: Path) -> list[str]:
         (folder / "vocab.json").write_text(json.dumps({symbol: index for index, symbol in enumerate(symbols)}))
         (folder / "merges.txt").write_text("#version: 0.2\n")
         return [f"tokenizer.path={folder}/vocab.json", f"tokenizer.merges_file={folder}/merges.txt"]
-    import sentencepiece
-
-    rng = random.Random(0)
-    text = folder / "text.txt"
-    text.write_text("\n".join(" ".join(rng.choices(WORDS, k=8)) for _ in range(400)))
-    options = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "hard_vocab_limit": False, "minloglevel": 2}
-    files = {"input": str(text), "model_prefix": str(folder / "tokenizer")}
-    sentencepiece.SentencePieceTrainer.train(**files, vocab_size=70, **options)
+    train_tokenizer(folder, random.Random(0))
     return [f"tokenizer.path={folder}/tokenizer.model"]
 
 
@@ -68,7 +61,7 @@ def test_stock_config_has_the_stock_recipes_losses(name, tmp_path, monkeypatch):
 
     rows = [{"instruction": words(3), "input": "", "output": words(rng.randint(1, 7))} for _ in range(32)]
     # The file as shipped, but for the model's size, the places of files, the machine, and numbers that show a difference.
-    config = yaml.safe_load((STOCK / "configs" / f"{name}.yaml").read_text())
+    config = yaml.safe_load((stock_recipes() / "configs" / f"{name}.yaml").read_text())
     config["model"] = FAMILIES[family].config(vocab_size=vocabulary)
     config["dataset"] |= {"source": "json", "data_files": write_lines(tmp_path / "rows.jsonl", *rows)}
     overrides = [
