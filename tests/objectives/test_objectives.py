@@ -261,7 +261,6 @@ def test_weights_are_at_least_fp32():
     for objective in (CrossEntropy(), FLOW(tau=1.0), DFT(), TALR(), STM(), EAFT()):
         assert objective.weights(losses, batch).dtype == torch.float32
         assert objective.weights(losses.double(), batch).dtype == torch.float64
-    assert torch.equal(DFT().weights(losses, batch), torch.exp(-losses.float()))
 
 
 @pytest.mark.parametrize("values", [[3.0], [4.0, 1.0], [2.0, 9.0, 1.0], [5.0, 5.0, 5.0, 1.0]])

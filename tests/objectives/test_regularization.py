@@ -87,7 +87,7 @@ def one_step(ranks, form, size=UNEVEN, **options):
     return {
         **{name: metric.item() for name, metric in metrics.items()},
         "collectives": communication.get_total_counts(),
-        "gradients": {name: dtensor.full_tensor(parameter.grad) for name, parameter in decoder.named_parameters()},
+        "gradients": {name: dtensor.full_tensor(each.grad).tolist() for name, each in decoder.named_parameters()},
     }
 
 
@@ -101,8 +101,6 @@ def on_meshes():
     for name, ranks in (("fsdp2", fsdp), ("hsdp", hsdp), ("shard x tensor", tensor)):
         size = UNEVEN if ranks.tensor_mesh is None else UNEVEN_HALVES
         results[name] = {form: one_step(ranks, form, size, offload=form == "half") for form in FORMS}
-        for step in results[name].values():
-            step["gradients"] = {name: gradient.tolist() for name, gradient in step["gradients"].items()}
     parallel.stop()
     return results
 

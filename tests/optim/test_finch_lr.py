@@ -254,17 +254,3 @@ def test_finch_lr_without_a_loss_says_what_to_use_instead():
     """transformers' Trainer calls it so."""
     with pytest.raises(TypeError, match=r"Trainer.*finch\.integrations\.transformers\.FinchCallback"):
         FinchLR(optimizer_with(2e-5), init=3.6).step()
-
-
-def test_compiled_optimizer_step_takes_a_tensor_rate_without_recompiling():
-    optimizer = fused_with_tensor(1e-2)
-    (parameter,) = optimizer.param_groups[0]["params"]
-    schedule, rates = FinchLR(optimizer, eta_max=1.0, init=4.0), set()
-    compiled_step = torch.compile(optimizer.step, backend="eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):  # a number in its place is a guard of the graph
-        for step in range(20):
-            parameter.grad = torch.ones_like(parameter)
-            schedule.step(torch.tensor(3.0 / (step + 1)))
-            compiled_step()
-            rates.add(float(optimizer.param_groups[0]["lr"]))
-    assert len(rates) == 20

@@ -16,28 +16,15 @@ def test_greedy_answers_equal_transformers(family, tmp_path):
     """Prompts of unequal lengths in batches of three; the stop tokens are two that some answers have."""
     reference = models.save(family, tmp_path)
     _, decoder = models.load(family, tmp_path)
-    expected = [
-        reference.generate(
-            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0]
-        for prompt in PROMPTS
-    ]
-    expected = [answer[len(prompt) :].tolist() for answer, prompt in zip(expected, PROMPTS, strict=True)]
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [reference.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS]
     stops = {expected[0][4], expected[1][8]}
     for answer in expected:
         first = next((index for index, token in enumerate(answer) if token in stops), len(answer))
         del answer[first + 1 :]
-    model = TokenLoss(decoder).train()
-    answers = greedy_answers(
-        model,
-        PROMPTS,
-        stop_tokens=stops,
-        max_new_tokens=12,
-        batch_size=3,
-        dtype=torch.float32,
-        parallel=Parallel(torch.device("cpu")),
-    )
-    assert answers == expected
-    assert min(map(len, answers)) < 12
+    model, one_process = TokenLoss(decoder).train(), Parallel(torch.device("cpu"))
+    options = {"stop_tokens": stops, "max_new_tokens": 12, "batch_size": 3, "dtype": torch.float32}
+    assert greedy_answers(model, PROMPTS, **options, parallel=one_process) == expected
+    assert min(map(len, expected)) < 12
     assert model.training
     assert not decoder.caches_are_setup()

@@ -1,7 +1,5 @@
 """``init: dataset`` inside TorchTitan: the pass before the first step, and where its result is kept."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,34 +1,16 @@
 """Losses and gradients without padding equal those of the padded batch."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
+from helpers.models import FAMILIES
 from torch.utils.flop_counter import FlopCounterMode
-from torchtune.models import gemma, llama2, llama3, mistral, phi3, qwen2
-from torchtune.modules import MultiHeadAttention, TransformerDecoder
+from torchtune.modules import MultiHeadAttention
 
 from finch.data.padding_free import remove_padding
-from finch.models.gemma2 import gemma2
-from finch.models.qwen3 import qwen3
 from finch.training.chunked_loss import TokenLoss
 from finch.training.padding_free_attention import accept_padding_free
 
-SIZES = {"vocab_size": 97, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "max_seq_len": 48}
-WITH_MLP = {**SIZES, "intermediate_dim": 48}
-BUILDERS: dict[str, Callable[[], TransformerDecoder]] = {
-    "llama2": partial(llama2.llama2, **SIZES),
-    "llama3": partial(llama3.llama3, **WITH_MLP),
-    "mistral": partial(mistral.mistral, **WITH_MLP),
-    "gemma": partial(gemma.gemma, head_dim=8, **WITH_MLP),
-    "gemma2": partial(gemma2, head_dim=8, sliding_window_size=7, **WITH_MLP),
-    "phi3": partial(phi3.phi3, **WITH_MLP),
-    "qwen2": partial(qwen2.qwen2, tie_word_embeddings=True, **WITH_MLP),
-    "qwen3": partial(qwen3, head_dim=8, tie_word_embeddings=True, rope_base=10_000, norm_eps=1e-6, **WITH_MLP),
-}
+NAMES = ("llama", "llama 3", "mistral", "gemma", "gemma2", "phi3", "qwen2 tied", "qwen3 tied")
 LENGTHS = (40, 27, 19, 33, 12)
 
 
@@ -46,9 +28,9 @@ def batch(prefix: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": labels, "targets": (labels.flatten() != -100).nonzero().squeeze(1)}
 
 
-def model_of(build: Callable[[], TransformerDecoder]) -> TokenLoss:
+def model_of(name: str) -> TokenLoss:
     torch.manual_seed(0)
-    model = TokenLoss(build())
+    model = TokenLoss(FAMILIES[name].build(max_seq_len=48))
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.1)
@@ -57,16 +39,16 @@ def model_of(build: Callable[[], TransformerDecoder]) -> TokenLoss:
 
 def losses_and_gradient(model: TokenLoss, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     layout = remove_padding(inputs["tokens"], inputs["targets"])
-    assert len(layout.indices) > SIZES["max_seq_len"]  # without padding the one row may be longer than the context
+    assert len(layout.indices) > model.decoder.max_seq_len  # without padding the one row may be longer than the context
     losses = model(**inputs, layout=layout)
     gradients = torch.autograd.grad((losses * losses).sum(), list(model.parameters()))
     return losses.detach(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
 @pytest.mark.parametrize("prefix", [0, 9])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_losses_equal_the_padded_batch(name: str, prefix: int) -> None:
-    model, inputs = model_of(BUILDERS[name]), batch(prefix)
+    model, inputs = model_of(name), batch(prefix)
     losses, gradient = losses_and_gradient(model, inputs)
     with FlopCounterMode(display=False) as padded_flops:
         model(**inputs)
@@ -88,7 +70,7 @@ def test_unknown_attention_keeps_padding() -> None:
         def forward(self, *inputs: torch.Tensor, **options: object) -> torch.Tensor:
             return super().forward(*inputs, **options)
 
-    decoder = BUILDERS["llama3"]()
+    decoder = FAMILIES["llama"].build()
     decoder.layers[1].attn.__class__ = OwnAttention
     before = [layer.attn._attention_call for layer in decoder.layers]
     assert not accept_padding_free(decoder)
