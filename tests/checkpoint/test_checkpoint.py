@@ -1,5 +1,6 @@
 """Checkpoints are complete or absent, the last ones are kept, and only their own run resumes from them."""
 
+import copy
 import os
 import random
 import resource
@@ -32,6 +33,11 @@ ONE_PROCESS = Parallel(torch.device("cpu"))
 def save_checkpoint(run, step, model, optimizer, state, **options):
     assert CheckpointWriter(run, ONE_PROCESS, **options).save(step, model, [optimizer], state, wait=True)
     return run / "checkpoints" / f"step_{step}"
+
+
+def save_steps(run, *steps, **options):
+    model, optimizer = train(0, 1)
+    return [save_checkpoint(run, step, model, optimizer, {"step": step}, **options) for step in steps]
 
 
 def update(model, optimizer):
@@ -91,10 +97,9 @@ def test_hyperparameters_are_the_configs_not_the_checkpoints(tmp_path, before, a
 
 
 def test_load_tensors_names_a_checkpoint_without_shards(tmp_path):
+    (folder,) = save_steps(tmp_path, 1)
+    (folder / "__0_0.distcp").unlink()
     model, optimizer = train(0, 1)
-    folder = save_checkpoint(tmp_path, 1, model, optimizer, {})
-    for file in folder.glob("*.distcp"):
-        file.unlink()
     with pytest.raises(UserError, match="step_1 cannot be read"):
         load_tensors(folder, model, [optimizer], ONE_PROCESS)
 
@@ -105,9 +110,7 @@ def names(run):
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(1, [10]), (2, [2, 10]), (9, [1, 2, 10])])
 def test_last_checkpoints_are_kept_and_incomplete_ignored(tmp_path, keep_last, kept):
-    model, optimizer = train(0, 1)
-    for step in (1, 2, 10):
-        save_checkpoint(tmp_path, step, model, optimizer, {"step": step}, keep_last=keep_last)
+    save_steps(tmp_path, 1, 2, 10, keep_last=keep_last)
     assert names(tmp_path) == sorted(f"step_{step}" for step in kept)
     (tmp_path / "checkpoints" / "step_11.partial").mkdir()
     (tmp_path / "checkpoints" / "step_12").mkdir()
@@ -137,19 +140,17 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path, monkeypatch):
 
 
 def test_archive_newer_hides_later_checkpoints(tmp_path):
-    model, optimizer = train(0, 1)
-    for step in (1, 2, 3):
-        save_checkpoint(tmp_path, step, model, optimizer, {"step": step}, keep_last=3)
-    archive_newer(tmp_path, tmp_path / "checkpoints" / "step_1")
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_1"]
-    save_checkpoint(tmp_path, 2, model, optimizer, {"step": 2}, keep_last=3)
+    first, *_ = save_steps(tmp_path, 1, 2, 3, keep_last=3)
+    archive_newer(tmp_path, first)
+    assert list_checkpoints(tmp_path) == [first]
+    save_steps(tmp_path, 2, keep_last=3)
     assert names(tmp_path) == ["step_1", "step_2"]
 
 
 def test_any_changed_byte_is_found_before_unpickling(tmp_path, monkeypatch):
-    folder = save_checkpoint(tmp_path, 1, *train(0, 1), {"step": 1})
-    monkeypatch.setattr("pickle.load", lambda *_: pytest.fail("unpickled"))
-    monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("unpickled"))
+    (folder,) = save_steps(tmp_path, 1)
+    for function in ("pickle.load", "torch.load"):
+        monkeypatch.setattr(function, lambda *_, **__: pytest.fail("unpickled"))
     files = sorted(folder.iterdir())
     assert {file.name for file in files} == {".metadata", "__0_0.distcp", "manifest.json", "rng_0.json", "state.json"}
     random.seed(0)
@@ -171,12 +172,10 @@ def test_any_changed_byte_is_found_before_unpickling(tmp_path, monkeypatch):
 
 
 def test_latest_valid_skips_a_damaged_checkpoint(tmp_path):
-    model, optimizer = train(0, 1)
-    for step in (1, 2):
-        folder = save_checkpoint(tmp_path, step, model, optimizer, {"step": step}, keep_last=2)
-    (folder / "state.json").write_text("{}")
+    first, second = save_steps(tmp_path, 1, 2, keep_last=2)
+    (second / "state.json").write_text("{}")
     result, (message,) = latest_valid(list_checkpoints(tmp_path), ONE_PROCESS)
-    assert result.name == "step_1"
+    assert result == first
     assert "step_2 is damaged (state.json has 2 bytes instead of" in message
 
 
@@ -186,7 +185,7 @@ def test_find_resume_candidates_for_every_value(tmp_path):
         find_resume_candidates(tmp_path, True)
     with pytest.raises(UserError, match="is not a complete checkpoint"):
         find_resume_candidates(tmp_path, str(tmp_path / "checkpoints" / "step_1"))
-    folder = save_checkpoint(tmp_path, 1, *train(0, 1), {})
+    (folder,) = save_steps(tmp_path, 1)
     for resume in (True, "auto", str(folder)):
         assert find_resume_candidates(tmp_path, resume) == [folder]
 
@@ -216,8 +215,7 @@ def test_async_save_keeps_the_weights_of_its_step(tmp_path, monkeypatch, caplog)
     caplog.set_level("INFO")
     writer = CheckpointWriter(tmp_path, ONE_PROCESS, asynchronous=True)
     assert writer.save(2, model, [optimizer], {"step": 2})
-    expected = [weight.detach().clone() for weight in model.parameters()]
-    moments = [{key: value.clone() for key, value in each.items()} for each in optimizer.state.values()]
+    expected, moments = copy.deepcopy(model), copy.deepcopy(list(optimizer.state.values()))
     update(model, optimizer)
     writer.poll()
     assert list_checkpoints(tmp_path) == []
@@ -227,7 +225,7 @@ def test_async_save_keeps_the_weights_of_its_step(tmp_path, monkeypatch, caplog)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     other, other_optimizer = train(1, 0)
     load_tensors(list_checkpoints(tmp_path)[0], other, [other_optimizer], ONE_PROCESS)
-    assert all(torch.equal(a, b) for a, b in zip(expected, other.parameters(), strict=True))
+    assert_equal_weights(expected, other)
     for one, two in zip(moments, other_optimizer.state.values(), strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)
 

@@ -15,14 +15,8 @@ from finch.estimate.formula import Rows
 from finch.estimate.step_trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from finch.objectives import CrossEntropy
 
-SIZE = {
-    "num_layers": 2,
-    "embed_dim": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "intermediate_dim": 160,
-    "max_seq_len": 256,
-}
+SIZE = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_dim": 160}
+SIZE |= {"max_seq_len": 256}
 ROWS = Rows(seq=20, targets=8)
 LLAMA2 = "torchtune.models.llama2"
 SCALED_ROTARY = {"_component_": "torchtune.models.llama3_2.llama3_2", **llama_args(**SIZE)}  # it reads values
@@ -49,10 +43,9 @@ def equal_rows(tmp_path_factory):
 def make(tmp_path):
     """A config of the small model; its files need not exist."""
 
-    def make(base=None, rows=None, **changes):
+    def make(base=tmp_path / "absent", rows=tmp_path / "absent", **changes):
         model = {"_component_": f"{LLAMA2}.llama2", **llama_args(**SIZE)}
-        folder = base or tmp_path / "absent"
-        config = make_config(folder, rows or folder / "rows", tmp_path / "run", **{"model": model, **changes})
+        config = make_config(base, rows, tmp_path / "run", **{"model": model, **changes})
         config["tokenizer"]["max_seq_len"] = 256
         return config
 
@@ -83,12 +76,6 @@ def test_peak_is_the_allocators(changes, base, equal_rows, make, estimate, tmp_p
     step = estimate(rows=real.rows, batch_size=2, **changes)
     assert sum(step.between_steps.values()) == pytest.approx(real.before, rel=0.01)
     assert step.peak == pytest.approx(real.peak, rel=0.01)  # to be within 0.1; it is equal but for a few scalars
-
-
-def test_needs_no_file_and_leaves_no_group(estimate):
-    step = estimate(ranks=2)
-    assert step.peak == sum(step.memory.values()) > sum(step.between_steps.values())
-    assert not torch.distributed.is_initialized()
 
 
 def test_operations_are_those_of_the_matrices(estimate):
@@ -150,6 +137,7 @@ def test_every_kind_of_step_runs_on_fake_tensors(changes, ranks, part, estimate)
     assert step.between_steps[part] > 0
     assert 0 < step.device_peak <= step.peak == sum(step.memory.values())
     assert step.memory.get("temporary tensors", 0) < step.between_steps["weights"]  # none of DTensor's bookkeeping
+    assert not torch.distributed.is_initialized()
 
 
 def test_lora_has_states_of_adapters_only(estimate):
