@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from finch import run_files
 from finch.optim.finch_lr import ParamGroups, Scalar
-from finch.optim.torch_lr import NonfiniteCounter
+from finch.optim.torch_lr import HostSchedule
 
 SHAPES = ("curve", "linear", "mean")
 
 
-class ReplayLR:
+class ReplayLR(HostSchedule):
     """Sets the learning rate of step i to that of step i in an earlier run's metrics.jsonl, or to a control made of that log.
 
     Stepped like :class:`finch.FinchLR`: once per optimizer step, before the optimizer. The first param group gets the
@@ -32,7 +32,7 @@ class ReplayLR:
         shape: ``"curve"``: the logged learning rates. ``"linear"``: the straight line from the log's first learning rate to its
             last one. ``"mean"``: the constant mean of the log's learning rates. The last two are of the complete log, also where
             it is longer than the run.
-        on_nonfinite, max_nonfinite: see :class:`finch.optim.torch_lr.NonfiniteCounter`.
+        on_nonfinite, max_nonfinite: see :class:`finch.optim.torch_lr.HostSchedule`.
 
     Raises ValueError for an unknown shape, a log that is missing, has no step or a step without a learning rate, and a first param group whose
     lr is not above 0.
@@ -47,15 +47,15 @@ class ReplayLR:
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
-        check_shape(shape)
-        self._nonfinite = NonfiniteCounter(on_nonfinite, max_nonfinite)
+        if shape not in SHAPES:
+            raise ValueError(f"shape={shape!r} must be one of {', '.join(SHAPES)}")
+        super().__init__(on_nonfinite, max_nonfinite)
         self._groups = ParamGroups(optimizer)
         self.optimizers = self._groups.optimizers
         self._log = Path(log)
         if self._log.is_dir():
             self._log = self._log / run_files.METRICS
         self._rates = _with_shape(_read_rates(self._log), shape)
-        self._steps_taken = 0
         self._set_lr()
 
     @property
@@ -81,11 +81,9 @@ class ReplayLR:
         Raises FloatingPointError if the loss is not finite, ValueError if the log has no further step.
         """
         self.check_length(self._steps_taken + 1)
-        has_targets = targets is None or float(targets) > 0
-        is_finite = not has_targets or self._nonfinite.observe(float(loss), self._steps_taken + 1)
-        self._steps_taken += 1
+        is_taken = self._count(loss, targets)
         self._set_lr()
-        return has_targets and is_finite
+        return is_taken
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each param group as last set, optimizer by optimizer; before the first step, that of step 1."""
@@ -95,23 +93,11 @@ class ReplayLR:
         """The keys of :meth:`finch.FinchLR.metrics`; there is no EMA and no cap here."""
         return {"ema_loss": None, "lr": self._lr, "lr_is_capped": False}
 
-    is_on_device = False  # the host has read every loss
-
-    def check(self) -> int:
-        """How many non-finite losses there have been since the last call."""
-        return self._nonfinite.read_and_reset()
-
-    def state_dict(self) -> dict[str, int]:
-        """The number of steps, and the counter of non-finite losses. A resumed run reads the learning rates from the log again."""
-        return {"steps_taken": self._steps_taken, **self._nonfinite.state_dict()}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores ``state_dict`` and sets the learning rate that belongs to it. Raises ValueError if the log holds fewer steps than
-        ``state``."""
-        steps_taken = int(state["steps_taken"])
-        self.check_length(steps_taken)
-        self._steps_taken = steps_taken
-        self._nonfinite.load_state_dict(state)
+        """Restores ``state_dict`` and sets the learning rate that belongs to it, read from the log again. Raises ValueError if the log
+        holds fewer steps than ``state``."""
+        self.check_length(int(state["steps_taken"]))
+        super().load_state_dict(state)
         self._set_lr()
 
     @property
@@ -121,12 +107,6 @@ class ReplayLR:
 
     def _set_lr(self) -> None:
         self._groups.set_lr(self._lr)
-
-
-def check_shape(shape: str) -> None:
-    """Raises ValueError if ``shape`` is none of ReplayLR's."""
-    if shape not in SHAPES:
-        raise ValueError(f"shape={shape!r} must be one of {', '.join(SHAPES)}")
 
 
 def _with_shape(rates: list[float], shape: str) -> list[float]:

@@ -12,50 +12,58 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from finch.optim.finch_lr import Scalar, check_nonfinite_options, set_group_lr
 
 
-class NonfiniteCounter:
-    """Counts non-finite losses. ``on_nonfinite``: ``"raise"``, or ``"skip"``, which raises after ``max_nonfinite`` in a row."""
+class HostSchedule:
+    """Base of the schedules whose learning rate does not depend on the loss. The host counts their steps and the losses that are not finite.
 
-    def __init__(self, on_nonfinite: str = "raise", max_nonfinite: int = 10) -> None:
+    ``on_nonfinite``: ``"raise"``, or ``"skip"``, which raises after ``max_nonfinite`` in a row. Raises ValueError if one is out of range.
+    """
+
+    is_on_device = False  # the host has read every loss
+
+    def __init__(self, on_nonfinite: str, max_nonfinite: int) -> None:
         check_nonfinite_options(on_nonfinite, max_nonfinite)
         self._raises, self._max = on_nonfinite == "raise", max_nonfinite
-        self._in_a_row = 0
-        self._num_new = 0
+        self._steps_taken = self._in_a_row = self._num_new = 0
 
-    def observe(self, loss: float, step: int) -> bool:
-        """Counts a loss, in nats, and returns whether it is finite; ``step`` is its number, for the error message.
+    def _count(self, loss: Scalar, targets: Scalar | None) -> bool:
+        """Counts a step and its loss, [] in nats; returns whether to take it: not without targets, nor where the loss is not finite.
 
         Raises FloatingPointError if it is not, and ``on_nonfinite`` is ``"raise"`` or the limit is reached.
         """
-        if math.isfinite(loss):
+        step = self._steps_taken + 1
+        is_taken = targets is None or float(targets) > 0
+        if is_taken and math.isfinite(float(loss)):
             self._in_a_row = 0
-            return True
-        self._in_a_row += 1
-        self._num_new += 1
-        if self._raises:
-            raise FloatingPointError(
-                f"the loss was not finite at step {step}: lower the learning rate or check the data"
-            )
-        if self._in_a_row >= self._max:
-            raise FloatingPointError(
-                f"the loss was not finite {self._in_a_row} times in a row, last at step {step}: lower the learning rate or check the data"
-            )
-        return False
+        elif is_taken:
+            self._in_a_row += 1
+            self._num_new += 1
+            if self._raises:
+                raise FloatingPointError(
+                    f"the loss was not finite at step {step}: lower the learning rate or check the data"
+                )
+            if self._in_a_row >= self._max:
+                raise FloatingPointError(
+                    f"the loss was not finite {self._in_a_row} times in a row, last at step {step}: lower the learning rate or check the data"
+                )
+            is_taken = False
+        self._steps_taken = step
+        return is_taken
 
-    def read_and_reset(self) -> int:
-        """How many non-finite losses have come since the last call."""
+    def check(self) -> int:
+        """How many non-finite losses there have been since the last call."""
         num_new, self._num_new = self._num_new, 0
         return num_new
 
-    def state_dict(self) -> dict[str, int]:
-        """How many non-finite losses there are in a row so far, so that a resumed run gives up where the first would have."""
-        return {"nonfinite_in_a_row": self._in_a_row}
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the non-finite losses in a row so far, so that a resumed run gives up where the first would have."""
+        return {"steps_taken": self._steps_taken, "nonfinite_in_a_row": self._in_a_row}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores ``state_dict``; further keys are ignored."""
-        self._in_a_row = int(state["nonfinite_in_a_row"])
+        self._steps_taken, self._in_a_row = int(state["steps_taken"]), int(state["nonfinite_in_a_row"])
 
 
-class TorchLR:
+class TorchLR(HostSchedule):
     """A learning rate that depends only on the number of the step.
 
     Stepped like :class:`finch.FinchLR`, before the optimizer: the first ``step`` keeps the learning rate that the scheduler
@@ -64,7 +72,7 @@ class TorchLR:
     Args:
         optimizers: those that step together; with the optimizer step inside the backward, one per parameter.
         scheduler: built on the first of them, whose learning rate the others get; None: constant.
-        on_nonfinite, max_nonfinite: see :class:`finch.optim.torch_lr.NonfiniteCounter`.
+        on_nonfinite, max_nonfinite: see :class:`HostSchedule`.
     """
 
     def __init__(
@@ -75,9 +83,8 @@ class TorchLR:
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
+        super().__init__(on_nonfinite, max_nonfinite)
         self._optimizers, self._scheduler = list(optimizers), scheduler
-        self._nonfinite = NonfiniteCounter(on_nonfinite, max_nonfinite)
-        self._steps_taken = 0
         self._copy_lr()
 
     def step(self, loss: Scalar, targets: Scalar | None = None) -> bool:
@@ -85,27 +92,19 @@ class TorchLR:
 
         Raises FloatingPointError if the loss, [] in nats, is not finite.
         """
-        has_targets = targets is None or float(targets) > 0
-        is_finite = not has_targets or self._nonfinite.observe(float(loss), self._steps_taken + 1)
-        if self._scheduler is not None and self._steps_taken > 0:
+        is_taken = self._count(loss, targets)
+        if self._scheduler is not None and self._steps_taken > 1:
             self._scheduler.step()
             self._copy_lr()
-        self._steps_taken += 1
-        return has_targets and is_finite
+        return is_taken
 
     def metrics(self) -> dict[str, float | bool | None]:
         """The keys of :meth:`finch.FinchLR.metrics`; there is no EMA and no cap here."""
         return {"ema_loss": None, "lr": float(self._optimizers[0].param_groups[0]["lr"]), "lr_is_capped": False}
 
-    is_on_device = False  # the host has read every loss
-
-    def check(self) -> int:
-        """How many non-finite losses there have been since the last call."""
-        return self._nonfinite.read_and_reset()
-
     def state_dict(self) -> dict[str, Any]:
         """The position as plain numbers, and the learning rate: some of torch's schedulers continue from the last one."""
-        state: dict[str, Any] = {"steps_taken": self._steps_taken, **self._nonfinite.state_dict()}
+        state = super().state_dict()
         if self._scheduler is not None:
             full = self._scheduler.state_dict()
             state.update({key: full[key] for key in ("last_epoch", "_step_count")}, last_lr=float(full["_last_lr"][0]))
@@ -113,8 +112,7 @@ class TorchLR:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores ``state_dict``, also of an optimizer with another number of param groups (all have one learning rate)."""
-        self._steps_taken = int(state["steps_taken"])
-        self._nonfinite.load_state_dict(state)
+        super().load_state_dict(state)
         if self._scheduler is not None:
             groups = self._optimizers[0].param_groups
             position = {key: state[key] for key in ("last_epoch", "_step_count")}
