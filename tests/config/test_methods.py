@@ -1,6 +1,5 @@
 """method=NAME, without a run: the config it makes, and the errors."""
 
-import math
 import re
 
 import pytest
@@ -55,11 +54,7 @@ def merged(*overrides, **changes):
         ("kl", COSINE, CROSS_ENTROPY, None, KL),
         ("asft", COSINE, objective("DFT"), None, KL),
         ("wise_ft", COSINE, CROSS_ENTROPY, None, None),
-        ("finch+talr", FINCH, objective("TALR"), None, None),
-        ("finch+l2", FINCH, CROSS_ENTROPY, L2, None),
         ("stm+finch+l2", FINCH, objective("STM"), L2, None),
-        ("finch+kl", FINCH, CROSS_ENTROPY, None, KL),
-        ("finch+asft", FINCH, objective("DFT"), None, KL),
         ("l2+asft", COSINE, objective("DFT"), L2, KL),
     ],
 )
@@ -69,11 +64,6 @@ def test_method_sets_four_blocks_and_nothing_else(name, lr_scheduler, loss, regu
     blocks = {"lr_scheduler": lr_scheduler, "loss": loss, "regularizer": regularizer, "kl_penalty": kl_penalty}
     assert merged(f"method={name}", **before) == {**before, **blocks}
     assert merged(method=name) == {**MINIMAL, **blocks}  # from the file
-
-
-def test_method_components_exist():
-    blocks = [block for method in METHODS.values() for block in method.blocks.items() if isinstance(block[1], dict)]
-    assert all(callable(locate(block["_component_"], key)) for key, block in blocks if block.get("_component_"))
 
 
 def test_method_precedence_file_method_command_line():
@@ -108,23 +98,18 @@ def test_finch_cap_is_the_papers_at_each_of_its_rates(rate):
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], ["optimizer.lr=3e-4"], ["lr_scheduler.eta_max=1"], ["lr_scheduler.eta_max=auto"]]
+    ("override", "eta_max"),
+    [("optimizer.lr=3e-4", 7e-5), ("lr_scheduler.eta_max=1", 1), ("lr_scheduler.eta_max=auto", "auto")],
 )
-def test_finch_keeps_an_eta_max_that_is_written(overrides):
+def test_finch_keeps_an_eta_max_that_is_written(override, eta_max):
     block = {"_component_": "finch.FinchLR", "eta_max": 7e-5, "ema": 0.8, "init": 3.0, "eps": 1e-6}
-    eta_max = {"1": 1, "auto": "auto"}.get(overrides[0].partition("eta_max=")[2], 7e-5) if overrides else 7e-5
-    assert merged("method=finch", *overrides, lr_scheduler=block)["lr_scheduler"] == {**block, "eta_max": eta_max}
+    assert merged("method=finch", override, lr_scheduler=block)["lr_scheduler"] == {**block, "eta_max": eta_max}
 
 
-def test_lora_rate_is_its_own_unless_given():
-    for method in ("lora", "finch+lora"):
-        assert merged(f"method={method}", "optimizer.lr=1e-3")["optimizer"]["lr"] == 1e-3
-        assert merged(f"method={method}")["optimizer"]["lr"] == 2e-4
-
-
-def test_small_lr_is_a_tenth():
-    assert merged("method=small_lr")["optimizer"]["lr"] == 1e-6
-    assert merged("method=small_lr", "optimizer.lr=3e-6")["optimizer"]["lr"] == 3e-6
+@pytest.mark.parametrize(("method", "rate"), [("lora", 2e-4), ("finch+lora", 2e-4), ("small_lr", 1e-6)])
+def test_method_has_its_own_rate_unless_given(method, rate):
+    assert merged(f"method={method}")["optimizer"]["lr"] == rate
+    assert merged(f"method={method}", "optimizer.lr=3e-3")["optimizer"]["lr"] == 3e-3
 
 
 def test_replay_requires_a_log():
@@ -133,8 +118,6 @@ def test_replay_requires_a_log():
     assert cfg["loss"] == objective("DFT")
     with pytest.raises(UserError, match=r"add lr_scheduler\.log=RUN"):
         merged("method=lr_replay")
-    with pytest.raises(UserError, match=r"method=replay is not known, did you mean lr_replay\?"):
-        merged("method=replay")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +126,6 @@ def test_replay_requires_a_log():
         ("torchtune.models.llama3.llama3_8b", "torchtune.models.llama3.lora_llama3_8b"),
         ("finch.models.qwen3.qwen3_4b_instruct", "finch.models.qwen3.lora_qwen3_4b_instruct"),
         ("finch.models.qwen3.qwen3", "finch.models.qwen3.lora_qwen3"),
-        ("torchtune.models.llama2.llama2", "torchtune.models.llama2.lora_llama2"),
         ("torchtune.models.llama2.lora_llama2_7b", "torchtune.models.llama2.lora_llama2_7b"),
     ],
 )
@@ -167,12 +149,10 @@ def test_full_recipe_rejects_lora_with_the_right_command(file):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tlr", "method=tlr is not known, did you mean talr?"),
+        ("replay", "method=replay is not known, did you mean lr_replay?"),
         ("finch+xyz", "method=finch+xyz is not known; known are sft, small_lr, finch"),
-        ("FINCH", "did you mean finch?"),
         ("talr+dft", "method=talr+dft: talr and dft both set loss; name one of them"),
         ("finch+lr_replay", "finch and lr_replay both set lr_scheduler"),
-        ("sft+finch", "sft and finch both set lr_scheduler"),
         ("l2+l2", "names l2 more than once"),
         ("finch+", "is not known"),
     ],
@@ -202,35 +182,27 @@ def test_log_method_names_blocks_and_next_command(file, caplog):
 
 def test_finch_methods_and_configs_show(capsys):
     code, out, _ = finch_command(capsys, "methods")
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == list(METHODS)
-    code, out, _ = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=talr", "~clip_grad_norm")
-    cfg = yaml.safe_load(out)
-    assert (code, cfg["loss"], cfg["lr_scheduler"]) == (0, objective("TALR"), COSINE)
-    assert "method" not in cfg
-    code, out, _ = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=lora")
-    assert (code, yaml.safe_load(out)["model"]["lora_rank"]) == (0, 64)
-    assert yaml.safe_load(out)["save_adapter_weights_only"] is False
-    code, _, err = finch_command(capsys, "configs", "show", "qwen3/4B_finch", "method=lr_replay")
-    assert code == 1
-    assert "add lr_scheduler.log=RUN" in err
+    assert (code, [line.split()[0] for line in out.splitlines()]) == (0, list(METHODS))
+    shown = ("configs", "show", "qwen3/4B_finch")
+    cfg = yaml.safe_load(finch_command(capsys, *shown, "method=talr", "~clip_grad_norm")[1])
+    assert (cfg["loss"], cfg["lr_scheduler"], "method" in cfg) == (objective("TALR"), COSINE, False)
+    cfg = yaml.safe_load(finch_command(capsys, *shown, "method=lora")[1])
+    assert (cfg["model"]["lora_rank"], cfg["save_adapter_weights_only"]) == (64, False)
 
 
-@pytest.mark.parametrize(("steps", "fraction", "warmup"), [(100, 0.05, 5), (140, 0.05, 7), (75, 0.05, 4), (50, 0, 0)])
+@pytest.mark.parametrize(("steps", "fraction", "warmup"), [(100, 0.05, 5), (75, 0.05, 4), (50, 0, 0)])
 def test_cosine_with_warmup_equals_torchtune(steps, fraction, warmup):
-    def rates(make):
+    def rates(make, *arguments, **options):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
-        schedule, used = make(optimizer), []
+        schedule, used = make(optimizer, *arguments, **options), [optimizer.param_groups[0]["lr"]]
         for _ in range(steps):
-            used.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
-        return [*used, optimizer.param_groups[0]["lr"]]
+            used.append(optimizer.param_groups[0]["lr"])
+        return used
 
-    ours = rates(lambda optimizer: cosine_with_warmup(optimizer, steps, warmup_fraction=fraction))
-    assert ours == rates(lambda optimizer: get_cosine_schedule_with_warmup(optimizer, warmup, steps))
-    assert ours.index(max(ours)) == warmup
-    assert math.isclose(ours[-1], 0, abs_tol=1e-12)
+    ours = rates(cosine_with_warmup, steps, warmup_fraction=fraction)
+    assert ours == rates(get_cosine_schedule_with_warmup, warmup, steps)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1, "x"])

@@ -57,24 +57,21 @@ def test_read_accepts_user_keys_whose_reference_is_overridden(file):
         (["--config"], "--config NAME_OR_PATH is missing"),
         (["--config", "FILE", "--epochs", "2"], "Additional flag arguments not supported"),
         (["--config", "FILE", "output_dir=${nothing}"], "nothing"),
+        (["--config", "BROKEN"], "cannot be read as YAML"),
         (["--config", "stories260k/tofu_finch"], "data_root is not set: add data_root=VALUE"),
     ],
 )
-def test_read_rejects_command_line(file, arguments, message):
-    arguments = [file() if argument == "FILE" else argument for argument in arguments]
+def test_read_rejects_command_line(file, tmp_path, arguments, message):
+    (tmp_path / "broken.yaml").write_text("a: [1\nb: 2")
+    paths = {"FILE": file(), "BROKEN": str(tmp_path / "broken.yaml")}
     with pytest.raises(UserError, match=message):
-        read(arguments, FullFinetuneKeys)
+        read([paths.get(argument, argument) for argument in arguments], FullFinetuneKeys)
 
 
-def test_read_rejects_invalid_yaml(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("a: [1\nb: 2")
-    with pytest.raises(UserError, match="cannot be read as YAML"):
-        read(["--config", str(path)], FullFinetuneKeys)
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--config", "anything", "--help"]])
-@pytest.mark.parametrize(("recipe", "model"), [("full", FullFinetuneKeys), ("lora", LoraFinetuneKeys)])
+@pytest.mark.parametrize(
+    ("arguments", "recipe", "model"),
+    [(["-h"], "full", FullFinetuneKeys), (["--config", "anything", "--help"], "lora", LoraFinetuneKeys)],
+)
 def test_recipe_help(capsys, monkeypatch, arguments, recipe, model):
     @parse(model)
     def main(cfg):

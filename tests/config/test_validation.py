@@ -39,26 +39,15 @@ def test_check_accepts_user_keys_that_others_refer_to():
         ({"model": 7}, r"^model=7 must be a block with a _component_: builds"),
         ({"dataset": {"source": "json"}}, r"^dataset has no _component_: "),
         ({"batch_size": "x"}, r"^batch_size=x must be int >= 1: samples"),
-        ({"clip_grad_norm": -1}, r"^clip_grad_norm=-1 must be number > 0 or null: .*the paper clips to 1\.0"),
-        ({"dtype": "fp8"}, r"^dtype=fp8 must be fp32, bf16, .* or fp64: "),
         ({"dtype": "fp16"}, r"^dtype=fp16 is not trained in full: .* use bf16, bf16_mixed or fp32"),
-        (
-            {"checkpoint": {"every_n_step": 5}},
-            r"^unknown key checkpoint\.every_n_step=5, .* checkpoint\.every_n_steps\?",
-        ),
-        ({"checkpoint": {"often": None}}, r"^unknown key checkpoint\.often=None; checkpoint accepts every_n_steps, "),
         ({"checkpoint": {"often": 5}}, r"^unknown key checkpoint\.often=5; checkpoint accepts every_n_steps, "),
         ({"checkpoint": {"every_n_steps": "five"}}, r"^checkpoint\.every_n_steps=five must be int >= 1 or null: "),
-        ({"checkpoint": {"every_n_steps": 0}}, r"^checkpoint\.every_n_steps=0 must be int >= 1 or null: "),
-        ({"checkpoint": {"async": 1}}, r"^checkpoint\.async=1 must be True or False: "),
         ({"checkpoint": "often"}, r"^checkpoint=often must be a block with some of every_n_steps, "),
         ({"probes": [1]}, r"^probes=\[\.\.\.\] must be a mapping from names to blocks: small sets"),
         ({"probes": {"a": 7}}, r"^probes\.a=7 must be a block with some of kind, "),
         ({"probes": {"a b": {}}}, r"^probes\.a b: a name has only letters, digits, _ and -; rename it"),
         ({"probes": {"a": {"row": 7}}}, r"^unknown key probes\.a\.row=7, did you mean probes\.a\.rows\?"),
-        ({"probes": {"a": {"rows": 0}}}, r"^probes\.a\.rows=0 must be int >= 1: how many"),
         ({"forgetting_budget": {"probe": "a"}}, r"^forgetting_budget\.max_increase is missing: largest"),
-        ({"ac_option": 0}, r"^ac_option=0 must be op, int >= 1 or null: "),
         (
             {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": "x"}},
             r"^lr_scheduler\.eta_max=x must be number > 0 or auto: ",
@@ -155,15 +144,16 @@ def test_weight_elsewhere_is_refused(dataset, changes, message):
         checked(dataset=dataset, **changes)
 
 
+BLOCKS = {"dataset": [{**ALPACA, "weight": 1}, {**ALPACA, "weight": 2}], "epochs": 1}
+
+
 def test_command_line_overrides_entries_of_a_list():
-    blocks = {"dataset": [{**ALPACA, "weight": 1}, {**ALPACA, "weight": 2}], "epochs": 1}
-    cfg, _ = merge(blocks, ["dataset[1].weight=0.5", "epochs=2", "dataset[0].split=train[:3]"])
+    cfg, _ = merge(BLOCKS, ["dataset[1].weight=0.5", "epochs=2", "dataset[0].split=train[:3]"])
     assert cfg.epochs == 2
     assert cfg.dataset == [{**ALPACA, "weight": 1, "split": "train[:3]"}, {**ALPACA, "weight": 0.5}]
 
 
 @pytest.mark.parametrize("override", ["dataset[2].weight=1", "epochs[0]=1", "absent[0].weight=1"])
 def test_command_line_names_an_entry_that_does_not_exist(override):
-    blocks = {"dataset": [{**ALPACA, "weight": 1}, {**ALPACA, "weight": 2}], "epochs": 1}
     with pytest.raises(UserError, match=re.escape(override)):
-        merge(blocks, [override])
+        merge(BLOCKS, [override])
