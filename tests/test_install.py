@@ -34,28 +34,8 @@ assert abs(schedule.get_last_lr()[0] - 2e-5 / 3.7**0.5) < 1e-10
 assert DFT().weights(torch.zeros(1, 2), {}).tolist() == [[1.0, 1.0]]
 assert 'torchtune' not in sys.modules
 """
-ADAPTER = """
-import peft, torch, torchao, transformers
-from finch import FinchLR
-config = transformers.LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-)
-model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=['q_proj']))
-optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-3)
-schedule = FinchLR(optimizer, eta_max=5e-3, init='first_batch')
-tokens = torch.arange(16).view(2, 8)
-losses = []
-for _ in range(5):
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    assert schedule.step(loss.detach())
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-assert losses[-1] < losses[0], losses
-"""
 CALLBACK = """
-import sys, peft, torch, transformers
+import sys, peft, torch, torchao, transformers
 from finch.integrations.transformers import FinchCallback
 config = transformers.LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
@@ -101,38 +81,36 @@ def torch_alone(tmp_path_factory):
     return folder
 
 
-class Venv:
-    """A fresh environment; commands run away from the checkout."""
-
-    def __init__(self, folder, torch_alone):
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True)
-        self.bin = folder / "bin"
-        (site,) = folder.glob("lib/python*/site-packages")
-        for path in site.glob("setuptools*"):  # Python 3.11's own, older than torch's; it would hide the linked one
-            shutil.rmtree(path)
-        (site / "torch.pth").write_text(f"{torch_alone}\n")
-
-    def run(self, program, *arguments, code=0):
-        done = subprocess.run(
-            [self.bin / program, *arguments],
-            cwd=self.bin.parent,
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment(PYTHONPATH=""),
-        )
-        assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
-        return done.stdout + done.stderr
+def run(command, folder, *, path="", code=0):
+    """stdout and stderr of a command that runs away from the checkout, with ``path`` as its PYTHONPATH."""
+    options = {"capture_output": True, "text": True, "check": False, "env": environment(PYTHONPATH=str(path))}
+    done = subprocess.run(command, cwd=folder, **options)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout + done.stderr
 
 
-def requirement_names(texts):
-    return {Requirement(text).name for text in texts}
+def install_wheel(python, wheel, folder):
+    """The folder with nothing but the wheel's files."""
+    run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", folder / "site", wheel], folder)
+    return folder / "site"
+
+
+@pytest.fixture
+def venv(tmp_path, torch_alone):
+    """A function that runs a program of a fresh environment."""
+    folder = tmp_path / "venv"
+    run([sys.executable, "-m", "venv", folder], tmp_path)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for path in site.glob("setuptools*"):  # Python 3.11's own, older than torch's; it would hide the linked one
+        shutil.rmtree(path)
+    (site / "torch.pth").write_text(f"{torch_alone}\n")
+    return lambda program, *arguments, code=0: run([folder / "bin" / program, *arguments], folder, code=code)
 
 
 def test_require_extras_names_packages_of_the_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, packages in PACKAGES.items():
-        assert set(packages) <= {name.replace("-", "_") for name in requirement_names(extras[extra])}  # as modules
+        assert set(packages) <= {Requirement(text).name.replace("-", "_") for text in extras[extra]}  # as modules
 
 
 @pytest.mark.slow
@@ -146,16 +124,15 @@ def test_wheel_holds_recipes_and_configs(wheel):
 
 
 @pytest.mark.slow
-def test_core_needs_torch_alone(wheel, torch_alone, tmp_path):
+def test_core_needs_torch_alone(wheel, venv):
     """Without an index: pip finds all that the wheel requires, which is torch."""
-    venv = Venv(tmp_path / "venv", torch_alone)
-    venv.run("pip", "install", "-q", "--no-index", str(wheel))
-    venv.run("python", "-c", STEP)
-    venv.run("python", "-c", "import omegaconf", code=1)
-    assert "finch " in venv.run("finch", "--version")
-    assert "talr " in venv.run("finch", "methods")
-    assert "qwen3/4B_finch " in venv.run("finch", "configs")
-    assert "torchtune    not installed" in venv.run("finch", "doctor", code=int(shutil.disk_usage("/").free < 50e9))
+    venv("pip", "install", "-q", "--no-index", str(wheel))
+    venv("python", "-c", STEP)
+    venv("python", "-c", "import omegaconf", code=1)
+    assert "finch " in venv("finch", "--version")
+    assert "talr " in venv("finch", "methods")
+    assert "qwen3/4B_finch " in venv("finch", "configs")
+    assert "torchtune    not installed" in venv("finch", "doctor", code=int(shutil.disk_usage("/").free < 50e9))
     for command in (
         ("python", "-m", "finch_full_finetune", "--config", "qwen3/4B_finch"),
         ("python", "-m", "finch_lora_finetune", "--config", "qwen3/4B_finch"),
@@ -164,67 +141,49 @@ def test_core_needs_torch_alone(wheel, torch_alone, tmp_path):
         ("finch", "slurm", "submit", "qwen3/4B_finch", "--dry-run"),
         ("finch", "wise-ft", "--base", "base", "--tuned", "tuned", "--out", "out"),
     ):
-        (line,) = venv.run(*command, code=1).strip().splitlines()
+        (line,) = venv(*command, code=1).strip().splitlines()
         assert line.startswith("finch: error: ")
         assert line.endswith(NEEDS_TORCHTUNE)
 
 
 @pytest.mark.slow
-def test_core_installs_beside_newest_peft_and_torchao(wheel, torch_alone, tmp_path):
+def test_core_installs_beside_newest_peft_and_torchao(wheel, venv, tmp_path):
     """The newest that the index has and that fit together; skipped where it cannot be reached."""
-    venv = Venv(tmp_path / "venv", torch_alone)
-    probe = [venv.bin / "pip", "download", "-q", "--retries=0", "--no-deps", "--dest", tmp_path, "iniconfig"]
+    pip = tmp_path / "venv" / "bin" / "pip"
+    probe = [pip, "download", "-q", "--retries=0", "--no-deps", "--dest", tmp_path, "iniconfig"]
     if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
         pytest.skip("pip cannot reach the package index")
-    venv.run("pip", "install", "-q", "--no-compile", f"{wheel}[hf]", "peft", "torchao")
-    venv.run("pip", "check")
-    venv.run("python", "-c", ADAPTER)
-    venv.run("python", "-c", CALLBACK)
+    venv("pip", "install", "-q", "--no-compile", f"{wheel}[hf]", "peft", "torchao")
+    venv("pip", "check")
+    venv("python", "-c", CALLBACK)
 
 
 @pytest.mark.slow
 def test_core_runs_on_python_3_13(wheel, tmp_path):
     """Any Python 3.13 that has torch, whatever else is installed there: FINCH_TEST_PYTHON, or python3.13 on the PATH."""
     python = os.environ.get("FINCH_TEST_PYTHON", shutil.which("python3.13"))
-    probe = [
-        str(python),
-        "-c",
-        "import sys, importlib.util as u; assert sys.version_info[:2] == (3, 13) and u.find_spec('torch')",
-    ]
+    check = "import sys, importlib.util as u; assert sys.version_info[:2] == (3, 13) and u.find_spec('torch')"
+    probe = [str(python), "-c", check]
     if python is None or subprocess.run(probe, capture_output=True, check=False, cwd=tmp_path).returncode != 0:
         pytest.skip("no Python 3.13 with torch; name one in FINCH_TEST_PYTHON")
-    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel]
-    subprocess.run(install, check=True, capture_output=True)
-    away = {"cwd": tmp_path, "env": environment(PYTHONPATH=str(tmp_path / "site"))}
-    subprocess.run([python, "-W", "ignore", "-c", STEP], check=True, **away)
+    run([python, "-W", "ignore", "-c", STEP], tmp_path, path=install_wheel(python, wheel, tmp_path))
 
 
 @pytest.mark.slow
 def test_wheel_finds_recipe_and_configs_away_from_checkout(wheel, tmp_path):
     """With all packages of the test environment, the torchtune extra's among them; only the wheel is installed."""
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    install = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    subprocess.run([sys.executable, *install], check=True, capture_output=True)
+    site = install_wheel(sys.executable, wheel, tmp_path)
 
-    def run(*command):
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=elsewhere,
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment(PYTHONPATH=str(site)),
-        )
-        return done.stdout + done.stderr
+    def python(*arguments, code=0):
+        return run([sys.executable, *arguments], tmp_path, path=site, code=code)
 
-    origin = run("-c", "import finch, finch_full_finetune; print(finch.__file__, finch_full_finetune.__file__)")
+    origin = python("-c", "import finch, finch_full_finetune; print(finch.__file__, finch_full_finetune.__file__)")
     assert origin.count(str(site)) == 2, origin
-    assert "qwen3/4B_finch  " in run("-m", "finch.cli", "configs")
+    assert "qwen3/4B_finch  " in python("-m", "finch.cli", "configs")
     submit = ("slurm", "submit", "qwen3/4B_finch", "--dry-run", f"output_dir={tmp_path / 'run'}")
-    assert f" output_dir={tmp_path / 'run'}\n" in run("-m", "finch.cli", *submit)
+    assert f" output_dir={tmp_path / 'run'}\n" in python("-m", "finch.cli", *submit)
     # The name resolves, the config passes, its components are found: the first error is the missing model.
     tune = ("-m", "torchtune._cli.tune", "run", "finch_full_finetune", "--config", "qwen3/4B_finch")
-    output = run(*tune, "device=cpu", f"model_dir={tmp_path / 'absent'}")
+    output = python(*tune, "device=cpu", f"model_dir={tmp_path / 'absent'}", code=1)
     error = f"finch: error: checkpointer.checkpoint_dir={tmp_path / 'absent'} is not a folder; download the model"
     assert error in output

@@ -1,5 +1,6 @@
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -8,56 +9,31 @@ from finch.metrics import MetricsLog
 from finch.run_files import read_metrics
 
 
-class Recorder:
-    def __init__(self):
-        self.lines = []
-
-    def log_config(self, config):
-        self.config = config
-
-    def log_dict(self, payload, step):
-        self.lines.append((step, dict(payload)))
-
-    def close(self):
-        self.lines.append("closed")
-
-
 def step_metrics(loss, **changes):
-    return {
-        "epoch": 0,
-        "loss": loss,
-        "ema_loss": 2.0,
-        "lr": 1e-3,
-        "lr_is_capped": False,
-        "grad_norm": 1.0,
-        "num_target_tokens": 100,
-        **changes,
-    }
+    known = {"epoch": 0, "loss": loss, "ema_loss": 2.0, "lr": 1e-3, "lr_is_capped": False, "grad_norm": 1.0}
+    return {**known, "num_target_tokens": 100, **changes}
 
 
 def test_metrics_log_reads_tensors_only_when_it_reports(tmp_path):
-    recorder = Recorder()
+    recorder, file = mock.Mock(), tmp_path / "metrics.jsonl"
     log = MetricsLog(tmp_path, recorder, is_writer=True, every=3, world_size=2)
     log.open()
-    for step in (1, 2):
-        log.add(
-            step, step_metrics(torch.tensor(4.0), num_target_tokens=torch.tensor(50.0), lr_is_capped=torch.tensor(True))
-        )
+    tensors = step_metrics(torch.tensor(4.0), num_target_tokens=torch.tensor(50.0), lr_is_capped=torch.tensor(True))
+    for step in (1, 2, 3):
+        assert file.read_text() == ""
+        log.add(step, tensors)
         log.report()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-    log.add(3, step_metrics(torch.tensor(4.0), num_target_tokens=torch.tensor(50)))
-    log.report()
     log.add(4, step_metrics(1.0))
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+    assert len(read_metrics(file)) == 3
     log.close()  # writes out the fourth
-    lines = read_metrics(tmp_path / "metrics.jsonl")
+    lines = read_metrics(file)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["eta_sqrt_loss"] == pytest.approx(1e-3 * math.sqrt(4.0))
-    assert lines[0]["lr_is_capped"] is True
-    assert lines[0]["num_target_tokens"] == 50
+    assert (lines[0]["lr_is_capped"], lines[0]["num_target_tokens"]) == (True, 50)
     assert len({line["tokens_per_second_per_gpu"] for line in lines[:3]}) == 1
-    assert [entry[0] for entry in recorder.lines[:-1]] == [3]
-    assert recorder.lines[-1] == "closed"
+    [logged] = recorder.log_dict.call_args_list
+    assert logged.kwargs.get("step", logged.args[-1]) == 3
+    recorder.close.assert_called_once()
 
 
 def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):
@@ -76,12 +52,9 @@ def test_metrics_log_writes_strict_json(tmp_path):
     log.add(1, step_metrics(1.0, grad_norm=torch.tensor(math.inf)))
     log.write_event({"step": 1, "epoch": 0, "validation_loss": math.nan})
     log.close()
-    lines = [
-        json.loads(line, parse_constant=lambda name: pytest.fail(name))
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert lines[0]["grad_norm"] is None
-    assert lines[1]["validation_loss"] is None
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    step, event = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert (step["grad_norm"], event["validation_loss"]) == (None, None)
 
 
 def test_metrics_log_of_another_rank_writes_nothing(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from studies.smollm2_tofu.data import HUB, prepare
 
+KINDS = (("", ""), ("paraphrased_", "other "))
 TRAINING = ("train", "train_wrong", "train_blocks_0", "train_blocks_1", "train_blocks_2")
 
 
@@ -19,13 +20,8 @@ def data_root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data_root")
     rows = {
         "tofu/forget10_perturbed.jsonl": [
-            {
-                "question": f"question {number}",
-                "answer": f"answer {number}",
-                "paraphrased_question": f"other question {number}",
-                "paraphrased_answer": f"other answer {number}",
-                "perturbed_answer": [f"wrong answer {number}.{choice}" for choice in range(5)],
-            }
+            {f"{kind}{key}": f"{word}{key} {number}" for key in ("question", "answer") for kind, word in KINDS}
+            | {"perturbed_answer": [f"wrong answer {number}.{choice}" for choice in range(5)]}
             for number in range(250)
         ],
         # every second prompt is too long
@@ -55,20 +51,11 @@ def count(folder):
 
 
 def test_numbers_of_rows(data):
-    assert count(data) == {
-        "train.jsonl": 180,
-        "train_wrong.jsonl": 180,
-        "train_blocks_0.jsonl": 900,
-        "train_blocks_1.jsonl": 900,
-        "train_blocks_2.jsonl": 900,
-        "paraphrases.jsonl": 180,
-        "held_out.jsonl": 20,
-        "prompts.jsonl": 64,
-        "stories.jsonl": 100,
-        "tofu/forget10_perturbed.jsonl": 180,
-        "hellaswag/validation.jsonl": 300,
-        "winogrande/validation.jsonl": 300,
-    }
+    blocks = {f"train_blocks_{seed}.jsonl": 900 for seed in range(3)}
+    learned = dict.fromkeys(("train", "train_wrong", "paraphrases", "tofu/forget10_perturbed"), 180)
+    others = {"held_out": 20, "prompts": 64, "stories": 100}
+    others |= {"hellaswag/validation": 300, "winogrande/validation": 300}
+    assert count(data) == {**blocks, **{f"{name}.jsonl": number for name, number in (learned | others).items()}}
 
 
 def test_quick_is_a_quarter(data, data_root, tmp_path):
@@ -111,11 +98,7 @@ def test_blocks_have_their_rows_five_times(data, seed):
         for start in range(0, 300, 60):  # one pass after the other
             assert set(ordered[start : start + 60]) == block
     assert {json.dumps(row) for row in rows} == {json.dumps(row) for row in train}
-
-
-def test_seeds_have_other_orders(data):
-    files = {(data / f"train_blocks_{seed}.jsonl").read_text() for seed in range(3)}
-    assert len(files) == 3
+    assert rows != read(data / f"train_blocks_{(seed + 1) % 3}.jsonl")
 
 
 def test_prompts_and_stories_are_short(data):

@@ -14,15 +14,9 @@ STUDY = Path("studies/smollm2_tofu")
 THREE = {"sft": 12, "finch": 12, "constant": 12}
 CELLS = {
     "GRID.yaml": {
-        "sft": 18,
-        "wise_ft": 18,
-        "finch": 18,
-        "constant": 18,
-        "replayed_curve": 12,
-        "linear_ramp": 12,
-        "mean_rate": 12,
-        "finch_cap_5e-5": 4,
-        "kl": 4,
+        **dict.fromkeys(("sft", "wise_ft", "finch", "constant"), 18),
+        **dict.fromkeys(("replayed_curve", "linear_ramp", "mean_rate"), 12),
+        **dict.fromkeys(("finch_cap_5e-5", "kl"), 4),
     },
     "GRID_blocks.yaml": THREE,
     "GRID_blocks_stories260k.yaml": {**THREE, "finch_ema_0": 12},
@@ -45,13 +39,6 @@ def test_every_grid_is_listed():
     assert {path.name for path in STUDY.glob("GRID*.yaml")} == {*CELLS, PRECISION}
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_numbers_of_cells(name):
-    cells = cells_of(read_grid(str(STUDY / name)))
-    assert Counter(map(arm, cells)) == CELLS[name]
-    assert len({cell.folder for cell in cells}) == len(cells)
-
-
 def seeds_of(name):
     """Seeds by arm and learning rate."""
     seeds = {}
@@ -60,10 +47,14 @@ def seeds_of(name):
     return seeds
 
 
-@pytest.mark.parametrize("name", [name for name in CELLS if name != "GRID_quick.yaml"])
-def test_every_rate_has_every_seed(name):
+@pytest.mark.parametrize("name", CELLS)
+def test_numbers_of_cells_and_seeds(name):
+    cells = cells_of(read_grid(str(STUDY / name)))
+    assert Counter(map(arm, cells)) == CELLS[name]
+    assert len({cell.folder for cell in cells}) == len(cells)
     for (method, _), seeds in seeds_of(name).items():
-        assert sorted(seeds) == ([0] if method in ("finch_cap_5e-5", "kl") else [0, 1, 2])
+        has_one = name == "GRID_quick.yaml" or method in ("finch_cap_5e-5", "kl")
+        assert sorted(seeds) == ([0] if has_one else [0, 1, 2])
 
 
 def test_precision_has_four_rates_of_three_seeds():
@@ -100,10 +91,9 @@ def test_configs_of_all_arms_are_accepted(name, tmp_path):
     one_of_each = {arm(cell): cell for cell in cells_of(grid) if cell.kind == RUN}
     for method, cell in one_of_each.items():
         cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FullFinetuneKeys)
-        assert cfg.output_dir == str(cell.folder)
-        assert cfg.optimizer.lr == cell.values["optimizer.lr"]
-        assert cfg.seed == cell.values["seed"]
-        assert cfg.dtype == cell.values.get("dtype", "fp32")
+        found = (cfg.output_dir, cfg.optimizer.lr, cfg.seed, cfg.dtype)
+        values = cell.values
+        assert found == (str(cell.folder), values["optimizer.lr"], values["seed"], values.get("dtype", "fp32"))
         assert cfg.dataset.data_files.startswith(f"{tmp_path}/train")
         assert (cfg.get("lr_scheduler") is None) == (method == "constant")
         if method.startswith("finch"):
@@ -112,10 +102,7 @@ def test_configs_of_all_arms_are_accepted(name, tmp_path):
 
 def test_blocks_are_read_in_their_order(tmp_path):
     grid = read_grid(str(STUDY / "GRID_blocks.yaml"), [f"model_dir={tmp_path}", f"data={tmp_path}"])
-    seeds = set()
-    for cell in cells_of(grid)[:3]:
+    for seed, cell in enumerate(cells_of(grid)[:3]):
         cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FullFinetuneKeys)
-        assert cfg.dataset.data_files == f"{tmp_path}/train_blocks_{cell.values['seed']}.jsonl"
-        assert (cfg.shuffle, cfg.epochs) == (False, 1)
-        seeds.add(cell.values["seed"])
-    assert seeds == {0, 1, 2}
+        assert (cell.values["seed"], cfg.shuffle, cfg.epochs) == (seed, False, 1)
+        assert cfg.dataset.data_files == f"{tmp_path}/train_blocks_{seed}.jsonl"
