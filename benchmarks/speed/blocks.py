@@ -196,7 +196,7 @@ def print_table(
         if number and 2 * time.monotonic() - round_start > start + seconds:
             break
     done = len(measured[0])
-    print(f"\n{title}; {done} blocks of {' '.join(map(str, sorted({*counts})))} steps")
+    print(f"\n{title}; {done} blocks of {', '.join(map(str, sorted({*counts})))} steps")
 
     def of_blocks(index: int, values: list[int]) -> list[int]:
         """Sums over the steps of each block."""
