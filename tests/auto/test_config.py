@@ -61,15 +61,11 @@ def test_auto_config_overrides_reach_every_block(folder, rows_file):
     held_out = cfg.dataset_validation
     assert (held_out.validation_fraction, held_out.train_on_input, held_out.part) == (0.2, True, "validation")
     assert cfg.metric_logger.log_dir == "out/x/logs"
-    own = auto(
-        f"model_dir={folder}",
-        "model=finch.models.auto",
-        "model.path=${model_dir}",
-        "dataset._component_=torchtune.datasets.alpaca_dataset",
-    )
-    assert own.model == {"_component_": "finch.models.auto", "path": str(folder)}
-    assert own.dataset == {"_component_": "torchtune.datasets.alpaca_dataset"}
-    assert own.dataset_validation is None
+    model = {"_component_": "finch.models.auto", "path": str(folder)}
+    dataset = {"_component_": "torchtune.datasets.alpaca_dataset"}
+    words = ("model=finch.models.auto", "model.path=${model_dir}", f"dataset._component_={dataset['_component_']}")
+    own = auto(f"model_dir={folder}", *words)
+    assert (own.model, own.dataset, own.dataset_validation) == (model, dataset, None)
 
 
 def test_auto_config_few_rows_are_not_split(folder, tmp_path):
@@ -112,20 +108,14 @@ def test_auto_config_trains_says_what_it_chose_and_saves_it(folder, rows_file, t
     ],
 )
 def test_auto_config_mistakes_are_one_line(arguments, message, folder, tmp_path):
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
+    shutil.copytree(folder, tmp_path / "half")
+    (tmp_path / "half" / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-2.safetensors"}}')
     rows = tmp_path / "mixed.jsonl"
     rows.write_text('{"question": "a", "answer": "b"}\n{"prompt": "a", "completion": "b"}\n')
-    folders = {
-        "DIR": folder,
-        "MIXED": rows,
-        "EMPTY": tmp_path,
-        "UNKNOWN": tmp_path / "mamba",
-        "HALF": tmp_path / "half",
-    }
-    folders["UNKNOWN"].mkdir()
-    (folders["UNKNOWN"] / "config.json").write_text('{"model_type": "mamba"}')
-    shutil.copytree(folder, folders["HALF"])
-    (folders["HALF"] / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-2.safetensors"}}')
-    given = [f"{key}={folders.get(value, value)}" for key, value in (text.split("=") for text in arguments)]
+    paths = {"DIR": folder, "MIXED": rows, "EMPTY": tmp_path, "UNKNOWN": tmp_path / "mamba", "HALF": tmp_path / "half"}
+    given = [f"{key}={paths.get(value, value)}" for key, value in (text.split("=") for text in arguments)]
     with pytest.raises(UserError) as error:
         auto(*given)
     assert message in str(error.value)
@@ -133,8 +123,7 @@ def test_auto_config_mistakes_are_one_line(arguments, message, folder, tmp_path)
 
 
 def test_configs_show_prints_the_complete_auto_config(folder, rows_file, capsys):
-    code, printed, _ = finch(capsys, "configs", "show", "auto", f"model_dir={folder}", f"data_files={rows_file}")
-    assert code == 0
+    printed = finch(capsys, "configs", "show", "auto", f"model_dir={folder}", f"data_files={rows_file}")[1]
     shown = yaml.safe_load(printed)
     assert (shown["model"]["num_layers"], shown["dataset"]["format"]) == (2, "question_answer")
     assert finch(capsys, "configs", "show", "auto")[0] == 0  # the template

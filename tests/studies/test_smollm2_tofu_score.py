@@ -138,12 +138,8 @@ def test_own_answers_are_those_to_single_prompts(scorer, models, rows):
 
 def test_sweep_is_scored_once(scorer, folders, tmp_path):
     _, tuned, _ = folders
-    for name, status in {
-        "done": "finished",
-        "evaluated": "evaluated",
-        "halfway": "running",
-        "removed": "finished",
-    }.items():
+    statuses = {"done": "finished", "evaluated": "evaluated", "halfway": "running", "removed": "finished"}
+    for name, status in statuses.items():
         cell = tmp_path / name
         (cell / "epoch_1").mkdir(parents=True)
         (cell / "cell.json").write_text(json.dumps({"values": {"method": "sft"}, "status": status}))
@@ -161,15 +157,11 @@ def test_sweep_is_scored_once(scorer, folders, tmp_path):
     base_file = base_path(path, result)
     assert base_file == tmp_path / "base_losses" / "losses.json"
     base = read_result(base_file)
-    assert (base.is_base, result.is_base) == (True, False)
-    assert base.weights != result.weights
+    assert (base.is_base, result.is_base, base.weights != result.weights) == (True, False, True)
     assert result.tasks.keys() == base.tasks.keys() == TASKS.keys()
     for name, task in result.tasks.items():
-        samples = read_samples(path.parent, task)
+        samples, before = read_samples(path.parent, task), read_samples(base_file.parent, base.tasks[name])
         tokens = sum(sample["tokens"] for sample in samples)
         assert (task.role, task.is_higher_better, task.unit) == (TASKS[name][0], False, "nats")
         assert task.score == pytest.approx(sum(sample["nats"] for sample in samples) / tokens)
-        hashes = [
-            [one["doc_hash"] for one in lines] for lines in (samples, read_samples(base_file.parent, base.tasks[name]))
-        ]
-        assert hashes[0] == hashes[1]
+        assert [one["doc_hash"] for one in samples] == [one["doc_hash"] for one in before]
