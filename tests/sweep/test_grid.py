@@ -9,6 +9,9 @@ from finch.sweep.grid import WAITING, cells_of, read_cell, read_grid, write_cell
 BASE = {"config": "qwen3/4B_sft", "out": "/out/mine"}
 
 
+REPLAY = {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch"}}]}
+
+
 @pytest.fixture
 def read(tmp_path):
     def read_content(*overrides, **content):
@@ -19,65 +22,43 @@ def read(tmp_path):
     return read_content
 
 
-def cells(grid):
-    return {cell.name: cell for cell in cells_of(grid)}
+@pytest.fixture
+def cells(read):
+    """The cells of a grid's mappings, by name."""
+    return lambda *mappings, **content: {cell.name: cell for cell in cells_of(read(grid=list(mappings), **content))}
 
 
-def test_cells_are_the_product_of_the_values(read):
-    found = cells(read(grid={"method": ["finch", "sft"], "optimizer.lr": [2e-5, 1e-4], "seed": [0, 1]}))
+def test_cells_are_the_product_of_the_values(cells):
+    found = cells({"method": ["finch", "sft"], "optimizer.lr": [2e-5, 1e-4], "seed": [0, 1]})
     assert list(found)[:3] == ["finch_lr2e-5_seed0", "finch_lr2e-5_seed1", "finch_lr0.0001_seed0"]
     assert len(found) == 8
     cell = found["finch_lr2e-5_seed1"]
     assert cell.values == {"method": "finch", "optimizer.lr": 2e-5, "seed": 1}
-    assert cell.overrides() == [
-        "method=finch",
-        "optimizer.lr=2e-05",
-        "seed=1",
-        "output_dir=/out/mine/finch_lr2e-5_seed1",
-    ]
+    assert " ".join(cell.overrides()) == f"method=finch optimizer.lr=2e-05 seed=1 output_dir=/out/mine/{cell.name}"
 
 
-def test_cells_of_several_mappings_are_their_union(read):
+def test_cells_of_several_mappings_are_their_union(cells):
     found = cells(
-        read(
-            grid=[
-                {"method": ["sft", "finch"], "optimizer.lr": [1e-5]},
-                {"method": ["finch"], "optimizer.lr": [1e-5, 2e-5]},
-                {"method": ["lora"], "optimizer.lr": [2e-4]},
-            ]
-        )
+        {"method": ["sft", "finch"], "optimizer.lr": [1e-5]},
+        {"method": ["finch"], "optimizer.lr": [1e-5, 2e-5]},
+        {"method": ["lora"], "optimizer.lr": [2e-4]},
     )
     assert list(found) == ["sft_lr1e-5", "finch_lr1e-5", "finch_lr2e-5", "lora_lr0.0002"]
 
 
-def test_names_are_unique_and_free_of_special_characters(read):
+def test_names_are_unique_and_free_of_special_characters(cells):
     found = cells(
-        read(
-            grid=[
-                {"loss._component_": ["finch.objectives.DFT"], "batch_size": [4]},
-                {"method": ["finch+talr"], "dataset.source": ["some where/else, = 1"]},
-                {"probes.a.weight": [1], "dataset.weight": [2]},
-                {"probes.a.weight": [2], "dataset.weight": [1]},
-            ]
-        )
+        {"loss._component_": ["finch.objectives.DFT"], "batch_size": [4]},
+        {"method": ["finch+talr"], "dataset.source": ["some where/else, = 1"]},
+        {"probes.a.weight": [1], "dataset.weight": [2]},
+        {"probes.a.weight": [2], "dataset.weight": [1]},
     )
-    assert list(found) == [
-        "loss-DFT_batch_size4",
-        "finch+talr_source-else-1",
-        "weight1_weight2",
-        "weight2_weight1",
-    ]
+    assert list(found) == ["loss-DFT_batch_size4", "finch+talr_source-else-1", "weight1_weight2", "weight2_weight1"]
 
 
-def test_wise_ft_needs_its_sft_run_which_is_added(read):
-    found = cells(
-        read(
-            grid=[
-                {"method": ["wise_ft"], "seed": [0, 1], "alpha": [0.3, 0.7]},
-                {"method": ["sft", "finch+wise_ft"], "seed": [0]},
-            ]
-        )
-    )
+def test_wise_ft_needs_its_sft_run_which_is_added(cells):
+    wise = {"method": ["wise_ft"], "seed": [0, 1], "alpha": [0.3, 0.7]}
+    found = cells(wise, {"method": ["sft", "finch+wise_ft"], "seed": [0]})
     assert list(found)[:3] == ["sft_seed0", "sft_seed1", "finch_seed0"]  # what others wait for comes first
     cell = found["wise_ft_seed1_alpha0.3"]
     assert (cell.kind, cell.source) == ("wise_ft", found["sft_seed1"].folder)
@@ -85,18 +66,10 @@ def test_wise_ft_needs_its_sft_run_which_is_added(read):
     assert len(found) == 8
 
 
-def test_lr_replay_needs_the_cell_described(read):
-    mappings = [
-        {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch"}}], "seed": [0, 1]},
-        {
-            "method": ["lr_replay"],
-            "lr_scheduler.log": [{"cell": {"method": "finch", "seed": 1}}],
-            "lr_scheduler.shape": ["curve", "mean"],
-            "seed": [0],
-        },
-        {"method": ["finch"], "seed": [0, 1]},
-    ]
-    found = cells(read(grid=mappings))
+def test_lr_replay_needs_the_cell_described(cells):
+    log = [{"cell": {"method": "finch", "seed": 1}}]
+    of_one = {**REPLAY, "lr_scheduler.log": log, "lr_scheduler.shape": ["curve", "mean"], "seed": [0]}
+    found = cells({**REPLAY, "seed": [0, 1]}, of_one, {"method": ["finch"], "seed": [0, 1]})
     assert list(found)[:2] == ["finch_seed0", "finch_seed1"]
     assert found["lr_replay_log-finch_seed1"].source == found["finch_seed1"].folder
     for shape in ("curve", "mean"):
@@ -108,65 +81,53 @@ def test_lr_replay_needs_the_cell_described(read):
 CONSTANT = {"label": "constant", "method": ["sft"], "lr_scheduler": [None], "optimizer.lr": [5e-5], "seed": [0, 1]}
 
 
-def test_labelled_cells_are_cells_of_their_own(read, tmp_path):
+def test_labelled_cells_are_cells_of_their_own(cells, tmp_path):
     plain = {key: values for key, values in CONSTANT.items() if key != "label"}
-    found = cells(read(grid=[plain, CONSTANT, CONSTANT], out=str(tmp_path)))
-    assert list(found) == [
-        f"{name}_lr_scheduler-None_lr5e-5_seed{seed}" for name in ("sft", "constant") for seed in (0, 1)
-    ]
-    cell = found["constant_lr_scheduler-None_lr5e-5_seed0"]
-    assert cell.values == {
-        "label": "constant",
-        "method": "sft",
-        "lr_scheduler": None,
-        "optimizer.lr": 5e-5,
-        "seed": 0,
-    }
-    without = found["sft_lr_scheduler-None_lr5e-5_seed0"]
+    found = cells(plain, CONSTANT, CONSTANT, out=str(tmp_path))
+    names = [f"{name}_lr_scheduler-None_lr5e-5_seed{seed}" for name in ("sft", "constant") for seed in (0, 1)]
+    assert list(found) == names
+    without, cell = found[names[0]], found[names[2]]
+    assert cell.values == {key: values if key == "label" else values[0] for key, values in CONSTANT.items()}
     assert cell.overrides()[:-1] == without.overrides()[:-1]  # all but the folder: the run gets no label
     write_cell(cell, task=None, status=WAITING)
     assert read_cell(cell.folder)["values"] == cell.values
 
 
-def test_wise_ft_prefers_the_source_without_a_label(read):
+def test_wise_ft_prefers_the_source_without_a_label(cells):
     wise = {"method": ["wise_ft"], "optimizer.lr": [5e-5], "seed": [0]}
-    found = cells(read(grid=[CONSTANT, wise, {"label": "mixed", **wise}]))
+    found = cells(CONSTANT, wise, {"label": "mixed", **wise})
     for name in ("wise_ft_lr5e-5_seed0", "mixed_lr5e-5_seed0"):
         assert found[name].source == found["sft_lr5e-5_seed0"].folder
-    found = cells(read(grid=[CONSTANT, {**wise, "lr_scheduler": [None]}]))
+    found = cells(CONSTANT, {**wise, "lr_scheduler": [None]})
     assert len(found) == 3  # the labelled cell has all values of the source: nothing is trained twice
     assert found["wise_ft_lr5e-5_seed0_lr_scheduler-None"].source.name == "constant_lr_scheduler-None_lr5e-5_seed0"
 
 
-def test_lr_replay_names_the_label_of_its_source(read):
+def test_lr_replay_names_the_label_of_its_source(cells):
+    log = [{"cell": {"label": "cap", "method": "finch", "seed": 1}}]
     mappings = [
         {"method": ["finch"], "seed": [0, 1]},
         {"label": "cap", "method": ["finch"], "lr_scheduler.eta_max": [1e-4], "seed": [0, 1]},
-        {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch"}}], "seed": [0]},
-        {
-            "label": "replayed",
-            "method": ["lr_replay"],
-            "lr_scheduler.log": [{"cell": {"label": "cap", "method": "finch", "seed": 1}}],
-            "seed": [0],
-        },
+        {**REPLAY, "seed": [0]},
+        {"label": "replayed", **REPLAY, "lr_scheduler.log": log, "seed": [0]},
     ]
-    found = cells(read(grid=mappings))
+    found = cells(*mappings)
     assert found["lr_replay_log-finch_seed0"].source.name == "finch_seed0"
     assert found["replayed_log-cap-finch-seed1_seed0"].source.name == "cap_eta_max0.0001_seed1"
     with pytest.raises(UserError, match=r"no cell of the grid has {method: finch}; give values that one cell has, and"):
-        cells_of(read(grid=mappings[1:3]))
+        cells(*mappings[1:3])
 
 
-def test_small_lr_stands_on_evaluated_sft_runs(read):
+def test_small_lr_stands_on_evaluated_sft_runs(cells):
     mappings = [
         {"method": ["sft"], "optimizer.lr": [1e-5, 2e-5], "batch_size": [4, 8], "seed": [0, 1]},
         {"method": ["small_lr"], "batch_size": [8], "seed": [1]},
         {"label": "constant", "method": ["sft"], "optimizer.lr": [9e-5], "batch_size": [8], "seed": [1]},
     ]
-    cell = cells(read(grid=mappings, evaluate={"suites": ["forgetting"]}))["small_lr_batch_size8_seed1"]
+    cell = cells(*mappings, evaluate={"suites": ["forgetting"]})["small_lr_batch_size8_seed1"]
     names = {path.name for path in cell.dependencies}
     assert names == {f"sft_lr{lr}_batch_size8_seed{seed}" for lr in ("1e-5", "2e-5") for seed in (0, 1)}
-    without = cells(read(grid=mappings))["small_lr_batch_size8_seed1"]  # the methods' stand-in
+    without = cells(*mappings)["small_lr_batch_size8_seed1"]  # the methods' stand-in
     assert (without.kind, without.dependencies) == ("run", ())
 
 
@@ -179,63 +140,51 @@ def test_command_line_overrides_runs_and_evaluation(read):
         evaluate={"suites": ["science"]},
     )
     assert grid.overrides == ("epochs=3", "compile=false", "probes=null", "epochs=1")
-    assert (grid.evaluation.limit, grid.task, grid.evaluation.results()) == (
-        10,
-        "science",
-        {"science": {"sciknoweval"}},
-    )
+    assert (grid.evaluation.limit, grid.task) == (10, "science")
+    assert grid.evaluation.results() == {"science": {"sciknoweval"}}
 
 
 @pytest.mark.parametrize(
-    ("content", "overrides", "message"),
+    ("grid", "message"),
     [
-        ({"grids": {}}, (), "grids is not a key of a grid, did you mean grid?"),
-        ({"grid": {"seed": 0}}, (), "grid.seed=0 must be a list of values, such as [0]"),
-        ({"grid": []}, (), "grid is missing"),
-        ({"grid": {"method": ["fnch"]}}, (), "method=fnch is not known, did you mean finch?"),
-        ({"grid": {"output_dir": ["x"]}}, (), "grid.output_dir: each cell has its own folder in out"),
-        ({"grid": {"seed": [0]}}, ("seed=1",), "seed=1: the grid has values of seed"),
-        ({"grid": {"seed": [0]}, "recipe": "finch_fll_finetune"}, (), "did you mean finch_full_finetune?"),
-        (
-            {"grid": {"seed": [0]}, "evaluate": {"suite": "x"}},
-            (),
-            "evaluate.suite is not a key of a grid, did you mean",
-        ),
-        (
-            {"grid": {"seed": [0]}, "evaluate": {"suites": ["sciense"]}},
-            (),
-            "sciense is not known, did you mean science?",
-        ),
-        ({"grid": {"seed": [0]}, "evaluate": {}}, (), "evaluate needs suites or tasks"),
-        ({"grid": {"seed": [0]}}, ("evaluate.limit=0", "evaluate.tasks=x"), "evaluate.limit=0 must be a number"),
-        ({"grid": {"method": ["sft"], "alpha": [0.5]}}, (), "grid.alpha is WiSE-FT's"),
-        ({"grid": {"method": ["wise_ft"], "alpha": [2]}}, (), "grid.alpha=2 must be a number in [0, 1]"),
-        (
-            {"grid": {"label": ["a"], "method": ["sft"]}},
-            (),
-            "grid.label=['a'] must be one name of letters, digits, _, -",
-        ),
-        ({"grid": {"label": "a b", "method": ["sft"]}}, (), "grid.label=a b must be one name of letters, digits, _, -"),
-        ({"grid": {"label": "finch", "method": ["sft"]}}, (), "grid.label=finch has another meaning in reports"),
-        ({"grid": {"label": "a", "method": ["sft", "dft"]}}, (), "grid.label=a has several methods (dft, sft); give"),
-        (
-            {"grid": [{"label": "a", "method": ["sft"]}, {"label": "a", "method": ["dft"]}]},
-            (),
-            "grid.label=a has several methods (dft, sft); give",
-        ),
-        ({"grid": {"label": "a", "seed": [0]}}, ("label=b",), "label=b: the grid has values of label"),
-        (
-            {"grid": {"method": ["lr_replay", "sft"], "lr_scheduler.log": [{"cell": {"method": "finch"}}]}},
-            (),
-            "grid.lr_scheduler.log: no cell of the grid has {method: finch}",
-        ),
+        ({"seed": 0}, "grid.seed=0 must be a list of values, such as [0]"),
+        ([], "grid is missing"),
+        ({"method": ["fnch"]}, "method=fnch is not known, did you mean finch?"),
+        ({"output_dir": ["x"]}, "grid.output_dir: each cell has its own folder in out"),
+        ({"method": ["sft"], "alpha": [0.5]}, "grid.alpha is WiSE-FT's"),
+        ({"method": ["wise_ft"], "alpha": [2]}, "grid.alpha=2 must be a number in [0, 1]"),
+        ({"label": ["a"], "method": ["sft"]}, "grid.label=['a'] must be one name of letters, digits, _, -"),
+        ({"label": "a b", "method": ["sft"]}, "grid.label=a b must be one name of letters, digits, _, -"),
+        ({"label": "finch", "method": ["sft"]}, "grid.label=finch has another meaning in reports"),
+        ({"label": "a", "method": ["sft", "dft"]}, "grid.label=a has several methods (dft, sft); give"),
+        ([{"label": "a", "method": [name]} for name in ("sft", "dft")], "grid.label=a has several methods (dft, sft)"),
+        (REPLAY, "grid.lr_scheduler.log: no cell of the grid has {method: finch}"),
     ],
 )
-def test_mistakes_are_one_line(read, content, overrides, message):
+def test_mistakes_in_a_grid_are_one_line(read, grid, message):
     with pytest.raises(UserError) as error:
-        cells_of(read(*overrides, **content))
+        cells_of(read(grid=grid))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "override", "message"),
+    [
+        ({"grids": {}}, "", "grids is not a key of a grid, did you mean grid?"),
+        ({}, "seed=1", "seed=1: the grid has values of seed"),
+        ({"grid": {"label": "a", "seed": [0]}}, "label=b", "label=b: the grid has values of label"),
+        ({"recipe": "finch_fll_finetune"}, "", "did you mean finch_full_finetune?"),
+        ({"evaluate": {"suite": "x"}}, "", "evaluate.suite is not a key of a grid, did you mean"),
+        ({"evaluate": {"suites": ["sciense"]}}, "", "sciense is not known, did you mean science?"),
+        ({"evaluate": {}}, "", "evaluate needs suites or tasks"),
+        ({"evaluate": {"tasks": "x"}}, "evaluate.limit=0", "evaluate.limit=0 must be a number"),
+    ],
+)
+def test_other_mistakes_are_refused(read, content, override, message):
+    with pytest.raises(UserError) as error:
+        read(*filter(None, [override]), **{"grid": {"seed": [0]}, **content})
+    assert message in str(error.value)
 
 
 def test_broken_yaml_names_its_line(tmp_path):
