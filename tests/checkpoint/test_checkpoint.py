@@ -3,13 +3,13 @@
 import copy
 import os
 import random
-import resource
 import threading
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.runs import disk_of_files_below
 from torch import nn
 
 from finch import FinchLR
@@ -233,18 +233,13 @@ def test_async_save_keeps_the_weights_of_its_step(tmp_path, monkeypatch, caplog)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("limit", [1000, 3000, 20000])
 def test_full_disk_keeps_last_checkpoint_and_next_save_retries(tmp_path, asynchronous, limit, caplog):
-    """A limit on the size of files in place of the disk's: the first write beyond it fails."""
     torch.manual_seed(0)
     model = nn.Linear(60, 60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     writer = CheckpointWriter(tmp_path, ONE_PROCESS, asynchronous=asynchronous)
     assert writer.save(1, model, [optimizer], {"step": 1}, wait=True)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
+    with disk_of_files_below(limit):
         is_saved = writer.save(2, model, [optimizer], {"step": 2}) and writer.finish()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not is_saved
     assert "the state of step 2 could not be saved (" in caplog.messages[-1]
     assert "step_1 stays" in caplog.messages[-1]

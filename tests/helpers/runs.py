@@ -12,10 +12,11 @@ import io
 import logging
 import math
 import random
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,17 @@ def wait_until(condition: Callable[[], Any], describe: Callable[[], Any] = str, 
     while not condition():
         assert time.monotonic() < end, describe()
         time.sleep(pause)
+
+
+@contextlib.contextmanager
+def disk_of_files_below(num_bytes: int) -> Iterator[None]:
+    """A limit on the size of this process's files in place of a full disk: the first write beyond it fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def is_running(process):

@@ -1,13 +1,13 @@
 """Meta's and torchtune's formats: the weights that torchtune's own checkpointers load, and what is written for them."""
 
 import json
-import resource
 import shutil
 
 import pytest
 import torch
-from helpers.runs import llama_args, make_config, run_here
+from helpers.runs import disk_of_files_below, llama_args, make_config, run_here
 from safetensors.torch import load_file
+from torchtune.models.convert_weights import tune_to_meta
 from torchtune.models.llama2 import llama2
 from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2
@@ -18,23 +18,6 @@ from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import HuggingFaceFolder
 
 LLAMA2 = "torchtune.models.llama2.llama2"
-# torchtune's names and Meta's; the first that occurs in a name counts.
-META = {
-    "tok_embeddings.weight": "tok_embeddings.weight",
-    "output.weight": "output.weight",
-    "attn.q_proj": "attention.wq",
-    "attn.k_proj": "attention.wk",
-    "attn.v_proj": "attention.wv",
-    "attn.output_proj": "attention.wo",
-    "mlp.w": "feed_forward.w",
-    "sa_norm.scale": "attention_norm.weight",
-    "mlp_norm.scale": "ffn_norm.weight",
-    "norm.scale": "norm.weight",
-}
-
-
-def meta_name(name):
-    return next(name.replace(tune, meta) for tune, meta in META.items() if tune in name)
 
 
 @pytest.fixture
@@ -45,7 +28,7 @@ def meta(base_folder, tmp_path):
     for name in ("config.json", "generation_config.json", "tokenizer.model"):
         shutil.copy(base_folder / name, home)
     weights = dict(HuggingFaceFolder(str(base_folder)).weights())
-    stored = {"rope.freqs": torch.zeros(4), **{meta_name(name): tensor for name, tensor in weights.items()}}
+    stored = {"rope.freqs": torch.zeros(4), **tune_to_meta(weights)}
     torch.save(stored, home / "original" / "consolidated.00.pth")
     params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "vocab_size": 64}
     (home / "original" / "params.json").write_text(json.dumps(params))
@@ -65,6 +48,13 @@ def block(folder, kind="Meta", files=("consolidated.00.pth",), **changes):
     }
 
 
+def opened(meta, decoder=None, component=LLAMA2):
+    """Meta's folder as a run opens it, checked against its model."""
+    folder = open_checkpoint(block(meta / "original"))
+    folder.check_model(decoder or llama2(**llama_args()), component)
+    return folder
+
+
 def assert_equal(weights, expected):
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -75,13 +65,10 @@ def loaded_by_torchtune(checkpointer, folder, files, tmp_path):
 
 
 def test_meta_weights_equal_torchtunes(base_folder, meta, tmp_path):
-    folder = open_checkpoint(block(meta / "original"))
-    folder.check_model(llama2(**llama_args()), LLAMA2)
-    weights = dict(folder.weights())
+    weights = dict(opened(meta).weights())
     expected = loaded_by_torchtune(FullModelMetaCheckpointer, meta / "original", ["consolidated.00.pth"], tmp_path)
-    hugging_face = dict(HuggingFaceFolder(str(base_folder)).weights())
     assert_equal(weights, expected)
-    assert_equal(weights, hugging_face)
+    assert_equal(weights, dict(HuggingFaceFolder(str(base_folder)).weights()))
 
 
 @pytest.mark.parametrize("is_same_folder", [False, True])
@@ -99,16 +86,14 @@ def test_meta_with_config_json_writes_hugging_face(base_folder, meta, tmp_path, 
 
 def test_meta_without_config_json_writes_meta(meta, tmp_path):
     (meta / "config.json").unlink()
-    folder = open_checkpoint(block(meta / "original"))
-    folder.check_model(llama2(**llama_args()), LLAMA2)
-    folder.write(folder.weights(), tmp_path / "out", is_writer=True)
-    files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert files == ["consolidated.00.pth", "params.json", "tokenizer.model"]
-    original, written = (torch.load(place / "consolidated.00.pth") for place in (meta / "original", tmp_path / "out"))
+    folder, out = opened(meta), tmp_path / "out" / "original"
+    out.parent.mkdir()
+    folder.write(folder.weights(), out, is_writer=True)
+    assert sorted(path.name for path in out.iterdir()) == ["consolidated.00.pth", "params.json", "tokenizer.model"]
+    original, written = (torch.load(place / "consolidated.00.pth") for place in (meta / "original", out))
     del original["rope.freqs"]  # torchtune's model computes it
     assert_equal(written, original)
-    again = open_checkpoint(block(tmp_path / "out"))
-    again.check_model(llama2(**llama_args()), LLAMA2)
+    opened(out.parent)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +111,9 @@ def test_params_json_is_compared(meta, params, message):
     file = meta / "original" / "params.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **params}))
     with pytest.raises(UserError, match=message):
-        open_checkpoint(block(meta / "original")).check_model(llama2(**llama_args()), LLAMA2)
+        opened(meta)
     if "use_scaled_rope" in params:
-        scaled = llama3_1(**llama_args(), rope_base=10000)
-        open_checkpoint(block(meta / "original")).check_model(scaled, "torchtune.models.llama3_1.llama3_1")
+        opened(meta, llama3_1(**llama_args(), rope_base=10000), "torchtune.models.llama3_1.llama3_1")
 
 
 def test_meta_stores_a_tied_head(meta, tmp_path):
@@ -138,12 +122,11 @@ def test_meta_stores_a_tied_head(meta, tmp_path):
     tied = llama3_2(**llama_args(), rope_base=10000, scale_factor=8)
     (meta / "original" / "params.json").unlink()
     with pytest.raises(UserError, match=r"output\.weight has shape .*, the model has no such weight"):
-        open_checkpoint(block(meta / "original")).check_model(tied, "torchtune.models.llama3_2.llama3_2")
+        opened(meta, tied, "torchtune.models.llama3_2.llama3_2")
     stored = torch.load(file)
     stored["output.weight"] = stored["tok_embeddings.weight"].clone()
     torch.save(stored, file)
-    folder = open_checkpoint(block(meta / "original"))
-    folder.check_model(tied, "torchtune.models.llama3_2.llama3_2")
+    folder = opened(meta, tied, "torchtune.models.llama3_2.llama3_2")
     folder.write(tied.state_dict().items(), tmp_path / "out", is_writer=True, dtype=torch.bfloat16)
     written = torch.load(tmp_path / "out" / file.name)
     assert torch.equal(written["output.weight"], tied.tok_embeddings.weight.bfloat16())
@@ -173,35 +156,23 @@ def test_full_disk_is_a_write_failure(base_folder, tmp_path):
     weights = dict(HuggingFaceFolder(str(base_folder)).weights())
     torch.save(weights, tmp_path / "model.pt")
     folder = open_checkpoint(block(tmp_path, "TorchTune", ["model.pt"]))
-    ordinary = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, ordinary[1]))
-    try:
-        with pytest.raises(WriteFailed, match=r"model\.pt could not be written completely"):
-            folder.write(weights.items(), tmp_path / "out", is_writer=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, ordinary)
+    with disk_of_files_below(30_000), pytest.raises(WriteFailed, match=r"model\.pt could not be written completely"):
+        folder.write(weights.items(), tmp_path / "out", is_writer=True)
     assert not list(tmp_path.glob("out*"))
 
 
-def test_run_from_meta_equals_run_from_hugging_face(base_folder, meta, rows_file, tmp_path):
-    config = {"epochs": 1, "max_steps_per_epoch": 3}
-    one = run_here(tmp_path / "1", make_config(base_folder, rows_file, tmp_path / "one", **config))
-    config["checkpointer"] = block(meta / "original")
-    other = run_here(tmp_path / "2", make_config(base_folder, rows_file, tmp_path / "other", **config))
-    assert (one.returncode, other.returncode) == (0, 0), other.output
+def test_run_from_meta_equals_run_from_hugging_face(base_folder, meta, rows_file, tmp_path, trained):
+    config = make_config(base_folder, rows_file, tmp_path / "run", epochs=1, max_steps_per_epoch=3)
+    one, other = trained(config), run_here(tmp_path, {**config, "checkpointer": block(meta / "original")})
+    assert other.returncode == 0, other.output
     assert one.column("loss") == other.column("loss")
-    assert len(one.column("loss")) == 3
     assert_equal(*(load_file(run.folder / "epoch_0" / "model.safetensors") for run in (one, other)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"_component_": "torchtune.training.DistributedCheckpointer"},
-            "DistributedCheckpointer is not supported by this recipe; use torchtune.training.FullModelHFCheckpointer",
-        ),
-        ({"_component_": "torch.optim.AdamW"}, "torch.optim.AdamW is not supported by this recipe"),
+        ({"_component_": "torch.optim.AdamW"}, "torch.optim.AdamW is not supported by this recipe; use torchtune.trai"),
         ({"_component_": "torchtune.training.FullModelMetaCheckpoint"}, "did you mean"),
         ({"checkpoint_dir": "/nowhere"}, "checkpoint_dir=/nowhere is not a folder"),
         ({"checkpoint_files": ["consolidated.01.pth"]}, r"names consolidated\.01\.pth, which is not in"),

@@ -58,16 +58,12 @@ def random_adapter(name, folder, **options):
     return base, decoder.eval()
 
 
+OUTPUT_TOO = [{"apply_lora_to_output": True, "use_dora": dora} for dora in (False, True)]
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        *((name, {}) for name in LORA_BUILDERS),
-        *(
-            (name, {"apply_lora_to_output": True, "use_dora": dora})
-            for name in ("llama 3", "qwen3")
-            for dora in (False, True)
-        ),
-    ],
+    [(name, {}) for name in LORA_BUILDERS] + [(name, each) for name in ("llama 3", "qwen3") for each in OUTPUT_TOO],
 )
 def test_adapter_and_merged_model_equal_pefts(tmp_path, name, options):
     base, decoder = random_adapter(name, tmp_path / "base", **options)
@@ -99,9 +95,8 @@ def test_adapter_config_names_the_trained_modules(tmp_path):
     base, decoder = random_adapter("llama 3", tmp_path / "base", apply_lora_to_mlp=False, lora_dropout=0.25)
     PeftFolder(decoder, base).write(decoder, tmp_path / "adapter", is_writer=True, dtype=torch.bfloat16)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    assert (config["r"], config["lora_alpha"], config["lora_dropout"], config["bias"]) == (6, 9, 0.25, "none")
-    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    expected = {"target_modules": ["k_proj", "o_proj", "q_proj", "v_proj"], "r": 6, "lora_alpha": 9, "bias": "none"}
+    assert config.items() >= {**expected, "lora_dropout": 0.25}.items()
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert len(stored) == 2 * 4 * 2
