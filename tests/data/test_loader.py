@@ -75,15 +75,6 @@ def test_digest_depends_on_rows_and_their_order(config, tokenizer):
     assert len(digests) == 5
 
 
-def test_several_datasets_are_concatenated(config, tokenizer):
-    one = {**config.dataset, "split": "train[:5]"}
-    config.dataset = [one, {**config.dataset, "split": "train[5:12]"}]
-    samples = load_dataset(config, "dataset", tokenizer)
-    config.dataset = {**one, "split": "train[:12]"}
-    one = load_dataset(config, "dataset", tokenizer)
-    assert [samples[i]["tokens"] for i in range(12)] == [one[i]["tokens"] for i in range(12)]
-
-
 def test_bad_row_is_named_by_its_number(load):
     samples = load(*[{"question": "a", "answer": "x"}] * 2)
 

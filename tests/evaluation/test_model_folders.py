@@ -26,15 +26,14 @@ def make_run(folder, base_folder, *epochs, best=None):
     return folder
 
 
-def test_run_is_its_best_epoch(base, base_folder, tmp_path):
-    run = make_run(tmp_path / "run", base_folder, "epoch_0", "epoch_1", best="epoch_0")
+@pytest.mark.parametrize(
+    ("epochs", "best", "chosen"),
+    [(("epoch_0", "epoch_1"), "epoch_0", "epoch_0"), (("epoch_2", "epoch_10"), None, "epoch_10")],
+)
+def test_run_is_its_best_or_last_epoch(base, base_folder, tmp_path, epochs, best, chosen):
+    run = make_run(tmp_path / "run", base_folder, *epochs, best=best)
     tuned = find_tuned(run, base)
-    assert (tuned.path.resolve().name, tuned.run, tuned.label) == ("epoch_0", run, "run")
-
-
-def test_run_without_best_is_its_last_epoch(base, base_folder, tmp_path):
-    run = make_run(tmp_path / "run", base_folder, "epoch_2", "epoch_10")
-    assert find_tuned(run, base).path == run / "epoch_10"
+    assert (tuned.path.resolve().name, tuned.run, tuned.label) == (chosen, run, "run")
 
 
 def test_sweeps_cell_without_config_is_a_run(base, base_folder, tmp_path):

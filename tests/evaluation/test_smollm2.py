@@ -1,13 +1,41 @@
 """A real model: each choice's log-likelihood equals an independent loop over sequences."""
 
+import re
+
 import pytest
 import torch
 from helpers.evaluation import read_lines
-from helpers.independent_scores import hellaswag_requests, log_likelihood, winogrande_requests
 from helpers.runs import finch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROWS = 10
+
+
+def hellaswag_requests(row):
+    def clean(text):
+        text = text.strip().replace(" [title]", ". ")
+        return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+    *sentences, rest = re.split(r"(?<=[.!?]) ", row["ctx"])
+    rest = rest if sentences and rest[-1] not in ".!?" else ""
+    start = row["ctx"].removesuffix(rest).strip()
+    query = clean(f"{row['activity_label']}: {start} {rest.capitalize()}")
+    return [(query, " " + clean(ending)) for ending in row["endings"]]
+
+
+def winogrande_requests(row):
+    before, after = row["sentence"].split("_")
+    return [(before + option, " " + after.strip()) for option in (row["option1"], row["option2"])]
+
+
+@torch.no_grad()
+def log_likelihood(model, tokenizer, context, continuation):
+    """Of the continuation, in nats."""
+    context, space = context.rstrip(), " " * (len(context) - len(context.rstrip()))
+    length = len(tokenizer.encode(context))
+    tokens = torch.tensor(tokenizer.encode(context + space + continuation))
+    log_probabilities = model(tokens[None]).logits[0].float().log_softmax(-1)
+    return log_probabilities[length - 1 : -1].gather(1, tokens[length:, None]).sum().item()
 
 
 @pytest.mark.slow

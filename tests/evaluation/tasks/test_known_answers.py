@@ -40,13 +40,6 @@ def test_model_with_the_right_answer_scores_one(name: str, has_chat_template: bo
         assert others[metric] == 1, metric
 
 
-def test_tofu_first_option_scores_chance(shared_data: Path) -> None:
-    """All answers are equally likely per character, so that the first of the shuffled options is taken."""
-    samples = evaluate(TASKS["tofu"], KnownAnswerModel(), shared_data)
-    assert len(samples) == 400
-    assert within_95(score(samples), 1 / 6, len(samples))
-
-
 def test_sciknoweval_fixed_letter_scores_chance(shared_data: Path) -> None:
     """The rows' own letters are about uniform; a model that always says C is right in a quarter of them."""
     samples = evaluate(TASKS["sciknoweval"], KnownAnswerModel(respond=lambda document: "C"), shared_data)
