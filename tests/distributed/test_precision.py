@@ -66,8 +66,7 @@ def test_mixed_computes_in_bf16_and_reduces_in_fp32(one_rank):
     fsdp.shard_model(model, [layer], one_rank, mixed_precision=PRECISIONS["bf16_mixed"].policy())
     model(torch.ones(1, 4)).sum().backward()
     assert seen == [(torch.bfloat16, torch.bfloat16)]
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {(each.dtype, each.grad.dtype) for each in model.parameters()} == {(torch.float32, torch.float32)}
 
 
 def test_stochastic_optimizer_states_are_sharded(one_rank, monkeypatch):
@@ -81,13 +80,12 @@ def test_stochastic_optimizer_states_are_sharded(one_rank, monkeypatch):
     for _ in range(2):
         model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-    (parameter,) = model.parameters()
-    assert list(optimizer.state) == [parameter]
-    assert optimizer.state[parameter]["step"] == 2
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert optimizer.state[parameter][name].placements == parameter.placements
-        assert optimizer.state[parameter][name].full_tensor().abs().sum() > 0
-        assert optimizer.state[parameter][name].dtype == torch.float32
+    ((parameter, state),) = optimizer.state.items()
+    assert parameter is model[0].weight
+    assert state["step"] == 2
+    for moment in (state["exp_avg"], state["exp_avg_sq"]):
+        assert (moment.placements, moment.dtype) == (parameter.placements, torch.float32)
+        assert moment.full_tensor().abs().sum() > 0
 
 
 def test_unsupported_precision_raises():

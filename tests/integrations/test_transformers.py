@@ -25,6 +25,7 @@ from finch.objectives import DFT, EAFT, TALR, CrossEntropy
 
 ETA_BASE, ETA_MAX = 1e-3, 1e-2
 ROWS = make_token_rows(30)
+SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
 
 
 def arguments(folder: Any, cls: Any = TrainingArguments, **changes: Any) -> Any:
@@ -117,21 +118,19 @@ def test_resumes_bit_for_bit(tmp_path):
 
 
 def test_resume_needs_the_state_file(tmp_path):
-    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    train(tmp_path / "run", finch(), **changes)
+    train(tmp_path / "run", finch(), **SAVED)
     (tmp_path / "run" / "checkpoint-2" / STATE_FILE).unlink()
-    trainer = make_trainer(tmp_path / "run", finch(), **{**changes, "max_steps": 4})
+    trainer = make_trainer(tmp_path / "run", finch(), **{**SAVED, "max_steps": 4})
     with pytest.raises(UserError, match=r"checkpoint-2 has no finch_state.json"):
         trainer.train(resume_from_checkpoint=True)
 
 
 def test_resume_from_another_folder(tmp_path):
     """Callbacks are not given its name; a checkpoint of the same step in output_dir must not be taken for it."""
-    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    train(tmp_path / "run", callback := finch(), **changes)
+    train(tmp_path / "run", callback := finch(), **SAVED)
     shutil.move(tmp_path / "run" / "checkpoint-2", folder := tmp_path / "elsewhere")
-    train(tmp_path / "run", finch(), rows=ROWS[10:], **changes)
-    changes["max_steps"] = 3
+    train(tmp_path / "run", finch(), rows=ROWS[10:], **SAVED)
+    changes = {**SAVED, "max_steps": 3}
     with pytest.raises(UserError, match=r"is not the folder resumed from; pass that folder"):
         make_trainer(tmp_path / "run", finch(), **changes).train(resume_from_checkpoint=str(folder))
     resumed = make_trainer(tmp_path / "run", finch(resume_from_checkpoint=folder), **changes)

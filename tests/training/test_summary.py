@@ -22,15 +22,10 @@ def run(tmp_path):
 
 
 def summary_of(run, caplog, best, last="epoch_2", validation=True):
-    summary = Summary()
-    summary.start(
-        SimpleNamespace(
-            parallel=SimpleNamespace(is_rank_zero=True),
-            run=SimpleNamespace(path=run, start_time=time.perf_counter() - 3725),
-            exported=lambda name: last,
-            hooks={"other": Hook(), "summary": summary},
-        )
-    )
+    summary, parallel = Summary(), SimpleNamespace(is_rank_zero=True)
+    run = SimpleNamespace(path=run, start_time=time.perf_counter() - 3725)
+    hooks = {"other": Hook(), "summary": summary}
+    summary.start(SimpleNamespace(parallel=parallel, run=run, exported=lambda name: last, hooks=hooks))
     select_by = "validation_loss" if validation else None
     with caplog.at_level("INFO", "finch"):
         summary.after_training(SimpleNamespace(best=best, select_by=select_by, epoch=3))
@@ -88,9 +83,6 @@ def test_forgetting_is_the_change_at_the_best_epoch_and_the_end():
     assert forgetting(lines[:2], None) == []
 
 
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
 def steps(number, **changes):
     line = {"loss": 2.0, "ema_loss": 2.5, "lr": 1e-3, "lr_is_capped": False}
     return [{"step": step, **line, **changes} for step in range(1, number + 1)]
@@ -115,7 +107,7 @@ def test_draw_writes_a_png_with_its_labels(lines, labels, tmp_path, monkeypatch)
     savefig = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: (drawn.append(figure), savefig(figure, *a, **b)))
     summary.draw(lines, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
     found = [label for axes in drawn[0].axes for label in axes.get_legend_handles_labels()[1]]
     assert found == labels
