@@ -221,7 +221,7 @@ def test_job_resumes_after_a_killed_rank_and_a_lost_node(submit, uninterrupted, 
     job.speed_up()
     lab.run("scontrol", "update", f"NodeName={lab.nodes[1]}", "State=RESUME", check=False)  # may be back already
     assert job.end() == "COMPLETED", job.output()
-    assert job.show()["Restarts"] == "2"
+    assert int(job.show()["Restarts"]) >= 2  # Slurm may start it once more while the node comes back
     assert_same_epochs(job.run, uninterrupted)
 
 
