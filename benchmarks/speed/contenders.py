@@ -190,14 +190,13 @@ def finch_recomputed(settings: dict[str, Any]) -> None:
 def stock(settings: dict[str, Any], *, recipe: str, **changes: Any) -> None:
     """torchtune's stock recipe; the distributed one without the two calls that stop it on a CPU: reading memory statistics, and emptying
     the device's cache before training (``torch.cpu`` has none)."""
-    import torchtune
     from torchtune import training
 
     if recipe == "full_finetune_distributed":
         training.get_memory_stats = lambda device: {}
         training.log_memory_stats = lambda stats: None
         training.cleanup_before_training = gc.collect
-    file = Path(torchtune.__file__).parents[1] / "recipes" / f"{recipe}.py"
+    file = Path(training.__file__).parents[2] / "recipes" / f"{recipe}.py"
     _run_recipe(runpy.run_path, str(file), settings, optimizer_in_bwd=False, **changes)
 
 

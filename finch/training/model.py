@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import modules, training
 from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
+from torchtune.modules import RotaryPositionalEmbeddings
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from finch.config.instantiate import build, component_of, did_you_mean
@@ -30,7 +31,7 @@ from finch.training.padding_free_attention import accept_padding_free
 from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import PretrainedFolder
 
-_ROTATES_PAIRS = (modules.RotaryPositionalEmbeddings.forward, Llama3ScaledRoPE.forward)  # the others rotate halves
+_ROTATES_PAIRS = (RotaryPositionalEmbeddings.forward, Llama3ScaledRoPE.forward)  # the others rotate halves
 
 
 def build_decoder(
