@@ -17,6 +17,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,7 +197,8 @@ def stock(settings: dict[str, Any], *, recipe: str, **changes: Any) -> None:
         training.get_memory_stats = lambda device: {}
         training.log_memory_stats = lambda stats: None
         training.cleanup_before_training = gc.collect
-    file = Path(training.__file__).parents[2] / "recipes" / f"{recipe}.py"
+    [package] = find_spec("torchtune").submodule_search_locations  # type: ignore[union-attr,misc]
+    file = Path(package).parent / "recipes" / f"{recipe}.py"
     _run_recipe(runpy.run_path, str(file), settings, optimizer_in_bwd=False, **changes)
 
 
