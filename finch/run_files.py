@@ -11,6 +11,7 @@ RUN/logs/                         a metric logger's files
 RUN/pretrained.safetensors        the pretrained model's losses on the training rows
 RUN/pretrained_top_k.safetensors  its most likely tokens there, for a KL penalty with ``reference: cached``
 RUN/own_answers_NAME.safetensors  its answers to the prompts of the probe NAME, of kind self
+RUN/self_replay.safetensors       its answers that self_replay trains on
 RUN/evaluation/                   results of `finch evaluate`: a JSON for each suite, and its samples
 RUN/cell.json                     in a sweep: the values of the grid that the run has
 RUN/REQUEUE                       empty; there while the run should be started again
@@ -34,6 +35,7 @@ WITHIN_BUDGET = "within_budget"
 CHECKPOINTS = "checkpoints"
 REFERENCE_LOSSES = "pretrained.safetensors"
 REFERENCE_TOP_K = "pretrained_top_k.safetensors"
+SELF_REPLAY = "self_replay.safetensors"
 EVALUATION = "evaluation"
 CELL = "cell.json"
 REQUEUE = "REQUEUE"

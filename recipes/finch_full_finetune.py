@@ -87,6 +87,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self.loss = StepLoss(cfg, self.decoder, self.parallel, self.run.scalars)
         needs_stats = self.loss.needs_stats
         self.data = TrainingData(cfg, self.tokenizer, self.parallel, seed=self.seed, needs_stats=needs_stats)
+        self.loss.replay.read_prompts(self.tokenizer, self.data)
         watchdog.heartbeat()
         self.num_steps = cfg.epochs * self.data.steps_per_epoch
         config_checks.check_replay(cfg, self.num_steps)

@@ -1,7 +1,7 @@
 """The methods by name: ``method=talr``, in a config file or on the command line, makes any config train with TALR.
 
-A method sets the blocks ``lr_scheduler``, ``loss``, ``regularizer`` and ``kl_penalty``, SFT's (cosine, plain cross-entropy, none,
-none) where it has none of its own. Names joined by ``+`` combine: ``method=finch+talr`` is FINCH's schedule with TALR's token weights.
+A method sets the blocks ``lr_scheduler``, ``loss``, ``regularizer``, ``kl_penalty`` and ``self_replay``, SFT's (cosine, plain
+cross-entropy, none, none, none) where it has none of its own. Names joined by ``+`` combine: ``method=finch+talr`` is FINCH's schedule with TALR's token weights.
 A method overrides the config file, and the rest of the command line overrides the method:
 
     file  <  method  <  key=value
@@ -40,6 +40,7 @@ SFT: Blocks = {
     "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
     "regularizer": None,
     "kl_penalty": None,
+    "self_replay": None,
 }
 
 KL_PENALTY: Blocks = {"kl_penalty": {"_component_": "finch.regularization.KL", "strength": 0.1, "reference": "online"}}
@@ -157,6 +158,10 @@ METHODS: dict[str, Method] = {
         "anchored SFT: dft with kl's penalty; a rival, no baseline of the paper",
         {"loss": {"_component_": "finch.objectives.DFT"}, **KL_PENALTY},
     ),
+    "self_replay": Method(
+        "sft that also replays the pretrained model's own answers, held to its distributions; a rival, no baseline of the paper",
+        {"self_replay": {}},
+    ),
     "lora": Method(
         "sft of low-rank adapters on all linear layers, rank 64, optimizer.lr=2e-4 unless it is given; with tune run finch_lora_finetune",
         {"model": LORA},
@@ -243,7 +248,8 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
     """Logs the method's blocks, and for wise_ft the command to start when the run has ended."""
     if not names:
         return
-    blocks = ", ".join(f"{key} {component_of(cfg.get(key)) or 'null'}" for key in SFT)
+    values = {key: cfg.get(key) for key in SFT}
+    blocks = ", ".join(f"{key} {component_of(node) or ('null' if node is None else 'on')}" for key, node in values.items())
     logger.info(f"method={'+'.join(names)}: {blocks}")
     if "lora" in names and cfg.optimizer.get("lr") == LORA_LR:
         logger.info(
@@ -265,6 +271,8 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
 def _keep_settings(block: Any, file_block: Any) -> Any:
     """The method's block, with the settings of the file's where both have the same component or are plain cross-entropy."""
     component, file_component = component_of(block), component_of(file_block)
+    if isinstance(block, dict) and component is None:  # self_replay's
+        return {**block, **(file_block if isinstance(file_block, dict) else {})}
     is_plain = _is_plain_cross_entropy(component) and _is_plain_cross_entropy(file_component)
     if component is None or not (file_component == component or is_plain):
         return copy.deepcopy(block)

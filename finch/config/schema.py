@@ -101,6 +101,25 @@ class Batch(Keys):
     """read every row once before weights are loaded, to find broken and overlong ones; init: dataset, FLOW and STM read them anyway"""
 
 
+class SelfReplay(Keys):
+    prompts: str = "self"
+    """self: the model writes them, user turns by its chat template, or whole texts without one; or a file of prompts"""
+    rows: PositiveInt = 128
+    """how many answers"""
+    max_new_tokens: PositiveInt = 64
+    """longest answer, and longest prompt that the model writes, in tokens"""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """replayed rows per row of the task; a step has at least one"""
+    strength: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
+    """factor of the mean KL divergence at the answers' tokens; 0 only measures it"""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """of the answers' sampling, seeded by row; 0: greedy"""
+    top_k: PositiveInt = 512
+    """most likely tokens of the pretrained model that are kept for the KL; the rest count as one"""
+    cache: str | None = None
+    """a folder that keeps the answers for other runs on the same model and prompts; null: only the run's folder does"""
+
+
 class Optimization(Keys):
     optimizer: Component
     """the optimizer; its lr is eta_base under FinchLR"""
@@ -112,6 +131,8 @@ class Optimization(Keys):
     """adds a gradient toward the pretrained weights: finch.regularization.L2; null: none"""
     kl_penalty: Component | None = None
     """adds the KL divergence from the pretrained model's next-token distribution to the objective: finch.regularization.KL; null: none"""
+    self_replay: SelfReplay | None = None
+    """replays the pretrained model's own answers: further rows of each step, held to its distributions; null: no"""
     clip_grad_norm: Annotated[PositiveNumber, BeforeValidator(_number)] | None = None
     """largest gradient norm; null does not clip; the paper clips to 1.0"""
     on_nonfinite: Literal["raise", "skip"] | None = None
@@ -132,7 +153,7 @@ class Probe(Keys):
     source: str | None = None
     """a hub name, or json, csv or parquet; null: by the extension of data_files"""
     data_files: str | list[Any] | None = None
-    """local path, pattern, or a list of them"""
+    """local path, pattern, or a list of them; null: of kind self 64 everyday prompts that finch has"""
     name: str | None = None
     """the hub's configuration"""
     split: str = "train"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchtune.data import padded_collate_packed
 
 from finch.data.dataset import REFERENCE_LOSSES, Samples
@@ -25,8 +25,12 @@ backward needs at least the inputs of all layers, and one layer's activations wi
 
 Batch = dict[str, Any]
 Collate = Callable[[list[dict[str, Any]]], Batch]
-# Keys of a batch that are the objective's inputs, not the model's; see finch.objectives.
-OBJECTIVE_INPUTS = ("pretrained_token_loss", "statistic", "top_logits")
+# Keys of a batch that are the loss's inputs, not the model's; see finch.objectives.
+OBJECTIVE_INPUTS = ("pretrained_token_loss", "statistic", "top_logits", "num_replayed")
+REFERENCES = ("reference_log_probs", "reference_tokens")
+"""Keys of a sample: the pretrained model's distributions at its targets, see :func:`finch.objectives.regularization.top_log_probs`."""
+REPLAY = ("replay_log_probs", "replay_tokens")
+"""Keys of a batch: those of its replayed rows, one after another."""
 
 
 def collator(samples: Samples, tokenizer: Any, collate: Callable[..., Batch]) -> Collate:
@@ -41,7 +45,7 @@ def collator(samples: Samples, tokenizer: Any, collate: Callable[..., Batch]) ->
 
 
 def load_batches(
-    samples: Samples, batches: list[list[int]], collate: Collate, *, num_workers: int = 0, pin_memory: bool = False
+    samples: Dataset[Any], batches: list[list[int]], collate: Collate, *, num_workers: int = 0, pin_memory: bool = False
 ) -> Iterator[Batch]:
     """The micro-batches of row indices, on the host."""
     return iter(
@@ -96,6 +100,21 @@ class EvalLoader:
         return zip(self.micro_batches, batches, strict=True)
 
 
+@dataclass(frozen=True)
+class EvalSettings:
+    """How rows that are no dataset are evaluated: ``collator`` as :func:`collator`, ``batch_size`` per forward pass and rank in training."""
+
+    parallel: Parallel
+    collator: Callable[[Samples], Collate]
+    batch_size: int
+
+    def loader(self, key: str, samples: Sequence[dict[str, Any]]) -> EvalLoader:
+        data = Samples(samples, key, key)
+        data.lengths = torch.tensor([len(sample["tokens"]) for sample in samples], dtype=torch.int32)
+        collate = _with_references(self.collator(data))
+        return EvalLoader(data, collate, self.parallel, self.batch_size)
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """A copy on ``device``, queued behind what runs there."""
     return {
@@ -112,7 +131,9 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]) -> Batch:
+    """The batch of task rows and, after them, replayed ones: these are in its tokens, layout and ``replay_`` keys only."""
     reference_losses = [row.pop(REFERENCE_LOSSES) for row in rows if REFERENCE_LOSSES in row]
+    replayed = [{key: row.pop(key) for key in REFERENCES} for row in rows if REFERENCES[0] in row]
     batch = collate(rows)
     batch["labels"] = shift_labels(batch["labels"])
     batch["targets"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
@@ -120,8 +141,31 @@ def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]
         batch["tokens"], [row["tokens"] for row in rows]
     ):
         batch["layout"] = remove_padding(batch["tokens"], batch["targets"])
+    if replayed:
+        batch["labels"], targets = batch["labels"][: -len(replayed)], batch["targets"]
+        is_task = targets < batch["labels"].numel()
+        batch["targets"], batch["replay_targets"] = targets[is_task], targets[~is_task]
+        for name, key in zip(REPLAY, REFERENCES, strict=True):
+            batch[name] = torch.cat([row[key] for row in replayed])
     if reference_losses:
         values = torch.cat(reference_losses)
         losses = values.new_zeros(batch["labels"].numel()).index_copy(0, batch["targets"], values)
         batch["pretrained_token_loss"] = losses.view_as(batch["labels"])
     return batch
+
+
+def _with_references(collate: Collate) -> Collate:
+    """Adds the pretrained model's distributions, [targets of the batch, ...] in the order of the targets, where samples have them."""
+
+    def collated(rows: list[dict[str, Any]]) -> Batch:
+        if REFERENCES[0] not in rows[0]:
+            return collate(rows)
+        # An empty row is a copy of another one without its targets.
+        parts = {
+            key: [row[key] if any(label != IGNORE_INDEX for label in row["labels"]) else row[key][:0] for row in rows]
+            for key in REFERENCES
+        }
+        batch = collate([{key: value for key, value in row.items() if key not in REFERENCES} for row in rows])
+        return {**batch, **{key: torch.cat(values) for key, values in parts.items()}}
+
+    return collated

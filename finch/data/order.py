@@ -76,18 +76,23 @@ class GlobalOrder:
         None has more than ``micro_batch`` samples, and the numbers of two micro-batches of a step differ by one at most where lengths
         are known. All ranks get the same number of micro-batches; one that has run out of samples gets [EMPTY].
         """
+        for micro_batches in self.steps(epoch, consumed):
+            yield from micro_batches[rank :: self.ranks]
+
+    def steps(self, epoch: int = 0, consumed: int = 0) -> Iterator[list[list[int]]]:
+        """The micro-batches of each step, from ``consumed`` samples into the epoch on: number n is of rank n % ranks."""
         order = self.permutation(epoch)
         end = self.steps_per_epoch * self.global_batch
         for start in range(consumed, min(end, self.num_samples), self.global_batch):
-            batch = order[start : start + self.global_batch]
-            yield from self._micro_batches_of_rank(batch, rank, self.micro_batches_in_step(start))
+            yield self._micro_batches(order[start : start + self.global_batch], self.micro_batches_in_step(start))
 
-    def _micro_batches_of_rank(self, batch: list[int], rank: int, count: int) -> list[list[int]]:
-        """The ``count`` micro-batches of ``rank`` in a step."""
+    def _micro_batches(self, batch: list[int], count: int) -> list[list[int]]:
+        """The ``count`` micro-batches of each rank in a step."""
         if self.lengths is None:
             # The ranks' shares of a short batch differ by one sample at most.
-            mine = batch[rank :: self.ranks]
-            return [mine[index * self.micro_batch :][: self.micro_batch] or [EMPTY] for index in range(count)]
+            shares = [batch[rank :: self.ranks] for rank in range(self.ranks)]
+            starts = range(0, count * self.micro_batch, self.micro_batch)
+            return [share[start:][: self.micro_batch] or [EMPTY] for start in starts for share in shares]
         length = dict(zip(batch, self.lengths[batch].tolist(), strict=True))
         batch = sorted(batch, key=lambda index: (-length[index], index))
         bins: list[list[int]] = [[] for _ in range(self.ranks * count)]
@@ -98,7 +103,7 @@ class GlobalOrder:
             for place, index in zip(lightest_first, batch[start : start + len(bins)], strict=False):
                 bins[place].append(index)
                 tokens[place] += length[index]
-        return [each or [EMPTY] for each in bins[rank :: self.ranks]]
+        return [each or [EMPTY] for each in bins]
 
     def micro_batches_in_step(self, consumed: int) -> int:
         """How many micro-batches a rank runs in the step that starts after ``consumed`` samples; fewer in a short last batch."""

@@ -14,6 +14,7 @@ from finch.data.dataset import Samples, load_dataset
 from finch.data.loader import Batch, EvalLoader, collator, load_batches
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
+from finch.data.replay import Replay, WithReplay
 from finch.data.stats import validate_dataset
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
@@ -70,15 +71,22 @@ class TrainingData:
     def steps_per_epoch(self) -> int:
         return min(self.order.steps_per_epoch, self._cfg.max_steps_per_epoch or self.order.steps_per_epoch)
 
-    def batches(self, epoch: int, consumed: int) -> Iterator[Batch]:
-        """This rank's micro-batches of an epoch after its first ``consumed`` samples, on the host."""
-        return load_batches(
-            self.samples,
-            list(self.order.micro_batches(self._parallel.data_parallel_rank, epoch, consumed)),
-            self._collate[id(self.samples)],
-            num_workers=self._num_workers(self.samples),
-            pin_memory=self._parallel.device.type == "cuda",
-        )
+    def batches(self, epoch: int, consumed: int, replay: Replay | None = None) -> Iterator[Batch]:
+        """This rank's micro-batches of an epoch after its first ``consumed`` samples, on the host.
+
+        Those of a step with ``replay`` have ``num_replayed``, [] fp64: the replayed tokens of the step, over all ranks.
+        """
+        rank, samples = self._parallel.data_parallel_rank, self.samples
+        rows = list(self.order.micro_batches(rank, epoch, consumed))
+        collate = self._collate[id(samples)]
+        options = {"num_workers": self._num_workers(samples), "pin_memory": self._parallel.device.type == "cuda"}
+        if replay is None:
+            return load_batches(samples, rows, collate, **options)
+        dealt = list(replay.deal(self.order, self.steps_per_epoch, rank, epoch, consumed))
+        rows = [task + [len(samples) + row for row in each] for task, (each, _) in zip(rows, dealt, strict=True)]
+        batches = load_batches(WithReplay(samples, replay.samples), rows, collate, **options)
+        counts = (torch.tensor(number, dtype=torch.float64) for _, number in dealt)
+        return ({**batch, "num_replayed": number} for batch, number in zip(batches, counts, strict=True))
 
     def eval_loader(self, samples: Samples, title: str) -> EvalLoader:
         """One pass over all rows of ``samples``."""

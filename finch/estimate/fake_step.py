@@ -32,7 +32,7 @@ from torchtune.modules import TransformerDecoder
 
 from finch.config.instantiate import component_of, locate
 from finch.config.methods import LORA_RECIPE
-from finch.data.loader import Batch, collator
+from finch.data.loader import REFERENCES, Batch, collator
 from finch.distributed import parallel
 from finch.distributed.parallel import MeshSizes, Parallel
 from finch.distributed.precision import Precision, precision_of
@@ -56,6 +56,7 @@ from finch.optim.optimizers import optimizers_in_backward
 from finch.training.kl_penalty import build_kl
 from finch.training.model import allocate, decoder_on_meta, parallelize
 from finch.training.optimizer import Update, UpdateInBackward, build_optimizers, build_schedule, is_finch
+from finch.training.self_replay import replayed_rows
 from finch.training.step_loss import StepLoss
 
 HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
@@ -247,7 +248,8 @@ class FakeStep(FinchFullFinetune):
     def trace(self, rows: Rows, num_micro_batches: int) -> StepTrace:
         """One step of the recipe."""
         vocab_size = self.decoder.tok_embeddings.weight.shape[0]
-        batches = [_micro_batch(self.cfg, rows, self.loss.objective, vocab_size) for _ in range(num_micro_batches)]
+        settings = (self.cfg, rows, self.loss.objective, vocab_size, self.parallel.data_parallel_size)
+        batches = [_micro_batch(*settings) for _ in range(num_micro_batches)]
         self.tokens, self.targets = _num_tokens(batches[0]), batches[0]["targets"].numel()
         self._trace.reset()
         with self._mode, self._trace:
@@ -407,15 +409,21 @@ class _Source:
     pad_id: int = 0
 
 
-def _micro_batch(cfg: DictConfig, rows: Rows, objective: Objective, vocab_size: int) -> Batch:
-    """``cfg.batch_size`` rows as the recipe's collator makes them, with what objective and penalty need beside; real tensors.
+def _micro_batch(cfg: DictConfig, rows: Rows, objective: Objective, vocab_size: int, ranks: int) -> Batch:
+    """``cfg.batch_size`` rows as the recipe's collator makes them, with replayed rows and what objective and penalty need; real tensors.
 
     No two rows begin with the same tokens, so that no prefix is shared.
     """
     source = _Source(_is_packed(cfg))
     row = functools.partial(_pack, total=cfg.tokenizer["max_seq_len"]) if source.packed else _row
     samples = [row(rows, first_token=number % vocab_size) for number in range(cfg.batch_size)]
+    number, answer = replayed_rows(cfg, ranks)
+    for _ in range(number):
+        top_k = min(cfg.self_replay.top_k, vocab_size)
+        references = torch.zeros(answer, top_k + 1), torch.zeros(answer, top_k, dtype=torch.int32)
+        samples.append({**_row(Rows(2 * answer, answer), vocab_size - 1), **dict(zip(REFERENCES, references, strict=True))})
     batch = collator(source, source, locate(cfg.collate_fn, "collate_fn"))(samples)  # type: ignore[arg-type]
+    batch["num_replayed"] = torch.tensor(_NATS, dtype=torch.float64)
     if "pretrained_token_loss" in objective.needs:
         batch["pretrained_token_loss"] = torch.ones(batch["labels"].shape)
     kl = build_kl(cfg)

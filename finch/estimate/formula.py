@@ -16,6 +16,7 @@ from finch.distributed.precision import Precision, precision_of
 from finch.optim.optimizers import stochastic_optimizer
 from finch.training.chunked_loss import chunks_for
 from finch.training.kl_penalty import build_kl, needs_reference
+from finch.training.self_replay import replayed_rows
 from finch.training.step_loss import build_objective
 
 TOFU_TOKENS, TOFU_TARGETS = 85, 37
@@ -43,7 +44,7 @@ def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, 
     Counted are weights, gradients and optimizer states over the ranks that share them. With FSDP2 what is not sharded for a moment: two
     layers, the root's group (embedding, output, norm), and the gradients of one layer and of the root. For each layer the inputs and
     outputs of its matrices and norms; where activations are recomputed only its input, and all of one layer. Selective checkpointing
-    counts as none. The embedding's gradient twice, before it is added up. For each logit of a chunk 12 bytes, with a KL penalty 24.
+    counts as none. The embedding's gradient twice, before it is added up. For each logit of a chunk 12 bytes, with a KL divergence 24.
 
     Args:
         decoder: on the meta device, in the dtype of the weights; parameters that are not trained require no gradient.
@@ -69,7 +70,8 @@ def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, 
         gathered = (held + root * num_models + trained_in_layer + trained_root) * compute_bytes
         if cfg.gradient_accumulation_steps > 1 and not cfg.fsdp_reduce_every_micro_batch:
             gathered += trained * weight_bytes
-    tokens = cfg.batch_size * rows.seq
+    replayed, answer = replayed_rows(cfg, max(1, ranks // cfg.tensor_parallel_dim))
+    tokens = cfg.batch_size * rows.seq + 2 * answer * replayed
     hidden = tokens * embedding.shape[1] * compute_bytes
     # A matrix has two widths, and a norm's weight one dimension for both.
     widths = [sum(weight.shape) * (3 - weight.dim()) for weight in layer.parameters()]
@@ -81,6 +83,8 @@ def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, 
     targets = cfg.batch_size * rows.targets
     chunks = chunks_for(targets, embedding.shape[0], build_objective(cfg)[1], has_kl=kl is not None)
     logits = (12 if kl is None else 24) * embedding.shape[0] * -(-targets // chunks)
+    chunks = chunks_for(answer * replayed, embedding.shape[0], 1, has_kl=True)
+    logits += 24 * embedding.shape[0] * -(-answer * replayed // chunks)
     backward = 2 * embedding.numel() * compute_bytes * embedding.requires_grad
     peak = gathered + activations + max(logits, recomputed)
     if not cfg.fsdp_cpu_offload:

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from finch.data.dataset import Samples
-from finch.data.loader import Batch, Collate, EvalLoader
+from finch.data.loader import REFERENCES, EvalLoader, EvalSettings
 from finch.data.order import EMPTY
+from finch.data.prompts import num_targets
 from finch.distributed.parallel import Parallel
-from finch.objectives import IGNORE_INDEX
-from finch.probes.rows import ProbeRows, Question, Sample, num_targets
+from finch.probes.rows import ProbeRows, Question
 from finch.training.reference import iter_outputs
-
-REFERENCES = ("reference_log_probs", "reference_tokens")
-"""Keys of a sample: the pretrained model's distributions at its targets, see :func:`finch.objectives.regularization.top_log_probs`."""
-
-
-@dataclass(frozen=True)
-class EvalSettings:
-    """What all probes of a run share: ``collator`` as :func:`finch.data.loader.collator`, ``batch_size`` per forward pass and rank in training."""
-
-    parallel: Parallel
-    collator: Callable[[Samples], Collate]
-    batch_size: int
-
-    def loader(self, name: str, samples: Sequence[Sample]) -> EvalLoader:
-        data = Samples(samples, f"probes.{name}", f"probes.{name}")
-        data.lengths = torch.tensor([len(sample["tokens"]) for sample in samples], dtype=torch.int32)
-        collate = _with_references(self.collator(data))
-        return EvalLoader(data, collate, self.parallel, self.batch_size)
-
 
 def evaluate(model: nn.Module, name: str, rows: ProbeRows, settings: EvalSettings) -> dict[str, float]:
     """The metrics of a probe by their short names; a collective. Random states, the model's mode and its weights stay as they are.
@@ -44,7 +22,7 @@ def evaluate(model: nn.Module, name: str, rows: ProbeRows, settings: EvalSetting
     the pretrained model to this one at the answers' tokens, in nats.
     """
     has_kl = REFERENCES[0] in rows.samples[0]
-    sums = _sums(model, settings.loader(name, rows.samples), settings.parallel, has_kl=has_kl)
+    sums = _sums(model, settings.loader(f"probes.{name}", rows.samples), settings.parallel, has_kl=has_kl)
     metrics = probe_metrics(sums[0], rows)
     if has_kl:
         metrics["kl"] = float(sums[1].sum() / sum(map(num_targets, rows.samples)))
@@ -83,20 +61,3 @@ def _multiple_choice(losses: torch.Tensor, counts: torch.Tensor, questions: Sequ
         right.append(start + question.answer)
         start += len(lengths)
     return {"loss": float(losses[right].sum() / counts[right].sum()), "accuracy": num_right / len(questions)}
-
-
-def _with_references(collate: Collate) -> Collate:
-    """Adds the pretrained model's distributions, [targets of the batch, ...] in the order of the targets, where samples have them."""
-
-    def collated(rows: list[dict[str, Any]]) -> Batch:
-        if REFERENCES[0] not in rows[0]:
-            return collate(rows)
-        # An empty row is a copy of another one without its targets.
-        parts = {
-            key: [row[key] if any(label != IGNORE_INDEX for label in row["labels"]) else row[key][:0] for row in rows]
-            for key in REFERENCES
-        }
-        batch = collate([{key: value for key, value in row.items() if key not in REFERENCES} for row in rows])
-        return {**batch, **{key: torch.cat(values) for key, values in parts.items()}}
-
-    return collated

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from finch.config.instantiate import did_you_mean, locate
 from finch.config.schema import Probe
-from finch.data.loader import collator
+from finch.data.loader import EvalSettings, collator
+from finch.data.prompts import Prompts, stop_tokens
 from finch.data.training_data import TrainingData, validation_sets
 from finch.distributed import watchdog
 from finch.distributed.precision import precision_of
@@ -22,11 +23,11 @@ from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import DFT, STM, TALR
 from finch.probes.budget import read_budget
-from finch.probes.evaluation import EvalSettings, evaluate
-from finch.probes.own_answers import SelfGeneratedProbe
+from finch.probes.evaluation import evaluate
 from finch.probes.rows import ProbeRows, read_rows
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
+from finch.training.own_answers import OwnAnswers
 
 KINDS_WITH_ACCURACY, KINDS_WITH_KL = ("multiple_choice",), ("self",)
 SECONDS = "probe_seconds"
@@ -49,7 +50,7 @@ def check_probes(cfg: DictConfig) -> None:
     that a validation set has as well, a budget or a selection that refers to nothing."""
     probes, validations = read_probes(cfg), validation_sets(cfg.dataset_validation)
     for name, probe in probes.items():
-        if probe.source is None and probe.data_files is None:
+        if probe.source is None and probe.data_files is None and probe.kind != "self":
             raise UserError(
                 f"probes.{name} has no rows: set probes.{name}.data_files to a file, or probes.{name}.source to a name on the hub"
             )
@@ -136,13 +137,21 @@ class Probes(Hook):
         self._rows: dict[str, ProbeRows] = {
             name: read_rows(name, settings, tokenizer, max_seq_len) for name, settings in self._settings.items()
         }
+        for name, rows in self._rows.items():
+            if rows.kind == "self":
+                trainer.loss.replay.refuse_prompts(f"probes.{name}", rows.samples)
         kinds = {name: rows.kind for name, rows in self._rows.items()}
         self._digests = {name: rows.digest for name, rows in self._rows.items()}
         collate = locate(cfg.collate_fn, "collate_fn")
         self._eval = EvalSettings(parallel, lambda samples: collator(samples, tokenizer, collate), cfg.batch_size)
         self._answers = {
-            name: SelfGeneratedProbe(
-                name, Path(cfg.output_dir), rows, self._settings[name], tokenizer, precision_of(cfg.dtype).compute
+            name: OwnAnswers(
+                f"probes.{name}",
+                Path(cfg.output_dir) / f"own_answers_{name}.safetensors",
+                Prompts([sample["tokens"] for sample in rows.samples]),
+                stop_tokens=stop_tokens(tokenizer),
+                max_new_tokens=self._settings[name].max_new_tokens,
+                top_k=self._settings[name].top_k,
             )
             for name, rows in self._rows.items()
             if rows.kind == "self"
@@ -173,6 +182,7 @@ class Probes(Hook):
         model = {"model": OmegaConf.to_container(self._cfg.model, resolve=True), "dtype": self._cfg.dtype}
         for name, answers in self._answers.items():
             if answers.load(trainer.base.files, model, self._parallel):
+                self._rows[name].samples = answers.samples
                 self._ungenerated.discard(name)
         return bool(self._ungenerated or set(self._rows) - set(self._baselines))
 
@@ -180,7 +190,8 @@ class Probes(Hook):
         """Generates answers and measures what is missing of step 0; a collective."""
         start = time.perf_counter()
         for name in sorted(self._ungenerated):
-            self._answers[name].generate(trainer.model, self._eval)
+            self._answers[name].generate(trainer.model, self._eval, precision_of(self._cfg.dtype).compute)
+            self._rows[name].samples = self._answers[name].samples
         for name, rows in self._rows.items():
             if name not in self._baselines:
                 metrics = evaluate(trainer.model, name, rows, self._eval)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torchtune.data import Message
 from torchtune.datasets._sft import SFTTransform
 
 from finch.config.schema import Probe
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
-from finch.data.row_files import SOURCES, local_files, source_of
+from finch.data.prompts import Sample, everyday_prompts, load_rows, num_targets, plain, tokenize_prompts
 from finch.data.rows import TextToTokens
 from finch.errors import UserError
 from finch.log import logger
@@ -22,8 +21,6 @@ from finch.objectives import IGNORE_INDEX
 CONTINUED, QUESTIONS = ("ctx", "prompt"), ("question",)
 CHOICES, ANSWERS = ("choices", "endings", "options"), ("answer", "label", "answerKey")
 _FIELDS = "a question, ctx or prompt, then choices, endings or options, and answer, label or answerKey"
-Sample = dict[str, Any]
-"""``tokens`` and ``labels``, lists of equal length; a label that is no target is -100."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +63,27 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
 
     Raises UserError for rows that cannot be read, of another kind than the settings', longer than the model's context, or without targets.
     """
-    key = f"probes.{name}"
-    try:
-        rows = _load(settings)
-        kind = _kind_of(rows[0], settings)
-        transform = _transform(kind, rows, settings, tokenizer)
-    except UserError as error:
-        raise _named(key, error) from error
+    key, files = f"probes.{name}", settings.data_files or settings.source
     limits = [limit for limit in (max_seq_len, getattr(tokenizer, "max_seq_len", None)) if limit is not None]
     limit = min(limits, default=None)
+    try:
+        if files is None:
+            rows = everyday_prompts(settings.rows)
+        else:
+            rows = load_rows(settings.data_files, settings.source, settings.name, settings.split, settings.rows)
+        kind = _kind_of(rows[0], settings)
+        transform = None if kind == "self" else _transform(kind, rows, settings, tokenizer)
+    except UserError as error:
+        raise _named(key, error) from error
+    if transform is None:
+        options: dict[str, Any] = {"format": settings.format, "column_map": settings.column_map, "limit": limit}
+        options["max_new_tokens"] = settings.max_new_tokens
+        prompts = tokenize_prompts(key, str(files or "finch's prompts"), rows, tokenizer, **options)
+        return ProbeRows(kind, [{"tokens": each, "labels": [IGNORE_INDEX] * len(each)} for each in prompts])
     result = ProbeRows(kind, [])
     num_truncated = 0
     for number, row in enumerate(rows, start=1):
-        where = f"{key}: row {number} of {settings.data_files or settings.source}"
+        where = f"{key}: row {number} of {files}"
         try:
             samples, question = transform(row)
         except UserError as error:
@@ -88,17 +93,13 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
                 f"{where} cannot be used ({type(error).__name__}: {error}); fix or remove that row"
             ) from error
         length = max(len(sample["tokens"]) for sample in samples)
-        needed = length + (settings.max_new_tokens if kind == "self" else 0)
         # A tokenizer with max_seq_len has cut the row: at that length nobody knows whether something is missing.
-        is_cut = limit is not None and length >= limit and kind in ("multiple_choice", "self")
-        if is_cut or (limit is not None and needed > limit):
-            more = f" and its answer of up to {settings.max_new_tokens}" if kind == "self" else ""
+        if limit is not None and (length > limit or (length == limit and kind == "multiple_choice")):
             raise UserError(
-                f"{where} has {length} tokens{more}, the context has {limit}; remove that row, or raise tokenizer.max_seq_len where the model "
-                "allows it"
+                f"{where} has {length} tokens, the context has {limit}; remove that row, or raise tokenizer.max_seq_len where the model allows it"
             )
         num_truncated += limit is not None and length >= limit
-        if kind != "self" and any(count == 0 for count in map(num_targets, samples)):
+        if any(count == 0 for count in map(num_targets, samples)):
             raise UserError(f"{where} has no target token; fix or remove that row")
         result.samples += samples
         if question is not None:
@@ -108,36 +109,6 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
             f"{key}: {num_truncated} of {len(rows)} rows reach tokenizer.max_seq_len={limit} and are truncated there"
         )
     return result
-
-
-def num_targets(sample: Sample) -> int:
-    """Target tokens; the first token has nothing that predicts it."""
-    return sum(label != IGNORE_INDEX for label in sample["labels"][1:])
-
-
-def _load(settings: Probe) -> list[dict[str, Any]]:
-    """The first rows of the split."""
-    import datasets
-
-    names = settings.data_files
-    names = None if names is None else [names] if isinstance(names, str) else list(map(str, names))
-    source = settings.source
-    is_hub = source is not None and source not in SOURCES.values()
-    if names is None and not is_hub:
-        raise UserError(f"dataset.source={source} needs data_files, the path of the rows; set it")
-    if names is not None and not is_hub and not any("://" in file for file in names):
-        files = local_files(names)
-        source = source or source_of(files)
-        names = [str(file) for file in files]
-    try:
-        table = datasets.load_dataset(source or "json", settings.name, data_files=names, split=settings.split)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise UserError(f"dataset: {' '.join(str(error.__cause__ or error).split())[:200]}") from error
-    except (ValueError, OSError) as error:
-        raise UserError(f"dataset: {' '.join(str(error).split())[:200]}") from error
-    if len(table) == 0:
-        raise UserError("dataset is empty: the split has no rows; give another file or split")
-    return [dict(row) for row in table.select(range(min(settings.rows, len(table))))]
 
 
 def _kind_of(row: Mapping[str, Any], settings: Probe) -> str:
@@ -161,8 +132,6 @@ def _transform(kind: str, rows: list[dict[str, Any]], settings: Probe, tokenizer
     """From a row to its samples."""
     if kind == "multiple_choice":
         return lambda row: _choices(question_of(row), tokenizer)
-    if kind == "self":
-        return lambda row: ([_prompt(row, settings, tokenizer)], None)
     row_format = _format_of(rows[0], settings)
     if (kind == "text") != (row_format.format == "text"):
         raise UserError(
@@ -172,7 +141,7 @@ def _transform(kind: str, rows: list[dict[str, Any]], settings: Probe, tokenizer
         encode = TextToTokens(tokenizer, row_format.columns["text"])
         return lambda row: ([encode(row)], None)
     messages, tokenize = RowToMessages(row_format), SFTTransform(model_transform=tokenizer)
-    return lambda row: ([_plain(tokenize(messages(row)))], None)
+    return lambda row: ([plain(tokenize(messages(row)))], None)
 
 
 def _choices(question: Question, tokenizer: Any) -> tuple[list[Sample], Question]:
@@ -190,43 +159,7 @@ def _choices(question: Question, tokenizer: Any) -> tuple[list[Sample], Question
 def _dialogue(question: str, answer: str, tokenizer: Any) -> Sample:
     """A user turn and the assistant's, which is the target, as in training."""
     messages = [Message(role="user", content=question, masked=True), Message(role="assistant", content=answer)]
-    return _plain(SFTTransform(model_transform=tokenizer)({"messages": messages}))
-
-
-def _prompt(row: Mapping[str, Any], settings: Probe, tokenizer: Any) -> Sample:
-    """A row's prompt up to where the assistant's answer starts."""
-    sample = _plain(
-        SFTTransform(model_transform=tokenizer)(
-            {"messages": [*_first_turns(row, settings), Message(role="assistant", content=".")]}
-        )
-    )
-    start = next(
-        (index for index, label in enumerate(sample["labels"]) if label != IGNORE_INDEX), len(sample["tokens"])
-    )
-    return {"tokens": sample["tokens"][:start], "labels": [IGNORE_INDEX] * start}
-
-
-def _first_turns(row: Mapping[str, Any], settings: Probe) -> list[Message]:
-    """The system turn, if there is one, and the first user turn."""
-    for column in ((settings.column_map or {}).get("prompt"), "question", "query", "prompt", "instruction"):
-        if (
-            column is not None
-            and isinstance(row.get(column), str)
-            and not (column == "instruction" and row.get("input"))
-        ):
-            return [Message(role="user", content=row[column], masked=True)]
-    row_format = _format_of(row, settings)
-    if row_format.format == "text":
-        raise UserError(
-            f"it has the fields {', '.join(row)} and no prompt; kind self needs question, prompt or a conversation"
-        )
-    messages = RowToMessages(row_format)(row)["messages"]
-    turns = messages[: next(index for index, message in enumerate(messages) if message.role == "assistant")]
-    return [Message(role=turn.role, content=turn.content, masked=True) for turn in turns]
-
-
-def _plain(sample: Mapping[str, Any]) -> Sample:
-    return {key: torch.as_tensor(sample[key]).tolist() for key in ("tokens", "labels")}
+    return plain(SFTTransform(model_transform=tokenizer)({"messages": messages}))
 
 
 def _named(key: str, error: UserError) -> UserError:

@@ -151,10 +151,10 @@ def method_of_config(config: Mapping[str, Any]) -> str:
     """The name of the method whose blocks a config has, such as ``finch+talr``; ``sft`` without any of another method."""
     names = []
     for name, method in METHODS.items():
-        blocks = {key: component_of(block) for key, block in method.blocks.items() if key != "model"}
-        if name == "sft" or not any(blocks.values()):
+        blocks = {key: block for key, block in method.blocks.items() if key != "model"}
+        if name == "sft" or not blocks:
             continue
-        if all(component_of(config.get(key)) == path for key, path in blocks.items()):
+        if all(config.get(key) and component_of(config[key]) == component_of(block) for key, block in blocks.items()):
             names.append(name)
     if "asft" in names:  # has the blocks of both
         names = [name for name in names if name not in ("dft", "kl")]

@@ -63,6 +63,7 @@ STYLES = {
     "l2": Style("L2", "amber", "p"),
     "kl": Style("KL", "sky", "h"),
     "asft": Style("ASFT", "pink", ">"),
+    "self_replay": Style("self-replay", "green", "*"),
     "lora": Style("LoRA", "muted", "d"),
     "wise_ft": Style("WiSE-FT", "violet", "*"),
     "lr_replay": Style("LR replay", "blue", "H"),

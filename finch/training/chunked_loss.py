@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from finch.objectives import IGNORE_INDEX
 from finch.objectives.regularization import coarse_token_kl, token_kl, top_log_probs
 from finch.training.one_pass_loss import Weighting, head_of, one_pass
 
+T = TypeVar("T")
 LOGITS_BYTES = 2**28
 """Of the fp32 logits that are computed at a time. Where all fit they are kept for the backward: that saves a product with the head."""
 
@@ -80,6 +81,11 @@ class TokenLoss(nn.Module):
         has_kl: bool = False,
         reference_log_probs: torch.Tensor | None = None,
         reference_tokens: torch.Tensor | None = None,
+        choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        has_replay_kl: bool = False,
+        replay_targets: torch.Tensor | None = None,
+        replay_log_probs: torch.Tensor | None = None,
+        replay_tokens: torch.Tensor | None = None,
         weighting: Weighting | None = None,
         **inputs: Any,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -87,7 +93,7 @@ class TokenLoss(nn.Module):
         Args:
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64, already shifted: ``labels[:, t]`` is the token after ``tokens[:, t]``; -100 where
-                ignored.
+                ignored. With replayed rows, which are the last of ``tokens``, it has fewer rows.
             targets: [number of targets] int64, positions in the flattened labels that are not -100. With it logits are computed
                 only there: prompts and padding cost neither time nor memory in the output layer. The collator counts them on
                 the host, since doing it on a GPU would need a synchronisation.
@@ -98,36 +104,46 @@ class TokenLoss(nn.Module):
             has_kl: whether to return the KL divergence from the pretrained model as well.
             reference_log_probs, reference_tokens: [number of targets, top_k + 1] and [number of targets, top_k], the pretrained
                 model's distributions, see :func:`finch.objectives.regularization.top_log_probs`. Without them it runs here.
+            choose: from logits [tokens, vocab] to tokens [tokens] int64, which are returned as well.
+            has_replay_kl: whether to return the sum of the KL divergence over the replayed tokens as well.
+            replay_targets, replay_log_probs, replay_tokens: of replayed rows: [number] positions in the flattened ``tokens``, after all
+                ``targets``; [number, top_k + 1] and [number, top_k] as of the reference.
             weighting: how the outputs are summed to what is differentiated.
             inputs: the decoder's other arguments (``mask``, ``input_pos``).
 
         Returns:
             [batch, seq] cross-entropy in nats, fp32 (fp64 for an fp64 model), 0 where the label is ignored. With one of the options
             a dictionary of it, ``loss``, and of ``top_logits`` [batch, seq, num_top_logits], ``top_log_probs`` and ``top_tokens``,
-            all detached, and ``kl`` [batch, seq] in nats with its graph; 0 where the label is ignored. With ``weighting`` the
-            dictionary also has ``total`` [] with its graph, and all else is detached.
+            all detached, ``chosen`` [batch, seq], and ``kl`` [batch, seq] in nats with its graph; 0 where the label is ignored. With
+            ``weighting`` the dictionary also has ``total`` [] with its graph, and all else is detached but ``replay_kl`` [] in nats, which
+            is there if there are replayed rows.
         """
         reference: list[torch.Tensor] = []
         if has_kl and reference_log_probs is not None and reference_tokens is not None:
             reference = [reference_log_probs, reference_tokens]
         elif has_kl:  # before the decoder: FSDP2 prefetches in the backward what came last in the forward
             reference = [self._reference_hidden(tokens, targets, layout, inputs)]
+        every = targets
+        if targets is not None and replay_targets is not None:
+            every = torch.cat([targets, replay_targets])
         with self.offloading:  # only the layers' activations: logits would be too large to move
-            hidden = self._hidden(self.decoder, tokens, targets, layout, inputs)
+            hidden = self._hidden(self.decoder, tokens, every, layout, inputs)
         flat_labels = _at_targets(labels.flatten(), targets)
         hidden = self.decoder.norm(hidden)
+        if replay_targets is not None:
+            hidden, replayed = hidden[: len(flat_labels)], hidden[len(flat_labels) :]
         num_chunks = chunks_for(
             len(hidden), self.decoder.tok_embeddings.weight.shape[0], self.num_chunks, has_kl=has_kl
         )
         token_outputs = functools.partial(
-            self._token_outputs, num_top_logits=num_top_logits, num_top_log_probs=num_top_log_probs
+            self._token_outputs, num_top_logits=num_top_logits, num_top_log_probs=num_top_log_probs, choose=choose
         )
         # Of several chunks the logits are not kept: nothing of [tokens, vocab] outlives the forward.
         is_kept = num_chunks == 1 or not torch.is_grad_enabled()
         head = None if is_kept or weighting is None else head_of(self.decoder.output, weighting)
         if head is not None and weighting is not None:
             positions = torch.arange(labels.numel(), device=labels.device) if targets is None else targets
-            return one_pass(
+            outputs = one_pass(
                 head,
                 hidden,
                 (flat_labels, *reference),
@@ -137,20 +153,35 @@ class TokenLoss(nn.Module):
                 shape=labels.shape,
                 num_chunks=num_chunks,
             )
-
-        def chunk_outputs(hidden: torch.Tensor, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-            return token_outputs(self.decoder.output(hidden), *inputs)
-
-        chunked = (each.chunk(num_chunks) for each in (hidden, flat_labels, *reference))
-        chunks = [
-            chunk_outputs(*chunk) if is_kept else checkpoint(chunk_outputs, *chunk, use_reentrant=False)
-            for chunk in zip(*chunked, strict=True)
-        ]
-        outputs = {name: _scatter(torch.cat([chunk[name] for chunk in chunks]), targets, labels) for name in chunks[0]}
-        if weighting is not None:
-            detached = {name: values.detach() for name, values in outputs.items()}
-            return {**detached, "total": weighting.total(weighting.weights(detached), outputs)}
+        else:
+            chunks = self._in_chunks(token_outputs, (hidden, flat_labels, *reference), num_chunks, is_kept)
+            outputs = {name: _scatter(torch.cat([each[name] for each in chunks]), targets, labels) for name in chunks[0]}
+            if weighting is not None:
+                detached = {name: values.detach() for name, values in outputs.items()}
+                outputs = {**detached, "total": weighting.total(weighting.weights(detached), outputs)}
+        if has_replay_kl and replay_log_probs is not None and replay_tokens is not None:
+            outputs["replay_kl"] = self._replay_kl(replayed, replay_log_probs, replay_tokens)
         return outputs["loss"] if len(outputs) == 1 else outputs
+
+    def _in_chunks(
+        self, outputs_of: Callable[..., T], inputs: Sequence[torch.Tensor], num_chunks: int, is_kept: bool
+    ) -> list[T]:
+        """``outputs_of`` each chunk's logits and further ``inputs``, of which the first are hidden states; recomputed where they are not kept."""
+
+        def chunk_outputs(hidden: torch.Tensor, *others: torch.Tensor) -> T:
+            return outputs_of(self.decoder.output(hidden), *others)
+
+        return [
+            chunk_outputs(*chunk) if is_kept else checkpoint(chunk_outputs, *chunk, use_reentrant=False)
+            for chunk in zip(*(each.chunk(num_chunks) for each in inputs), strict=True)
+        ]
+
+    def _replay_kl(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """[] the sum over replayed tokens in nats, from hidden states [tokens, embed] and the pretrained model's distributions."""
+        vocabulary = self.decoder.tok_embeddings.weight.shape[0]
+        num_chunks = chunks_for(len(inputs[0]), vocabulary, self.num_chunks, has_kl=True)
+        is_kept = num_chunks == 1 or not torch.is_grad_enabled()
+        return torch.cat(self._in_chunks(coarse_token_kl, inputs, num_chunks, is_kept)).sum()
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The decoder's parameters that require gradients, by name."""
@@ -163,6 +194,7 @@ class TokenLoss(nn.Module):
         *reference: torch.Tensor,
         num_top_logits: int,
         num_top_log_probs: int,
+        choose: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> dict[str, torch.Tensor]:
         """``logits`` [tokens, vocab], ``labels`` [tokens], ``reference``: hidden states [tokens, embed], or top log-probabilities and their tokens."""
         outputs = {"loss": self.cross_entropy(logits, labels)}
@@ -170,6 +202,8 @@ class TokenLoss(nn.Module):
             outputs["top_logits"] = logits.detach().topk(min(num_top_logits, logits.shape[-1])).values
         if num_top_log_probs:
             outputs["top_log_probs"], outputs["top_tokens"] = top_log_probs(logits, num_top_log_probs)
+        if choose is not None:
+            outputs["chosen"] = choose(logits.detach())
         if len(reference) == 1:
             outputs["kl"] = token_kl(logits, self._reference_logits(*reference))
         elif reference:
@@ -191,7 +225,7 @@ class TokenLoss(nn.Module):
         hidden = decoder.tok_embeddings(tokens.flatten().index_select(0, layout.indices)[None])
         for layer in decoder.layers:
             hidden = layer(hidden, mask=layout, input_pos=layout.positions)
-        return hidden[0].index_select(0, layout.targets)
+        return hidden[0].index_select(0, layout.targets if targets is None else layout.targets[: len(targets)])
 
     @torch.no_grad()
     def _reference_hidden(

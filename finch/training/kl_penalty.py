@@ -121,9 +121,8 @@ class KLPenalty:
         if not self._load(cache):  # else the ranks of a machine share the file's pages
             self._top_k = computed
 
-    def batches(self, data: TrainingData, epoch: int, consumed: int) -> Iterator[Batch]:
+    def add_to(self, batches: Iterator[Batch], data: TrainingData, epoch: int, consumed: int) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch after its first ``consumed`` samples, with the distributions that are cached."""
-        batches = data.batches(epoch, consumed)
         if self._top_k is None:
             return batches
         rows = data.order.micro_batches(self._parallel.data_parallel_rank, epoch, consumed)

@@ -90,6 +90,11 @@ class ReferenceFile:
         settings = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype, **settings}
         return cls(path, fingerprint_of(base.files, data.stats.digest, settings))
 
+    @property
+    def exists(self) -> bool:
+        """Whether this process can read it."""
+        return self._read() is not None
+
     def load(self, parallel: Parallel) -> dict[str, torch.Tensor] | None:
         """The tensors, if every rank can read them; a collective. None: no file, of another model or other rows, or damaged."""
         tensors = self._read()

@@ -377,6 +377,7 @@ def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any
         "loss": OmegaConf.to_container(cfg.loss, resolve=True) if is_objective(cfg) else "cross-entropy",
         "regularizer": None if cfg.regularizer is None else OmegaConf.to_container(cfg.regularizer, resolve=True),
         "kl_penalty": None if cfg.kl_penalty is None else OmegaConf.to_container(cfg.kl_penalty, resolve=True),
+        "self_replay": None if cfg.self_replay is None else {**cfg.self_replay, "cache": None},
         # Of a mixture, a run of more epochs reads more rows.
         "number of target tokens": stats.num_targets if stats is not None and mixture is None else None,
         "digest of the tokenized rows": f"{stats.first_epoch_digest:016x}" if stats is not None else None,

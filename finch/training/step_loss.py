@@ -24,6 +24,7 @@ from finch.training.kl_penalty import KLPenalty
 from finch.training.one_pass_loss import Weighting
 from finch.training.optimizer import uses_dataset_init
 from finch.training.reference import ReferenceLossCache, ReferenceLosses
+from finch.training.self_replay import SelfReplay
 from finch.weights.huggingface import PretrainedFolder
 
 NUM_CHUNKS = 8
@@ -31,13 +32,13 @@ NUM_CHUNKS = 8
 
 
 class StepLoss:
-    """Objective, TALR's median, KL penalty and regularizer of a run.
+    """Objective, TALR's median, KL penalty, self-replay and regularizer of a run.
 
     A step calls :meth:`counts`, :meth:`start`, the loss of each micro-batch, :meth:`add_gradients` and :meth:`finish`, in this order.
 
     Attributes:
         num_chunks: in how many chunks logits are computed.
-        kl_penalty: does nothing without its block in the config.
+        kl_penalty, replay: each does nothing without its block in the config.
         reference: the pretrained model's losses on the training rows, once :meth:`prepare` has run; None: not needed.
 
     Raises UserError if a setting is out of its range.
@@ -50,6 +51,7 @@ class StepLoss:
         self.objective, self.num_chunks = build_objective(cfg)
         self.median = StepMedian(self.objective, parallel, cfg.gradient_accumulation_steps, scalars or None)
         self.kl_penalty = KLPenalty(cfg, decoder, parallel)
+        self.replay = SelfReplay(cfg, decoder, parallel)
         self.regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         self._is_weighted_by_reference = "pretrained_token_loss" in self.objective.needs
         self._needs_losses = self._is_weighted_by_reference or (not scalars and uses_dataset_init(cfg))
@@ -71,8 +73,10 @@ class StepLoss:
             self._cache = ReferenceLossCache(cfg, base, data, run)
             self.reference = self._cache.load(self._parallel)
         self.kl_penalty.load_cache(cfg, base, data, run)
+        self.replay.load_cache(cfg, base)
         has_losses = not self._needs_losses or self.reference is not None
-        return not has_losses or self.regularizer is not None or self.kl_penalty.needs_pretrained
+        terms_need = self.kl_penalty.needs_pretrained or self.replay.needs_pretrained
+        return not has_losses or self.regularizer is not None or terms_need
 
     def prepare(self, model: TokenLoss, data: TrainingData) -> None:
         """Computes with the pretrained weights what is missing of their outputs and gives it to the objective; a collective.
@@ -80,6 +84,7 @@ class StepLoss:
         Raises UserError if the objective would have nothing to learn.
         """
         self.kl_penalty.prepare(model, data)
+        self.replay.prepare(model)
         if self._cache is not None and self.reference is None:
             self.reference = self._cache.compute(model)
         if self.median.mode is not None:
@@ -97,7 +102,7 @@ class StepLoss:
 
     def batches(self, data: TrainingData, epoch: int, consumed: int) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch after its first ``consumed`` samples, on the host, with all that the loss needs."""
-        return self.kl_penalty.batches(data, epoch, consumed)
+        return self.kl_penalty.add_to(data.batches(epoch, consumed, self.replay.rows), data, epoch, consumed)
 
     def counts(self, batches: Sequence[Batch]) -> torch.Tensor:
         """[2] fp64 on the host: this rank's target tokens of a step, and what the objective divides by (the same except for STM)."""
@@ -112,6 +117,7 @@ class StepLoss:
         A collective where the objective needs the step's median.
         """
         self.kl_penalty.start_step(targets)
+        self.replay.start_step()
         self.median.before_step(batches, lambda batch: model(**model_inputs(batch)))
 
     def __call__(self, model: TokenLoss, batch: Batch, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,14 +133,14 @@ class StepLoss:
             return self.objective.weights(outputs["loss"], {**batch, **outputs})
 
         weighting = Weighting(weights, self.objective.is_elementwise and is_known, scale, self.kl_penalty.scale)
-        options = self.kl_penalty.model_options()
+        options = {**self.kl_penalty.model_options(), **self.replay.model_options()}
         if "top_logits" in self.objective.needs:
             options["num_top_logits"] = EAFT.num_logits
         outputs = model(**model_inputs(batch), **options, weighting=weighting)
         if is_known:
             self.median.observe(outputs["loss"], batch)
         self.kl_penalty.observe(outputs)
-        return outputs["loss"], outputs["total"]
+        return outputs["loss"], self.replay.add_to(outputs["total"], outputs, batch)
 
     def add_gradients(self) -> dict[str, torch.Tensor]:
         """Adds the regularizer's gradient after the last backward; returns its norm, []."""
@@ -145,8 +151,8 @@ class StepLoss:
         self.median.after_step()
 
     def metrics(self) -> dict[str, Any]:
-        """``tau`` and ``kl`` of the step in nats, where the run has them; a collective."""
-        return {**self.kl_penalty.metrics(), **self.median.metrics()}
+        """``tau``, ``kl`` and ``replay_kl`` of the step in nats, where the run has them; a collective."""
+        return {**self.kl_penalty.metrics(), **self.replay.metrics(), **self.median.metrics()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"median": self.median.last}
@@ -161,8 +167,9 @@ def build_objective(cfg: DictConfig) -> tuple[Objective, int]:
     if is_objective(cfg):
         return loss, NUM_CHUNKS
     num_chunks = getattr(loss, "num_output_chunks", 1)
-    # The KL penalty needs several tensors as large as the logits: they are never kept for the backward.
-    return CrossEntropy(), NUM_CHUNKS if num_chunks == 1 and cfg.kl_penalty is not None else num_chunks
+    # A KL divergence needs several tensors as large as the logits: they are never kept for the backward.
+    has_kl = cfg.kl_penalty is not None or cfg.self_replay is not None
+    return CrossEntropy(), NUM_CHUNKS if num_chunks == 1 and has_kl else num_chunks
 
 
 class StepMedian:

@@ -49,6 +49,7 @@ class Summary(Hook):
             *epoch_to_use(run, state.best, last=last, select_by=state.select_by),
             *forgetting(lines, None if state.best is None else int(state.best["epoch"].split("_")[1])),
             *(line for hook in trainer.hooks.values() for line in hook.summary(state)),
+            *trainer.loss.replay.summary(steps),
             f"{len(steps):,} steps, {tokens:,} target tokens; {duration(seconds)} since this start",
         ):
             logger.info(line)

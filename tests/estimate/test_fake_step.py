@@ -93,6 +93,14 @@ def test_operations_are_those_of_the_matrices(estimate):
     assert step.flops["recomputation"] == 3 * (2 * batch * seq * weights + attention - down)
 
 
+def test_replayed_rows_are_counted(estimate):
+    """Half as many as the task's, of four tokens and four targets; nothing depends on a row's last token."""
+    plain, step = estimate(), estimate(self_replay={"share": 0.5, "max_new_tokens": 4})
+    assert (step.tokens, step.targets) == (plain.tokens + 2 * 7, plain.targets)
+    assert step.flops["backward"] > plain.flops["backward"]
+    assert step.peak > plain.peak
+
+
 def test_collectives_are_fsdps_and_three_small_ones(estimate):
     step = estimate(ranks=4, gradient_accumulation_steps=3)
     calls = {kind: [each for each in step.collectives if each.kind == kind] for kind in (ALL_GATHER, REDUCE_SCATTER)}

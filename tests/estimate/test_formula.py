@@ -41,6 +41,7 @@ def formula(model=None, ranks=1, **changes):
         (1, {"enable_activation_checkpointing": True}),
         (2, {"dtype": "bf16_mixed"}),
         (1, {"kl_penalty": {"_component_": KL}}),
+        (1, {"self_replay": {"share": 1.0, "max_new_tokens": 20}}),
     ],
     ids=str,
 )

@@ -79,6 +79,8 @@ def train_plainly(
     epochs: int = 1,
     num_shares: int = 1,
     sums: Callable[[Any, list[Row]], tuple[torch.Tensor, int]] = sums,
+    replay_kl: Callable[[], torch.Tensor] = lambda: torch.zeros((), requires_grad=True),
+    strength: float = 0.0,
 ) -> dict[str, list[float]]:
     """FINCH over rows in their order, as Section 3.3 writes it; the steps' values by their names in the metrics.
 
@@ -86,6 +88,7 @@ def train_plainly(
         init: of the EMA; None: the mean loss of all rows.
         num_shares: the gradient is the mean of their means, as of ranks that each take their own share of a batch.
         sums: of a model and rows, as the function of this name.
+        replay_kl, strength: a term of the objective and its factor.
     """
     if init is None:
         with torch.no_grad():
@@ -95,7 +98,8 @@ def train_plainly(
     average, steps = init, []
     for start in list(range(0, len(rows), batch)) * epochs:
         shares = [sums(model, rows[start : start + batch][share::num_shares]) for share in range(num_shares)]
-        torch.stack([total / number / num_shares for total, number in shares]).sum().backward()
+        kl = replay_kl()
+        (torch.stack([total / number / num_shares for total, number in shares]).sum() + strength * kl).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         loss = sum(float(total.detach()) for total, _ in shares) / sum(number for _, number in shares)
         average = 0.9 * average + 0.1 * loss
@@ -103,4 +107,5 @@ def train_plainly(
         optimizer.step()
         optimizer.zero_grad()
         steps.append({"loss": loss, "ema_loss": average, "lr": rate, "grad_norm": float(norm)})
+        steps[-1] |= {"replay_kl": float(kl.detach())} if strength else {}
     return {name: [step[name] for step in steps] for name in steps[0]}

@@ -20,7 +20,7 @@ BUDGET = "forgetting_budget.probe=texts"
 
 @pytest.fixture
 def config(tmp_path, rows_file, tiny):
-    """A good config: "plain", with "lora", a "mixture" of 41 and 17 rows, or "probes" of three kinds."""
+    """A good config: "plain", with "lora", a "mixture" of 41 and 17 rows, "probes" of three kinds, or a "replay" of measured prompts."""
 
     def make(kind="plain", **changes):
         config = tiny(**changes)
@@ -37,6 +37,10 @@ def config(tmp_path, rows_file, tiny):
                 "facts": {"data_files": str(rows_file), "kind": "question_answer"},
                 "own": {"data_files": str(rows_file), "kind": "self", "rows": 5, "max_new_tokens": 6},
             }
+        if kind == "replay":
+            own = {"data_files": str(rows_file), "kind": "self", "max_new_tokens": 6}
+            config |= {"dataset_validation": config["dataset"], "probes": {"own": own}}
+            config["self_replay"] = {"prompts": str(rows_file), "max_new_tokens": 6}
         return config
 
     return make
@@ -100,6 +104,15 @@ def error_of(tmp_path):
         ("mixture", "dataset[1].split=train[:0]", "general.jsonl (split train[:0]) has no rows"),
         ("mixture", "dataset[1].packed=True", "some entries of the list have packed=True and others not"),
         ("mixture", "batch_size=64", "is larger than an epoch of 51 samples"),
+        # Self-replay
+        ("plain", "self_replay.share=0", "self_replay.share=0 must be number > 0 and <= 1: replayed rows per row of the task"),
+        ("plain", "self_replay.share=1.5", "self_replay.share=1.5 must be number"),
+        ("plain", "self_replay.strength=-1", "self_replay.strength=-1 must be number >= 0"),
+        ("plain", "self_replay.prompts=/nowhere.txt", "self_replay.prompts=/nowhere.txt does not exist"),
+        ("plain", "self_replay.rows=4", "a prompt of the model's own has 1 tokens and its answer of up to 64, the context has 64; lower self_replay.max_new_tokens"),
+        ("plain", "dataset.packed=True self_replay.rows=4", "self_replay adds rows to each micro-batch, which dataset.packed=True fills"),
+        ("replay", "", "row 1 of dataset_validation has a prompt of self_replay.prompts="),
+        ("replay", "dataset_validation=null", "row 1 of probes.own has a prompt of self_replay.prompts="),
         # Probes, budget and selection
         ("probes", "probes.empty.kind=text", "probes.empty has no rows: set probes.empty.data_files"),
         ("probes", "probes.texts.kind=story", "probes.texts.kind=story must be auto, text, question_answer, multiple_choice or self"),

@@ -3,8 +3,10 @@
 import pytest
 from helpers.runs import assert_close_runs, finished, make_config, run_here, run_ranks, write_rows
 
+COLUMNS = ("loss", "ema_loss", "lr", "grad_norm", "num_target_tokens")
 KL, DFT = "kl_penalty._component_=finch.regularization.KL", "loss._component_=finch.objectives.DFT"
 STM, TALR = "loss._component_=finch.objectives.STM", "loss._component_=finch.objectives.TALR"
+CACHED, REPLAY = "kl_penalty.reference=cached", "self_replay.max_new_tokens=5"
 OBJECTIVES = {
     "flow": ["loss._component_=finch.objectives.FLOW"],
     "dft": [DFT],
@@ -17,7 +19,9 @@ OBJECTIVES = {
     "kl": [KL, "kl_penalty.strength=0.5"],
     "asft": [KL, DFT],
     "stm few kl": [KL, STM, "loss.threshold=12.0"],
-    "kl cached": [KL, "kl_penalty.reference=cached", "kl_penalty.top_k=5"],
+    "kl cached": [KL, CACHED, "kl_penalty.top_k=5"],
+    "self_replay": [REPLAY, "self_replay.rows=7", "self_replay.strength=2"],
+    "stm few kl cached self_replay": [KL, CACHED, STM, "loss.threshold=12.0", REPLAY, "self_replay.share=0.7"],
 }
 
 
@@ -42,8 +46,8 @@ def test_objective_equals_one_process_on_every_layout(name, ranks, config, alone
     """{1x4, 2x2, 4x1} in float64."""
     config = {**config, "gradient_accumulation_steps": 4 // ranks, "output_dir": str(tmp_path / "run")}
     run = run_ranks(ranks, tmp_path, config, *OBJECTIVES[name], "debug_checks=True")
-    has_kl = "kl" in alone[name].metrics()[0]
-    assert_close_runs(run, alone[name], 1e-12, columns=("loss", "ema_loss", "lr", "grad_norm", *["kl"] * has_kl))
+    columns = [column for column in (*COLUMNS, "kl", "replay_kl", "num_replayed") if column in alone[name].metrics()[0]]
+    assert_close_runs(run, alone[name], 1e-12, columns=columns)
 
 
 def test_objectives_differ_and_finch_uses_raw_loss(alone, config, trained):

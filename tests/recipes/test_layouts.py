@@ -1,5 +1,7 @@
 """A run is the same on every layout: equal to a few lines of plain torch in float64, and to one process on every mesh."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from helpers.runs import (
     write_rows,
 )
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from torchtune.config import instantiate
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama2 import llama2
@@ -34,18 +37,23 @@ from finch.models.qwen3 import qwen3_tp_plan
 from finch.training.model import use_complex_product
 from finch.weights.huggingface import HuggingFaceFolder
 
+REPLAY = {"rows": 8, "max_new_tokens": 6, "strength": 2.0, "share": 1.0}
 KL = {"_component_": "finch.regularization.KL", "strength": 2.0}
 LLAMA_PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
 QWEN3_PLAN = {"_component_": "finch.models.qwen3.qwen3_tp_plan"}
 IN_BACKWARD = {"optimizer_in_bwd": True, "clip_grad_norm": None}
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
-def test_step_equals_plain_float64_torch_on_every_layout(ranks, micro_batches, tmp_path, base_folder):
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "replay"), [(1, 4, None), (2, 2, None), (4, 1, None), (1, 4, REPLAY), (2, 2, REPLAY)]
+)
+def test_step_equals_plain_float64_torch_on_every_layout(ranks, micro_batches, replay, tmp_path, base_folder):
     """Invariance of docs: loss and update equal in float64 to 1e-12, micro-batches without any target token included."""
     rows = tmp_path / "rows.jsonl"
     write_rows(rows, 30, seed=5, without_targets=(0, 1, 7))
     changes = {"dtype": "fp64", "batch_size": 2, "gradient_accumulation_steps": micro_batches, "shuffle": False}
+    if replay is not None:  # each step has all eight answers
+        changes |= {"self_replay": replay, "max_steps_per_epoch": 3}
     config = make_config(base_folder, rows, tmp_path / "run", epochs=2, **changes)
     run = finished(tmp_path, config, ranks=ranks)
     assert "3 of 30 samples have no target token" in run.output
@@ -193,6 +201,28 @@ def _float64_reference(base, config):
             count += int((labels != -100).sum())
         return total, count
 
-    found = train_plainly(model, samples, 8, 2e-3, 5e-3, epochs=2, sums=sums)
+    def log_probs(tokens):
+        hidden = model.tok_embeddings(tokens[None])
+        for layer in model.layers:
+            hidden = layer(hidden)
+        return model.output(model.norm(hidden))[0, :-1].log_softmax(-1)
+
+    options = {}
+    if "self_replay" in config:
+        # Of a model without a chat template: BOS and what it wrote; three steps per epoch, so that each has eight rows.
+        tensors = load_file(Path(config["output_dir"]) / "self_replay.safetensors")
+        answers = tensors["answers"].long().split(tensors["lengths"].tolist())
+        texts = [torch.cat([torch.tensor([1]), answer]) for answer in answers]
+        with torch.no_grad():
+            pretrained, (total, count) = [log_probs(text) for text in texts], sums(model, samples)
+        number = sum(map(len, pretrained))
+
+        def kl():
+            pairs = zip(pretrained, map(log_probs, texts), strict=True)
+            return torch.stack([(old.exp() * (old - new)).sum() for old, new in pairs]).sum() / number
+
+        options = {"replay_kl": kl, "strength": REPLAY["strength"], "init": float(total) / count}
+        samples = samples[:24]
+    found = train_plainly(model, samples, 8, 2e-3, 5e-3, epochs=2, sums=sums, **options)
     size = llama_args()
     return found, tune_to_hf(model.state_dict(), size["num_heads"], size["num_kv_heads"], size["embed_dim"])

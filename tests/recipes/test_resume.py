@@ -32,7 +32,11 @@ CASES = {
     "lora, dropout, workers": {"model": DROPOUT, "num_workers": 2},
     "talr lagged": {"loss": {"_component_": "finch.objectives.TALR", "tau": "lagged"}},
     "flow on a mixture, packed": {"loss": {"_component_": "finch.objectives.FLOW"}, "batch_size": 1, "epochs": 4},
-    "dft with a cached kl": {"loss": {"_component_": "finch.objectives.DFT"}, "kl_penalty": KL},
+    "dft with a cached kl and self-replay": {
+        "loss": {"_component_": "finch.objectives.DFT"},
+        "kl_penalty": KL,
+        "self_replay": {"rows": 5, "max_new_tokens": 8},
+    },
     "stm with l2, 8-bit states": {
         "loss": {"_component_": "finch.objectives.STM", "threshold": 40.0},
         "regularizer": {"_component_": "finch.regularization.L2", "strength": 0.1},
@@ -70,7 +74,7 @@ def test_resume_within_an_epoch_equals_uninterrupted(name, config, tmp_path, mon
     broken = broken_config(config, tmp_path / "broken", every_n_steps=3, **{"async": "finch" in name or "lora" in name})
     for stop in (5, last - 2):
         run_broken(tmp_path / "b", broken, monkeypatch, stop, recipe=recipe)
-    for file in (run_files.REFERENCE_LOSSES, "pretrained_top_k.safetensors"):
+    for file in (run_files.REFERENCE_LOSSES, run_files.REFERENCE_TOP_K, run_files.SELF_REPLAY):
         (tmp_path / "broken" / file).unlink(missing_ok=True)
     resumed = run_here(tmp_path / "b", broken, recipe=recipe)
     steps_per_epoch = last // config["epochs"]  # an epoch ends with a checkpoint

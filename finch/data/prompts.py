@@ -1,0 +1,169 @@
+"""Prompts to which the pretrained model's own answers are measured or replayed, rendered as training renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from torchtune.data import Message
+from torchtune.datasets._sft import SFTTransform
+
+from finch.data.formats import RowToMessages, detect_columns
+from finch.data.row_files import SOURCES, local_files, source_of
+from finch.errors import UserError
+from finch.objectives import IGNORE_INDEX
+
+Sample = dict[str, Any]
+"""``tokens`` and ``labels``, lists of equal length; a label that is no target is -100."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Tokenized prompts. With ``after`` the model first writes a user's turn after each, and ``after`` follows it."""
+
+    tokens: list[list[int]]
+    after: list[int] | None = None
+
+
+def num_targets(sample: Sample) -> int:
+    """Target tokens; the first token has nothing that predicts it."""
+    return sum(label != IGNORE_INDEX for label in sample["labels"][1:])
+
+
+def load_rows(
+    data_files: str | Iterable[str] | None, source: str | None, name: str | None, split: str, number: int
+) -> list[dict[str, Any]]:
+    """The first ``number`` rows of a split, or prompts of a text file, one per line. Raises UserError for files that cannot be read."""
+    import datasets
+
+    names = None if data_files is None else [data_files] if isinstance(data_files, str) else list(map(str, data_files))
+    is_hub = source is not None and source not in SOURCES.values()
+    if names is None and not is_hub:
+        raise UserError(f"dataset.source={source} needs data_files, the path of the rows; set it")
+    if names is not None and not is_hub and not any("://" in file for file in names):
+        files = local_files(names)
+        if all(file.suffix == ".txt" for file in files):
+            return _lines("\n".join(file.read_text(encoding="utf-8") for file in files))[:number]
+        source = source or source_of(files)
+        names = [str(file) for file in files]
+    try:
+        table = datasets.load_dataset(source or "json", name, data_files=names, split=split)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise UserError(f"dataset: {' '.join(str(error.__cause__ or error).split())[:200]}") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"dataset: {' '.join(str(error).split())[:200]}") from error
+    if len(table) == 0:
+        raise UserError("dataset is empty: the split has no rows; give another file or split")
+    return [dict(row) for row in table.select(range(min(number, len(table))))]
+
+
+def everyday_prompts(number: int) -> list[dict[str, Any]]:
+    """The first ``number`` of 64 prompts of many kinds, for probes that name no rows."""
+    return _lines((resources.files(__package__) / "everyday_prompts.txt").read_text(encoding="utf-8"))[:number]
+
+
+def _lines(text: str) -> list[dict[str, Any]]:
+    return [{"prompt": line.strip()} for line in text.splitlines() if line.strip()]
+
+
+def tokenize_prompts(
+    key: str,
+    where: str,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    limit: int | None,
+    max_new_tokens: int,
+    format: str = "auto",
+    column_map: Mapping[str, str] | None = None,
+) -> list[list[int]]:
+    """Each row's tokens up to where the assistant's answer starts.
+
+    ``key``, ``where``: the config key and the rows' file, for messages. ``limit``: tokens of the context; None: no limit.
+
+    Raises UserError for a row without a prompt, or one whose prompt and answer do not fit into the context.
+    """
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        name = f"{key}: row {number} of {where}"
+        try:
+            prompt = _prompt(_first_turns(row, format, column_map), tokenizer)
+        except Exception as error:  # a row can break any library's tokenizer
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            raise UserError(f"{name} cannot be used ({reason}); fix or remove that row") from error
+        check_context(name, len(prompt), max_new_tokens, limit, "remove that row")
+        prompts.append(prompt)
+    return prompts
+
+
+def check_context(name: str, length: int, max_new_tokens: int, limit: int | None, remedy: str) -> None:
+    """Raises UserError if a prompt and its answer do not fit. A tokenizer with max_seq_len has cut a prompt of that length."""
+    if limit is not None and (length >= limit or length + max_new_tokens > limit):
+        raise UserError(
+            f"{name} has {length} tokens and its answer of up to {max_new_tokens}, the context has {limit}; {remedy}, or raise "
+            "tokenizer.max_seq_len where the model allows it"
+        )
+
+
+def stop_tokens(tokenizer: Any) -> list[int]:
+    """The tokens that end an answer."""
+    return list(getattr(tokenizer, "stop_tokens", None) or [tokenizer.eos_id])
+
+
+def own_prompts(tokenizer: Any, number: int) -> Prompts:
+    """Prompts that the model writes itself: user turns after its template's beginning (Magpie, arXiv 2406.08464), or where the template marks
+    no turn's end by a special token, nothing but BOS."""
+    before, after = around_user_turn(tokenizer)
+    special = set(getattr(tokenizer, "special_tokens", {}).values())
+    if after and after[0] in special:
+        return Prompts([before] * number, after)
+    return Prompts([[tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]] * number)
+
+
+def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens before a user turn's content, and those between it and the assistant's answer: what prompts of other contents share."""
+    one, other = (_prompt([Message(role="user", content=text, masked=True)], tokenizer) for text in ("7", "z"))
+    start = _common_start(one, other)
+    return one[:start], one[len(one) - _common_start(one[start:][::-1], other[start:][::-1]) :]
+
+
+def _common_start(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _prompt(turns: list[Message], tokenizer: Any) -> list[int]:
+    """What comes before an assistant's answer to ``turns``."""
+    sample = plain(
+        SFTTransform(model_transform=tokenizer)({"messages": [*turns, Message(role="assistant", content=".")]})
+    )
+    is_target = [label != IGNORE_INDEX for label in sample["labels"]]
+    return sample["tokens"][: is_target.index(True) if any(is_target) else None]
+
+
+def _first_turns(row: Mapping[str, Any], format: str, column_map: Mapping[str, str] | None) -> list[Message]:
+    """The system turn, if there is one, and the first user turn."""
+    for column in ((column_map or {}).get("prompt"), "question", "query", "prompt", "instruction"):
+        if (
+            column is not None
+            and isinstance(row.get(column), str)
+            and not (column == "instruction" and row.get("input"))
+        ):
+            return [Message(role="user", content=row[column], masked=True)]
+    present = {name: value for name, value in row.items() if value is not None}
+    row_format = detect_columns(present, present, format, column_map)
+    if row_format.format == "text":
+        raise UserError(
+            f"it has the fields {', '.join(row)} and no prompt; kind self needs question, prompt or a conversation"
+        )
+    messages = RowToMessages(row_format)(row)["messages"]
+    turns = messages[: next(index for index, message in enumerate(messages) if message.role == "assistant")]
+    return [Message(role=turn.role, content=turn.content, masked=True) for turn in turns]
+
+
+def plain(sample: Mapping[str, Any]) -> Sample:
+    """A tokenized row with lists in place of tensors."""
+    return {key: torch.as_tensor(sample[key]).tolist() for key in ("tokens", "labels")}

@@ -1,0 +1,301 @@
+"""The pretrained model's own answers to prompts: generated once, kept in a file with its distributions at their tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.modules import MultiHeadAttention, local_kv_cache
+
+from finch.data.loader import REFERENCES, EvalSettings
+from finch.data.order import EMPTY
+from finch.data.prompts import Prompts, Sample, num_targets
+from finch.distributed import watchdog
+from finch.distributed.parallel import Parallel
+from finch.errors import UserError
+from finch.log import logger
+from finch.models.qwen3 import Qwen3Attention
+from finch.objectives import IGNORE_INDEX
+from finch.progress import Progress
+from finch.training.chunked_loss import TokenLoss
+from finch.training.reference import ReferenceFile, fingerprint_of, iter_outputs
+
+BATCH_ROWS, BATCH_TOKENS = 32, 16384
+"""At most so many prompts, and so many tokens with padding and answers, are continued at a time, whatever the number of ranks: a row's
+logits, rounding included, then depend on its prompts only."""
+
+
+class OwnAnswers:
+    """The answers to ``prompts`` under the config key ``key``.
+
+    Args:
+        path: of the file; a run's own.
+        stop_tokens: end an answer.
+        temperature: of the tokens' distribution, from which they are sampled, seeded by row; 0: the likeliest token.
+        cache: a folder that keeps the answers for other runs as well; None: only ``path`` does.
+
+    Attributes:
+        samples: prompts with answers and ``REFERENCES``, once :meth:`load` or :meth:`generate` has them.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        path: Path,
+        prompts: Prompts,
+        *,
+        stop_tokens: Collection[int],
+        max_new_tokens: int,
+        top_k: int,
+        temperature: float = 0.0,
+        cache: Path | None = None,
+    ) -> None:
+        self._key, self._path, self._prompts, self._cache = key, path, prompts, cache
+        self._stop_tokens, self._max_new_tokens = sorted(stop_tokens), max_new_tokens
+        self._top_k, self._temperature = top_k, temperature
+        self._files: list[ReferenceFile] = []
+        self.samples: list[Sample] = []
+
+    def load(self, weight_files: Iterable[Path], model_settings: dict[str, Any], parallel: Parallel) -> bool:
+        """Takes the answers of an earlier start; a collective. Returns whether every rank could read them.
+
+        They belong to the pretrained ``weight_files`` and to ``model_settings``, what else decides the model's outputs, as JSON.
+        """
+        settings = {**model_settings, "max_new_tokens": self._max_new_tokens, "top_k": self._top_k}
+        if self._temperature:
+            settings["temperature"] = self._temperature
+        content: list[Any] = [self._prompts.tokens, self._stop_tokens]
+        content += [] if self._prompts.after is None else [self._prompts.after]
+        digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).digest()
+        fingerprint = fingerprint_of(weight_files, int.from_bytes(digest, "little"), settings)
+        paths = [self._path, *([] if self._cache is None else [self._cache / f"own_answers_{fingerprint[:16]}.safetensors"])]
+        self._files = [ReferenceFile(path, fingerprint) for path in paths]
+        for file in self._files:
+            tensors = file.load(parallel)
+            if tensors is not None:
+                self.samples = self._samples(tensors)
+                logger.info(f"{self._key}: the pretrained model's answers are read from {file.path}")
+                self._save(parallel)
+                return True
+        return False
+
+    def generate(self, model: TokenLoss, settings: EvalSettings, dtype: torch.dtype) -> None:
+        """Generates the answers with the pretrained weights and saves them; a collective. Raises UserError if all answers are empty."""
+        start, parallel, prompts = time.perf_counter(), settings.parallel, self._prompts.tokens
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "dtype": dtype, "parallel": parallel}
+        if self._prompts.after is not None:  # the model writes the user's turn as well
+            ends = {*self._stop_tokens, *self._prompts.after[:1]}
+            draws = _draws(len(prompts), self._max_new_tokens, 1)
+            found = generate(model, prompts, draws, self._temperature or 1.0, ends, title=f"{self._key}: prompts", **options)
+            turns = [turn[:-1] if turn[-1] in ends else turn for turn in found]
+            pairs = zip(prompts, turns, strict=True)
+            prompts = [[*prompt, *turn, *self._prompts.after] for prompt, turn in pairs]
+        draws = _draws(len(prompts), self._max_new_tokens, 0)
+        ends = set(self._stop_tokens)
+        answers = generate(model, prompts, draws, self._temperature, ends, title=f"{self._key}: answers", **options)
+        if all(set(answer) <= ends for answer in answers):
+            raise UserError(f"{self._key}: the pretrained model answers none of the prompts; give other ones")
+        self.samples = [_sample(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        _add_references(model, self._key, self.samples, self._top_k, settings)
+        number = sum(map(num_targets, self.samples))
+        logger.info(
+            f"{self._key}: the pretrained model's {'sampled' if self._temperature else 'greedy'} answers to {len(prompts)} prompts, "
+            f"{number:,} tokens, in {time.perf_counter() - start:.1f} s"
+        )
+        self._save(parallel)
+
+    def _save(self, parallel: Parallel) -> None:
+        """Where a file is not there yet; on one rank."""
+        assert self._files, "load() comes first"
+        for file in self._files if parallel.is_rank_zero else ():
+            if not file.exists:
+                file.path.parent.mkdir(parents=True, exist_ok=True)
+                file.save(self._tensors())
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The answers and the distributions at their tokens, one after the other; and the prompts that are the model's own."""
+        lengths = [num_targets(sample) for sample in self.samples]
+        rows = [(sample["tokens"], -length) for sample, length in zip(self.samples, lengths, strict=True)]
+        tensors = {
+            "answers": _flat(tokens[start:] for tokens, start in rows),
+            "lengths": torch.tensor(lengths),
+            **{key: torch.cat([sample[key] for sample in self.samples]) for key in REFERENCES},
+        }
+        if self._prompts.after is not None:
+            tensors["prompts"] = _flat(tokens[:start] for tokens, start in rows)
+            tensors["prompt_lengths"] = torch.tensor([len(tokens) + start for tokens, start in rows])
+        return tensors
+
+    def _samples(self, tensors: dict[str, torch.Tensor]) -> list[Sample]:
+        """What :meth:`_tensors` holds."""
+        lengths = tensors["lengths"].tolist()
+        parts = {name: tensors[name].split(lengths) for name in ("answers", *REFERENCES)}
+        prompts = self._prompts.tokens
+        if self._prompts.after is not None:
+            prompts = [each.tolist() for each in tensors["prompts"].split(tensors["prompt_lengths"].tolist())]
+        return [
+            {**_sample(prompt, parts["answers"][index].tolist()), **{key: parts[key][index] for key in REFERENCES}}
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+def _flat(rows: Iterable[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+
+
+def _sample(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
+    return {"tokens": [*prompt, *answer], "labels": [IGNORE_INDEX] * len(prompt) + [*answer]}
+
+
+def _add_references(model: TokenLoss, key: str, samples: list[Sample], top_k: int, settings: EvalSettings) -> None:
+    """Adds the pretrained model's distributions at the answers' tokens to each sample; a collective."""
+    share: dict[int, tuple[torch.Tensor, ...]] = {}
+    vocabulary = int(model.decoder.tok_embeddings.num_embeddings)
+    for indices, batch, output in iter_outputs(
+        model, settings.loader(key, samples), num_top_log_probs=min(top_k, vocabulary)
+    ):
+        log_probs, tokens = output["top_log_probs"].cpu(), output["top_tokens"].cpu()
+        for position, index in enumerate(indices):
+            if index != EMPTY:
+                is_target = batch["labels"][position] != IGNORE_INDEX
+                share[index] = (log_probs[position][is_target], tokens[position][is_target].int())
+    for part in settings.parallel.gather(share):
+        for index, values in part.items():
+            samples[index].update(zip(REFERENCES, values, strict=True))
+
+
+def _draws(rows: int, number: int, stream: int) -> torch.Tensor:
+    """[rows, number] fp64 in [0, 1), one seed per row; ``stream`` 0 or 1."""
+    generators = (torch.Generator().manual_seed(2 * row + stream) for row in range(rows))
+    return torch.stack([torch.rand(number, generator=each, dtype=torch.float64) for each in generators])
+
+
+@torch.no_grad()
+def generate(
+    model: TokenLoss,
+    prompts: Sequence[Sequence[int]],
+    draws: torch.Tensor,
+    temperature: float,
+    stop_tokens: Collection[int],
+    *,
+    max_new_tokens: int,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    title: str = "",
+) -> list[list[int]]:
+    """Continues prompts token by token in evaluation mode; a collective. Every rank gets all continuations.
+
+    Each of ``stop_tokens`` ends one, of which it is the last token. ``draws``, [prompts, max_new_tokens] in [0, 1), choose the tokens:
+    the first whose cumulative probability at ``temperature`` is above the draw; at temperature 0 the likeliest. ``dtype``: of the model's
+    computation. ``title``: of the progress bar; empty: no bar.
+    """
+    longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # little padding
+    size = max(1, min(BATCH_ROWS, BATCH_TOKENS // (len(prompts[longest_first[0]]) + max_new_tokens)))
+    groups = [longest_first[start : start + size] for start in range(0, len(prompts), size)]
+    groups += [[]] * (-len(groups) % parallel.data_parallel_size)  # every rank runs the same number of forwards
+    mine = groups[parallel.data_parallel_rank :: parallel.data_parallel_size]
+    was_training = model.training
+    model.eval()
+    found: dict[int, list[int]] = {index: [] for group in mine for index in group}
+    progress = Progress(len(mine) * max_new_tokens, is_shown=bool(title) and parallel.is_rank_zero, leave=False)
+    progress.set_title(title)
+    for number, group in enumerate(mine, start=1):
+        indices, active = group or longest_first[-1:], set(group)
+        batch = _Batch([prompts[index] for index in indices], max_new_tokens, parallel.device)
+        with batch.cache(model, dtype, parallel):
+            for step in range(max_new_tokens):
+                if parallel.all_true(not active):
+                    break
+                tokens = batch.next_tokens(model, _chooser(draws[indices, step].to(parallel.device), temperature))
+                for index, token in zip(indices, tokens, strict=True):
+                    if index in active:
+                        found[index].append(token)
+                        active -= {index} if token in stop_tokens else set()
+                progress.advance(1)
+                watchdog.heartbeat()
+        if progress.is_line_due():
+            progress.log(f"{title}: batch {number} of {len(mine)}, {progress.time_left()} left")
+    progress.close()
+    model.train(was_training)
+    merged = {index: answer for share in parallel.gather(found) for index, answer in share.items()}
+    return [merged[index] for index in range(len(prompts))]
+
+
+def _chooser(draws: torch.Tensor, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From logits [rows, vocab] to tokens [rows]; ``draws``: [rows]."""
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        if temperature == 0:
+            return logits.argmax(-1)
+        sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
+        return torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True).squeeze(1)
+
+    return choose
+
+
+class _Batch:
+    """Prompts with their answers so far, padded on the left, where keys and values are kept; else each token is a pass over all of them."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, device: torch.device) -> None:
+        longest = max(map(len, prompts))
+        self._padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+        rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        self._tokens = torch.tensor(rows, device=device)  # [batch, longest + answers so far]
+        self._longest = longest + max_new_tokens
+        self._is_cached, self._num_cached = False, 0
+
+    def cache(self, model: TokenLoss, dtype: torch.dtype, parallel: Parallel) -> contextlib.AbstractContextManager[Any]:
+        """Keeps keys and values inside, where the model's attention can do so."""
+        self._is_cached = _can_cache(model) and parallel.tensor_mesh is None
+        if not self._is_cached:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled model would be compiled again
+        stack.enter_context(
+            local_kv_cache(
+                model.decoder,
+                batch_size=len(self._tokens),
+                device=parallel.device,
+                dtype=dtype,
+                decoder_max_seq_len=self._longest,
+            )
+        )
+        return stack
+
+    def next_tokens(self, model: nn.Module, choose: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
+        """The next token of each row, which is appended."""
+        number, seq = self._tokens.shape
+        new = torch.arange(self._num_cached, seq, device=self._tokens.device)  # positions that are computed
+        keys = torch.arange(self._longest if self._is_cached else seq, device=new.device)
+        is_text = keys[None, None] >= self._padding[:, None, None]
+        is_self = keys[None, None] == new[None, :, None]  # a padded query would have nothing to attend to
+        mask = ((keys[None, None] <= new[None, :, None]) & is_text) | is_self  # [batch, new, keys]
+        inputs: dict[str, Any] = {"mask": mask, "input_pos": (new[None] - self._padding[:, None]).clamp(min=0)}
+        labels = torch.full((number, len(new)), IGNORE_INDEX, device=new.device)
+        labels[:, -1] = 0  # whose loss is not used
+        targets = torch.arange(1, number + 1, device=new.device) * len(new) - 1
+        output = model(self._tokens[:, new], labels, targets, choose=choose, **inputs)
+        tokens: torch.Tensor = output["chosen"][:, -1:]
+        self._tokens = torch.cat([self._tokens, tokens.to(self._tokens.dtype)], 1)
+        if self._is_cached:
+            self._num_cached = seq
+        return tokens.flatten().tolist()
+
+
+def _can_cache(model: TokenLoss) -> bool:
+    """Whether every attention layer is one whose cache takes a mask of all keys; Gemma 2's windows do not."""
+    known = (MultiHeadAttention, Qwen3Attention)
+    attentions = [module for name, module in model.decoder.named_modules() if name.endswith(".attn")]
+    return bool(attentions) and all(type(module) in known or _is_sharded(module, known) for module in attentions)
+
+
+def _is_sharded(module: nn.Module, known: tuple[type, ...]) -> bool:
+    """FSDP2 gives a module it wraps a separate class."""
+    return type(module).__name__.startswith("FSDP") and isinstance(module, known)

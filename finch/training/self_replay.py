@@ -1,0 +1,192 @@
+"""Self-replay: the pretrained model's own answers as further rows of each step, held to its distributions by a KL divergence."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune.modules import TransformerDecoder
+
+from finch import run_files
+from finch.config.instantiate import locate
+from finch.config.schema import SelfReplay as Settings
+from finch.data.loader import Batch, EvalSettings, collator
+from finch.data.prompts import Prompts, check_context, load_rows, own_prompts, stop_tokens, tokenize_prompts
+from finch.data.replay import Replay, rows_in_step
+from finch.data.training_data import TrainingData
+from finch.distributed.parallel import Parallel
+from finch.distributed.precision import precision_of
+from finch.errors import UserError
+from finch.objectives import IGNORE_INDEX
+from finch.progress import duration
+from finch.training.chunked_loss import TokenLoss
+from finch.training.own_answers import OwnAnswers
+from finch.weights.huggingface import PretrainedFolder
+
+
+class SelfReplay:
+    """strength * mean over the replayed tokens of a step of KL(pretrained || trained); does nothing without the config's block.
+
+    The pretrained model's ``top_k`` most likely tokens at each replayed token are compared, all others count as one: a lower bound. The mean
+    is over all ranks and micro-batches. Replayed rows count for no objective, and for no number of tokens but ``num_replayed``.
+
+    Attributes:
+        prompts: that are read from a file; None: the model writes them, or there is no self-replay.
+        rows: the answers, once :meth:`load_cache` or :meth:`prepare` has them.
+    """
+
+    def __init__(self, cfg: DictConfig, decoder: TransformerDecoder, parallel: Parallel) -> None:
+        self.settings = read_settings(cfg)
+        self._cfg, self._parallel, self._decoder = cfg, parallel, decoder
+        self.rows: Replay | None = None
+        self._answers: OwnAnswers | None = None
+        self._seconds, self._seed = 0.0, 0
+        self._number = self._sum = torch.zeros((), dtype=torch.float64)
+        self.prompts: Prompts | None = None
+
+    def read_prompts(self, tokenizer: Any, data: TrainingData) -> None:
+        """Reads or makes the prompts. Raises UserError for prompts that cannot be used or are validation rows, packed rows, and a disk without
+        room for the answers."""
+        settings, key = self.settings, "self_replay"
+        if settings is None:
+            return
+        if data.samples.packed:
+            raise UserError(
+                f"{key} adds rows to each micro-batch, which dataset.packed=True fills: set dataset.packed=False, padding_free=True runs without padding as well"
+            )
+        limits = (getattr(self._decoder, "max_seq_len", None), getattr(tokenizer, "max_seq_len", None))
+        limit = min((each for each in limits if each is not None), default=None)
+        if settings.prompts == "self":
+            prompts = own_prompts(tokenizer, settings.rows)
+            turn = 0 if prompts.after is None else settings.max_new_tokens + len(prompts.after)
+            length, remedy = len(prompts.tokens[0]) + turn, f"lower {key}.max_new_tokens"
+            check_context(f"{key}: a prompt of the model's own", length, settings.max_new_tokens, limit, remedy)
+        else:
+            try:
+                rows = load_rows(settings.prompts, None, None, "train", settings.rows)
+            except UserError as error:
+                text = str(error).removeprefix("dataset: ").replace("data_files", f"{key}.prompts")
+                raise UserError(text if key in text else f"{key}.prompts={settings.prompts}: {text}") from error
+            options = {"limit": limit, "max_new_tokens": settings.max_new_tokens}
+            prompts = self.prompts = Prompts(tokenize_prompts(key, settings.prompts, rows, tokenizer, **options))
+            for samples in data.validations.values():
+                self.refuse_prompts(samples.key, (samples[index] for index in range(len(samples))))
+        folder = Path(self._cfg.output_dir)
+        cache = None if settings.cache is None else Path(settings.cache)
+        self._check_room(cache or folder, len(prompts.tokens))
+        self._seed = data.order.seed
+        self._collate = lambda rows: collator(rows, tokenizer, locate(self._cfg.collate_fn, "collate_fn"))
+        self._answers = OwnAnswers(
+            key,
+            folder / run_files.SELF_REPLAY,
+            prompts,
+            stop_tokens=stop_tokens(tokenizer),
+            max_new_tokens=settings.max_new_tokens,
+            top_k=settings.top_k,
+            temperature=settings.temperature,
+            cache=cache,
+        )
+
+    def refuse_prompts(self, key: str, rows: Any) -> None:
+        """Raises UserError if one of ``rows``, with tokens and labels, has a replayed prompt: what it measures would be trained on."""
+        replayed = set() if self.prompts is None else {tuple(prompt) for prompt in self.prompts.tokens}
+        for number, row in enumerate(rows if replayed else (), start=1):
+            tokens, labels = torch.as_tensor(row["tokens"]).tolist(), torch.as_tensor(row["labels"]).tolist()
+            end = next((index for index, label in enumerate(labels) if label != IGNORE_INDEX), len(tokens))
+            if tuple(tokens[:end]) in replayed:
+                raise UserError(
+                    f"row {number} of {key} has a prompt of self_replay.prompts={self._cfg.self_replay.prompts}, which is trained on; give other prompts"
+                )
+
+    def load_cache(self, cfg: DictConfig, base: PretrainedFolder) -> None:
+        """Reads the answers, if an earlier start or another run has left them; a collective."""
+        model = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype}
+        if self._answers is not None and self._answers.load(base.files, model, self._parallel):
+            self._take(self._answers)
+
+    @property
+    def needs_pretrained(self) -> bool:
+        """Whether the pretrained weights must be loaded, also in a run that is resumed."""
+        return self._answers is not None and self.rows is None
+
+    def prepare(self, model: TokenLoss) -> None:
+        """Generates what is not there yet with the pretrained weights; a collective."""
+        if self._answers is None or self.rows is not None:
+            return
+        start = time.perf_counter()
+        evaluation = EvalSettings(self._parallel, self._collate, self._cfg.batch_size)
+        self._answers.generate(model, evaluation, precision_of(self._cfg.dtype).compute)
+        self._take(self._answers)
+        self._seconds = time.perf_counter() - start
+
+    def start_step(self) -> None:
+        self._sum = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
+
+    def model_options(self) -> dict[str, Any]:
+        return {} if self.settings is None else {"has_replay_kl": True}
+
+    def add_to(self, total: torch.Tensor, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+        """[] ``total``, what a micro-batch differentiates, with its share of the penalty, FSDP2's mean over ranks undone."""
+        if self.settings is None:
+            return total
+        self._number = batch["num_replayed"]
+        if "replay_kl" not in outputs:  # the step's replayed rows are in others
+            return total
+        self._sum += outputs["replay_kl"].detach()
+        if self.settings.strength == 0:
+            return total
+        scale = self.settings.strength * self._parallel.data_parallel_size / self._number
+        return total + outputs["replay_kl"] * scale
+
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """``replay_kl``: [] the step's mean over its replayed tokens in nats; ``num_replayed``: [] their number; a collective."""
+        if self.settings is None:
+            return {}
+        return {"replay_kl": self._parallel.all_reduce_sum_(self._sum) / self._number, "num_replayed": self._number}
+
+    def summary(self, steps: list[dict[str, Any]]) -> list[str]:
+        """What it cost, from the steps' lines in the metrics."""
+        replayed, learned = (sum(line.get(key, 0) for line in steps) for key in ("num_replayed", "num_target_tokens"))
+        if self.settings is None or not steps:
+            return []
+        answers = "read from a file" if self._seconds == 0 else f"generated in {duration(self._seconds)}"
+        share = f"{replayed:,.0f} of {replayed + learned:,.0f} trained tokens, {replayed / (replayed + learned):.0%}"
+        return [f"self_replay: {share}; its answers were {answers}"]
+
+    def _take(self, answers: OwnAnswers) -> None:
+        assert self.settings is not None
+        self.rows = Replay(answers.samples, self.settings.share, self._seed)
+
+    def _check_room(self, folder: Path, rows: int) -> None:
+        assert self.settings is not None
+        place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        free, needed = shutil.disk_usage(place).free, answer_bytes(self.settings, rows)
+        if free < needed:
+            raise UserError(
+                f"{folder} has {free:,} bytes of free disk, the answers of self_replay need up to {needed:,}; make room, or lower self_replay.rows or top_k"
+            )
+
+
+def read_settings(cfg: DictConfig) -> Settings | None:
+    """The block ``self_replay``; None without it."""
+    block: Any = None if cfg.self_replay is None else OmegaConf.to_container(cfg.self_replay, resolve=True)
+    return None if block is None else Settings(**block)
+
+
+def replayed_rows(cfg: DictConfig, ranks: int) -> tuple[int, int]:
+    """How many replayed rows a micro-batch has at most where ``ranks`` share the data, and the tokens of the longest answer; its prompt
+    is counted with as many. (0, 0) without self-replay."""
+    settings = read_settings(cfg)
+    if settings is None:
+        return 0, 0
+    micro_batches = ranks * cfg.gradient_accumulation_steps
+    return -(-rows_in_step(settings.share, cfg.batch_size * micro_batches) // micro_batches), settings.max_new_tokens
+
+
+def answer_bytes(settings: Settings, rows: int) -> int:
+    """Of the answers' tokens, log-probabilities and most likely tokens, at most."""
+    return rows * settings.max_new_tokens * (4 + 4 * (settings.top_k + 1) + 4 * settings.top_k)
