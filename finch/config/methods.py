@@ -249,7 +249,9 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
     if not names:
         return
     values = {key: cfg.get(key) for key in SFT}
-    blocks = ", ".join(f"{key} {component_of(node) or ('null' if node is None else 'on')}" for key, node in values.items())
+    blocks = ", ".join(
+        f"{key} {component_of(node) or ('null' if node is None else 'on')}" for key, node in values.items()
+    )
     logger.info(f"method={'+'.join(names)}: {blocks}")
     if "lora" in names and cfg.optimizer.get("lr") == LORA_LR:
         logger.info(

@@ -37,7 +37,10 @@ class Replay:
         """
         full = rows_in_step(self.share, order.global_batch)
         last = order.samples_in(steps_per_epoch) - (steps_per_epoch - 1) * order.global_batch
-        start = epoch * ((steps_per_epoch - 1) * full + rows_in_step(self.share, last)) + consumed // order.global_batch * full
+        start = (
+            epoch * ((steps_per_epoch - 1) * full + rows_in_step(self.share, last))
+            + consumed // order.global_batch * full
+        )
         for micro_batches in order.steps(epoch, consumed):
             rows = [index for indices in micro_batches for index in indices if index != EMPTY]
             number = rows_in_step(self.share, len(rows))

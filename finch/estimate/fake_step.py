@@ -421,7 +421,9 @@ def _micro_batch(cfg: DictConfig, rows: Rows, objective: Objective, vocab_size: 
     for _ in range(number):
         top_k = min(cfg.self_replay.top_k, vocab_size)
         references = torch.zeros(answer, top_k + 1), torch.zeros(answer, top_k, dtype=torch.int32)
-        samples.append({**_row(Rows(2 * answer, answer), vocab_size - 1), **dict(zip(REFERENCES, references, strict=True))})
+        samples.append(
+            {**_row(Rows(2 * answer, answer), vocab_size - 1), **dict(zip(REFERENCES, references, strict=True))}
+        )
     batch = collator(source, source, locate(cfg.collate_fn, "collate_fn"))(samples)  # type: ignore[arg-type]
     batch["num_replayed"] = torch.tensor(_NATS, dtype=torch.float64)
     if "pretrained_token_loss" in objective.needs:

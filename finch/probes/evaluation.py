@@ -14,6 +14,7 @@ from finch.distributed.parallel import Parallel
 from finch.probes.rows import ProbeRows, Question
 from finch.training.reference import iter_outputs
 
+
 def evaluate(model: nn.Module, name: str, rows: ProbeRows, settings: EvalSettings) -> dict[str, float]:
     """The metrics of a probe by their short names; a collective. Random states, the model's mode and its weights stay as they are.
 

@@ -155,7 +155,9 @@ class TokenLoss(nn.Module):
             )
         else:
             chunks = self._in_chunks(token_outputs, (hidden, flat_labels, *reference), num_chunks, is_kept)
-            outputs = {name: _scatter(torch.cat([each[name] for each in chunks]), targets, labels) for name in chunks[0]}
+            outputs = {
+                name: _scatter(torch.cat([each[name] for each in chunks]), targets, labels) for name in chunks[0]
+            }
             if weighting is not None:
                 detached = {name: values.detach() for name, values in outputs.items()}
                 outputs = {**detached, "total": weighting.total(weighting.weights(detached), outputs)}

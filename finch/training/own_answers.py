@@ -75,7 +75,10 @@ class OwnAnswers:
         content += [] if self._prompts.after is None else [self._prompts.after]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).digest()
         fingerprint = fingerprint_of(weight_files, int.from_bytes(digest, "little"), settings)
-        paths = [self._path, *([] if self._cache is None else [self._cache / f"own_answers_{fingerprint[:16]}.safetensors"])]
+        paths = [
+            self._path,
+            *([] if self._cache is None else [self._cache / f"own_answers_{fingerprint[:16]}.safetensors"]),
+        ]
         self._files = [ReferenceFile(path, fingerprint) for path in paths]
         for file in self._files:
             tensors = file.load(parallel)
@@ -93,7 +96,9 @@ class OwnAnswers:
         if self._prompts.after is not None:  # the model writes the user's turn as well
             ends = {*self._stop_tokens, *self._prompts.after[:1]}
             draws = _draws(len(prompts), self._max_new_tokens, 1)
-            found = generate(model, prompts, draws, self._temperature or 1.0, ends, title=f"{self._key}: prompts", **options)
+            found = generate(
+                model, prompts, draws, self._temperature or 1.0, ends, title=f"{self._key}: prompts", **options
+            )
             turns = [turn[:-1] if turn[-1] in ends else turn for turn in found]
             pairs = zip(prompts, turns, strict=True)
             prompts = [[*prompt, *turn, *self._prompts.after] for prompt, turn in pairs]

@@ -58,11 +58,15 @@ def merged(*overrides, **changes):
         ("l2+asft", COSINE, objective("DFT"), L2, KL),
     ],
 )
-def test_method_sets_four_blocks_and_nothing_else(name, lr_scheduler, loss, regularizer, kl_penalty):
+def test_method_sets_five_blocks_and_nothing_else(name, lr_scheduler, loss, regularizer, kl_penalty):
     other = {"lr_scheduler": {"_component_": "x.Y", "z": 1}, "loss": {"_component_": "x.L"}}
-    before = {**MINIMAL, **other, "regularizer": {"_component_": "x.R"}, "kl_penalty": {"_component_": "x.K"}}
+    other |= {"regularizer": {"_component_": "x.R"}, "kl_penalty": {"_component_": "x.K"}}
+    before = {**MINIMAL, **other, "self_replay": {"rows": 3}}
     blocks = {"lr_scheduler": lr_scheduler, "loss": loss, "regularizer": regularizer, "kl_penalty": kl_penalty}
+    blocks["self_replay"] = None
     assert merged(f"method={name}", **before) == {**before, **blocks}
+    replay = merged(f"method={name}+self_replay", "self_replay.share=0.5", **before)
+    assert replay == {**before, **blocks, "self_replay": {"rows": 3, "share": 0.5}}  # the file's settings stay
     assert merged(method=name) == {**MINIMAL, **blocks}  # from the file
 
 

@@ -1,7 +1,10 @@
-"""Sampled continuations: by their cumulative probabilities, the same whatever the batch; files under a fingerprint. Greedy: tests/recipes/test_probes.py."""
+"""Greedy answers against transformers' generate; sampled ones by their cumulative probabilities; files under a fingerprint."""
+
+import functools
 
 import pytest
 import torch
+from helpers import models
 from helpers.runs import llama_args
 from torchtune.models.llama2 import llama2
 
@@ -13,7 +16,7 @@ from finch.training import own_answers
 from finch.training.chunked_loss import TokenLoss
 
 PARALLEL = Parallel(torch.device("cpu"))
-PROMPTS = [[1, 5, 9], [1], [1, 7, 3, 3, 8], [1, 2]]
+PROMPTS = [[3, 7, 11], [40, 41, 42, 43, 44, 45, 46, 47], [5], [60, 3, 9, 60, 3]]
 
 
 @pytest.fixture
@@ -22,10 +25,29 @@ def model():
     return TokenLoss(llama2(**llama_args())).double()
 
 
-def generate(model, temperature, stop_tokens=(), number=6):
+def generate(model, temperature, stop_tokens=(), number=6, dtype=torch.float64):
     draws = own_answers._draws(len(PROMPTS), number, 0)
-    options = {"max_new_tokens": number, "dtype": torch.float64, "parallel": PARALLEL}
+    options = {"max_new_tokens": number, "dtype": dtype, "parallel": PARALLEL}
     return own_answers.generate(model, PROMPTS, draws, temperature, stop_tokens, **options), draws
+
+
+@pytest.mark.parametrize("family", ["llama", "llama 3.2", "mistral", "qwen2", "qwen3 tied", "gemma", "gemma2", "phi3"])
+def test_greedy_answers_equal_transformers(family, tmp_path, monkeypatch):
+    """Prompts of unequal lengths in batches of three; the stop tokens are two that some answers have."""
+    monkeypatch.setattr(own_answers, "BATCH_ROWS", 3)
+    reference = models.save(family, tmp_path)
+    _, decoder = models.load(family, tmp_path)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [reference.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    stops = {expected[0][4], expected[1][8]}
+    for answer in expected:
+        first = next((index for index, token in enumerate(answer) if token in stops), len(answer))
+        del answer[first + 1 :]
+    model = TokenLoss(decoder).train()
+    assert generate(model, 0.0, stops, 12, torch.float32)[0] == expected
+    assert min(map(len, expected)) < 12
+    assert model.training
+    assert not decoder.caches_are_setup()
 
 
 @torch.no_grad()
@@ -72,12 +94,12 @@ class Answers:
         return self.own.load([], {}, PARALLEL)
 
     def generate(self, model):
-        collate = lambda rows: {  # noqa: E731
-            "tokens": torch.nn.utils.rnn.pad_sequence([torch.tensor(row["tokens"]) for row in rows], True),
-            "labels": torch.nn.utils.rnn.pad_sequence(
-                [torch.tensor([*row["labels"][1:], -100]) for row in rows], True, -100
-            ),
-        }
+        def collate(rows):
+            pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+            labels = [torch.tensor([*row["labels"][1:], -100]) for row in rows]
+            tokens = pad([torch.tensor(row["tokens"]) for row in rows])
+            return {"tokens": tokens, "labels": pad(labels, padding_value=-100)}
+
         self.own.generate(model, EvalSettings(PARALLEL, lambda samples: collate, 2), torch.float64)
         return self.own.samples
 
@@ -99,7 +121,11 @@ def test_another_run_reads_the_answers_from_the_cache(model, tmp_path):
     first = Answers(tmp_path / "one", cache=tmp_path / "cache")
     first.load()
     samples = first.generate(model)
-    for other in (Answers(tmp_path / "one"), Answers(tmp_path / "two", cache=tmp_path / "cache"), Answers(tmp_path / "two")):
+    for other in (
+        Answers(tmp_path / "one"),
+        Answers(tmp_path / "two", cache=tmp_path / "cache"),
+        Answers(tmp_path / "two"),
+    ):
         assert other.load()  # the last one from what the second has left in its own folder
         for sample, expected in zip(other.own.samples, samples, strict=True):
             assert sample.keys() == expected.keys()
@@ -111,5 +137,7 @@ def test_another_run_reads_the_answers_from_the_cache(model, tmp_path):
 def test_only_empty_answers_are_an_error(model, tmp_path):
     answers = Answers(tmp_path, stop_tokens=range(llama_args()["vocab_size"]))
     answers.load()
-    with pytest.raises(UserError, match="self_replay: the pretrained model answers none of the prompts; give other ones"):
+    with pytest.raises(
+        UserError, match="self_replay: the pretrained model answers none of the prompts; give other ones"
+    ):
         answers.generate(model)
