@@ -79,7 +79,8 @@ class TrainingData:
         rank, samples = self._parallel.data_parallel_rank, self.samples
         rows = list(self.order.micro_batches(rank, epoch, consumed))
         collate = self._collate[id(samples)]
-        options = {"num_workers": self._num_workers(samples), "pin_memory": self._parallel.device.type == "cuda"}
+        options: dict[str, Any] = {"num_workers": self._num_workers(samples)}
+        options["pin_memory"] = self._parallel.device.type == "cuda"
         if replay is None:
             return load_batches(samples, rows, collate, **options)
         dealt = list(replay.deal(self.order, self.steps_per_epoch, rank, epoch, consumed))

@@ -71,7 +71,7 @@ class SelfReplay:
             except UserError as error:
                 text = str(error).removeprefix("dataset: ").replace("data_files", f"{key}.prompts")
                 raise UserError(text if key in text else f"{key}.prompts={settings.prompts}: {text}") from error
-            options = {"limit": limit, "max_new_tokens": settings.max_new_tokens}
+            options: dict[str, Any] = {"limit": limit, "max_new_tokens": settings.max_new_tokens}
             prompts = self.prompts = Prompts(tokenize_prompts(key, settings.prompts, rows, tokenizer, **options))
             for samples in data.validations.values():
                 self.refuse_prompts(samples.key, (samples[index] for index in range(len(samples))))
