@@ -13,6 +13,7 @@ RUN/pretrained_top_k.safetensors  its most likely tokens there, for a KL penalty
 RUN/own_answers_NAME.safetensors  its answers to the prompts of the probe NAME, of kind self
 RUN/self_replay.safetensors       its answers that self_replay trains on
 RUN/evaluation/                   results of `finch evaluate`: a JSON for each suite, and its samples
+RUN/average/                      the model averaged with the pretrained one, by `finch average`, and how its alpha was chosen
 RUN/cell.json                     in a sweep: the values of the grid that the run has
 RUN/REQUEUE                       empty; there while the run should be started again
 RUN/.lock                         held while a run writes here
@@ -37,6 +38,7 @@ REFERENCE_LOSSES = "pretrained.safetensors"
 REFERENCE_TOP_K = "pretrained_top_k.safetensors"
 SELF_REPLAY = "self_replay.safetensors"
 EVALUATION = "evaluation"
+AVERAGE = "average"
 CELL = "cell.json"
 REQUEUE = "REQUEUE"
 LOCK = ".lock"

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from finch import run_files
+from finch import average, run_files
 from finch.config import instantiate, parser, resolved, schema
 from finch.data.loader import Batch, to_device
 from finch.data.training_data import TrainingData
@@ -99,7 +99,7 @@ class FinchFullFinetune(FTRecipeInterface):
         preemption = hooks.Preemption()
         first = {"preemption": preemption, "nonfinite": hooks.NonfiniteGuard(), "checks": hooks.StepChecks(cfg)}
         last = {"profiler": hooks.Profiler(cfg), "validation": hooks.Validation(), "probes": probes.Probes(self)}
-        last |= {"budget": budget.ForgettingBudget(self), "summary": summary.Summary()}
+        last |= {"budget": budget.ForgettingBudget(self), "summary": summary.Summary(), "average": average.Average()}
         self.hooks = {**first, **hooks.user_hooks(cfg, first.keys() | last.keys()), **last}
         self.run.check_disk_room(self.decoder, self.export_dtype)
         self.metrics_log = hooks.build_metrics_log(cfg, self.run.path, self.parallel, num_steps=self.num_steps)

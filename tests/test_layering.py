@@ -23,7 +23,7 @@ LAYERS = (
     ("weights",),
     ("auto", "training"),
     ("probes",),
-    ("estimate",),
+    ("average", "estimate"),
     ("evaluation",),
     ("sweep", "titan"),
     ("report",),

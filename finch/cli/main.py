@@ -70,6 +70,20 @@ def main(arguments: list[str] | None = None) -> None:
         help="folder for the results, one folder alpha_A for each alpha",
     )
 
+    average = commands.add_parser(
+        "average", help="average a run's model with its pretrained one, as far as it keeps what was learned"
+    )
+    average.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    average.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
+    chosen = average.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--alpha", type=float, help="the tuned model's share; default: the knee of learning and forgetting"
+    )
+    chosen.add_argument("--keep", type=float, help="the smallest alpha that keeps this share of what was learned: 0.95")
+    chosen.add_argument(
+        "--budget", type=float, help="the largest alpha that forgets at most this many nats per token: 0.1"
+    )
+
     data = commands.add_parser("data", help="make rows to train on")
     data_actions = data.add_subparsers(dest="action", metavar="ACTION", required=True)
     judge.add_translate_arguments(
@@ -189,6 +203,16 @@ def wise_ft(parsed: argparse.Namespace) -> None:
         print(folder)
 
 
+def average(parsed: argparse.Namespace) -> None:
+    """Writes RUN/average and says what was chosen."""
+    require_extras("finch average", "torchtune")
+    from finch.average import Choice
+    from finch.average import average as choose
+
+    for line in choose(parsed.run, Choice(parsed.alpha, parsed.keep, parsed.budget), base=parsed.base):
+        print(line)
+
+
 def report(parsed: argparse.Namespace) -> None:
     """Writes the report and prints where it is."""
     require_extras("finch report", "torchtune", "report")
@@ -249,6 +273,7 @@ def copy_config(parsed: argparse.Namespace) -> None:
 
 
 _COMMANDS = {
+    "average": average,
     "configs": configs,
     "data": judge.translate,
     "doctor": doctor.main,

@@ -276,6 +276,8 @@ class Checkpoint(Keys):
 class Output(Keys):
     checkpoint: Checkpoint = Checkpoint.model_validate({})
     """when a resumable checkpoint is saved between epoch ends"""
+    average: Literal["auto"] | None = None
+    """auto: at the end of the run, the average with the pretrained model at the knee of learning and forgetting, as finch average"""
     save_last_epoch_only: bool = False
     """write only the last epoch's Hugging Face folder, and save no resumable checkpoint at the ends of the epochs before it"""
     resume_from_checkpoint: bool | Literal["auto"] | Annotated[str, _text("PATH")] = False

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 import torch
+from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
@@ -48,6 +50,27 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
         raise UserError(
             f"model._component_={component} (QLoRA) is not supported: a base in four bits can be neither sharded nor merged here; give {component.replace('.qlora_', '.lora_')}"
         )
+
+
+_LORA_ARGUMENTS = (
+    "lora_attn_modules",
+    "apply_lora_to_mlp",
+    "apply_lora_to_output",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+)
+_LORA_ARGUMENTS += ("use_dora", "quantize_base")
+
+
+def without_lora(cfg: DictConfig) -> DictConfig:
+    """A copy of a config, whose model is the builder's without LoRA layers."""
+    cfg = copy.deepcopy(cfg)
+    module, _, builder = str(cfg.model["_component_"]).rpartition(".")
+    if builder.startswith("lora_"):
+        model = {key: value for key, value in cfg.model.items() if key not in _LORA_ARGUMENTS}
+        cfg.model = {**model, "_component_": f"{module}.{builder.removeprefix('lora_')}"}
+    return cfg
 
 
 def train_adapters_only(decoder: nn.Module, component: str) -> None:

@@ -201,7 +201,7 @@ class Run:
     def _old_outputs(self) -> list[Path]:
         """In the order of their removal, which may be interrupted: without checkpoints nothing resumes the old run, and as long as
         metrics.jsonl is there the folder counts as a run's."""
-        names = (run_files.REQUEUE, run_files.CHECKPOINTS, run_files.BEST, run_files.WITHIN_BUDGET)
+        names = (run_files.REQUEUE, run_files.CHECKPOINTS, run_files.BEST, run_files.WITHIN_BUDGET, run_files.AVERAGE)
         models = [*self.path.glob("epoch_*"), *self.path.glob(f"{run_files.WITHIN_BUDGET}_step_*")]
         last = (run_files.LOSS_FIGURE, run_files.METRICS)
         return [self.path / name for name in names] + models + [self.path / name for name in last]

@@ -53,6 +53,8 @@ def indexed_shards(folder: Path) -> list[str] | None:
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} has no weight_map of safetensors files; download it again") from error
     for shard in shards:
+        if Path(shard).name != shard:
+            raise UserError(f"{index} lists {shard}, which is not the name of a file; download it again")
         if not (folder / shard).is_file():
             raise UserError(f"{index} lists {shard}, which is not in {folder}; download the missing shard")
     return shards

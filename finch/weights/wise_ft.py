@@ -69,7 +69,7 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
                 for folder, alpha in zip(folders, alphas, strict=True):
                     save_file(
                         {
-                            name: _blend(theta_0.tensor(base_name_of[name]), shard.get_tensor(name), alpha)
+                            name: blend(theta_0.tensor(base_name_of[name]), shard.get_tensor(name), alpha)
                             for name in shard.keys()  # noqa: SIM118 (not a dict)
                         },
                         folder / file_name,
@@ -167,7 +167,8 @@ def _embedding_tied_to(name: str, weights: _Weights) -> str | None:
     return embeddings[0] if name.endswith("lm_head.weight") and len(embeddings) == 1 else None
 
 
-def _blend(theta_0: torch.Tensor, theta_ft: torch.Tensor, alpha: float) -> torch.Tensor:
+def blend(theta_0: torch.Tensor, theta_ft: torch.Tensor, alpha: float) -> torch.Tensor:
+    """(1 - alpha) * theta_0 + alpha * theta_ft in fp32 or wider, in the dtype of theta_ft."""
     # Not by the formula at the end points: 0 * theta would turn -0 into 0 and infinity into NaN. In other dtypes both are equal.
     if alpha == 1 or theta_ft.dtype not in _BLENDED_DTYPES.values():
         return theta_ft

@@ -1,0 +1,465 @@
+"""The average of a run's model with its pretrained one, theta = (1 - alpha) theta_0 + alpha theta_ft, with the alpha chosen by evaluating it.
+
+Learned is the fall of the metric that chooses RUN/best; forgotten is what the run's first probe of old skills measures, or the KL divergence on
+finch's prompts. The model is always blended from the files of both folders, tensor by tensor, and evaluated in the memory of one.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from finch import files, run_files
+from finch.config import schema
+from finch.config.instantiate import build, component_of, locate
+from finch.config.validation import check
+from finch.data.loader import EvalSettings, collator
+from finch.data.prompts import Prompts, stop_tokens
+from finch.data.training_data import TrainingData
+from finch.distributed import parallel as distributed
+from finch.distributed.parallel import Parallel
+from finch.distributed.precision import precision_of
+from finch.dtensor import local_block, to_local
+from finch.errors import UserError
+from finch.log import logger
+from finch.models.lora import without_lora
+from finch.probes.evaluation import evaluate
+from finch.probes.probes import read_probes, selection_key
+from finch.probes.rows import read_rows
+from finch.training import model as models
+from finch.training.checkpointer import TrainState
+from finch.training.hooks import Hook, Trainer
+from finch.training.own_answers import OwnAnswers
+from finch.training.reference import dataset_loss, fingerprint_of
+from finch.training.step_loss import NUM_CHUNKS
+from finch.weights.huggingface import HuggingFaceFolder
+from finch.weights.wise_ft import blend, wise_ft
+
+MAX_EVALUATIONS = 6
+_MAX_TRAINING_ROWS = 128
+_FAIR_EXPONENT = 1.3
+"""Of forgetting ~ alpha^p; below it half of the way forgets more than 0.4 of the whole: the rate was too high for averages to help."""
+_EVERYDAY = "everyday"
+_UNUSED = ("lr_scheduler", "regularizer", "kl_penalty", "self_replay", "metric_logger", "hooks", "profiler", "average")
+_ONE_PROCESS = {"tensor_parallel_dim": 1, "data_parallel_replicate_dim": 1, "data_parallel_shard_dim": -1}
+_ONE_PROCESS |= {"compile": False, "fsdp_cpu_offload": False}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How alpha is chosen: as given; the smallest that keeps a share of what was learned; the largest that forgets at most ``budget``; or, with
+    none of them, the knee."""
+
+    alpha: float | None = None
+    keep: float | None = None
+    budget: float | None = None
+
+    def check(self) -> None:
+        """Raises UserError for a number out of range."""
+        for name, value in (("alpha", self.alpha), ("keep", self.keep)):
+            if value is not None and not 0 <= value <= 1:
+                raise UserError(f"--{name}={value:g} must be in [0, 1]")
+        if self.budget is not None and not self.budget > 0:
+            raise UserError(f"--budget={self.budget:g} must be above 0, in nats per token")
+
+
+@dataclass(frozen=True)
+class Point:
+    """What an average has learned and forgotten; ``learned`` is a loss or minus an accuracy, lower is better."""
+
+    alpha: float
+    learned: float
+    forgotten: float
+
+
+class Front:
+    """The averages of a run, evaluated where they are asked for and at most once; kept in a file, so that an interrupted search goes on.
+
+    Attributes:
+        points: by alpha.
+    """
+
+    def __init__(
+        self, file: Path, fingerprint: str, evaluate: Callable[[float], tuple[float, float]], *, is_writer: bool
+    ) -> None:
+        self._file, self._fingerprint, self._evaluate, self._is_writer = file, fingerprint, evaluate, is_writer
+        saved = json.loads(file.read_text()) if file.is_file() else {}
+        kept = saved.get("points", []) if saved.get("fingerprint") == fingerprint else []
+        self.points = {point[0]: Point(*point) for point in kept}
+
+    def at(self, alpha: float) -> Point:
+        """A collective."""
+        alpha = round(alpha, 3)
+        if alpha not in self.points:
+            self.points[alpha] = point = Point(alpha, *self._evaluate(alpha))
+            logger.info(f"alpha {alpha:g}: {point.learned:.4f} on the task, forgotten {point.forgotten:.4f}")
+            if self._is_writer:
+                content = {"fingerprint": self._fingerprint, "points": [list(vars(each).values()) for each in self]}
+                with files.atomic_file(self._file) as partial:
+                    partial.write_text(json.dumps(content) + "\n")
+        return self.points[alpha]
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(sorted(self.points.values(), key=lambda point: point.alpha))
+
+    def learned_share(self, point: Point) -> float:
+        """Of what alpha 1 has learned."""
+        start, end = self.at(0), self.at(1)
+        return (start.learned - point.learned) / (start.learned - end.learned)
+
+    def forgotten_share(self, point: Point) -> float:
+        """Of what alpha 1 has forgotten; 0 where that is nothing."""
+        end = self.at(1).forgotten
+        return point.forgotten / end if end > 0 else 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one more evaluation is allowed."""
+        return len(self.points) < MAX_EVALUATIONS
+
+
+def choose(front: Front, choice: Choice) -> Point:
+    """The point that ``choice`` asks for, after at most MAX_EVALUATIONS evaluations, 0 and 1 among them; a collective."""
+    front.at(0), front.at(1)
+    if choice.alpha is not None:
+        return front.at(choice.alpha)
+    half = front.at(0.5)
+    if choice.keep is not None:
+        keep = choice.keep
+        return _boundary(front, lambda point: front.learned_share(point) - keep, front.at(0), front.at(1))
+    if choice.budget is not None:
+        budget = choice.budget
+        return _boundary(front, lambda point: budget - point.forgotten, front.at(1), front.at(0))
+    best = half
+    while front.is_open:
+        best = max(front, key=lambda point: front.learned_share(point) - front.forgotten_share(point))
+        points = list(front)
+        place = points.index(best)
+        gaps = [
+            (other, abs(other.alpha - best.alpha)) for other in points[max(0, place - 1) : place + 2] if other != best
+        ]
+        widest, gap = max(gaps, key=lambda each: each[1])
+        if gap < 0.1:
+            break
+        front.at((best.alpha + widest.alpha) / 2)
+    return max(front, key=lambda point: front.learned_share(point) - front.forgotten_share(point))
+
+
+def _boundary(front: Front, margin: Callable[[Point], float], bad: Point, good: Point) -> Point:
+    """The point nearest to ``bad`` whose margin is not below 0: secant steps inside the interval where its sign changes."""
+    if margin(bad) >= 0:
+        return bad
+    if margin(good) < 0:
+        return good
+    for point in list(front):
+        if min(bad.alpha, good.alpha) < point.alpha < max(bad.alpha, good.alpha):
+            bad, good = (bad, point) if margin(point) >= 0 else (point, good)
+    while front.is_open and abs(bad.alpha - good.alpha) > 0.02:
+        share = margin(good) / (margin(good) - margin(bad))
+        point = front.at(good.alpha + min(max(share, 0.1), 0.9) * (bad.alpha - good.alpha))
+        if point in (bad, good):
+            break
+        bad, good = (bad, point) if margin(point) >= 0 else (point, good)
+    return good
+
+
+def exponent(front: Front) -> float | None:
+    """p of forgetting ~ alpha^p by the ends and the middle; None where nothing was forgotten."""
+    half, end = front.at(0.5).forgotten, front.at(1).forgotten
+    return math.log2(end / half) if half > 0 and end > 0 else None
+
+
+def describe(front: Front, chosen: Point, choice: Choice) -> list[str]:
+    """What was chosen and why, in sentences."""
+    end = front.at(1)
+    how = "the knee: the largest difference of the learned share and the forgotten share"
+    if choice.alpha is not None:
+        how = "as given"
+    elif choice.keep is not None:
+        how = f"the smallest evaluated one that keeps {choice.keep:.0%} of what was learned"
+    elif choice.budget is not None:
+        how = f"the largest evaluated one that forgets at most {choice.budget:g} nats per token"
+    lines = [
+        f"alpha {chosen.alpha:g}, {how}: {front.learned_share(chosen):.0%} of what was learned, "
+        f"{front.forgotten_share(chosen):.0%} of what was forgotten ({chosen.forgotten:.4f} of {end.forgotten:.4f} nats per token)"
+    ]
+    power = exponent(front) if 0.5 in front.points else None
+    if chosen.alpha == 1:
+        lines.append("alpha 1 is the tuned model itself: no average is better by this choice")
+    elif power is not None and power < _FAIR_EXPONENT:
+        lines.append(
+            f"half of the way forgets {front.forgotten_share(front.at(0.5)):.0%} of the whole: the rate was too high, and a lower one forgets less than any average of this run; try half of it"
+        )
+    return lines
+
+
+class Averages:
+    """A run's model at any alpha, and what it has learned and forgotten there.
+
+    Raises UserError for a folder that is no finished run, a config with components from outside finch and torchtune, or rows that cannot be read.
+    """
+
+    def __init__(self, run: Path, cfg: DictConfig, parallel: Parallel) -> None:
+        self.run, self._cfg, self._parallel = run, cfg, parallel
+        self.out = run / run_files.AVERAGE
+        cfg = DictConfig(OmegaConf.merge(without_lora(cfg), {"check_dataset": False}))
+        precision = precision_of(cfg.dtype)
+        decoder, base, plan = models.build_decoder(cfg, precision)
+        if not isinstance(base, HuggingFaceFolder):
+            raise UserError(
+                f"checkpointer.checkpoint_dir={base.folder} has no config.json; averages need a Hugging Face folder"
+            )
+        self.base, self.tuned = base, HuggingFaceFolder(str(tuned_folder(run)))
+        tokenizer = build(cfg.tokenizer, "tokenizer")
+        self._data = TrainingData(cfg, tokenizer, parallel, seed=0, needs_stats=False)
+        collate = locate(cfg.collate_fn, "collate_fn")
+        self._eval = EvalSettings(parallel, lambda rows: collator(rows, tokenizer, collate), cfg.batch_size)
+        limit = getattr(decoder, "max_seq_len", None)
+        settings = read_probes(cfg)
+        self._probes = {name: read_rows(name, each, tokenizer, limit) for name, each in settings.items()}
+        self.old = next((name for name, each in settings.items() if not each.task), None)
+        everyday = schema.Probe(kind="self", rows=64)
+        if self.old is None:
+            self.old = _EVERYDAY
+            self._probes[self.old], settings = (
+                read_rows(self.old, everyday, tokenizer, limit),
+                {**settings, self.old: everyday},
+            )
+        self._answers = {
+            name: OwnAnswers(
+                f"probes.{name}",
+                (self.out if name == _EVERYDAY else run) / f"own_answers_{name}.safetensors",
+                Prompts([sample["tokens"] for sample in rows.samples]),
+                stop_tokens=stop_tokens(tokenizer),
+                max_new_tokens=settings[name].max_new_tokens,
+                top_k=settings[name].top_k,
+            )
+            for name, rows in self._probes.items()
+            if rows.kind == "self"
+        }
+        kinds = {name: rows.kind for name, rows in self._probes.items()}
+        self.key = selection_key(cfg, kinds)
+        self._model = models.parallelize(decoder, cfg, parallel, precision, num_chunks=NUM_CHUNKS, plan=plan)
+        models.allocate(self._model, cfg, parallel, precision)
+        self._data.samples.rows = list(self._data.samples.rows)[:_MAX_TRAINING_ROWS]
+        self._load(0)
+        self._load_answers(precision.compute)
+        self._start = self._probe_value(self.old)
+        self._task: dict[float, float] = {}
+        self._choose_metric()
+
+    def evaluate(self, alpha: float) -> tuple[float, float]:
+        """What the task's metric is, lower is better, and what was forgotten; a collective."""
+        self._load(alpha)
+        task = self._task[alpha] if alpha in self._task else self._task_value()
+        return task, self._probe_value(self.old) - self._start
+
+    @property
+    def fingerprint(self) -> str:
+        """Of both models and what is measured."""
+        measured = {"new": self.key, "old": self.old, "rows": self._probes[self.old].digest}
+        return fingerprint_of([*self.base.files, *self.tuned.files], 0, measured)
+
+    def write(self, alpha: float) -> None:
+        """RUN/average/model, on one rank; replaces one that is there."""
+        if not self._parallel.is_rank_zero:
+            return
+        partial = self.out / "partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        [folder] = wise_ft(self.base.folder, self.tuned.folder, [alpha], partial)
+        target = self.out / "model"
+        shutil.rmtree(target, ignore_errors=True)
+        folder.rename(target)
+        partial.rmdir()
+
+    def _choose_metric(self) -> None:
+        """The loss on training rows, where the metric of RUN/best is missing or has not improved. Raises UserError if that has not either."""
+        for key in dict.fromkeys((self.key, None)):
+            self.key = key
+            for alpha in (0.0, 1.0):
+                self._load(alpha)
+                self._task[alpha] = self._task_value()
+            if self._task[1.0] < self._task[0.0]:
+                return
+            what = key or f"loss on {len(self._data.samples.rows)} training rows"
+            logger.warning(
+                f"the {what} is no better than before training, {self._task[1.0]:.4f} after {self._task[0.0]:.4f}"
+            )
+        raise UserError(f"{self.run} has learned nothing that is measured: there is nothing to average")
+
+    def _task_value(self) -> float:
+        if self.key is None:
+            return dataset_loss(self._model, self._data.eval_loader(self._data.samples, ""))
+        if not self.key.startswith("probe/"):
+            return dataset_loss(self._model, self._data.eval_loader(self._data.validations[self.key], ""))
+        _, name, metric = self.key.split("/")
+        value = self._measure(name)[metric]
+        return -value if metric == "accuracy" else value
+
+    def _probe_value(self, name: str) -> float:
+        values = self._measure(name)
+        return values.get("kl", values["loss"])
+
+    def _measure(self, name: str) -> Mapping[str, float]:
+        return evaluate(self._model, name, self._probes[name], self._eval)
+
+    def _load_answers(self, dtype: torch.dtype) -> None:
+        """Those of the run, or generated now, while the weights are the pretrained ones; a collective."""
+        settings = {"model": OmegaConf.to_container(self._cfg.model, resolve=True), "dtype": self._cfg.dtype}
+        for name, answers in self._answers.items():
+            if not answers.load(self.base.files, settings, self._parallel):
+                answers.generate(self._model, self._eval, dtype)
+            self._probes[name].samples = answers.samples
+
+    @torch.no_grad()
+    def _load(self, alpha: float) -> None:
+        """Each rank blends its shards."""
+        weights = self._model.decoder.state_dict(keep_vars=True)
+        (self.tuned if alpha == 1 else self.base).load_into([weights])
+        for name, tensor in self.tuned.weights() if 0 < alpha < 1 else ():
+            if name in weights:
+                own = to_local(weights[name])
+                own.copy_(blend(own, tensor[local_block(weights[name])].to(own.device, own.dtype), alpha))
+
+
+def tuned_folder(run: Path) -> Path:
+    """The folder of a run's model: ``best``, else the last epoch. Raises UserError if there is none, or only an adapter."""
+    epochs = sorted(run.glob("epoch_*"), key=lambda path: int(path.name.split("_")[1]))
+    folders = [run / run_files.BEST, *reversed(epochs)]
+    folder = next((path for path in folders if (path / "config.json").is_file()), None)
+    if folder is None:
+        adapter = any(path.name.endswith("_adapter") for path in epochs)
+        remedy = (
+            "set save_adapter_weights_only=False and train again, or merge the adapter"
+            if adapter
+            else "give the folder of a run that has ended an epoch"
+        )
+        raise UserError(f"{run} has no model: {remedy}")
+    return folder.resolve()
+
+
+def read_config(run: Path, base: Path | None) -> DictConfig:
+    """RUN/config.yaml for one process; ``base``: where the pretrained folder is now.
+
+    Raises UserError if there is none, or it names components from outside finch and torchtune, which are never imported.
+    """
+    file = run / run_files.CONFIG
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; give the folder of a run")
+    cfg = DictConfig(OmegaConf.load(file))
+    if base is not None:
+        old = str(cfg.checkpointer.checkpoint_dir)
+        cfg = DictConfig(OmegaConf.create(OmegaConf.to_yaml(cfg).replace(old, str(base))))
+    for key in _UNUSED:
+        cfg[key] = None
+    cfg.optimizer = {"_component_": "torch.optim.AdamW"}
+    for key, value in _ONE_PROCESS.items():
+        cfg[key] = value
+    paths = [(key, path) for key in cfg if key != "optimizer" for path in _components(cfg[key])]
+    for key, path in [*paths, ("collate_fn", str(cfg.get("collate_fn", "torchtune.")))]:
+        if not path.startswith(("finch.", "torchtune.")) and path != "torch.nn.CrossEntropyLoss":
+            raise UserError(
+                f"{file}: {key} names {path}, which is not of finch or torchtune; finch average imports nothing else"
+            )
+    return cfg
+
+
+def _components(node: Any) -> Iterator[str]:
+    """The dotted paths in a block."""
+    content = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+    if isinstance(content, dict) and (path := component_of(content)) is not None:
+        yield path
+    for part in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+        yield from _components(part)
+
+
+def average(run: Path, choice: Choice, *, base: Path | None = None) -> list[str]:
+    """Chooses alpha, writes RUN/average and returns what is to be said. Raises UserError, see :class:`Averages`."""
+    choice.check()
+    cfg = read_config(run, base)
+    cfg = check(cfg, schema.LoraFinetuneKeys)
+    device = distributed.local_device(cfg.device)
+    group = distributed.start_from(cfg, device, shard=precision_of(cfg.dtype).is_mixed)
+    try:
+        return average_in(run, choice, cfg, group)
+    finally:
+        distributed.stop()
+
+
+def average_in(run: Path, choice: Choice, cfg: DictConfig, group: Parallel) -> list[str]:
+    """As :func:`average`, on the ranks of ``group``; a collective."""
+    tuned_folder(run)
+    averages = Averages(run, cfg, group)
+    if group.is_rank_zero:
+        averages.out.mkdir(exist_ok=True)
+    front = Front(averages.out / "front.json", averages.fingerprint, averages.evaluate, is_writer=group.is_rank_zero)
+    chosen = choose(front, choice)
+    averages.write(chosen.alpha)
+    lines = describe(front, chosen, choice)
+    if group.is_rank_zero:
+        _write_front(averages, front, chosen, lines)
+    return [*lines, f"its model: {averages.out / 'model'}"]
+
+
+def _write_front(averages: Averages, front: Front, chosen: Point, lines: list[str]) -> None:
+    learned = averages.key or "loss on training rows"
+    header = ["alpha", learned, f"forgotten by {averages.old}", "learned share", "forgotten share"]
+    rows = [
+        [point.alpha, point.learned, point.forgotten, front.learned_share(point), front.forgotten_share(point)]
+        for point in front
+    ]
+    with files.atomic_file(averages.out / "front.csv") as partial, partial.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    table = [header, ["---"] * len(header), *([f"{value:.4g}" for value in row] for row in rows)]
+    text = "\n".join("| " + " | ".join(row) + " |" for row in table)
+    card = f"# {averages.run.name}, averaged with its pretrained model\n\n" + "\n\n".join(lines)
+    card += f"\n\ntheta = (1 - {chosen.alpha:g}) x {averages.base.folder} + {chosen.alpha:g} x {averages.tuned.folder}\n\n{text}\n"
+    (averages.out / "README.md").write_text(card, encoding="utf-8")
+    _draw(front, chosen, averages.out / "front.png")
+
+
+def _draw(front: Front, chosen: Point, file: Path) -> None:
+    """Without matplotlib nothing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    points = list(front)
+    x, y = [[100 * share(point) for point in points] for share in (front.forgotten_share, front.learned_share)]
+    axes.plot(x, y, "o-", color="#0072B2")
+    for point, left, top in zip(points, x, y, strict=True):
+        weight = "bold" if point == chosen else "normal"
+        axes.annotate(f"{point.alpha:g}", (left, top), (6, -10), textcoords="offset points", fontweight=weight)
+        if point == chosen:
+            axes.plot(left, top, "o", markersize=12, markerfacecolor="none", color="#D55E00")
+    axes.set(
+        xlabel="forgotten, % of the tuned model's", ylabel="learned, % of the tuned model's", title="Averages by alpha"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    FigureCanvasAgg(figure).print_png(file)
+
+
+class Average(Hook):
+    """``average: auto``: averages the run's model once it has ended, on the run's own mesh."""
+
+    def start(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def after_training(self, state: TrainState) -> None:
+        trainer = self._trainer
+        if trainer.cfg.average is None:
+            return
+        for line in average_in(trainer.run.path, Choice(), trainer.cfg, trainer.parallel):
+            logger.info(f"average: {line}")
