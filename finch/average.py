@@ -227,7 +227,7 @@ class Averages:
         settings = read_probes(cfg)
         self._probes = {name: read_rows(name, each, tokenizer, limit) for name, each in settings.items()}
         self.old = next((name for name, each in settings.items() if not each.task), None)
-        everyday = schema.Probe(kind="self", rows=64)
+        everyday = schema.Probe(kind="self", rows=64, max_new_tokens=48)
         if self.old is None:
             self.old = _EVERYDAY
             self._probes[self.old], settings = (

@@ -5,7 +5,6 @@ import math
 import shutil
 
 import pytest
-import torch
 from helpers.causal_lm import mean_loss
 from helpers.runs import LORA, LORA_MODEL, finished, run_ranks
 from omegaconf import OmegaConf
@@ -137,9 +136,10 @@ def test_moved_base_interrupted_search_and_metrics_that_do_not_fall(run, base_fo
     assert lines[-1] == f"its model: {run / 'average' / 'model'}"
 
 
-def test_adapters_average_as_their_merged_model(tiny, tmp_path):
+def test_adapters_average_as_their_merged_model(tiny, tmp_path, monkeypatch):
     """The KL divergence on finch's prompts, without a probe; alpha 0.5 of W + B A is W + 0.5 B A."""
     changes = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}, "epochs": 2}
+    monkeypatch.setattr("finch.probes.rows.everyday_prompts", lambda number: [{"prompt": "the old red fox"}] * 3)
     run = finished(tmp_path, tiny(is_validated=True, model=LORA_MODEL, **changes), recipe=LORA).folder
     lines = average(run, Choice(alpha=0.5))
     assert lines[0].startswith("alpha 0.5, as given")
@@ -149,18 +149,17 @@ def test_adapters_average_as_their_merged_model(tiny, tmp_path):
     assert points[2][1] < points[0][1]
 
 
-def test_auto_averages_at_the_end_on_the_runs_ranks(tiny, tmp_path):
-    config = tiny(is_validated=True, epochs=2, average="auto")
+def test_auto_averages_at_the_end_on_the_runs_ranks(tiny, rows_file, tmp_path):
+    own = {"kind": "self", "data_files": str(rows_file), "rows": 5, "max_new_tokens": 6}
+    config = tiny(is_validated=True, epochs=2, average="auto", probes={"own": own})
     run = run_ranks(2, tmp_path, config)
     assert run.returncode == 0, run.output[-3000:]
     assert "average: alpha 0." in run.output
     by_itself = tmp_path / "copy"
     shutil.copytree(run.folder, by_itself, symlinks=True, ignore=shutil.ignore_patterns("average"))
     average(by_itself, Choice())
-    one, other = (
-        json.loads((each / "average" / "front.json").read_text())["points"] for each in (run.folder, by_itself)
-    )
-    assert torch.tensor(one) == pytest.approx(torch.tensor(other), rel=1e-5, abs=1e-6)
+    one, other = (json.loads((each / "average" / "front.json").read_text())["points"] for each in (run.folder, by_itself))
+    assert one == [pytest.approx(point, rel=1e-5, abs=1e-6) for point in other]
 
 
 @pytest.mark.parametrize(
