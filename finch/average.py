@@ -49,7 +49,17 @@ _MAX_TRAINING_ROWS = 128
 _FAIR_EXPONENT = 1.3
 """Of forgetting ~ alpha^p; below it half of the way forgets more than 0.4 of the whole: the rate was too high for averages to help."""
 _EVERYDAY = "everyday"
-_UNUSED = ("lr_scheduler", "regularizer", "kl_penalty", "self_replay", "metric_logger", "hooks", "profiler", "average")
+_UNUSED = (
+    "optimizer",
+    "lr_scheduler",
+    "regularizer",
+    "kl_penalty",
+    "self_replay",
+    "metric_logger",
+    "hooks",
+    "profiler",
+    "average",
+)
 _ONE_PROCESS = {"tensor_parallel_dim": 1, "data_parallel_replicate_dim": 1, "data_parallel_shard_dim": -1}
 _ONE_PROCESS |= {"compile": False, "fsdp_cpu_offload": False}
 
@@ -225,15 +235,10 @@ class Averages:
         self._eval = EvalSettings(parallel, lambda rows: collator(rows, tokenizer, collate), cfg.batch_size)
         limit = getattr(decoder, "max_seq_len", None)
         settings = read_probes(cfg)
+        self.old = next((name for name, each in settings.items() if not each.task), _EVERYDAY)
+        if self.old == _EVERYDAY:
+            settings[_EVERYDAY] = schema.Probe(kind="self", rows=64, max_new_tokens=48)
         self._probes = {name: read_rows(name, each, tokenizer, limit) for name, each in settings.items()}
-        self.old = next((name for name, each in settings.items() if not each.task), None)
-        everyday = schema.Probe(kind="self", rows=64, max_new_tokens=48)
-        if self.old is None:
-            self.old = _EVERYDAY
-            self._probes[self.old], settings = (
-                read_rows(self.old, everyday, tokenizer, limit),
-                {**settings, self.old: everyday},
-            )
         self._answers = {
             name: OwnAnswers(
                 f"probes.{name}",
@@ -359,12 +364,11 @@ def read_config(run: Path, base: Path | None) -> DictConfig:
     if base is not None:
         old = str(cfg.checkpointer.checkpoint_dir)
         cfg = DictConfig(OmegaConf.create(OmegaConf.to_yaml(cfg).replace(old, str(base))))
-    for key in _UNUSED:
-        cfg[key] = None
-    cfg.optimizer = {"_component_": "torch.optim.AdamW"}
-    for key, value in _ONE_PROCESS.items():
+    changes: dict[str, Any] = {**dict.fromkeys(_UNUSED), **_ONE_PROCESS}
+    for key, value in changes.items():
         cfg[key] = value
-    paths = [(key, path) for key in cfg if key != "optimizer" for path in _components(cfg[key])]
+    paths = [(str(key), path) for key in cfg for path in _components(cfg[key])]
+    cfg.optimizer = {"_component_": "torch.optim.AdamW"}
     for key, path in [*paths, ("collate_fn", str(cfg.get("collate_fn", "torchtune.")))]:
         if not path.startswith(("finch.", "torchtune.")) and path != "torch.nn.CrossEntropyLoss":
             raise UserError(

@@ -158,7 +158,9 @@ def test_auto_averages_at_the_end_on_the_runs_ranks(tiny, rows_file, tmp_path):
     by_itself = tmp_path / "copy"
     shutil.copytree(run.folder, by_itself, symlinks=True, ignore=shutil.ignore_patterns("average"))
     average(by_itself, Choice())
-    one, other = (json.loads((each / "average" / "front.json").read_text())["points"] for each in (run.folder, by_itself))
+    one, other = (
+        json.loads((each / "average" / "front.json").read_text())["points"] for each in (run.folder, by_itself)
+    )
     assert one == [pytest.approx(point, rel=1e-5, abs=1e-6) for point in other]
 
 

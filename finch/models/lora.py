@@ -52,15 +52,8 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
         )
 
 
-_LORA_ARGUMENTS = (
-    "lora_attn_modules",
-    "apply_lora_to_mlp",
-    "apply_lora_to_output",
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-)
-_LORA_ARGUMENTS += ("use_dora", "quantize_base")
+_LORA_ARGUMENTS = ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output", "lora_rank", "lora_alpha")
+_MORE_LORA_ARGUMENTS = ("lora_dropout", "use_dora", "quantize_base")
 
 
 def without_lora(cfg: DictConfig) -> DictConfig:
@@ -68,7 +61,7 @@ def without_lora(cfg: DictConfig) -> DictConfig:
     cfg = copy.deepcopy(cfg)
     module, _, builder = str(cfg.model["_component_"]).rpartition(".")
     if builder.startswith("lora_"):
-        model = {key: value for key, value in cfg.model.items() if key not in _LORA_ARGUMENTS}
+        model = {key: value for key, value in cfg.model.items() if key not in (*_LORA_ARGUMENTS, *_MORE_LORA_ARGUMENTS)}
         cfg.model = {**model, "_component_": f"{module}.{builder.removeprefix('lora_')}"}
     return cfg
 
