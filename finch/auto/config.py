@@ -29,6 +29,8 @@ MIN_ROWS_TO_SPLIT = 10
 GLOBAL_BATCH = 16
 """Samples per optimizer step: the smaller of the paper's two (Appendix B.2)."""
 
+_NUM_PROMPTS, _MIN_CONTEXT = 16, 256
+
 _MICRO_BATCH = 4
 _BF16_MIXED_BYTES = 16
 """Of fp32 weights and gradients, and AdamW's two fp32 moments, per parameter."""
@@ -41,7 +43,7 @@ Blocks = dict[str, Any]
 
 
 def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[str]]:
-    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype and output_dir.
+    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, output_dir and a probe of own answers.
 
     It runs before the command line is merged, so that each key of these blocks can be overridden there. A block is left out
     if the command line names another component for it.
@@ -78,6 +80,13 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
         f"model_dir={folder}: {num_parameters / 1e6:,.1f} M parameters, "
         f"{component_of(chosen.get('model')) or component_of(given.model)}, context {context:,} tokens"
     )
+    if (
+        "probes" not in file_blocks and context >= _MIN_CONTEXT
+    ):  # what is forgotten, on the model's own answers to everyday prompts
+        chosen["probes"] = {"own": {"kind": "self", "rows": _NUM_PROMPTS}}
+        messages.append(
+            f"probes.own: {_NUM_PROMPTS} own answers, planned to take under 5% of the time; ~probes removes it"
+        )
     num_rows = None
     if _is_open(given, "dataset"):
         data, num_rows, message = _data(given)

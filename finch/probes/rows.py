@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from torchtune.datasets._sft import SFTTransform
 
 from finch.config.schema import Probe
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
-from finch.data.prompts import Sample, everyday_prompts, load_rows, num_targets, plain, tokenize_prompts
+from finch.data.prompts import Sample, check_context, everyday_prompts, load_rows, num_targets, plain, tokenize_prompts
 from finch.data.rows import TextToTokens
 from finch.errors import UserError
 from finch.log import logger
@@ -78,7 +79,19 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
     if transform is None:
         options: dict[str, Any] = {"format": settings.format, "column_map": settings.column_map, "limit": limit}
         options["max_new_tokens"] = settings.max_new_tokens
+        if files is None:  # those of finch's prompts that fit
+            options["limit"] = None
         prompts = tokenize_prompts(key, str(files or "finch's prompts"), rows, tokenizer, **options)
+        if files is None:
+            shortest, room = min(map(len, prompts)), math.inf if limit is None else limit - settings.max_new_tokens
+            check_context(
+                f"{key}: the shortest of finch's prompts",
+                shortest,
+                settings.max_new_tokens,
+                limit,
+                f"lower {key}.max_new_tokens",
+            )
+            prompts = [prompt for prompt in prompts if len(prompt) <= room]
         return ProbeRows(kind, [{"tokens": each, "labels": [IGNORE_INDEX] * len(each)} for each in prompts])
     result = ProbeRows(kind, [])
     num_truncated = 0

@@ -45,12 +45,16 @@ class Summary(Hook):
         steps = [line for line in lines if "num_target_tokens" in line]
         tokens = sum(line["num_target_tokens"] for line in steps)
         seconds = time.perf_counter() - trainer.run.start_time  # earlier attempts of a resumed run are not counted
+        model = epoch_to_use(run, state.best, last=last, select_by=state.select_by)
+        evaluate = f"finch evaluate --base {trainer.base.folder} --tuned {run} --suite forgetting"
         for line in (
-            *epoch_to_use(run, state.best, last=last, select_by=state.select_by),
+            *model,
+            *learning(steps),
             *forgetting(lines, None if state.best is None else int(state.best["epoch"].split("_")[1])),
             *(line for hook in trainer.hooks.values() for line in hook.summary(state)),
             *trainer.loss.replay.summary(steps),
             f"{len(steps):,} steps, {tokens:,} target tokens; {duration(seconds)} since this start",
+            *([f"next: finch average {run}; {evaluate}"] if model else []),
         ):
             logger.info(line)
 
@@ -72,6 +76,15 @@ def epoch_to_use(run: Path, best: Mapping[str, Any] | None, *, last: str, select
     adapter = run / f"{name}_adapter"
     adapter_text = f"; its adapter: {adapter}" if adapter.exists() else ""
     return [chosen, f'its model: transformers.AutoModelForCausalLM.from_pretrained("{folder}"){adapter_text}']
+
+
+def learning(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How far the loss of the training rows fell."""
+    if len(steps) < 2:
+        return []
+    return [
+        f"loss {steps[0]['loss']:.4f} nats at step {steps[0]['step']}, {steps[-1]['loss']:.4f} at step {steps[-1]['step']}"
+    ]
 
 
 def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> list[str]:

@@ -45,6 +45,16 @@ def test_auto_config_names_builder_rows_and_batch(folder, rows_file):
     assert (cfg.optimizer.lr, cfg.lr_scheduler.eta_max, cfg.epochs) == (2e-5, 5e-5, 5)  # the paper's
 
 
+def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch):
+    """Where finch's prompts fit into the context."""
+    given = f"model_dir={folder}", f"data_files={rows_file}", "device=cpu"
+    assert auto(*given).probes is None
+    monkeypatch.setattr("finch.auto.config._MIN_CONTEXT", 64)
+    probe = auto(*given).probes.own
+    assert (probe.kind, probe.rows, probe.data_files) == ("self", 16, None)
+    assert auto(*given, "~probes").probes is None
+
+
 def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch):
     for ranks, batch in ((2, (4, 2)), (8, (2, 1)), (16, (1, 1))):
         for name, value in (("LOCAL_RANK", 0), ("RANK", 0), ("WORLD_SIZE", ranks)):

@@ -25,7 +25,17 @@ def summary_of(run, caplog, best, last="epoch_2", validation=True):
     summary, parallel = Summary(), SimpleNamespace(is_rank_zero=True)
     run = SimpleNamespace(path=run, start_time=time.perf_counter() - 3725)
     hooks = {"other": Hook(), "summary": summary}
-    summary.start(SimpleNamespace(parallel=parallel, run=run, exported=lambda name: last, hooks=hooks))
+    replay, base = SimpleNamespace(summary=lambda steps: []), SimpleNamespace(folder="BASE")
+    loss = SimpleNamespace(replay=replay)
+    trainer = {
+        "parallel": parallel,
+        "run": run,
+        "exported": lambda name: last,
+        "hooks": hooks,
+        "loss": loss,
+        "base": base,
+    }
+    summary.start(SimpleNamespace(**trainer))
     select_by = "validation_loss" if validation else None
     with caplog.at_level("INFO", "finch"):
         summary.after_training(SimpleNamespace(best=best, select_by=select_by, epoch=3))
@@ -38,7 +48,9 @@ def test_summary_names_the_best_epoch_and_how_to_load_it(run, caplog):
     assert summary_of(run, caplog, {"epoch": "epoch_1", "validation_loss": 2.5}) == [
         "best epoch: 2 of 3, validation loss 2.5000 nats",
         f'its model: transformers.AutoModelForCausalLM.from_pretrained("{run}/best")',
+        "loss 1.0000 nats at step 1, 1.0000 at step 3",
         "3 steps, 3,000 target tokens; 1:02:05 since this start",
+        f"next: finch average {run}; finch evaluate --base BASE --tuned {run} --suite forgetting",
     ]
 
 
@@ -64,7 +76,7 @@ def test_summary_of_lora_names_the_adapter(run, caplog):
 
 def test_summary_without_the_epochs_folder_has_its_tokens_only(run, caplog):
     best = {"epoch": "epoch_1", "validation_loss": 2.5}  # of the run whose checkpoint this one resumed from
-    assert [message.split(",")[0] for message in summary_of(run, caplog, best)] == ["3 steps"]
+    assert [message.split(",")[0] for message in summary_of(run, caplog, best)[1:]] == ["3 steps"]
 
 
 def test_forgetting_is_the_change_at_the_best_epoch_and_the_end():
