@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
 from finch.data.dataset import Samples
 from finch.data.order import EMPTY, GlobalOrder
 from finch.data.prompts import Sample, num_targets
+from finch.integrations.self_replay import row_at, rows_in_step
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Replay:
         for micro_batches in order.steps(epoch, consumed):
             rows = [index for indices in micro_batches for index in indices if index != EMPTY]
             number = rows_in_step(self.share, len(rows))
-            chosen = [self._row(place) for place in range(start, start + number)]
+            chosen = [row_at(range(len(self.samples)), place, self.seed) for place in range(start, start + number)]
             loads = [0] * len(micro_batches)
             if order.lengths is not None:
                 lengths = order.lengths
@@ -53,16 +53,6 @@ class Replay:
             tokens = sum(num_targets(self.samples[row]) for row in chosen)
             yield from ((each, tokens) for each in dealt[rank :: order.ranks])
             start += number
-
-    def _row(self, place: int) -> int:
-        permutation, index = divmod(place, len(self.samples))
-        generator = torch.Generator().manual_seed(self.seed + permutation)
-        return int(torch.randperm(len(self.samples), generator=generator)[index])
-
-
-def rows_in_step(share: float, num_task_rows: int) -> int:
-    """How many rows are replayed next to those of the task."""
-    return max(1, round(share * num_task_rows))
 
 
 def _deal(rows: Sequence[int], lengths: Sequence[int], loads: list[int]) -> list[list[int]]:

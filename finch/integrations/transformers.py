@@ -1,4 +1,4 @@
-"""FINCH for transformers' Trainer and TRL's SFTTrainer: a callback, no subclass and no patch."""
+"""FINCH and self-replay for transformers' Trainer and TRL's SFTTrainer: callbacks, no subclass and no patch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from finch.errors import UserError
 from finch.extras import require_extras
 from finch.files import atomic_file, write_text
 from finch.integrations.objective_loss import LossReader, ObjectiveLoss
+from finch.integrations.self_replay import Answer, is_replaying, own_answers, replay_kl_sum, rows_in_step, step_rows
 from finch.integrations.step_loss import MeanLoss
 from finch.log import logger
 from finch.optim.finch_lr import ETA_MAX, FinchLR
@@ -27,10 +29,15 @@ from finch.optim.finch_lr import ETA_MAX, FinchLR
 require_extras("finch.integrations.transformers", "hf")
 
 from accelerate.utils import send_to_device
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 STATE_FILE = "finch_state.json"
 """FINCH's state in each of the Trainer's checkpoint folders."""
+
+ANSWERS_FILE = "self_replay.safetensors"
+"""The pretrained model's own answers, in the Trainer's output_dir."""
 
 _LABELS = "finch_labels"
 _TOLERANCE = 1e-2  # relative, of the Trainer's loss against the mean over target tokens: 4.57 rounds what it logs
@@ -225,12 +232,14 @@ class FinchCallback(TrainerCallback):
         ]
 
     def _take_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self._labels = kwargs.pop(_LABELS, None)
+        labels = kwargs.pop(_LABELS, None)
+        if not is_replaying(module):
+            self._labels = labels
         return args, kwargs
 
     def _add_loss(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         # Without gradients it is not the pass that is trained on: evaluation, or one of TRL's for its metrics.
-        if not module.training or not torch.is_grad_enabled():
+        if not module.training or not torch.is_grad_enabled() or is_replaying(module):
             return
         if self._objective_loss is not None:
             self._objective_loss.step_loss = self._step_loss
@@ -271,6 +280,173 @@ class FinchCallback(TrainerCallback):
                 f"{folder} has no {STATE_FILE}: it was saved without FinchCallback; resume from another checkpoint, or start from its "
                 "weights as a new run"
             ) from None
+
+
+class SelfReplay(TrainerCallback):
+    """Replays the pretrained model's own answers in each step, held to its distributions, as the recipe's ``self_replay``.
+
+        Trainer(model, args, ..., processing_class=tokenizer, callbacks=[FinchCallback(...), SelfReplay(strength=0.3)])
+
+    Before the first step the model answers prompts. Each training forward is then followed by one over this micro-batch's share of the
+    step's replayed rows, and their term, strength x the mean KL over the replayed tokens of the step, joins its backward: the Trainer's own loss,
+    its scaling and FINCH's loss stay the task's. The answers are in ``self_replay.safetensors`` in ``output_dir``, for a run that is resumed.
+    ``replay_kl`` is in ``log_history``. One process and DDP; FSDP, DeepSpeed and fp16 are refused.
+
+    Args:
+        prompts: ``"self"``: the model writes them after its chat template's beginning, or whole texts from BOS without one; or texts.
+        rows, max_new_tokens, share, strength, temperature, top_k: see ``finch keys self_replay``.
+        seed: of the order of the rows.
+
+    Raises:
+        ValueError: an argument is out of range.
+        UserError: from ``train``: no tokenizer, a model or precision that is refused, a resumed run without its answers.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: Sequence[str] | str = "self",
+        rows: int = 128,
+        max_new_tokens: int = 64,
+        share: float = 0.25,
+        strength: float = 0.3,
+        temperature: float = 1.0,
+        top_k: int = 512,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share} must be above 0 and at most 1: replayed rows per row of the task")
+        for name, value, least in (("strength", strength, 0), ("temperature", temperature, 0), ("rows", rows, 1)):
+            if not (value >= least and math.isfinite(value)):
+                raise ValueError(f"{name}={value} must be finite and at least {least}")
+        self._prompts, self._num_rows, self._share, self._strength, self._seed = prompts, rows, share, strength, seed
+        self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
+        self._shares: list[list[Answer]] = []
+        self._hook: RemovableHandle | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model, tokenizer = kwargs["model"], kwargs.get("processing_class")
+        if any(isinstance(module, FSDPModule) for module in model.modules()) or getattr(args, "deepspeed_plugin", None):
+            raise UserError(
+                "SelfReplay runs the model twice in a step, which FSDP and DeepSpeed do not allow here; use DDP, or finch's recipe"
+            )
+        if args.fp16:
+            raise UserError("fp16=True scales the loss, which SelfReplay's term would not follow; use bf16")
+        file = Path(args.output_dir or "") / ANSWERS_FILE
+        if state.global_step > 0:
+            if not file.is_file():
+                raise UserError(
+                    f"{file} is missing: the answers of the pretrained model, which this resumed run no longer has; start a new run"
+                )
+            self._answers = read_answers(file)
+        else:
+            if tokenizer is None:
+                raise UserError("SelfReplay needs the tokenizer: Trainer(processing_class=tokenizer)")
+            self._answers = self._generate(model, tokenizer)
+            if state.is_world_process_zero:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                save_answers(self._answers, file)
+        loader = kwargs["train_dataloader"]
+        self._micro_batches = len(loader) if hasattr(loader, "__len__") else None
+        self._remove_hook()  # left by a run that ended with an error
+        self._hook = model.register_forward_hook(self._add_term)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        number = args.gradient_accumulation_steps
+        if self._micro_batches is not None:  # fewer in the last step of an epoch
+            done = state.global_step % -(-self._micro_batches // number) * number
+            number = min(number, self._micro_batches - done)
+        slots = number * args.world_size
+        full = args.gradient_accumulation_steps * args.world_size * args.per_device_train_batch_size
+        rows = step_rows(self._answers, state.global_step, number=rows_in_step(self._share, full), seed=self._seed)
+        self._shares = [rows[slot::slots] for slot in range(args.process_index, slots, args.world_size)]
+        self._num_tokens, self._kl = sum(len(row.top) for row in rows), torch.zeros((), device=args.device)
+        self._scale = self._strength * args.world_size / self._num_tokens
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(self._kl)
+        self._kl /= self._num_tokens
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is not None and "loss" in logs:
+            lines: tuple[dict[str, Any], ...] = (logs, state.log_history[-1])
+            for line in lines:
+                line["replay_kl"] = float(self._kl)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._remove_hook()
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _generate(self, model: Any, tokenizer: Any) -> list[Answer]:
+        stops = getattr(getattr(model, "generation_config", None), "eos_token_id", None) or tokenizer.eos_token_id
+        stops = [stops] if isinstance(stops, int) else list(stops or [])
+        before, after = around_user_turn(tokenizer)
+        if self._prompts != "self":
+            return own_answers(
+                model, [_prompt(tokenizer, text) for text in self._prompts], stop_tokens=stops, **self._options
+            )
+        if after is None:
+            return own_answers(model, [before] * self._num_rows, stop_tokens=stops, **self._options)
+        turns = own_answers(
+            model,
+            [before] * self._num_rows,
+            stop_tokens=[*stops, after[0]],
+            stream=1,
+            **{**self._options, "temperature": self._options["temperature"] or 1.0, "top_k": 1},
+        )
+        texts = [turn.tokens.tolist() for turn in turns]
+        texts = [text[:-1] if text[-1] in (*stops, after[0]) else text for text in texts]
+        return own_answers(model, [[*text, *after] for text in texts], stop_tokens=stops, **self._options)
+
+    def _add_term(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if is_replaying(module) or not module.training or not torch.is_grad_enabled() or not self._shares:
+            return output
+        rows = self._shares.pop(0)
+        if rows:
+            kl = replay_kl_sum(module, rows)
+            self._kl += kl.detach()
+            term, is_done = kl * self._scale, [False]
+            for name, value in output.items():  # nobody knows which of them the Trainer makes its loss of
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    output[name] = _WithTerm.apply(value, term, is_done)
+        return output
+
+
+class _WithTerm(torch.autograd.Function):
+    """A tensor whose backward also differentiates ``term``, however the Trainer scales what it makes of the tensor. Of several with the same
+    ``is_done`` the first does."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, term: torch.Tensor, is_done: list[bool]) -> torch.Tensor:
+        ctx.save_for_backward(term)
+        ctx.is_done = is_done
+        return value.clone() if value.dim() == 0 else value.view_as(value)  # the Trainer scales its loss in place
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (term,) = ctx.saved_tensors
+        is_first, ctx.is_done[0] = not ctx.is_done[0], True
+        return grad_output, torch.ones_like(term) if is_first else None, None
 
 
 @torch.no_grad()
@@ -314,6 +490,48 @@ def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: to
             "init=dataset: the training rows have no target token (label -100 everywhere); check the data collator"
         )
     return float(loss), int(num_targets)
+
+
+def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int] | None]:
+    """The tokens before a user turn's text and those between it and the answer, where the template ends turns by a special token; else BOS
+    (EOS where there is none) and None."""
+    if getattr(tokenizer, "chat_template", None):
+        one, other = (_prompt(tokenizer, text) for text in ("7", "z"))
+        start = next(index for index, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+        end = next(
+            index for index, (left, right) in enumerate(zip(one[::-1], other[::-1], strict=False)) if left != right
+        )
+        after = one[len(one) - end :]
+        if after and after[0] in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
+            return one[:start], after
+    return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id], None
+
+
+def _prompt(tokenizer: Any, text: str) -> list[int]:
+    """A user's turn up to where the answer begins; without a template the text."""
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer(text)["input_ids"])
+    turns = [{"role": "user", "content": text}]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def save_answers(answers: Sequence[Answer], file: Path) -> None:
+    """All of them one after another, in one safetensors file."""
+    parts = {name: torch.cat([getattr(answer, name) for answer in answers]) for name in ("tokens", "log_probs", "top")}
+    lengths = torch.tensor([[len(answer.tokens), len(answer.top)] for answer in answers])
+    with atomic_file(file) as partial:
+        save_file({**parts, "lengths": lengths}, partial)
+
+
+def read_answers(file: Path) -> list[Answer]:
+    """What :func:`save_answers` has written."""
+    parts = load_file(file)
+    tokens, answers = parts.pop("lengths").T.tolist()
+    rows = zip(
+        parts["tokens"].split(tokens), parts["log_probs"].split(answers), parts["top"].split(answers), strict=True
+    )
+    return [Answer(*row) for row in rows]
 
 
 class _AddLabels:

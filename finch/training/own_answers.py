@@ -20,6 +20,7 @@ from finch.data.prompts import Prompts, Sample, num_targets
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
+from finch.integrations.self_replay import chooser, uniform_draws
 from finch.log import logger
 from finch.models.qwen3 import Qwen3Attention
 from finch.objectives import IGNORE_INDEX
@@ -95,14 +96,14 @@ class OwnAnswers:
         options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "dtype": dtype, "parallel": parallel}
         if self._prompts.after is not None:  # the model writes the user's turn as well
             ends = {*self._stop_tokens, *self._prompts.after[:1]}
-            draws = _draws(len(prompts), self._max_new_tokens, 1)
+            draws = uniform_draws(len(prompts), self._max_new_tokens, 1)
             found = generate(
                 model, prompts, draws, self._temperature or 1.0, ends, title=f"{self._key}: prompts", **options
             )
             turns = [turn[:-1] if turn[-1] in ends else turn for turn in found]
             pairs = zip(prompts, turns, strict=True)
             prompts = [[*prompt, *turn, *self._prompts.after] for prompt, turn in pairs]
-        draws = _draws(len(prompts), self._max_new_tokens, 0)
+        draws = uniform_draws(len(prompts), self._max_new_tokens, 0)
         ends = set(self._stop_tokens)
         answers = generate(model, prompts, draws, self._temperature, ends, title=f"{self._key}: answers", **options)
         if all(set(answer) <= ends for answer in answers):
@@ -176,12 +177,6 @@ def _add_references(model: TokenLoss, key: str, samples: list[Sample], top_k: in
             samples[index].update(zip(REFERENCES, values, strict=True))
 
 
-def _draws(rows: int, number: int, stream: int) -> torch.Tensor:
-    """[rows, number] fp64 in [0, 1), one seed per row; ``stream`` 0 or 1."""
-    generators = (torch.Generator().manual_seed(2 * row + stream) for row in range(rows))
-    return torch.stack([torch.rand(number, generator=each, dtype=torch.float64) for each in generators])
-
-
 @torch.no_grad()
 def generate(
     model: TokenLoss,
@@ -218,7 +213,7 @@ def generate(
             for step in range(max_new_tokens):
                 if parallel.all_true(not active):
                     break
-                tokens = batch.next_tokens(model, _chooser(draws[indices, step].to(parallel.device), temperature))
+                tokens = batch.next_tokens(model, chooser(draws[indices, step].to(parallel.device), temperature))
                 for index, token in zip(indices, tokens, strict=True):
                     if index in active:
                         found[index].append(token)
@@ -231,18 +226,6 @@ def generate(
     model.train(was_training)
     merged = {index: answer for share in parallel.gather(found) for index, answer in share.items()}
     return [merged[index] for index in range(len(prompts))]
-
-
-def _chooser(draws: torch.Tensor, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From logits [rows, vocab] to tokens [rows]; ``draws``: [rows]."""
-
-    def choose(logits: torch.Tensor) -> torch.Tensor:
-        if temperature == 0:
-            return logits.argmax(-1)
-        sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
-        return torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True).squeeze(1)
-
-    return choose
 
 
 class _Batch:

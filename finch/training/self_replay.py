@@ -16,11 +16,12 @@ from finch.config.instantiate import locate
 from finch.config.schema import SelfReplay as Settings
 from finch.data.loader import Batch, EvalSettings, collator
 from finch.data.prompts import Prompts, check_context, load_rows, own_prompts, stop_tokens, tokenize_prompts
-from finch.data.replay import Replay, rows_in_step
+from finch.data.replay import Replay
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
 from finch.errors import UserError
+from finch.integrations.self_replay import rows_in_step
 from finch.objectives import IGNORE_INDEX
 from finch.progress import duration
 from finch.training.chunked_loss import TokenLoss

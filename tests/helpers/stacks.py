@@ -7,6 +7,7 @@ steps, and works on one process or, under torchrun, on each of several.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,7 @@ from benchmarks.tiny_job import make_config
 from helpers.causal_lm import Row, collate, train_plainly
 
 ETA_BASE, ETA_MAX, INIT, EPOCHS, BATCH = 1e-3, 2.5e-3, 3.0, 2, 16
+REPLAY = {"rows": 6, "max_new_tokens": 12, "strength": 2.0}
 
 Curves = tuple[list[float], list[float]]
 
@@ -54,6 +56,27 @@ def run_reference(data: Path, num_shares: int = 1) -> Curves:
     return found["loss"], found["lr"]
 
 
+@functools.cache
+def run_replay_reference(data: Path) -> Curves:
+    """With the term of finch.integrations.self_replay in the plain loop."""
+    from finch.integrations.self_replay import own_answers, replay_kl, step_rows
+
+    model, rows = load(data)
+    answers, steps = own_answers(model, [[1]] * 6, stop_tokens=[2], max_new_tokens=12), itertools.count()
+    found = train_plainly(
+        model,
+        rows,
+        BATCH,
+        ETA_BASE,
+        ETA_MAX,
+        init=INIT,
+        epochs=EPOCHS,
+        replay_kl=lambda: replay_kl(model, step_rows(answers, next(steps), number=4, seed=0)),
+        strength=2.0,
+    )
+    return found["loss"], found["lr"]
+
+
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -79,28 +102,35 @@ def run_trainer(
     init: float | str = INIT,
     num_rows: int = 64,
     is_sharded: bool = False,
+    is_replayed: bool = False,
     **changes: Any,
 ) -> Curves:
     """``is_sharded``: with FSDP2, as transformers itself shards a model when it loads it; Accelerate's ``fsdp`` is DDP on a CPU."""
-    from finch.integrations.transformers import FinchCallback
+    from finch.integrations.transformers import FinchCallback, SelfReplay
 
     config = transformers.distributed.DistributedConfig(fsdp_size=world_size()) if is_sharded else None
     model, rows = load(data, config)
     args = transformers.TrainingArguments(**{**trainer_options(folder), **changes})
-    callback = FinchCallback(eta_max=ETA_MAX, init=init)
+    callbacks = [FinchCallback(eta_max=ETA_MAX, init=init), *([SelfReplay(**REPLAY)] if is_replayed else [])]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(data / "stories260k")
     trainer = transformers.Trainer(
-        model, args, train_dataset=rows[:num_rows], data_collator=collate, callbacks=[callback]
+        model,
+        args,
+        train_dataset=rows[:num_rows],
+        data_collator=collate,
+        callbacks=callbacks,
+        processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=resume)
     assert any(isinstance(module, FSDPModule) for module in model.modules()) == is_sharded
     return curves(trainer)
 
 
-def run_sft_trainer(data: Path, folder: Path) -> Curves:
+def run_sft_trainer(data: Path, folder: Path, is_replayed: bool = False) -> Curves:
     import datasets
     import trl
 
-    from finch.integrations.transformers import FinchCallback
+    from finch.integrations.transformers import FinchCallback, SelfReplay
 
     model, rows = load(data)
     args = trl.SFTConfig(
@@ -113,7 +143,7 @@ def run_sft_trainer(data: Path, folder: Path) -> Curves:
         args,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[FinchCallback(eta_max=ETA_MAX, init=INIT)],
+        callbacks=[*([SelfReplay(**REPLAY)] if is_replayed else []), FinchCallback(eta_max=ETA_MAX, init=INIT)],
     )
     trainer.train()
     return curves(trainer)

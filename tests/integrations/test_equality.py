@@ -6,7 +6,18 @@ import pytest
 from helpers.causal_lm import mean_loss
 from helpers.ranks import on_ranks
 from helpers.runs import run_here, run_ranks
-from helpers.stacks import ETA_BASE, STACKS, differences, load, recipe_config, run_reference
+from helpers.stacks import (
+    ETA_BASE,
+    REPLAY,
+    STACKS,
+    differences,
+    load,
+    recipe_config,
+    run_reference,
+    run_replay_reference,
+    run_sft_trainer,
+    run_trainer,
+)
 
 ON_TWO_RANKS = """
     from helpers.stacks import STACKS, run_trainer
@@ -17,6 +28,7 @@ ON_TWO_RANKS = """
     # Rows that the ranks cannot share evenly, and a loss that is the mean of their means: FINCH's is over tokens all the same.
     uneven = {{"init": "dataset", "num_rows": 57, "max_steps": 1, "save_strategy": "no", "average_tokens_across_devices": False}}
     curves["dataset"] = run_trainer(data, folder / "dataset", is_sharded=True, **uneven)
+    curves["self-replay"] = run_trainer(data, folder / "replay", is_replayed=True, save_strategy="no")
     tell(curves)
 """
 
@@ -36,6 +48,22 @@ def test_stack_equals_plain_python_on_one_process(name, shared_data, tmp_path):
     assert_equal(name, STACKS[name](shared_data, tmp_path), run_reference(shared_data))
 
 
+def test_self_replay_is_the_same_in_every_loop(shared_data, tmp_path):
+    """The same answers and the same steps: a plain loop, the Trainer, TRL's, the recipe; the plain run differs."""
+    reference = run_replay_reference(shared_data)
+    assert differences(reference, run_reference(shared_data))[0] > 1e-3
+    run = run_here(tmp_path, {**recipe_config(shared_data, tmp_path, 1), "self_replay": REPLAY})
+    assert run.returncode == 0, run.output[-3000:]
+    assert_equal("recipe with self-replay", (run.column("loss"), run.column("lr")), reference)
+    broken = run_trainer(shared_data, tmp_path / "trainer", is_replayed=True)
+    assert_equal("Trainer with self-replay", broken, reference)
+    checkpoint = str(tmp_path / "trainer" / "checkpoint-4")
+    resumed = run_trainer(shared_data, tmp_path / "trainer", resume=checkpoint, is_replayed=True)
+    assert resumed == broken
+    sft = run_sft_trainer(shared_data, tmp_path / "sft", is_replayed=True)
+    assert_equal("SFTTrainer with self-replay", sft, reference)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_recipe_equals_plain_python(ranks, shared_data, tmp_path):
     config = recipe_config(shared_data, tmp_path, ranks)
@@ -49,6 +77,7 @@ def test_stacks_equal_plain_python_on_two_ranks(shared_data, tmp_path):
     one, other = on_ranks(2, ON_TWO_RANKS.format(data=str(shared_data)), tmp_path)
     assert {name: curves[1] for name, curves in one.items()} == {name: curves[1] for name, curves in other.items()}
     assert one.pop("resumed") == one["Trainer"]
+    assert_equal("self-replay on two ranks", one.pop("self-replay"), run_replay_reference(shared_data))
     model, rows = load(shared_data)
     losses, _ = run_reference(shared_data)
     ema = 0.9 * mean_loss(model, rows[:57]) + 0.1 * losses[0]

@@ -12,6 +12,7 @@ from finch.data.loader import EvalSettings
 from finch.data.prompts import Prompts
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
+from finch.integrations.self_replay import uniform_draws
 from finch.training import own_answers
 from finch.training.chunked_loss import TokenLoss
 
@@ -26,7 +27,7 @@ def model():
 
 
 def generate(model, temperature, stop_tokens=(), number=6, dtype=torch.float64):
-    draws = own_answers._draws(len(PROMPTS), number, 0)
+    draws = uniform_draws(len(PROMPTS), number, 0)
     options = {"max_new_tokens": number, "dtype": dtype, "parallel": PARALLEL}
     return own_answers.generate(model, PROMPTS, draws, temperature, stop_tokens, **options), draws
 

@@ -1,0 +1,178 @@
+"""Self-replay for any training loop: a pretrained model's own answers, and the KL divergence that holds a model to them. Needs only torch.
+
+    answers = own_answers(model, prompts, stop_tokens=[tokenizer.eos_token_id])          # before training
+    loss = loss + 0.3 * replay_kl(model, step_rows(answers, step, number=4, seed=0))     # in each step
+
+finch's recipe has ``self_replay``, transformers' Trainer and TRL's SFTTrainer :class:`finch.integrations.transformers.SelfReplay`; the answers to
+equal prompts are the same in all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from finch.objectives.regularization import coarse_token_kl, top_log_probs
+
+Row = TypeVar("Row")
+BATCH_ROWS = 32
+"""Prompts that are continued at a time."""
+_running: list[nn.Module] = []
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt with the pretrained model's answer.
+
+    Attributes:
+        tokens: [prompt + answer] int64.
+        log_probs, top: [answer, top_k + 1] fp32 and [answer, top_k] int64, the pretrained model's distributions at the answer's tokens, see
+            :func:`finch.objectives.regularization.top_log_probs`.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    top: torch.Tensor
+
+
+def own_answers(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stop_tokens: Collection[int],
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_k: int = 512,
+    stream: int = 0,
+) -> list[Answer]:
+    """The answers of a transformers model to tokenized prompts, each sampled with its own seed.
+
+    Args:
+        stop_tokens: each ends an answer, and is its last token.
+        temperature: of the sampling; 0: the likeliest token.
+        top_k: tokens of a distribution that are kept, at most the vocabulary; the rest count as one.
+        stream: 0, or 1 for another set of seeds.
+    """
+    answers: list[Answer] = []
+    draws = uniform_draws(len(prompts), max_new_tokens, stream)
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
+    with torch.no_grad(), _replaying(model):
+        for start in range(0, len(prompts), BATCH_ROWS):
+            rows = [list(prompt) for prompt in prompts[start : start + BATCH_ROWS]]
+            found = _continue(model, rows, draws[start : start + BATCH_ROWS].to(device), temperature, stop_tokens)
+            for prompt, answer in zip(rows, found, strict=True):
+                tokens = torch.tensor([prompt + answer], device=device)
+                logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
+                log_probs, top = top_log_probs(logits, min(top_k, logits.shape[-1]))
+                answers.append(Answer(tokens[0].cpu(), log_probs.cpu(), top.cpu()))
+    model.train(was_training)
+    return answers
+
+
+def replay_kl(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
+    """KL(pretrained || model), [] in nats with its graph: the mean over the answers' tokens. For a transformers model."""
+    return replay_kl_sum(model, answers) / sum(len(answer.top) for answer in answers)
+
+
+def replay_kl_sum(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
+    """As :func:`replay_kl`, the sum."""
+    device = next(model.parameters()).device
+    longest = max(len(answer.tokens) for answer in answers)
+    tokens = torch.zeros(len(answers), longest, dtype=torch.int64)
+    for row, answer in zip(tokens, answers, strict=True):
+        row[: len(answer.tokens)] = answer.tokens
+    mask = torch.arange(longest) < torch.tensor([[len(answer.tokens)] for answer in answers])
+    with _replaying(model):
+        logits = model(input_ids=tokens.to(device), attention_mask=mask.long().to(device)).logits
+    own = [
+        row[len(answer.tokens) - len(answer.top) - 1 : len(answer.tokens) - 1]
+        for row, answer in zip(logits, answers, strict=True)
+    ]
+    log_probs, top = (
+        torch.cat([getattr(answer, name) for answer in answers]).to(device) for name in ("log_probs", "top")
+    )
+    return coarse_token_kl(torch.cat(own), log_probs, top).sum()
+
+
+def step_rows(rows: Sequence[Row], step: int, *, number: int, seed: int) -> list[Row]:
+    """The ``number`` rows that are replayed in the optimizer step ``step``, from 0: seeded permutations one after another."""
+    return [row_at(rows, place, seed) for place in range(step * number, (step + 1) * number)]
+
+
+def row_at(rows: Sequence[Row], place: int, seed: int) -> Row:
+    """The row at a place of the seeded permutations."""
+    permutation, index = divmod(place, len(rows))
+    generator = torch.Generator().manual_seed(seed + permutation)
+    return rows[int(torch.randperm(len(rows), generator=generator)[index])]
+
+
+def rows_in_step(share: float, num_task_rows: int) -> int:
+    """How many rows are replayed next to those of the task."""
+    return max(1, round(share * num_task_rows))
+
+
+def uniform_draws(rows: int, number: int, stream: int) -> torch.Tensor:
+    """[rows, number] fp64 in [0, 1), one seed per row; ``stream`` 0 or 1."""
+    generators = (torch.Generator().manual_seed(2 * row + stream) for row in range(rows))
+    return torch.stack([torch.rand(number, generator=each, dtype=torch.float64) for each in generators])
+
+
+def chooser(draws: torch.Tensor, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From logits [rows, vocab] to tokens [rows]: the first whose cumulative probability at ``temperature`` is above its draw, [rows]; at
+    temperature 0 the likeliest."""
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        if temperature == 0:
+            return logits.argmax(-1)
+        sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
+        return torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True).squeeze(1)
+
+    return choose
+
+
+def is_replaying(model: nn.Module) -> bool:
+    """Whether this forward pass is one of self-replay's: not the task's loss."""
+    return any(each is model for each in _running)
+
+
+@contextmanager
+def _replaying(model: nn.Module) -> Iterator[None]:
+    _running.append(model)
+    try:
+        yield
+    finally:
+        _running.remove(model)
+
+
+def _continue(
+    model: Any, prompts: list[list[int]], draws: torch.Tensor, temperature: float, stop_tokens: Collection[int]
+) -> list[list[int]]:
+    """By the model's own ``generate``, which keeps keys and values; a processor of its scores chooses the token."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    longest = max(map(len, prompts))
+    padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    tokens = torch.tensor(padded, device=draws.device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=draws.device)
+
+    def choose(found: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = chooser(draws[:, found.shape[1] - longest], temperature)(scores)
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    settings = GenerationConfig(
+        max_new_tokens=draws.shape[1], do_sample=False, eos_token_id=list(stop_tokens) or None, pad_token_id=0
+    )
+    found = model.generate(
+        tokens, attention_mask=mask, generation_config=settings, logits_processor=LogitsProcessorList([choose])
+    )
+    answers = []
+    for row in found[:, longest:].tolist():
+        end = next((index for index, token in enumerate(row, start=1) if token in stop_tokens), len(row))
+        answers.append(row[:end])
+    return answers
