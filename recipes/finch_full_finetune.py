@@ -99,7 +99,8 @@ class FinchFullFinetune(FTRecipeInterface):
         preemption = hooks.Preemption()
         first = {"preemption": preemption, "nonfinite": hooks.NonfiniteGuard(), "checks": hooks.StepChecks(cfg)}
         last = {"profiler": hooks.Profiler(cfg), "validation": hooks.Validation(), "probes": probes.Probes(self)}
-        last |= {"budget": budget.ForgettingBudget(self), "summary": summary.Summary(), "average": average.Average()}
+        last |= {"budget": budget.ForgettingBudget(self), "summary": summary.Summary()}
+        last["final_average"] = average.Average()
         self.hooks = {**first, **hooks.user_hooks(cfg, first.keys() | last.keys()), **last}
         self.run.check_disk_room(self.decoder, self.export_dtype)
         self.metrics_log = hooks.build_metrics_log(cfg, self.run.path, self.parallel, num_steps=self.num_steps)

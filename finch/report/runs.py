@@ -154,7 +154,10 @@ def method_of_config(config: Mapping[str, Any]) -> str:
         blocks = {key: block for key, block in method.blocks.items() if key != "model"}
         if name == "sft" or not blocks:
             continue
-        if all(config.get(key) and component_of(config[key]) == component_of(block) for key, block in blocks.items()):
+        if all(
+            config.get(key) is not None and component_of(config[key]) == component_of(block)
+            for key, block in blocks.items()
+        ):
             names.append(name)
     if "asft" in names:  # has the blocks of both
         names = [name for name in names if name not in ("dft", "kl")]

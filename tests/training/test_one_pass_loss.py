@@ -21,6 +21,7 @@ from finch.training import chunked_loss
 from finch.training.chunked_loss import TokenLoss
 from finch.training.kl_penalty import KLPenalty
 from finch.training.one_pass_loss import Weighting, one_pass
+from finch.training.self_replay import SelfReplay
 from finch.training.step_loss import StepLoss, StepMedian
 
 CPU = torch.device("cpu")
@@ -111,6 +112,7 @@ def step_of(decoder, objective, kl=None):
     model = TokenLoss(decoder, 4, reference)
     loss = object.__new__(StepLoss)  # without a config
     loss.objective, loss.median, loss.kl_penalty = objective, median, penalty
+    loss.replay = SelfReplay(OmegaConf.create({"self_replay": None}), decoder, Parallel(CPU))
     losses, total = loss(model, batch, 1 / targets)
     (2 * total).backward()
     assert not losses.requires_grad
