@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -165,6 +166,8 @@ class SelfReplay:
     def _check_room(self, folder: Path, rows: int) -> None:
         assert self.settings is not None
         place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        if not (place.is_dir() and os.access(place, os.W_OK)):
+            raise UserError(f"{folder}, for the answers of self_replay, cannot be written; give another folder")
         free, needed = shutil.disk_usage(place).free, answer_bytes(self.settings, rows)
         if free < needed:
             raise UserError(

@@ -38,6 +38,7 @@ from finch.training.model import use_complex_product
 from finch.weights.huggingface import HuggingFaceFolder
 
 REPLAY = {"rows": 8, "max_new_tokens": 6, "strength": 2.0, "share": 1.0}
+REPLAYED = {"self_replay": {**REPLAY, "share": 0.25}}
 KL = {"_component_": "finch.regularization.KL", "strength": 2.0}
 LLAMA_PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
 QWEN3_PLAN = {"_component_": "finch.models.qwen3.qwen3_tp_plan"}
@@ -80,7 +81,7 @@ def config(tiny, tmp_path):
 
 # ranks; a model of another family; changes of the run in one process too; changes of the run on ranks
 MESHES = {
-    "hsdp": (4, None, {"kl_penalty": KL}, {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 2}),
+    "hsdp": (4, None, {"kl_penalty": KL, **REPLAYED}, {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 2}),
     "replicate x tensor": (
         4,
         None,
@@ -91,7 +92,7 @@ MESHES = {
     "shard x tensor": (
         4,
         None,
-        {"kl_penalty": KL},
+        {"kl_penalty": KL, **REPLAYED},
         {"tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN, "custom_sharded_layers": ["tok_embeddings"]}
         | {"batch_size": 4, "enable_activation_checkpointing": True},
     ),
@@ -102,10 +103,15 @@ MESHES = {
         {},
         {"fsdp_reduce_every_micro_batch": False, "batch_size": 1, "gradient_accumulation_steps": 4},
     ),
-    "optimizer in the backward": (4, None, {"clip_grad_norm": None}, {**IN_BACKWARD, "data_parallel_replicate_dim": 2}),
-    "lora": (2, None, {"model": LORA_MODEL}, {}),
+    "optimizer in the backward": (
+        4,
+        None,
+        {"clip_grad_norm": None, **REPLAYED},
+        {**IN_BACKWARD, "data_parallel_replicate_dim": 2},
+    ),
+    "lora": (2, None, {"model": LORA_MODEL, **REPLAYED}, {}),
     # A tied embedding stays in the root's group, where the output layer is used, even if the config wants it apart.
-    "qwen3 tied": (2, "qwen3 tied", {}, {"custom_sharded_layers": ["tok_embeddings"]}),
+    "qwen3 tied": (2, "qwen3 tied", REPLAYED, {"custom_sharded_layers": ["tok_embeddings"]}),
     "qwen3 tied x tensor": (
         2,
         "qwen3 tied",
@@ -130,6 +136,7 @@ def test_every_mesh_equals_one_process(name, config, trained, tmp_path):
     resumed = run_here(tmp_path, config, "resume_from_checkpoint=True", recipe=recipe)
     assert "resumed from step 6" in resumed.output
     columns = ["loss", "ema_loss", "lr", "num_target_tokens", *["kl"] * ("kl_penalty" in changes)]
+    columns += ["replay_kl", "num_replayed"] * ("self_replay" in changes)
     if "clip_grad_norm" not in changes:
         columns.append("grad_norm")
         assert name == "lora" or min(straight.column("grad_norm")) > 1.0  # so that clipping to 1 is at work
