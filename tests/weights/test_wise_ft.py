@@ -177,6 +177,7 @@ def truncate(folder):
         (keep_only_an_adapter, r"--tuned=.* has neither .*; merge the adapter into its model first"),
         (lambda base, tuned: next(tuned.glob("*.safetensors")).unlink(), r"tuned/model\.safetensors\.index\.json lists model-0.*safetensors, which is not in .*; download the missing"),
         (lambda base, tuned: (tuned / "model.safetensors.index.json").write_text("{}"), r"tuned/.* has no weight_map of safetensors files"),
+        (lambda base, tuned: (tuned / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../base/model.safetensors"}}'), r"lists \.\./base/model\.safetensors, which is not the name of a file"),
         (lambda base, tuned: truncate(base), r"base/model\.safetensors is not a complete safetensors file"),
         (lambda base, tuned: (base / "config.json").unlink(), r"--base=.*base has no config\.json"),
         (lambda base, tuned: (tuned / "config.json").write_text("{"), r"tuned/config\.json is not JSON"),
