@@ -99,20 +99,19 @@ class Front:
     """
 
     def __init__(
-        self, file: Path, fingerprint: str, evaluate: Callable[[float], tuple[float, float]], *, is_writer: bool
+        self, file: Path, fingerprint: str, evaluate: Callable[[float], tuple[float, float]], group: Parallel
     ) -> None:
-        self._file, self._fingerprint, self._evaluate, self._is_writer = file, fingerprint, evaluate, is_writer
-        saved = json.loads(file.read_text()) if file.is_file() else {}
+        self._file, self._fingerprint, self._evaluate, self._group = file, fingerprint, evaluate, group
+        saved = json.loads(file.read_text()) if group.is_rank_zero and file.is_file() else {}
         kept = saved.get("points", []) if saved.get("fingerprint") == fingerprint else []
-        self.points = {point[0]: Point(*point) for point in kept}
+        self.points = {point[0]: Point(*point) for point in group.gather_all_ranks(kept)[0]}
 
     def at(self, alpha: float) -> Point:
         """A collective."""
-        alpha = round(alpha, 3)
         if alpha not in self.points:
             self.points[alpha] = point = Point(alpha, *self._evaluate(alpha))
             logger.info(f"alpha {alpha:g}: {point.learned:.4f} on the task, forgotten {point.forgotten:.4f}")
-            if self._is_writer:
+            if self._group.is_rank_zero:
                 content = {"fingerprint": self._fingerprint, "points": [list(vars(each).values()) for each in self]}
                 with files.atomic_file(self._file) as partial:
                     partial.write_text(json.dumps(content) + "\n")
@@ -160,7 +159,7 @@ def choose(front: Front, choice: Choice) -> Point:
         widest, gap = max(gaps, key=lambda each: each[1])
         if gap < 0.1:
             break
-        front.at((best.alpha + widest.alpha) / 2)
+        front.at(round((best.alpha + widest.alpha) / 2, 3))
     return max(front, key=lambda point: front.learned_share(point) - front.forgotten_share(point))
 
 
@@ -175,7 +174,7 @@ def _boundary(front: Front, margin: Callable[[Point], float], bad: Point, good: 
             bad, good = (bad, point) if margin(point) >= 0 else (point, good)
     while front.is_open and abs(bad.alpha - good.alpha) > 0.02:
         share = margin(good) / (margin(good) - margin(bad))
-        point = front.at(good.alpha + min(max(share, 0.1), 0.9) * (bad.alpha - good.alpha))
+        point = front.at(round(good.alpha + min(max(share, 0.1), 0.9) * (bad.alpha - good.alpha), 3))
         if point in (bad, good):
             break
         bad, good = (bad, point) if margin(point) >= 0 else (point, good)
@@ -405,7 +404,7 @@ def average_in(run: Path, choice: Choice, cfg: DictConfig, group: Parallel) -> l
     averages = Averages(run, cfg, group)
     if group.is_rank_zero:
         averages.out.mkdir(exist_ok=True)
-    front = Front(averages.out / "front.json", averages.fingerprint, averages.evaluate, is_writer=group.is_rank_zero)
+    front = Front(averages.out / "front.json", averages.fingerprint, averages.evaluate, group)
     chosen = choose(front, choice)
     averages.write(chosen.alpha)
     lines = describe(front, chosen, choice)

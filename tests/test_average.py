@@ -5,6 +5,7 @@ import math
 import shutil
 
 import pytest
+import torch
 from helpers.causal_lm import mean_loss
 from helpers.runs import LORA, LORA_MODEL, finished, run_ranks
 from omegaconf import OmegaConf
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from finch import average as module
 from finch.average import MAX_EVALUATIONS, Choice, Front, average, choose, describe
 from finch.cli.main import main
+from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.weights.wise_ft import wise_ft
 
@@ -26,7 +28,7 @@ def front(tmp_path, power=2.0, bend=2.0, calls=None):
             calls.append(alpha)
         return 3.0 - 2.0 * (1 - (1 - alpha) ** bend), 0.5 * alpha**power
 
-    return Front(tmp_path / "front.json", "key", evaluate, is_writer=True)
+    return Front(tmp_path / "front.json", "key", evaluate, Parallel(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def front(tmp_path, power=2.0, bend=2.0, calls=None):
         (Choice(budget=0.1), 0.2**0.5, 0.03),
         (Choice(budget=0.001), 0.002**0.5, 0.05),
         (Choice(budget=9), 1.0, 0),
-        (Choice(alpha=0.3), 0.3, 0),
+        (Choice(alpha=0.12345), 0.12345, 0),
         (Choice(), 0.5, 0.07),  # where 2 - 2 alpha = 2 alpha
     ],
 )
