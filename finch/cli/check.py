@@ -196,7 +196,7 @@ class Report:
         tokens = sum(len(sample["tokens"]) for sample in rows.samples)
         number = len(rows.questions or rows.samples)
         self._print(
-            f"{name}: {settings.data_files or settings.source or "finch's prompts"}, {rows.kind}, {number:,} rows, {tokens:,} tokens"
+            f"{name}: {settings.data_files or settings.source or 'built-in prompts'}, {rows.kind}, {number:,} rows, {tokens:,} tokens"
         )
 
     def _count_steps(self, cfg: DictConfig, samples: Any) -> int:
