@@ -28,7 +28,7 @@ from finch.progress import Progress
 from finch.training.chunked_loss import TokenLoss
 from finch.training.reference import ReferenceFile, fingerprint_of, iter_outputs
 
-BATCH_ROWS, BATCH_TOKENS = 32, 16384
+BATCH_ROWS, BATCH_TOKENS = 64, 16384
 """At most so many prompts, and so many tokens with padding and answers, are continued at a time, whatever the number of ranks: a row's
 logits, rounding included, then depend on its prompts only."""
 
