@@ -93,6 +93,12 @@ def test_kl_penalty_of_compiled_and_mixed_precision_models(config, monkeypatch, 
     """Both models see the same kernels and the same rounding: the first divergence is 0."""
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # a test machine may lack a C++ compiler
     for change in ("compile=True", "dtype=bf16_mixed", "fsdp_cpu_offload=True"):
-        run = finished(tmp_path / change, config, KL, change, "max_steps_per_epoch=2")
+        replay = (
+            "self_replay.rows=4",
+            "self_replay.max_new_tokens=6",
+        )  # its distributions are of another batch, rounded otherwise
+        run = finished(tmp_path / change, config, KL, *replay, change, "max_steps_per_epoch=2")
         assert run.column("kl")[0] == pytest.approx(0, abs=1e-9), change
         assert run.column("kl")[1] > 1e-4, change
+        assert run.column("replay_kl")[0] == pytest.approx(0, abs=1e-3 if "bf16" in change else 1e-6), change
+        assert run.column("replay_kl")[1] > 2 * abs(run.column("replay_kl")[0]), change
