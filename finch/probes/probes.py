@@ -215,7 +215,7 @@ class Probes(Hook):
         return state.probe_metrics
 
     def summary(self, state: TrainState) -> list[str]:
-        if not self._seconds:
+        if not self._rows:
             return []
         share = self._seconds / (time.perf_counter() - self._trainer.run.start_time)
         return [f"probes took {self._seconds:.1f} s, {share:.1%} of the time since this start"]
