@@ -24,6 +24,12 @@ from studies.smollm2_tofu import data
 HERE = Path(__file__).parent
 ALPHA, NUM_LOSSES = 0.5, 101
 NUM_STORIES, NUM_OPENINGS, WORDS = 300, 64, 12
+SECONDARY = {
+    "probe/stories/loss_change": "stories_rise",
+    "probe/hellaswag/loss_change": "hellaswag_rise",
+    "probe/paraphrases/accuracy": "paraphrases_accuracy",
+    "probe/paraphrases/loss": "paraphrases_loss",
+}
 FAMILIES = {"replay": ("replay_0.3",), "others": ("sft", "finch", "constant", "kl_0.1")}
 
 
@@ -73,8 +79,7 @@ def analyse(cells: list[Path], out: Path) -> None:
                 found = {"arm": arm, "rate": values["optimizer.lr"], "seed": values["seed"], "alpha": alpha}
                 found |= {"training_loss": loss, "own_kl": kl}
                 if alpha == 1:
-                    found |= {"stories_rise": last["probe/stories/loss_change"]}
-                    found |= {"paraphrases": last["probe/paraphrases/accuracy"]}
+                    found |= {name: last[key] for key, name in SECONDARY.items() if key in last}
                 points.append(found)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "points.csv").open("w", newline="") as file:
