@@ -20,10 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from finch import files, run_files
 from finch.config import schema
-from finch.config.instantiate import build, component_of, locate
+from finch.config.instantiate import build, component_of
 from finch.config.validation import check
-from finch.data.loader import EvalSettings, collator
-from finch.data.prompts import Prompts, stop_tokens
 from finch.data.training_data import TrainingData
 from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
@@ -33,13 +31,12 @@ from finch.errors import UserError
 from finch.log import logger
 from finch.models.lora import without_lora
 from finch.probes.evaluation import evaluate
-from finch.probes.probes import read_probes, selection_key
+from finch.probes.probes import own_answers, read_probes, selection_key
 from finch.probes.rows import read_rows
 from finch.training import model as models
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
-from finch.training.own_answers import OwnAnswers
-from finch.training.reference import dataset_loss, fingerprint_of
+from finch.training.reference import dataset_loss, fingerprint_of, model_settings
 from finch.training.step_loss import NUM_CHUNKS
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.wise_ft import blend, wise_ft
@@ -49,17 +46,11 @@ _MAX_TRAINING_ROWS = 128
 _FAIR_EXPONENT = 1.3
 """Of forgetting ~ alpha^p; below it half of the way forgets more than 0.4 of the whole: the rate was too high for averages to help."""
 _EVERYDAY = "everyday"
-_UNUSED = (
-    "optimizer",
-    "lr_scheduler",
-    "regularizer",
-    "kl_penalty",
-    "self_replay",
-    "metric_logger",
-    "hooks",
-    "profiler",
-    "average",
+_LOSS_KEYS, _RUN_KEYS = (
+    ("lr_scheduler", "regularizer", "kl_penalty", "self_replay"),
+    ("metric_logger", "hooks", "profiler"),
 )
+_UNUSED = ("optimizer", *_LOSS_KEYS, *_RUN_KEYS, "average")
 _ONE_PROCESS = {"tensor_parallel_dim": 1, "data_parallel_replicate_dim": 1, "data_parallel_shard_dim": -1}
 _ONE_PROCESS |= {"compile": False, "fsdp_cpu_offload": False}
 
@@ -230,8 +221,6 @@ class Averages:
         self.base, self.tuned = base, HuggingFaceFolder(str(tuned_folder(run)))
         tokenizer = build(cfg.tokenizer, "tokenizer")
         self._data = TrainingData(cfg, tokenizer, parallel, seed=0, needs_stats=False)
-        collate = locate(cfg.collate_fn, "collate_fn")
-        self._eval = EvalSettings(parallel, lambda rows: collator(rows, tokenizer, collate), cfg.batch_size)
         limit = getattr(decoder, "max_seq_len", None)
         settings = read_probes(cfg)
         self.old = next((name for name, each in settings.items() if not each.task), _EVERYDAY)
@@ -239,14 +228,7 @@ class Averages:
             settings[_EVERYDAY] = schema.Probe(kind="self", rows=64, max_new_tokens=48)
         self._probes = {name: read_rows(name, each, tokenizer, limit) for name, each in settings.items()}
         self._answers = {
-            name: OwnAnswers(
-                f"probes.{name}",
-                (self.out if name == _EVERYDAY else run) / f"own_answers_{name}.safetensors",
-                Prompts([sample["tokens"] for sample in rows.samples]),
-                stop_tokens=stop_tokens(tokenizer),
-                max_new_tokens=settings[name].max_new_tokens,
-                top_k=settings[name].top_k,
-            )
+            name: own_answers(name, rows, settings[name], self.out if name == _EVERYDAY else run, tokenizer)
             for name, rows in self._probes.items()
             if rows.kind == "self"
         }
@@ -255,6 +237,7 @@ class Averages:
         self._model = models.parallelize(decoder, cfg, parallel, precision, num_chunks=NUM_CHUNKS, plan=plan)
         models.allocate(self._model, cfg, parallel, precision)
         self._data.samples.rows = list(self._data.samples.rows)[:_MAX_TRAINING_ROWS]
+        self._alpha = math.nan
         self._load(0)
         self._load_answers(precision.compute)
         self._start = self._probe_value(self.old)
@@ -263,6 +246,8 @@ class Averages:
 
     def evaluate(self, alpha: float) -> tuple[float, float]:
         """What the task's metric is, lower is better, and what was forgotten; a collective."""
+        if alpha == 0:
+            return self._task[0.0], 0.0
         self._load(alpha)
         task = self._task[alpha] if alpha in self._task else self._task_value()
         return task, self._probe_value(self.old) - self._start
@@ -314,19 +299,21 @@ class Averages:
         return values.get("kl", values["loss"])
 
     def _measure(self, name: str) -> Mapping[str, float]:
-        return evaluate(self._model, name, self._probes[name], self._eval)
+        return evaluate(self._model, name, self._probes[name], self._data.eval_settings)
 
     def _load_answers(self, dtype: torch.dtype) -> None:
         """Those of the run, or generated now, while the weights are the pretrained ones; a collective."""
-        settings = {"model": OmegaConf.to_container(self._cfg.model, resolve=True), "dtype": self._cfg.dtype}
         for name, answers in self._answers.items():
-            if not answers.load(self.base.files, settings, self._parallel):
-                answers.generate(self._model, self._eval, dtype)
+            if not answers.load(self.base.files, model_settings(self._cfg), self._parallel):
+                answers.generate(self._model, self._data.eval_settings, dtype)
             self._probes[name].samples = answers.samples
 
     @torch.no_grad()
     def _load(self, alpha: float) -> None:
-        """Each rank blends its shards."""
+        """Each rank blends its shards; nothing to do where the model is at ``alpha`` already."""
+        if alpha == self._alpha:
+            return
+        self._alpha = alpha
         weights = self._model.decoder.state_dict(keep_vars=True)
         (self.tuned if alpha == 1 else self.base).load_into([weights])
         for name, tensor in self.tuned.weights() if 0 < alpha < 1 else ():
@@ -337,17 +324,13 @@ class Averages:
 
 def tuned_folder(run: Path) -> Path:
     """The folder of a run's model: ``best``, else the last epoch. Raises UserError if there is none, or only an adapter."""
-    epochs = sorted(run.glob("epoch_*"), key=lambda path: int(path.name.split("_")[1]))
-    folders = [run / run_files.BEST, *reversed(epochs)]
-    folder = next((path for path in folders if (path / "config.json").is_file()), None)
+    folder = run_files.chosen_model(run)
     if folder is None:
-        adapter = any(path.name.endswith("_adapter") for path in epochs)
-        remedy = (
-            "set save_adapter_weights_only=False and train again, or merge the adapter"
-            if adapter
-            else "give the folder of a run that has ended an epoch"
+        raise UserError(f"{run} has no model: give the folder of a run that has ended an epoch")
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{run} has no model: set save_adapter_weights_only=False and train again, or merge the adapter"
         )
-        raise UserError(f"{run} has no model: {remedy}")
     return folder.resolve()
 
 

@@ -62,6 +62,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def existing_part(path: Path) -> Path:
+    """``path``, or the nearest folder above it that is there: where free disk and permissions can be asked for."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
 def is_disk_error(error: BaseException | None) -> bool:
     """Whether torch's writer failed on a file: it raises a RuntimeError that keeps nothing of the system's message."""
     return isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "inline_container" in str(error))

@@ -17,7 +17,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,8 +197,7 @@ def stock(settings: dict[str, Any], *, recipe: str, **changes: Any) -> None:
         training.get_memory_stats = lambda device: {}
         training.log_memory_stats = lambda stats: None
         training.cleanup_before_training = gc.collect
-    [package] = find_spec("torchtune").submodule_search_locations  # type: ignore[union-attr,misc]
-    file = Path(package).parent / "recipes" / f"{recipe}.py"
+    file = resources.files("torchtune") / ".." / "recipes" / f"{recipe}.py"
     _run_recipe(runpy.run_path, str(file), settings, optimizer_in_bwd=False, **changes)
 
 

@@ -80,9 +80,8 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
         f"model_dir={folder}: {num_parameters / 1e6:,.1f} M parameters, "
         f"{component_of(chosen.get('model')) or component_of(given.model)}, context {context:,} tokens"
     )
-    if (
-        "probes" not in file_blocks and context >= _MIN_CONTEXT
-    ):  # what is forgotten, on the model's own answers to everyday prompts
+    if "probes" not in file_blocks and context >= _MIN_CONTEXT:
+        # What is forgotten, on the model's own answers to everyday prompts.
         chosen["probes"] = {"own": {"kind": "self", "rows": _NUM_PROMPTS}}
         messages.append(
             f"probes.own: {_NUM_PROMPTS} own answers, planned to take under 5% of the time; ~probes removes it"
@@ -103,10 +102,9 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
 
 def _user_values(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
     """What the user has set in the file and on the command line, without interpolations and removals, which only the complete config can resolve."""
+    short = rf"^({'|'.join(_BLOCKS)})="  # as `model=finch.models.auto`
     assignments = [
-        re.sub(
-            rf"^({'|'.join(_BLOCKS)})=", r"\1._component_=", override
-        )  # the short form, as `model=finch.models.auto`
+        re.sub(short, r"\1._component_=", override)
         for override in overrides
         if "=" in override and not override.startswith("~")
     ]

@@ -22,6 +22,7 @@ from finch.cli.early_checks import (
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
 from finch.errors import UserError
+from finch.files import existing_part
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -238,7 +239,7 @@ class Report:
 
         run, precision = Path(cfg.output_dir), precision_of(cfg.dtype)
         dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
-        free = shutil.disk_usage(next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())).free
+        free = shutil.disk_usage(existing_part(run)).free
         self._print(f"{run.absolute()}, {gigabytes(free)} free")
         adapter_only = bool(cfg.get("save_adapter_weights_only", False))
         size = exported_bytes(decoder, dtype, adapter_only=adapter_only)

@@ -1,7 +1,8 @@
 """The methods by name: ``method=talr``, in a config file or on the command line, makes any config train with TALR.
 
-A method sets the blocks ``lr_scheduler``, ``loss``, ``regularizer``, ``kl_penalty`` and ``self_replay``, SFT's (cosine, plain
-cross-entropy, none, none, none) where it has none of its own. Names joined by ``+`` combine: ``method=finch+talr`` is FINCH's schedule with TALR's token weights.
+A method sets the blocks ``lr_scheduler``, ``loss``, ``regularizer``, ``kl_penalty`` and ``self_replay``. A block that it does not name is SFT's:
+cosine, plain cross-entropy, and no penalty or replay. Names joined by ``+`` combine: ``method=finch+talr`` is FINCH's schedule with TALR's
+token weights.
 A method overrides the config file, and the rest of the command line overrides the method:
 
     file  <  method  <  key=value

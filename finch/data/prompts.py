@@ -14,6 +14,7 @@ from torchtune.datasets._sft import SFTTransform
 from finch.data.formats import RowToMessages, detect_columns
 from finch.data.row_files import SOURCES, local_files, source_of
 from finch.errors import UserError
+from finch.integrations.self_replay import around_content
 from finch.objectives import IGNORE_INDEX
 
 Sample = dict[str, Any]
@@ -108,6 +109,12 @@ def check_context(name: str, length: int, max_new_tokens: int, limit: int | None
         )
 
 
+def context_limit(max_seq_len: int | None, tokenizer: Any) -> int | None:
+    """The longest row in tokens, of a model that takes ``max_seq_len`` and of the tokenizer's max_seq_len; None: no limit."""
+    limits = (max_seq_len, getattr(tokenizer, "max_seq_len", None))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def stop_tokens(tokenizer: Any) -> list[int]:
     """The tokens that end an answer."""
     return list(getattr(tokenizer, "stop_tokens", None) or [tokenizer.eos_id])
@@ -126,13 +133,7 @@ def own_prompts(tokenizer: Any, number: int) -> Prompts:
 def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens before a user turn's content, and those between it and the assistant's answer: what prompts of other contents share."""
     one, other = (_prompt([Message(role="user", content=text, masked=True)], tokenizer) for text in ("7", "z"))
-    start = _common_start(one, other)
-    return one[:start], one[len(one) - _common_start(one[start:][::-1], other[start:][::-1]) :]
-
-
-def _common_start(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+    return around_content(one, other)
 
 
 def _prompt(turns: list[Message], tokenizer: Any) -> list[int]:

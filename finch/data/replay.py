@@ -30,10 +30,10 @@ class Replay:
 
     def deal(
         self, order: GlobalOrder, steps_per_epoch: int, rank: int, epoch: int, consumed: int
-    ) -> Iterator[tuple[list[int], int]]:
-        """For each micro-batch of ``rank`` its replayed rows, and the replayed tokens of its step, over all ranks.
+    ) -> Iterator[tuple[list[int], list[int], int]]:
+        """For each micro-batch of ``rank`` its task rows, its replayed rows, and the replayed tokens of its step, over all ranks.
 
-        Which rows a step has follows from seed and position, so that they are the same on any number of ranks and after a resume.
+        Seed and position decide which rows a step has, so that they are the same on any number of ranks and after a resume.
         """
         full = rows_in_step(self.share, order.global_batch)
         last = order.samples_in(steps_per_epoch) - (steps_per_epoch - 1) * order.global_batch
@@ -51,7 +51,8 @@ class Replay:
                 loads = [sum(int(lengths[index]) for index in each if index != EMPTY) for each in micro_batches]
             dealt = _deal(chosen, [len(self.samples[row]["tokens"]) for row in chosen], loads)
             tokens = sum(num_targets(self.samples[row]) for row in chosen)
-            yield from ((each, tokens) for each in dealt[rank :: order.ranks])
+            pairs = zip(micro_batches[rank :: order.ranks], dealt[rank :: order.ranks], strict=True)
+            yield from ((task, replayed, tokens) for task, replayed in pairs)
             start += number
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from finch.config.instantiate import component_of, locate
 from finch.data.dataset import Samples, load_dataset
-from finch.data.loader import Batch, EvalLoader, collator, load_batches
+from finch.data.loader import Batch, EvalLoader, EvalSettings, collator, load_batches
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
 from finch.data.replay import Replay, WithReplay
@@ -30,6 +30,7 @@ class TrainingData:
         mixture: how the datasets of ``samples`` are mixed; None: an epoch is every row once.
         order: how ``samples`` are distributed over steps and ranks, by tokens where the rows were read (``check_dataset``, or ``needs_stats``).
             A run that is resumed with another ``check_dataset`` has the same samples in each step, not the same bits.
+        eval_settings: for rows that are none of these, such as a probe's.
         stats: of the training rows that the run draws; None: they have not been read.
 
     Raises UserError for rows that cannot be used, or fewer than one optimizer step needs.
@@ -57,6 +58,9 @@ class TrainingData:
         parts = [self.samples, *self.validations.values()]
         collate = locate(cfg.collate_fn, "collate_fn")
         self._collate = {id(samples): collator(samples, tokenizer, collate) for samples in parts}
+        self.eval_settings = EvalSettings(
+            parallel, lambda samples: collator(samples, tokenizer, collate), cfg.batch_size
+        )
         max_seq_len = getattr(tokenizer, "max_seq_len", None)
         self.stats = validate_dataset(self.samples, max_seq_len, parallel) if cfg.check_dataset or needs_stats else None
         for samples in self.validations.values() if cfg.check_dataset else ():
@@ -77,16 +81,15 @@ class TrainingData:
         Those of a step with ``replay`` have ``num_replayed``, [] fp64: the replayed tokens of the step, over all ranks.
         """
         rank, samples = self._parallel.data_parallel_rank, self.samples
-        rows = list(self.order.micro_batches(rank, epoch, consumed))
         collate = self._collate[id(samples)]
         options: dict[str, Any] = {"num_workers": self._num_workers(samples)}
         options["pin_memory"] = self._parallel.device.type == "cuda"
         if replay is None:
-            return load_batches(samples, rows, collate, **options)
+            return load_batches(samples, list(self.order.micro_batches(rank, epoch, consumed)), collate, **options)
         dealt = list(replay.deal(self.order, self.steps_per_epoch, rank, epoch, consumed))
-        rows = [task + [len(samples) + row for row in each] for task, (each, _) in zip(rows, dealt, strict=True)]
+        rows = [task + [len(samples) + row for row in replayed] for task, replayed, _ in dealt]
         batches = load_batches(WithReplay(samples, replay.samples), rows, collate, **options)
-        counts = (torch.tensor(number, dtype=torch.float64) for _, number in dealt)
+        counts = (torch.tensor(number, dtype=torch.float64) for *_, number in dealt)
         return ({**batch, "num_replayed": number} for batch, number in zip(batches, counts, strict=True))
 
     def eval_loader(self, samples: Samples, title: str) -> EvalLoader:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -108,8 +109,12 @@ def step_rows(rows: Sequence[Row], step: int, *, number: int, seed: int) -> list
 def row_at(rows: Sequence[Row], place: int, seed: int) -> Row:
     """The row at a place of the seeded permutations."""
     permutation, index = divmod(place, len(rows))
-    generator = torch.Generator().manual_seed(seed + permutation)
-    return rows[int(torch.randperm(len(rows), generator=generator)[index])]
+    return rows[_permutation(len(rows), seed + permutation)[index]]
+
+
+@lru_cache(maxsize=2)
+def _permutation(number: int, seed: int) -> list[int]:
+    return torch.randperm(number, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def rows_in_step(share: float, num_task_rows: int) -> int:
@@ -134,6 +139,22 @@ def chooser(draws: torch.Tensor, temperature: float) -> Callable[[torch.Tensor],
         return torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True).squeeze(1)
 
     return choose
+
+
+def around_content(one: Sequence[int], other: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The tokens before and after what differs between two prompts, which are equal otherwise."""
+    start = _common_start(one, other)
+    return list(one[:start]), list(one[len(one) - _common_start(one[start:][::-1], other[start:][::-1]) :])
+
+
+def _common_start(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def end_turn(tokens: Sequence[int], ends: Collection[int], after: Sequence[int]) -> list[int]:
+    """A prompt from ``tokens``, whose last part the model wrote as the user's turn, and ``after``, what follows a turn; one of ``ends`` goes."""
+    return [*(tokens[:-1] if tokens[-1] in ends else tokens), *after]
 
 
 def is_replaying(model: nn.Module) -> bool:

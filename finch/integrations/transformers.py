@@ -21,7 +21,16 @@ from finch.errors import UserError
 from finch.extras import require_extras
 from finch.files import atomic_file, write_text
 from finch.integrations.objective_loss import LossReader, ObjectiveLoss
-from finch.integrations.self_replay import Answer, is_replaying, own_answers, replay_kl_sum, rows_in_step, step_rows
+from finch.integrations.self_replay import (
+    Answer,
+    around_content,
+    end_turn,
+    is_replaying,
+    own_answers,
+    replay_kl_sum,
+    rows_in_step,
+    step_rows,
+)
 from finch.integrations.step_loss import MeanLoss
 from finch.log import logger
 from finch.optim.finch_lr import ETA_MAX, FinchLR
@@ -175,9 +184,7 @@ class FinchCallback(TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        lines: tuple[dict[str, Any], ...] = (logs, state.log_history[-1])
-        for line in lines:
-            line["ema_loss"] = self.schedule.ema_loss
+        _add_to_logs(logs, state, "ema_loss", self.schedule.ema_loss)
         if state.global_step == 1 and self._checks_loss and _reports_token_mean(args):
             self._check_loss(float(logs["loss"]), float(self._loss))
 
@@ -383,9 +390,7 @@ class SelfReplay(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if logs is not None and "loss" in logs:
-            lines: tuple[dict[str, Any], ...] = (logs, state.log_history[-1])
-            for line in lines:
-                line["replay_kl"] = float(self._kl)
+            _add_to_logs(logs, state, "replay_kl", float(self._kl))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -407,16 +412,16 @@ class SelfReplay(TrainerCallback):
             )
         if after is None:
             return own_answers(model, [before] * self._num_rows, stop_tokens=stops, **self._options)
+        ends = [*stops, after[0]]
         turns = own_answers(
             model,
             [before] * self._num_rows,
-            stop_tokens=[*stops, after[0]],
+            stop_tokens=ends,
             stream=1,
             **{**self._options, "temperature": self._options["temperature"] or 1.0, "top_k": 1},
         )
-        texts = [turn.tokens.tolist() for turn in turns]
-        texts = [text[:-1] if text[-1] in (*stops, after[0]) else text for text in texts]
-        return own_answers(model, [[*text, *after] for text in texts], stop_tokens=stops, **self._options)
+        prompts = [end_turn(turn.tokens.tolist(), ends, after) for turn in turns]
+        return own_answers(model, prompts, stop_tokens=stops, **self._options)
 
     def _add_term(self, module: nn.Module, args: Any, output: Any) -> Any:
         if is_replaying(module) or not module.training or not torch.is_grad_enabled() or not self._shares:
@@ -497,13 +502,9 @@ def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int] | None]:
     (EOS where there is none) and None."""
     if getattr(tokenizer, "chat_template", None):
         one, other = (_prompt(tokenizer, text) for text in ("7", "z"))
-        start = next(index for index, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-        end = next(
-            index for index, (left, right) in enumerate(zip(one[::-1], other[::-1], strict=False)) if left != right
-        )
-        after = one[len(one) - end :]
+        before, after = around_content(one, other)
         if after and after[0] in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
-            return one[:start], after
+            return before, after
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id], None
 
 
@@ -552,6 +553,13 @@ _CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArgume
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+
+
+def _add_to_logs(logs: dict[str, Any], state: TrainerState, name: str, value: float | None) -> None:
+    """To what callbacks after this one see, and to ``log_history``."""
+    lines: tuple[dict[str, Any], ...] = (logs, state.log_history[-1])
+    for line in lines:
+        line[name] = value
 
 
 def _is_constant(lr_scheduler: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
 
+from finch.config.schema import LoraBuilder
 from finch.dtensor import full_tensor, load_full_tensor
 from finch.errors import UserError
 
@@ -52,16 +53,13 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
         )
 
 
-_LORA_ARGUMENTS = ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output", "lora_rank", "lora_alpha")
-_MORE_LORA_ARGUMENTS = ("lora_dropout", "use_dora", "quantize_base")
-
-
 def without_lora(cfg: DictConfig) -> DictConfig:
     """A copy of a config, whose model is the builder's without LoRA layers."""
     cfg = copy.deepcopy(cfg)
     module, _, builder = str(cfg.model["_component_"]).rpartition(".")
     if builder.startswith("lora_"):
-        model = {key: value for key, value in cfg.model.items() if key not in (*_LORA_ARGUMENTS, *_MORE_LORA_ARGUMENTS)}
+        arguments = {*LoraBuilder.model_fields, "quantize_base"}
+        model = {key: value for key, value in cfg.model.items() if key not in arguments}
         cfg.model = {**model, "_component_": f"{module}.{builder.removeprefix('lora_')}"}
     return cfg
 

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from finch.config.instantiate import did_you_mean, locate
 from finch.config.schema import Probe
-from finch.data.loader import EvalSettings, collator
 from finch.data.prompts import Prompts, stop_tokens
 from finch.data.training_data import TrainingData, validation_sets
 from finch.distributed import watchdog
@@ -28,6 +27,7 @@ from finch.probes.rows import ProbeRows, read_rows
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
 from finch.training.own_answers import OwnAnswers
+from finch.training.reference import model_settings
 
 KINDS_WITH_ACCURACY, KINDS_WITH_KL = ("multiple_choice",), ("self",)
 SECONDS = "probe_seconds"
@@ -43,6 +43,18 @@ def read_probes(cfg: DictConfig) -> dict[str, Probe]:
     """The settings of each probe by name; empty without probes."""
     blocks: Any = {} if cfg.probes is None else OmegaConf.to_container(cfg.probes, resolve=True)
     return {name: Probe(**block) for name, block in blocks.items()}
+
+
+def own_answers(name: str, rows: ProbeRows, settings: Probe, folder: Path, tokenizer: Any) -> OwnAnswers:
+    """The pretrained model's answers to the prompts of the probe ``name``, of kind self, with their file in ``folder``."""
+    return OwnAnswers(
+        f"probes.{name}",
+        folder / f"own_answers_{name}.safetensors",
+        Prompts([sample["tokens"] for sample in rows.samples]),
+        stop_tokens=stop_tokens(tokenizer),
+        max_new_tokens=settings.max_new_tokens,
+        top_k=settings.top_k,
+    )
 
 
 def check_probes(cfg: DictConfig) -> None:
@@ -142,17 +154,9 @@ class Probes(Hook):
                 trainer.loss.replay.refuse_prompts(f"probes.{name}", rows.samples)
         kinds = {name: rows.kind for name, rows in self._rows.items()}
         self._digests = {name: rows.digest for name, rows in self._rows.items()}
-        collate = locate(cfg.collate_fn, "collate_fn")
-        self._eval = EvalSettings(parallel, lambda samples: collator(samples, tokenizer, collate), cfg.batch_size)
+        self._eval = trainer.data.eval_settings
         self._answers = {
-            name: OwnAnswers(
-                f"probes.{name}",
-                Path(cfg.output_dir) / f"own_answers_{name}.safetensors",
-                Prompts([sample["tokens"] for sample in rows.samples]),
-                stop_tokens=stop_tokens(tokenizer),
-                max_new_tokens=self._settings[name].max_new_tokens,
-                top_k=self._settings[name].top_k,
-            )
+            name: own_answers(name, rows, self._settings[name], Path(cfg.output_dir), tokenizer)
             for name, rows in self._rows.items()
             if rows.kind == "self"
         }
@@ -179,9 +183,8 @@ class Probes(Hook):
 
     def needs_pretrained(self, trainer: Trainer) -> bool:
         """Reads the pretrained model's answers where an earlier start of the run has left them; a collective."""
-        model = {"model": OmegaConf.to_container(self._cfg.model, resolve=True), "dtype": self._cfg.dtype}
         for name, answers in self._answers.items():
-            if answers.load(trainer.base.files, model, self._parallel):
+            if answers.load(trainer.base.files, model_settings(self._cfg), self._parallel):
                 self._rows[name].samples = answers.samples
                 self._ungenerated.discard(name)
         return bool(self._ungenerated or set(self._rows) - set(self._baselines))

@@ -13,7 +13,16 @@ from torchtune.datasets._sft import SFTTransform
 
 from finch.config.schema import Probe
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
-from finch.data.prompts import Sample, check_context, everyday_prompts, load_rows, num_targets, plain, tokenize_prompts
+from finch.data.prompts import (
+    Sample,
+    check_context,
+    context_limit,
+    everyday_prompts,
+    load_rows,
+    num_targets,
+    plain,
+    tokenize_prompts,
+)
 from finch.data.rows import TextToTokens
 from finch.errors import UserError
 from finch.log import logger
@@ -65,8 +74,7 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
     Raises UserError for rows that cannot be read, of another kind than the settings', longer than the model's context, or without targets.
     """
     key, files = f"probes.{name}", settings.data_files or settings.source
-    limits = [limit for limit in (max_seq_len, getattr(tokenizer, "max_seq_len", None)) if limit is not None]
-    limit = min(limits, default=None)
+    limit = context_limit(max_seq_len, tokenizer)
     try:
         if files is None:
             rows = everyday_prompts(settings.rows)

@@ -138,9 +138,7 @@ class TokenLoss(nn.Module):
         token_outputs = functools.partial(
             self._token_outputs, num_top_logits=num_top_logits, num_top_log_probs=num_top_log_probs, choose=choose
         )
-        # Of several chunks the logits are not kept: nothing of [tokens, vocab] outlives the forward.
-        is_kept = num_chunks == 1 or not torch.is_grad_enabled()
-        head = None if is_kept or weighting is None else head_of(self.decoder.output, weighting)
+        head = None if _keeps_logits(num_chunks) or weighting is None else head_of(self.decoder.output, weighting)
         if head is not None and weighting is not None:
             positions = torch.arange(labels.numel(), device=labels.device) if targets is None else targets
             outputs = one_pass(
@@ -154,7 +152,7 @@ class TokenLoss(nn.Module):
                 num_chunks=num_chunks,
             )
         else:
-            chunks = self._in_chunks(token_outputs, (hidden, flat_labels, *reference), num_chunks, is_kept)
+            chunks = self._in_chunks(token_outputs, (hidden, flat_labels, *reference), num_chunks)
             outputs = {
                 name: _scatter(torch.cat([each[name] for each in chunks]), targets, labels) for name in chunks[0]
             }
@@ -165,14 +163,13 @@ class TokenLoss(nn.Module):
             outputs["replay_kl"] = self._replay_kl(replayed, replay_log_probs, replay_tokens)
         return outputs["loss"] if len(outputs) == 1 else outputs
 
-    def _in_chunks(
-        self, outputs_of: Callable[..., T], inputs: Sequence[torch.Tensor], num_chunks: int, is_kept: bool
-    ) -> list[T]:
+    def _in_chunks(self, outputs_of: Callable[..., T], inputs: Sequence[torch.Tensor], num_chunks: int) -> list[T]:
         """``outputs_of`` each chunk's logits and further ``inputs``, of which the first are hidden states; recomputed where they are not kept."""
 
         def chunk_outputs(hidden: torch.Tensor, *others: torch.Tensor) -> T:
             return outputs_of(self.decoder.output(hidden), *others)
 
+        is_kept = _keeps_logits(num_chunks)
         return [
             chunk_outputs(*chunk) if is_kept else checkpoint(chunk_outputs, *chunk, use_reentrant=False)
             for chunk in zip(*(each.chunk(num_chunks) for each in inputs), strict=True)
@@ -182,8 +179,7 @@ class TokenLoss(nn.Module):
         """[] the sum over replayed tokens in nats, from hidden states [tokens, embed] and the pretrained model's distributions."""
         vocabulary = self.decoder.tok_embeddings.weight.shape[0]
         num_chunks = chunks_for(len(inputs[0]), vocabulary, self.num_chunks, has_kl=True)
-        is_kept = num_chunks == 1 or not torch.is_grad_enabled()
-        return torch.cat(self._in_chunks(coarse_token_kl, inputs, num_chunks, is_kept)).sum()
+        return torch.cat(self._in_chunks(coarse_token_kl, inputs, num_chunks)).sum()
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The decoder's parameters that require gradients, by name."""
@@ -251,6 +247,11 @@ class TokenLoss(nn.Module):
         with disable_adapter(output) if is_module else nullcontext():
             logits: torch.Tensor = output(hidden)
         return logits
+
+
+def _keeps_logits(num_chunks: int) -> bool:
+    """Of several chunks they are not kept: nothing of [tokens, vocab] outlives the forward."""
+    return num_chunks == 1 or not torch.is_grad_enabled()
 
 
 def _at_targets(values: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from finch.data.prompts import Prompts, Sample, num_targets
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
-from finch.integrations.self_replay import chooser, uniform_draws
+from finch.integrations.self_replay import chooser, end_turn, uniform_draws
 from finch.log import logger
 from finch.models.qwen3 import Qwen3Attention
 from finch.objectives import IGNORE_INDEX
@@ -100,9 +100,8 @@ class OwnAnswers:
             found = generate(
                 model, prompts, draws, self._temperature or 1.0, ends, title=f"{self._key}: prompts", **options
             )
-            turns = [turn[:-1] if turn[-1] in ends else turn for turn in found]
-            pairs = zip(prompts, turns, strict=True)
-            prompts = [[*prompt, *turn, *self._prompts.after] for prompt, turn in pairs]
+            pairs = zip(prompts, found, strict=True)
+            prompts = [end_turn([*prompt, *turn], ends, self._prompts.after) for prompt, turn in pairs]
         draws = uniform_draws(len(prompts), self._max_new_tokens, 0)
         ends = set(self._stop_tokens)
         answers = generate(model, prompts, draws, self._temperature, ends, title=f"{self._key}: answers", **options)

@@ -87,8 +87,7 @@ class ReferenceFile:
     ) -> ReferenceFile:
         """The file of a run's training rows. ``data`` has statistics, whose digest of the rows is in the fingerprint, as are ``settings``."""
         assert data.stats is not None
-        settings = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype, **settings}
-        return cls(path, fingerprint_of(base.files, data.stats.digest, settings))
+        return cls(path, fingerprint_of(base.files, data.stats.digest, {**model_settings(cfg), **settings}))
 
     @property
     def exists(self) -> bool:
@@ -112,6 +111,11 @@ class ReferenceFile:
                 return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
         except Exception:
             return None  # safetensors has no separate class for a truncated file; the tensors are computed again
+
+
+def model_settings(cfg: DictConfig) -> dict[str, Any]:
+    """What decides a model's outputs next to its weights."""
+    return {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype}
 
 
 def fingerprint_of(weight_files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:

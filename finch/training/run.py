@@ -332,8 +332,7 @@ def check_disk_room(
     Raises UserError if the weights of one epoch do not fit.
     """
     folder, adapter_only = Path(cfg.output_dir), cfg.get("save_adapter_weights_only", False)
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free + freed_bytes
+    free = shutil.disk_usage(files.existing_part(folder)).free + freed_bytes
     needed = exported_bytes(decoder, dtype, adapter_only=adapter_only)
     if free < needed:
         raise UserError(

@@ -12,11 +12,18 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import TransformerDecoder
 
-from finch import run_files
-from finch.config.instantiate import locate
+from finch import files, run_files
 from finch.config.schema import SelfReplay as Settings
-from finch.data.loader import Batch, EvalSettings, collator
-from finch.data.prompts import Prompts, check_context, load_rows, own_prompts, stop_tokens, tokenize_prompts
+from finch.data.loader import Batch
+from finch.data.prompts import (
+    Prompts,
+    check_context,
+    context_limit,
+    load_rows,
+    own_prompts,
+    stop_tokens,
+    tokenize_prompts,
+)
 from finch.data.replay import Replay
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
@@ -27,6 +34,7 @@ from finch.objectives import IGNORE_INDEX
 from finch.progress import duration
 from finch.training.chunked_loss import TokenLoss
 from finch.training.own_answers import OwnAnswers
+from finch.training.reference import model_settings
 from finch.weights.huggingface import PretrainedFolder
 
 
@@ -60,8 +68,7 @@ class SelfReplay:
             raise UserError(
                 f"{key} adds rows to each micro-batch, which dataset.packed=True fills: set dataset.packed=False, padding_free=True runs without padding as well"
             )
-        limits = (getattr(self._decoder, "max_seq_len", None), getattr(tokenizer, "max_seq_len", None))
-        limit = min((each for each in limits if each is not None), default=None)
+        limit = context_limit(getattr(self._decoder, "max_seq_len", None), tokenizer)
         if settings.prompts == "self":
             prompts = own_prompts(tokenizer, settings.rows)
             turn = 0 if prompts.after is None else settings.max_new_tokens + len(prompts.after)
@@ -81,7 +88,7 @@ class SelfReplay:
         cache = None if settings.cache is None else Path(settings.cache)
         self._check_room(cache or folder, len(prompts.tokens))
         self._seed = data.order.seed
-        self._collate = lambda rows: collator(rows, tokenizer, locate(self._cfg.collate_fn, "collate_fn"))
+        self._evaluation = data.eval_settings
         self._answers = OwnAnswers(
             key,
             folder / run_files.SELF_REPLAY,
@@ -106,8 +113,7 @@ class SelfReplay:
 
     def load_cache(self, cfg: DictConfig, base: PretrainedFolder) -> None:
         """Reads the answers, if an earlier start or another run has left them; a collective."""
-        model = {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype}
-        if self._answers is not None and self._answers.load(base.files, model, self._parallel):
+        if self._answers is not None and self._answers.load(base.files, model_settings(cfg), self._parallel):
             self._take(self._answers)
 
     @property
@@ -120,8 +126,7 @@ class SelfReplay:
         if self._answers is None or self.rows is not None:
             return
         start = time.perf_counter()
-        evaluation = EvalSettings(self._parallel, self._collate, self._cfg.batch_size)
-        self._answers.generate(model, evaluation, precision_of(self._cfg.dtype).compute)
+        self._answers.generate(model, self._evaluation, precision_of(self._cfg.dtype).compute)
         self._take(self._answers)
         self._seconds = time.perf_counter() - start
 
@@ -165,7 +170,7 @@ class SelfReplay:
 
     def _check_room(self, folder: Path, rows: int) -> None:
         assert self.settings is not None
-        place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        place = files.existing_part(folder)
         if not (place.is_dir() and os.access(place, os.W_OK)):
             raise UserError(f"{folder}, for the answers of self_replay, cannot be written; give another folder")
         free, needed = shutil.disk_usage(place).free, answer_bytes(self.settings, rows)

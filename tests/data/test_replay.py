@@ -24,8 +24,8 @@ def dealt(order, steps, epoch=0, consumed=0, share=0.25):
     for start in range(consumed, order.samples_in(steps), order.global_batch):
         count = order.micro_batches_in_step(start)
         step = [each.pop(0) for each in ranks for _ in range(count)]
-        rows = sorted(row for micro_batch, _ in step for row in micro_batch)
-        assert {number for _, number in step} == {sum(row + 1 for row in rows)}
+        rows = sorted(row for _, replayed, _ in step for row in replayed)
+        assert {number for *_, number in step} == {sum(row + 1 for row in rows)}
         found.append(rows)
     return found
 
@@ -48,11 +48,11 @@ def test_steps_have_the_same_rows_on_every_layout_and_after_a_resume(lengths):
 def test_replayed_rows_go_where_fewest_tokens_are():
     order = GlobalOrder(4, 2, 2, 1, shuffle=False, lengths=torch.tensor([100, 90, 10, 20]))
     replay = Replay(SAMPLES, 1.0, seed=0)
-    tasks = list(order.micro_batches(0))
-    rows = [each for each, _ in replay.deal(order, 1, 0, 0, 0)]
+    dealt_rows = list(replay.deal(order, 1, 0, 0, 0))
+    assert [task for task, *_ in dealt_rows] == list(order.micro_batches(0))
     loads = [
         sum(int(order.lengths[index]) for index in task) + sum(len(SAMPLES[row]["tokens"]) for row in own)
-        for task, own in zip(tasks, rows, strict=True)
+        for task, own, _ in dealt_rows
     ]
     assert max(loads) - min(loads) <= max(len(sample["tokens"]) for sample in SAMPLES)
 
