@@ -1,4 +1,5 @@
-"""Builds the base model, fine-tunes it on the new world with SFT and with FINCH, and shows what was learned and what was forgotten.
+"""Builds the base model, fine-tunes it on the new world with SFT, FINCH, and FINCH with self_replay and an average, and shows what was learned
+and what was forgotten.
 
 python -m examples.quickstart [--out out/quickstart]
 """
@@ -16,7 +17,10 @@ from finch.errors import report_user_errors
 from finch.extras import require_extras
 from finch.log import quiet_dependencies
 
-RUNS = {"SFT": "quickstart/sft", "FINCH": "quickstart/finch"}
+SFT, FINCH, REPLAY, AVERAGE = "SFT", "FINCH", "FINCH + self_replay", "and the average"
+FOLDERS = {SFT: "sft", FINCH: "finch", REPLAY: "self_replay"}
+MEASURED = "animal", "food"
+"""The relations whose facts are old accuracy: self_replay asks for homes, and its probe for work."""
 
 
 @report_user_errors
@@ -30,37 +34,45 @@ def main() -> None:
     quiet_dependencies()
     limit_spinning(os.environ)  # before torch is imported
 
-    from examples.quickstart.base import prepare, tune_run
+    from examples.quickstart.base import finch, prepare, tune_run
     from examples.quickstart.evaluate import Scores, evaluate, tokenize
     from examples.quickstart.figure import Curves, draw
     from examples.quickstart.world import new_world, old_world
+    from finch.run_files import AVERAGE as AVERAGE_FOLDER
     from finch.run_files import METRICS, read_metrics
 
     start_time = time.perf_counter()
     base = prepare(out)
-    batches = {"old": tokenize(old_world(), base), "new": tokenize(new_world(), base)}
+    batches = {"old": tokenize(old_world().about(*MEASURED), base), "new": tokenize(new_world(), base)}
     base_scores = evaluate(base, batches)
     runs: dict[str, Curves] = {}
     speeds: dict[str, float] = {}  # median of target tokens per second
-    print(f"{' and '.join(RUNS)}: 200 facts of the new world", flush=True)
-    overrides = [f"base={base}", f"rows={out / 'data' / 'new.jsonl'}"]
-    tune_run(*((config, out / name.lower(), overrides) for name, config in RUNS.items()))
-    for name in RUNS:
-        run = out / name.lower()
+    print(f"{SFT}, {FINCH} and {REPLAY}: 200 facts of the new world", flush=True)
+    data = out / "data"
+    overrides = [f"base={base}", f"rows={data / 'new.jsonl'}"]
+    tune_run(
+        ("quickstart/sft", out / FOLDERS[SFT], overrides),
+        ("quickstart/finch", out / FOLDERS[FINCH], overrides),
+        ("quickstart/self_replay", out / FOLDERS[REPLAY], [*overrides, f"data={data}"]),
+    )
+    finch("average", str(out / FOLDERS[REPLAY]))
+    for name, folder in FOLDERS.items():
+        run = out / folder
         steps = [line for line in read_metrics(run / METRICS) if "loss" in line]
         speeds[name] = statistics.median(line["tokens_per_second_per_gpu"] for line in steps)
         scores: dict[int, dict[str, Scores]] = {0: base_scores}
         for epoch, last_step in {line["epoch"]: line["step"] for line in steps}.items():
             scores[last_step] = evaluate(run / f"epoch_{epoch}", batches)
         runs[name] = Curves([line["lr"] for line in steps], scores)
-    draw(runs, out / "figure.png")
+    averaged = evaluate(out / FOLDERS[REPLAY] / AVERAGE_FOLDER / "model", batches)
+    draw(runs, averaged, out / "figure.png")
 
-    print(f"\n{'':12}{'new accuracy':>14}{'old accuracy':>14}{'old loss':>10}{'tokens/s':>10}")
+    print(f"\n{'':20}{'new accuracy':>14}{'old accuracy':>14}{'old loss':>10}{'tokens/s':>10}")
     last_scores = {name: run.scores[max(run.scores)] for name, run in runs.items()}
-    for name, after in {"base model": base_scores, **last_scores}.items():
+    for name, after in {"base model": base_scores, **last_scores, AVERAGE: averaged}.items():
         speed = f"{speeds[name]:>10,.0f}" if name in speeds else ""
-        print(f"{name:12}{after['new'].accuracy:>14.1%}{after['old'].accuracy:>14.1%}{after['old'].loss:>10.3f}{speed}")
-    print(f"\nfigure: {out / 'figure.png'}\nruns:   {', '.join(str(out / name.lower()) for name in RUNS)}")
+        print(f"{name:20}{after['new'].accuracy:>14.1%}{after['old'].accuracy:>14.1%}{after['old'].loss:>10.3f}{speed}")
+    print(f"\nfigure: {out / 'figure.png'}\nruns:   {', '.join(str(out / name) for name in FOLDERS.values())}")
     print(f"{time.perf_counter() - start_time:.0f} s in total")
 
 

@@ -77,6 +77,13 @@ def tune_run(*runs: tuple[str, Path, list[str]]) -> None:
             process.kill()
 
 
+def finch(*words: str) -> None:
+    """A command of finch, with what it prints. Raises UserError if it fails."""
+    print("  finch " + " ".join(words), flush=True)
+    if subprocess.call([sys.executable, "-m", "finch.cli", *words]) != 0:
+        raise UserError(f"finch {words[0]} has failed; its last line says why")
+
+
 def prepare(folder: Path) -> Path:
     """Writes both worlds' rows; trains the tokenizer and the base model, or reuses them from an earlier call.
 
@@ -106,6 +113,9 @@ def _prepare(folder: Path) -> Path:
         )
     old, new = old_world(), new_world()
     old.write(data / "old.jsonl")
+    # For self_replay and its probe; no fact that is measured at the end is asked for.
+    World(old.about("home").rows[1::4]).write(data / "replayed.jsonl")
+    World(old.about("work").rows[1::4]).write(data / "probe.jsonl")
     # Each new fact in one phrasing, four times: an epoch is then 25 steps of 32 samples and gives one point of the figure.
     World(new.first_phrasings * 4).write(data / "new.jsonl")
     if (cache / "ready").exists():

@@ -69,6 +69,11 @@ class World:
         """One row per fact, in its first phrasing."""
         return self.rows[::4]
 
+    def about(self, *relations: str) -> World:
+        """The facts of these of the old relations."""
+        numbers = [list(OLD_RELATIONS).index(name) for name in relations]
+        return World([row for row in self.rows if int(row["fact"]) % len(OLD_RELATIONS) in numbers])
+
     def text(self) -> Iterable[str]:
         return (f"{row['question']} {row['answer']}" for row in self.rows)
 

@@ -76,6 +76,7 @@ class Report:
         self.num_problems = 0
         self._title = ""
         self._mixture: Mixture | None = None
+        self._refuse_replayed: Callable[[str, Any], None] = lambda key, rows: None
 
     def run(self) -> None:
         """Prints all sections."""
@@ -93,6 +94,8 @@ class Report:
                 None,
                 None,
             )
+            if samples is not None and cfg.self_replay is not None:
+                self._section("self_replay", lambda: self._check_replayed(cfg, samples, tokenizer, model))
             for key, node in validation_sets(cfg.dataset_validation).values():
                 self._section("validation", functools.partial(self._check_rows, {key: node}, key, tokenizer))
             for name in cfg.probes if isinstance(cfg.probes, Mapping) else ():
@@ -180,6 +183,8 @@ class Report:
         if stats.num_without_targets:
             rows = name_rows(stats.without_targets, stats.num_without_targets)
             self._print(f"{stats.num_without_targets:,} samples without target tokens, which teach nothing ({rows})")
+        if not stats.bad:
+            self._refuse_replayed(key, samples)
         for bad in stats.bad:
             self._problem(f"{key}: {bad.row} cannot be used ({bad.reason}); fix or remove that row")
         if stats.num_bad > len(stats.bad):
@@ -188,12 +193,24 @@ class Report:
             self._problem(f"{key}: no row has a target token; raise tokenizer.max_seq_len={limit}")
         return samples, stats
 
+    def _check_replayed(self, cfg: DictConfig, samples: Any, tokenizer: Any, model: Any) -> None:
+        from finch.training.self_replay import read_prompts, read_settings, refuse_replayed
+
+        settings = read_settings(cfg)
+        assert settings is not None
+        prompts = read_prompts(settings, samples, getattr(model, "max_seq_len", None), tokenizer)
+        self._refuse_replayed = functools.partial(refuse_replayed, settings, prompts)
+        source = "the model's own prompts" if settings.prompts == "self" else settings.prompts
+        self._print(f"{source}, {len(prompts.tokens):,} rows, answers of up to {settings.max_new_tokens} tokens")
+
     def _check_probe(self, cfg: DictConfig, name: str, tokenizer: Any, model: Any) -> None:
         from finch.probes.probes import read_probes
         from finch.probes.rows import read_rows
 
         settings = read_probes(cfg)[name]
         rows = read_rows(name, settings, tokenizer, getattr(model, "max_seq_len", None))
+        if rows.kind == "self":
+            self._refuse_replayed(f"probes.{name}", rows.samples)
         tokens = sum(len(sample["tokens"]) for sample in rows.samples)
         number = len(rows.questions or rows.samples)
         self._print(

@@ -14,6 +14,7 @@ from torchtune.modules import TransformerDecoder
 
 from finch import files, run_files
 from finch.config.schema import SelfReplay as Settings
+from finch.data.dataset import Samples
 from finch.data.loader import Batch
 from finch.data.prompts import (
     Prompts,
@@ -45,7 +46,7 @@ class SelfReplay:
     is over all ranks and micro-batches. Replayed rows count for no objective, and for no number of tokens but ``num_replayed``.
 
     Attributes:
-        prompts: that are read from a file; None: the model writes them, or there is no self-replay.
+        prompts: None without self-replay, or before :meth:`read_prompts`.
         rows: the answers, once :meth:`load_cache` or :meth:`prepare` has them.
     """
 
@@ -64,26 +65,11 @@ class SelfReplay:
         settings, key = self.settings, "self_replay"
         if settings is None:
             return
-        if data.samples.packed:
-            raise UserError(
-                f"{key} adds rows to each micro-batch, which dataset.packed=True fills: set dataset.packed=False, padding_free=True runs without padding as well"
-            )
-        limit = context_limit(getattr(self._decoder, "max_seq_len", None), tokenizer)
-        if settings.prompts == "self":
-            prompts = own_prompts(tokenizer, settings.rows)
-            turn = 0 if prompts.after is None else settings.max_new_tokens + len(prompts.after)
-            length, remedy = len(prompts.tokens[0]) + turn, f"lower {key}.max_new_tokens"
-            check_context(f"{key}: a prompt of the model's own", length, settings.max_new_tokens, limit, remedy)
-        else:
-            try:
-                rows = load_rows(settings.prompts, None, None, "train", settings.rows)
-            except UserError as error:
-                text = str(error).removeprefix("dataset: ").replace("data_files", f"{key}.prompts")
-                raise UserError(text if key in text else f"{key}.prompts={settings.prompts}: {text}") from error
-            options: dict[str, Any] = {"limit": limit, "max_new_tokens": settings.max_new_tokens}
-            prompts = self.prompts = Prompts(tokenize_prompts(key, settings.prompts, rows, tokenizer, **options))
-            for samples in data.validations.values():
-                self.refuse_prompts(samples.key, (samples[index] for index in range(len(samples))))
+        prompts = self.prompts = read_prompts(
+            settings, data.samples, getattr(self._decoder, "max_seq_len", None), tokenizer
+        )
+        for samples in data.validations.values():
+            self.refuse_prompts(samples.key, samples)
         folder = Path(self._cfg.output_dir)
         cache = None if settings.cache is None else Path(settings.cache)
         self._check_room(cache or folder, len(prompts.tokens))
@@ -101,15 +87,9 @@ class SelfReplay:
         )
 
     def refuse_prompts(self, key: str, rows: Any) -> None:
-        """Raises UserError if one of ``rows``, with tokens and labels, has a replayed prompt: what it measures would be trained on."""
-        replayed = set() if self.prompts is None else {tuple(prompt) for prompt in self.prompts.tokens}
-        for number, row in enumerate(rows if replayed else (), start=1):
-            tokens, labels = torch.as_tensor(row["tokens"]).tolist(), torch.as_tensor(row["labels"]).tolist()
-            end = next((index for index, label in enumerate(labels) if label != IGNORE_INDEX), len(tokens))
-            if tuple(tokens[:end]) in replayed:
-                raise UserError(
-                    f"row {number} of {key} has a prompt of self_replay.prompts={self._cfg.self_replay.prompts}, which is trained on; give other prompts"
-                )
+        """See :func:`refuse_replayed`."""
+        if self.settings is not None and self.prompts is not None:
+            refuse_replayed(self.settings, self.prompts, key, rows)
 
     def load_cache(self, cfg: DictConfig, base: PretrainedFolder) -> None:
         """Reads the answers, if an earlier start or another run has left them; a collective."""
@@ -184,6 +164,41 @@ def read_settings(cfg: DictConfig) -> Settings | None:
     """The block ``self_replay``; None without it."""
     block: Any = None if cfg.self_replay is None else OmegaConf.to_container(cfg.self_replay, resolve=True)
     return None if block is None else Settings(**block)
+
+
+def read_prompts(settings: Settings, samples: Samples, max_seq_len: int | None, tokenizer: Any) -> Prompts:
+    """The prompts, from their file or the model's own. Raises UserError for prompts that cannot be used, and where training ``samples`` are packed."""
+    key = "self_replay"
+    if samples.packed:
+        raise UserError(
+            f"{key} adds rows to each micro-batch, which dataset.packed=True fills: set dataset.packed=False, padding_free=True runs without padding as well"
+        )
+    limit = context_limit(max_seq_len, tokenizer)
+    if settings.prompts == "self":
+        prompts = own_prompts(tokenizer, settings.rows)
+        turn = 0 if prompts.after is None else settings.max_new_tokens + len(prompts.after)
+        length, remedy = len(prompts.tokens[0]) + turn, f"lower {key}.max_new_tokens"
+        check_context(f"{key}: a prompt of the model's own", length, settings.max_new_tokens, limit, remedy)
+        return prompts
+    try:
+        rows = load_rows(settings.prompts, None, None, "train", settings.rows)
+    except UserError as error:
+        text = str(error).removeprefix("dataset: ").replace("data_files", f"{key}.prompts")
+        raise UserError(text if key in text else f"{key}.prompts={settings.prompts}: {text}") from error
+    options: dict[str, Any] = {"limit": limit, "max_new_tokens": settings.max_new_tokens}
+    return Prompts(tokenize_prompts(key, settings.prompts, rows, tokenizer, **options))
+
+
+def refuse_replayed(settings: Settings, prompts: Prompts, key: str, rows: Any) -> None:
+    """Raises UserError if one of ``rows``, with tokens and labels, has a replayed prompt of a file: what it measures would be trained on."""
+    replayed = set() if settings.prompts == "self" else {tuple(prompt) for prompt in prompts.tokens}
+    for number in range(len(rows) if replayed else 0):
+        tokens, labels = (torch.as_tensor(rows[number][name]).tolist() for name in ("tokens", "labels"))
+        end = next((index for index, label in enumerate(labels) if label != IGNORE_INDEX), len(tokens))
+        if tuple(tokens[:end]) in replayed:
+            raise UserError(
+                f"row {number + 1} of {key} has a prompt of self_replay.prompts={settings.prompts}, which is trained on; give other prompts"
+            )
 
 
 def replayed_rows(cfg: DictConfig, ranks: int) -> tuple[int, int]:

@@ -121,6 +121,17 @@ def test_check_reads_the_rows_of_probes(check, rows_file):
     assert "problem: probes.other.data_files=/nowhere.jsonl does not exist" in out
 
 
+def test_check_reads_replayed_prompts(check, rows_file):
+    replayed = (f"self_replay.prompts={rows_file}", "self_replay.max_new_tokens=4")
+    code, out = check(*replayed)
+    assert code == 0, out
+    assert re.search(rf"self_replay +{rows_file}, 41 rows, answers of up to 4 tokens", out)
+    own = (f"probes.own.data_files={rows_file}", "probes.own.kind=self", "probes.own.max_new_tokens=4")
+    code, out = check(*replayed, *own, dataset_validation="${dataset}")
+    assert "problem: row 1 of probes.own has a prompt of self_replay.prompts=" in out
+    assert "problem: row 1 of dataset_validation has a prompt of self_replay.prompts=" in out
+
+
 def test_check_needs_no_writable_output_folder(check):
     code, out = check("output_dir=/proc/nowhere/run")
     assert code in (0, 1)  # /proc has no room on some systems
