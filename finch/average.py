@@ -39,13 +39,14 @@ from finch.training.hooks import Hook, Trainer
 from finch.training.reference import dataset_loss, fingerprint_of, model_settings
 from finch.training.step_loss import NUM_CHUNKS
 from finch.weights.huggingface import HuggingFaceFolder
+from finch.weights.peft import merge_adapter
 from finch.weights.wise_ft import blend, wise_ft
 
 MAX_EVALUATIONS = 6
 _MAX_TRAINING_ROWS = 128
 _FAIR_EXPONENT = 1.3
 """Of forgetting ~ alpha^p; below it half of the way forgets more than 0.4 of the whole: the rate was too high for averages to help."""
-_EVERYDAY = "everyday"
+_EVERYDAY, _MERGED = "everyday", "merged"
 _LOSS_KEYS, _RUN_KEYS = (
     ("lr_scheduler", "regularizer", "kl_penalty", "self_replay"),
     ("metric_logger", "hooks", "profiler"),
@@ -218,7 +219,8 @@ class Averages:
             raise UserError(
                 f"checkpointer.checkpoint_dir={base.folder} has no config.json; averages need a Hugging Face folder"
             )
-        self.base, self.tuned = base, HuggingFaceFolder(str(tuned_folder(run)))
+        self.base = base
+        self.tuned = HuggingFaceFolder(str(self._tuned_folder()))
         tokenizer = build(cfg.tokenizer, "tokenizer")
         self._data = TrainingData(cfg, tokenizer, parallel, seed=0, needs_stats=False)
         limit = getattr(decoder, "max_seq_len", None)
@@ -258,6 +260,22 @@ class Averages:
         measured = {"new": self.key, "old": self.old, "rows": self._probes[self.old].digest}
         return fingerprint_of([*self.base.files, *self.tuned.files], 0, measured)
 
+    def _tuned_folder(self) -> Path:
+        """That of the run's model, its adapter merged into the pretrained one where there is no other; a collective."""
+        folder, message = tuned_folder(self.run), None
+        if (folder / "config.json").is_file():
+            return folder
+        if self._parallel.is_rank_zero:
+            try:
+                self.out.mkdir(exist_ok=True)
+                merge_adapter(self.base.folder, folder, self.out / _MERGED)
+            except UserError as error:
+                message = str(error)
+        message = self._parallel.gather_all_ranks(message)[0]
+        if message is not None:
+            raise UserError(message)
+        return self.out / _MERGED
+
     def write(self, alpha: float) -> None:
         """RUN/average/model, on one rank; replaces one that is there."""
         if not self._parallel.is_rank_zero:
@@ -269,6 +287,7 @@ class Averages:
         shutil.rmtree(target, ignore_errors=True)
         folder.rename(target)
         partial.rmdir()
+        shutil.rmtree(self.out / _MERGED, ignore_errors=True)
 
     def _choose_metric(self) -> None:
         """The loss on training rows, where the metric of RUN/best is missing or has not improved. Raises UserError if that has not either."""
@@ -323,14 +342,10 @@ class Averages:
 
 
 def tuned_folder(run: Path) -> Path:
-    """The folder of a run's model: ``best``, else the last epoch. Raises UserError if there is none, or only an adapter."""
+    """The folder of a run's model or adapter: ``best``, else the last epoch. Raises UserError if there is none."""
     folder = run_files.chosen_model(run)
     if folder is None:
         raise UserError(f"{run} has no model: give the folder of a run that has ended an epoch")
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{run} has no model: set save_adapter_weights_only=False and train again, or merge the adapter"
-        )
     return folder.resolve()
 
 
@@ -408,7 +423,7 @@ def _write_front(averages: Averages, front: Front, chosen: Point, lines: list[st
     table = [header, ["---"] * len(header), *([f"{value:.4g}" for value in row] for row in rows)]
     text = "\n".join("| " + " | ".join(row) + " |" for row in table)
     card = f"# {averages.run.name}, averaged with its pretrained model\n\n" + "\n\n".join(lines)
-    card += f"\n\ntheta = (1 - {chosen.alpha:g}) x {averages.base.folder} + {chosen.alpha:g} x {averages.tuned.folder}\n\n{text}\n"
+    card += f"\n\ntheta = (1 - {chosen.alpha:g}) x {averages.base.folder} + {chosen.alpha:g} x {tuned_folder(averages.run)}\n\n{text}\n"
     (averages.out / "README.md").write_text(card, encoding="utf-8")
     _draw(front, chosen, averages.out / "front.png")
 

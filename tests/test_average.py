@@ -9,6 +9,7 @@ import torch
 from helpers.causal_lm import mean_loss
 from helpers.runs import LORA, LORA_MODEL, finished, run_ranks
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from torchtune.config import instantiate
 from transformers import AutoModelForCausalLM
 
@@ -149,6 +150,15 @@ def test_adapters_average_as_their_merged_model(tiny, tmp_path, monkeypatch):
     assert [point[0] for point in points] == [0, 0.5, 1]
     assert 0 == points[0][2] < points[1][2] < points[2][2]
     assert points[2][1] < points[0][1]
+    model = load_file(run / "average" / "model" / "model.safetensors")
+    for folder in run.glob("epoch_[01]"):  # only adapters are left, as of save_adapter_weights_only=True
+        shutil.rmtree(folder)
+    (run / "best").unlink()
+    average(run, Choice(alpha=0.5))
+    assert not (run / "average" / "merged").exists()
+    again = load_file(run / "average" / "model" / "model.safetensors")
+    for name, tensor in model.items():
+        torch.testing.assert_close(again[name], tensor, rtol=0, atol=1e-6)
 
 
 def test_auto_averages_at_the_end_on_the_runs_ranks(tiny, rows_file, tmp_path):
@@ -194,6 +204,5 @@ def test_mistakes_and_foreign_configs(change, choice, message, run):
 def test_folders_without_a_model(tmp_path):
     with pytest.raises(UserError, match=r"config.yaml does not exist; give the folder of a run"):
         average(tmp_path, Choice())
-    (tmp_path / "epoch_0_adapter").mkdir()
-    with pytest.raises(UserError, match="has no model: set save_adapter_weights_only=False"):
+    with pytest.raises(UserError, match="has no model: give the folder of a run that has ended an epoch"):
         module.tuned_folder(tmp_path)

@@ -142,12 +142,19 @@ def merged(decoder: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tup
             yield name, tensor
             continue
         layer = layers[layer_name]
-        a, b = (_upcast(full_tensor(stored[f"{layer_name}.{part}.weight"])) for part in ("lora_a", "lora_b"))
-        weight = torch.addmm(_upcast(full_tensor(tensor)), b, a, alpha=scaling(layer))
-        if isinstance(layer, DoRALinear):
-            magnitude = _upcast(full_tensor(stored[f"{layer_name}.magnitude"]))
-            weight *= (magnitude / _row_norms(weight)).unsqueeze(1)
-        yield name, weight.to(dtype or tensor.dtype)
+        a, b = (full_tensor(stored[f"{layer_name}.{part}.weight"]) for part in ("lora_a", "lora_b"))
+        magnitude = full_tensor(stored[f"{layer_name}.magnitude"]) if isinstance(layer, DoRALinear) else None
+        yield name, merged_weight(full_tensor(tensor), a, b, scaling(layer), magnitude).to(dtype or tensor.dtype)
+
+
+def merged_weight(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude: torch.Tensor | None
+) -> torch.Tensor:
+    """[out, in] W + scale * B A in fp32 or wider, DoRA's with the rows' norms of ``magnitude``, [out]."""
+    merged = torch.addmm(_upcast(weight), _upcast(b), _upcast(a), alpha=scale)
+    if magnitude is not None:
+        merged *= (_upcast(magnitude) / _row_norms(merged)).unsqueeze(1)
+    return merged
 
 
 def _upcast(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,34 @@
-"""A trained adapter as PEFT's folder: adapter_config.json and adapter_model.safetensors."""
+"""A trained adapter as PEFT's folder: adapter_config.json and adapter_model.safetensors; and its base with the adapter merged."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torchtune.modules.peft import DoRALinear
 
 from finch.dtensor import full_tensor
 from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder
-from finch.models.lora import AdapterLayer, adapter_layers, scaling
+from finch.models.hf_config import read_json
+from finch.models.lora import AdapterLayer, adapter_layers, merged_weight, scaling
 from finch.weights.conversion import Conversion, StateDict, conversion_for, with_columns
-from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAFETENSORS_METADATA, write_json
+from finch.weights.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    SAFETENSORS_METADATA,
+    copy_side_files,
+    indexed_shards,
+    open_safetensors,
+    write_json,
+)
 from finch.weights.huggingface import HuggingFaceFolder, PretrainedFolder
 
 _PREFIX = "base_model.model."  # PEFT's wrapper around a model
@@ -114,3 +126,28 @@ class PeftFolder:
             "fan_in_fan_out": False,
             "modules_to_save": None,
         }
+
+
+def merge_adapter(base: Path, adapter: Path, target: Path) -> None:
+    """Writes the folder ``base`` with the adapter that :class:`PeftFolder` has written merged into its weights, in their shards and dtypes.
+    Memory holds one shard. Raises UserError for a broken file, or a folder that cannot be written."""
+    config, stored = read_json(adapter / ADAPTER_CONFIG), load_file(adapter / ADAPTER_WEIGHTS)
+    index = base / SAFETENSORS_INDEX
+    try:
+        with atomic_folder(target) as partial:
+            copy_side_files(base, partial)
+            if index.is_file():
+                shutil.copyfile(index, partial / index.name)
+            for name in indexed_shards(base) or [SAFETENSORS]:
+                shard, content = open_safetensors(base / name), {}
+                for key in shard.keys():  # noqa: SIM118 (not a dict)
+                    tensor, module = shard.get_tensor(key), _PREFIX + key.removesuffix(".weight")
+                    if (a := stored.get(f"{module}.lora_A.weight")) is not None:
+                        b, magnitude = stored[f"{module}.lora_B.weight"], stored.get(f"{module}.lora_magnitude_vector")
+                        tensor = merged_weight(tensor, a, b, config["lora_alpha"] / config["r"], magnitude).to(
+                            tensor.dtype
+                        )
+                    content[key] = tensor
+                save_file(content, partial / name, shard.metadata())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{target} cannot be written ({error}); make room") from error

@@ -16,7 +16,7 @@ from finch.errors import UserError
 from finch.models.lora import adapter_layers, adapter_parameters, initialize_adapters, merged
 from finch.weights.formats import NativeFolder
 from finch.weights.huggingface import HuggingFaceFolder
-from finch.weights.peft import PeftFolder
+from finch.weights.peft import PeftFolder, merge_adapter
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
 LORA = {"lora_rank": 6, "lora_alpha": 9}
@@ -87,6 +87,9 @@ def test_adapter_and_merged_model_equal_pefts(tmp_path, name, options):
         merged_by_peft = peft_model.merge_and_unload()
         torch.testing.assert_close(merged_model(tokens).logits, merged_by_peft(tokens).logits, rtol=0, atol=2e-5)
     weights = merged_by_peft.state_dict()
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "by_files")
+    for key, tensor in load_file(tmp_path / "by_files" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, weights[key], rtol=0, atol=1e-6, msg=key)
     for key, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
         torch.testing.assert_close(tensor, weights[key], rtol=0, atol=1e-6, msg=key)
 
