@@ -286,6 +286,7 @@ class Averages:
         target = self.out / "model"
         shutil.rmtree(target, ignore_errors=True)
         folder.rename(target)
+        files.sync(self.out)
         partial.rmdir()
         shutil.rmtree(self.out / _MERGED, ignore_errors=True)
 

@@ -30,15 +30,19 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder to fill; on success it takes the place of ``path``. After an error ``path`` is as it was, and what
-    was written is removed: on a full disk it takes the space that is missing."""
+    """Yields an empty folder to fill; on success it takes the place of ``path``, once all that is in it is on the disk. After an error ``path``
+    is as it was, and what was written is removed: on a full disk it takes the space that is missing."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
+        for each in (*partial.rglob("*"), partial):
+            if not each.is_symlink():
+                sync(each)
         shutil.rmtree(path, ignore_errors=True)  # a folder cannot replace another in one step
         partial.rename(path)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -23,7 +23,7 @@ from finch.config import instantiate, parser, resolved, schema
 from finch.data.loader import Batch, to_device
 from finch.data.training_data import TrainingData
 from finch.distributed import fsdp, parallel, precision, watchdog
-from finch.errors import UserError, exit_without_teardown
+from finch.errors import exit_without_teardown
 from finch.log import logger
 from finch.probes import budget, probes
 from finch.training import config_checks, hooks, model, optimizer, summary
@@ -145,6 +145,9 @@ class FinchFullFinetune(FTRecipeInterface):
         cfg, state = self.cfg, self.state
         self.begin()
         if state.epoch >= cfg.epochs:
+            name = f"epoch_{state.epoch - 1}"
+            if not (self.run.is_whole(self.exported(name), self.parallel) or self.export(name)):
+                raise self.run.no_room()
             done = f"has finished its {cfg.epochs} epochs; set epochs higher to continue"
             logger.info(f"nothing to do: {self.run.path} {done}")
         elif state.stop is not None:
@@ -229,8 +232,7 @@ class FinchFullFinetune(FTRecipeInterface):
                 self.run.link(run_files.BEST, self.exported(state.best["epoch"]))
         elif is_last:
             self.save_checkpoint(wait=True, metrics_lines=lines)
-            room = "make room, and resume_from_checkpoint=True writes it"
-            raise UserError(f"output_dir={self.run.path} has no room for the last epoch's folder; {room}")
+            raise self.run.no_room()
         if is_exported or not is_written:
             for hook in self.hooks.values():
                 hook.after_export(state, name if is_exported else None)

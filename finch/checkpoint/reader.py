@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from finch import run_files
+from finch import files, run_files
 from finch.checkpoint import manifest
 from finch.checkpoint.manifest import CorruptCheckpoint
 from finch.distributed.parallel import Parallel
@@ -49,15 +49,25 @@ REPLACED = ".replaced"
 """Suffix of a checkpoint while the next save of the same step takes its place."""
 ARCHIVED = ".left"
 """Suffix of a checkpoint later than the one its run has resumed from; never resumed from, removed by the next save."""
-_NAME = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
+_NAME = re.compile(rf"step_(\d+)({'|'.join(map(re.escape, (REPLACED, ARCHIVED, files.PARTIAL)))})?")
+
+
+def own_folders(run: Path) -> list[Path]:
+    """What the saves of a run have left in RUN/checkpoints: folders by their names. Not links, which show another run's, nor what a user has put
+    there: neither is ever removed."""
+    folder = run / run_files.CHECKPOINTS
+    found = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in found if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run, the latest step first."""
     checkpoints = [
         (int(name[1]), name[2] is None, path)
-        for path in (run / run_files.CHECKPOINTS).glob("step_*")
-        if (name := _NAME.fullmatch(path.name)) and (path / manifest.FILE_NAME).is_file()
+        for path in own_folders(run)
+        if (name := _NAME.fullmatch(path.name))
+        and name[2] in (None, REPLACED)
+        and (path / manifest.FILE_NAME).is_file()
     ]
     return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
@@ -219,7 +229,9 @@ def archive_newer(run: Path, folder: Path) -> None:
     resolved = [path.resolve() for path in checkpoints]
     if folder.resolve() in resolved:
         for path in checkpoints[: resolved.index(folder.resolve())]:
-            path.rename(path.with_name(path.name + ARCHIVED))
+            archived = path.with_name(path.name + ARCHIVED)
+            shutil.rmtree(archived, ignore_errors=True)  # of an earlier resume
+            path.rename(archived)
 
 
 def tensor_state_dict(

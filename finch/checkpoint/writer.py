@@ -34,6 +34,7 @@ from finch.checkpoint.reader import (
     STATE_FILE,
     ignore_one_process_warning,
     list_checkpoints,
+    own_folders,
     random_state,
     remove_checkpoint,
     rng_file_name,
@@ -217,7 +218,7 @@ class CheckpointWriter:
     def _remove_old(self, target: Path) -> None:
         checkpoints = [path for path in list_checkpoints(self._run) if not path.name.endswith(REPLACED)]
         kept = checkpoints[checkpoints.index(target) :][: self._keep_last]
-        for path in self._folder.iterdir():
+        for path in own_folders(self._run):
             if path not in kept:
                 remove_checkpoint(path)
 

@@ -34,6 +34,7 @@ from finch.errors import UserError, WriteFailed
 from finch.log import logger
 from finch.models.lora import adapter_parameters
 from finch.training.config_checks import check_output_folder, is_objective
+from finch.weights.files import is_whole
 
 ACQUIRE_TIMEOUT_S = 5.0  # a holder that has been killed may take a moment to exit
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -195,23 +196,39 @@ class Run:
             logger.info(f"saved {folder} in {time.perf_counter() - start:.1f} s")
         return message is None
 
+    def no_room(self) -> UserError:
+        """Of a last epoch whose folder could not be written."""
+        return UserError(
+            f"output_dir={self.path} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
+        )
+
+    def is_whole(self, name: str, parallel: Parallel) -> bool:
+        """Whether a folder that the run has exported is there and complete, see :func:`finch.weights.files.is_whole`; a collective."""
+        folder = self.path / name
+        found = bool(parallel.gather_all_ranks(self.is_writer and is_whole(folder))[0])
+        if not found:
+            logger.warning(f"{folder} is not complete: it is written again, from {self.resumed_from}")
+        return found
+
     def close(self) -> None:
         self._lock.release()
 
     def _old_outputs(self) -> list[Path]:
         """In the order of their removal, which may be interrupted: without checkpoints nothing resumes the old run, and as long as
         metrics.jsonl is there the folder counts as a run's."""
-        names = (run_files.REQUEUE, run_files.CHECKPOINTS, run_files.BEST, run_files.WITHIN_BUDGET, run_files.AVERAGE)
+        links = [self.path / name for name in (run_files.BEST, run_files.WITHIN_BUDGET, run_files.AVERAGE)]
         models = [*self.path.glob("epoch_*"), *self.path.glob(f"{run_files.WITHIN_BUDGET}_step_*")]
-        last = (run_files.LOSS_FIGURE, run_files.METRICS)
-        return [self.path / name for name in names] + models + [self.path / name for name in last]
+        last = [self.path / name for name in (run_files.LOSS_FIGURE, run_files.METRICS)]
+        return [self.path / run_files.REQUEUE, *checkpoint.own_folders(self.path), *links, *models, *last]
 
     def _remove_old_run(self) -> None:
-        for path in (self.path / run_files.CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}"):
-            path.unlink()  # a checkpoint that is half removed must not look damaged
+        for path in checkpoint.own_folders(self.path):
+            (path / manifest.FILE_NAME).unlink(missing_ok=True)  # one that is half removed must not look damaged
         self._remove_old_logs()
         for path in self._old_outputs():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is left there is a user's
+            (self.path / run_files.CHECKPOINTS).rmdir()
 
     def _remove_old_logs(self) -> None:
         """Those that are as they were before this run's metric logger was built; one that the logger appends to is emptied."""

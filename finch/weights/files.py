@@ -60,6 +60,21 @@ def indexed_shards(folder: Path) -> list[str] | None:
     return shards
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a model's or an adapter's folder has its config and, by their headers, sizes and the index, all its weights; they are not read."""
+    try:
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        config, weights = (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if is_adapter else ("config.json", SAFETENSORS)
+        if not (folder / config).is_file() or not read_json(folder / config):
+            return False
+        shards = indexed_shards(folder)
+        opened = (open_safetensors(folder / shard) for shard in shards or [weights])
+        stored = {name for shard in opened for name in shard.keys()}  # noqa: SIM118 (not a dict)
+        return shards is None or stored == set(read_json(folder / SAFETENSORS_INDEX)["weight_map"])
+    except UserError:
+        return False
+
+
 def copy_side_files(source: Path, target: Path, without: tuple[str, ...] = ()) -> None:
     """Copies tokenizer files, generation_config and the like: all files but weights, their index and hidden ones."""
     for path in sorted(source.iterdir()):

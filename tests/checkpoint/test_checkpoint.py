@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import shutil
 import threading
 
 import numpy as np
@@ -145,6 +146,31 @@ def test_archive_newer_hides_later_checkpoints(tmp_path):
     assert list_checkpoints(tmp_path) == [first]
     save_steps(tmp_path, 2, keep_last=3)
     assert names(tmp_path) == ["step_1", "step_2"]
+
+
+def test_only_folders_that_saves_have_made_are_removed(tmp_path):
+    [other] = save_steps(tmp_path / "other", 7)
+    save_steps(tmp_path, 1, 2)
+    folder = tmp_path / "checkpoints"
+    (folder / "step_9").symlink_to(other)
+    shutil.copytree(folder / "step_2", folder / "keep_step_2")
+    (folder / ".DS_Store").touch()
+    (folder / "step_8").touch()
+    (folder / "step_1.left").mkdir()
+    (folder / "step_1.partial").mkdir()
+    kept = [".DS_Store", "keep_step_2", "step_8", "step_9"]
+    [last] = save_steps(tmp_path, 3)
+    assert names(tmp_path) == sorted([*kept, "step_3"])
+    assert list_checkpoints(tmp_path) == [last]
+    assert latest_valid([other, folder / "keep_step_2"], ONE_PROCESS) == (other, [])
+
+
+def test_a_second_resume_from_the_same_step_archives_again(tmp_path):
+    for _ in range(2):
+        first, *_ = save_steps(tmp_path, 1, 2, keep_last=2)
+        (tmp_path / "checkpoints" / "step_2.left").mkdir(exist_ok=True)
+        archive_newer(tmp_path, first)
+        assert list_checkpoints(tmp_path) == [first]
 
 
 def test_any_changed_byte_is_found_before_unpickling(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A run that is killed anywhere and resumed equals the uninterrupted run bit for bit; through the recipe, on the CPU."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -111,7 +112,26 @@ def test_resume_without_step_checkpoints_repeats_the_epoch(config, trained, tmp_
     assert_same_run(resumed, trained(config))
     again = run_here(tmp_path, config, "resume_from_checkpoint=True")
     assert "nothing to do" in again.output
+    assert "written again" not in again.output
     assert len(again.metrics()) == 22
+
+
+def test_a_finished_run_writes_its_last_epoch_again_where_it_is_not_whole(config, trained, tmp_path):
+    config = {**config(), "output_dir": str(tmp_path / "run")}
+    shutil.copytree(trained(config).folder, tmp_path / "run", symlinks=True)
+    folder = tmp_path / "run" / "epoch_1"
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    weights = folder / "model.safetensors"
+    for damage in (
+        lambda: shutil.rmtree(folder),
+        lambda: os.truncate(weights, len(whole[weights.name]) // 2),
+        lambda: weights.write_bytes(bytes(len(whole[weights.name]))),
+        lambda: (folder / "config.json").write_text(""),
+    ):
+        damage()
+        again = run_here(tmp_path, config, "resume_from_checkpoint=True")
+        assert f"{folder} is not complete: it is written again" in again.output
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
 
 def test_resume_removes_metrics_of_lost_steps(config, trained, tmp_path, monkeypatch):

@@ -1,0 +1,45 @@
+"""Files and folders that are written completely or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from finch.files import atomic_file, atomic_folder
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Names in the order in which they were synced, and "rename" where something took its place."""
+    found = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (found.append(Path(f"/proc/self/fd/{file}").readlink().name), fsync(file))[1]
+    )
+    monkeypatch.setattr(Path, "rename", lambda path, target: (found.append("rename"), rename(path, target))[1])
+    monkeypatch.setattr(Path, "replace", lambda path, target: (found.append("rename"), replace(path, target))[1])
+    return found
+
+
+def test_content_is_on_the_disk_before_the_name_and_the_name_before_success(tmp_path, events):
+    for _ in range(2):  # the second time in place of the first
+        with atomic_folder(tmp_path / "epoch_0") as partial:
+            (partial / "part").mkdir()
+            for name in ("a", "part/b"):
+                (partial / name).write_text(name)
+        assert sorted(events[:4]) == ["a", "b", "epoch_0.partial", "part"]
+        assert events[4:] == ["rename", tmp_path.name]
+        events.clear()
+    with atomic_file(tmp_path / "a.json") as partial:
+        partial.write_text("{}")
+    assert events == ["a.json.partial", "rename", tmp_path.name]
+
+
+def test_after_an_error_all_is_as_it_was(tmp_path):
+    (tmp_path / "epoch_0").mkdir()
+    for write in (atomic_folder, atomic_file):
+        with pytest.raises(KeyError), write(tmp_path / "epoch_0") as partial:
+            if write is atomic_file:
+                partial.write_text("half")
+            raise KeyError
+    assert list(tmp_path.rglob("*")) == [tmp_path / "epoch_0"]
