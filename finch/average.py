@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from finch import files, run_files
 from finch.config import schema
-from finch.config.instantiate import build, component_of
+from finch.config.foreign import read_foreign, refuse_foreign
+from finch.config.instantiate import build
 from finch.config.validation import check
 from finch.data.training_data import TrainingData
 from finch.distributed import parallel as distributed
@@ -52,6 +53,7 @@ _LOSS_KEYS, _RUN_KEYS = (
     ("metric_logger", "hooks", "profiler"),
 )
 _UNUSED = ("optimizer", *_LOSS_KEYS, *_RUN_KEYS, "average")
+_BUILT = {"model", "tokenizer", "checkpointer", "dataset", "dataset_validation", "loss", "collate_fn"}
 _ONE_PROCESS = {"tensor_parallel_dim": 1, "data_parallel_replicate_dim": 1, "data_parallel_shard_dim": -1}
 _ONE_PROCESS |= {"compile": False, "fsdp_cpu_offload": False}
 
@@ -358,30 +360,16 @@ def read_config(run: Path, base: Path | None) -> DictConfig:
     file = run / run_files.CONFIG
     if not file.is_file():
         raise UserError(f"{file} does not exist; give the folder of a run")
-    cfg = DictConfig(OmegaConf.load(file))
+    cfg = read_foreign(file)
     if base is not None:
         old = str(cfg.checkpointer.checkpoint_dir)
         cfg = DictConfig(OmegaConf.create(OmegaConf.to_yaml(cfg).replace(old, str(base))))
     changes: dict[str, Any] = {**dict.fromkeys(_UNUSED), **_ONE_PROCESS}
     for key, value in changes.items():
         cfg[key] = value
-    paths = [(str(key), path) for key in cfg for path in _components(cfg[key])]
+    refuse_foreign(cfg, file, _BUILT & cfg.keys())
     cfg.optimizer = {"_component_": "torch.optim.AdamW"}
-    for key, path in [*paths, ("collate_fn", str(cfg.get("collate_fn", "torchtune.")))]:
-        if not path.startswith(("finch.", "torchtune.")) and path != "torch.nn.CrossEntropyLoss":
-            raise UserError(
-                f"{file}: {key} names {path}, which is not of finch or torchtune; finch average imports nothing else"
-            )
     return cfg
-
-
-def _components(node: Any) -> Iterator[str]:
-    """The dotted paths in a block."""
-    content = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
-    if isinstance(content, dict) and (path := component_of(content)) is not None:
-        yield path
-    for part in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
-        yield from _components(part)
 
 
 def average(run: Path, choice: Choice, *, base: Path | None = None) -> list[str]:

@@ -37,9 +37,13 @@ def test_content_is_on_the_disk_before_the_name_and_the_name_before_success(tmp_
 
 def test_after_an_error_all_is_as_it_was(tmp_path):
     (tmp_path / "epoch_0").mkdir()
-    for write in (atomic_folder, atomic_file):
-        with pytest.raises(KeyError), write(tmp_path / "epoch_0") as partial:
-            if write is atomic_file:
-                partial.write_text("half")
+
+    def fail(write):
+        with write(tmp_path / "epoch_0") as partial:
+            (partial if write is atomic_file else partial / "a").write_text("half")
             raise KeyError
+
+    for write in (atomic_folder, atomic_file):
+        with pytest.raises(KeyError):
+            fail(write)
     assert list(tmp_path.rglob("*")) == [tmp_path / "epoch_0"]

@@ -113,19 +113,27 @@ def weight_files(folder: ModelFolder) -> list[Path]:
 
 def training_questions(run: Path) -> frozenset[str] | None:
     """The user's first turn of each row of the run's ``dataset``; None where the run has no config or its rows are gone."""
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, ListConfig
 
+    from finch.config.foreign import read_foreign, refuse_foreign
     from finch.data.dataset import load_unpacked
 
-    if not (run / run_files.CONFIG).is_file():
+    file = run / run_files.CONFIG
+    if not file.is_file():
         return None
     tokenizer = _FirstTurn()
     try:
-        rows = load_unpacked(OmegaConf.load(run / run_files.CONFIG), "dataset", tokenizer).data
+        cfg = read_foreign(file)
+        refuse_foreign(cfg, file, ["dataset"])
+        node = cfg.get("dataset")
+        nodes = node if isinstance(node, ListConfig) else [node]
+        if not all(isinstance(each, DictConfig) and "_component_" in each for each in nodes):
+            raise UserError("it has no dataset")
+        rows = load_unpacked(cfg, "dataset", tokenizer).data
         for index in range(len(rows)):
             rows[index]
     except (UserError, OSError, KeyError) as error:
-        logger.warning(f"{run / run_files.CONFIG}: the rows that it trained on are unknown ({error})")
+        logger.warning(f"{file}: the rows that it trained on are unknown ({error})")
         return None
     return frozenset(tokenizer.questions)
 

@@ -183,6 +183,8 @@ class Evaluation:
     def _evaluate(self, target: Target, tasks: Sequence[Task], progress: EvaluationProgress) -> None:
         from finch.evaluation.language_model import AnswerCache, LanguageModel
 
+        run = target.folder.run
+        questions = training_questions(run) if run is not None and self._ranks.is_first else None
         device = self._ranks.device(self._options.device)
         progress.set_title(f"{target.folder.label}: loading")
         model = LanguageModel(
@@ -193,8 +195,6 @@ class Evaluation:
             ranks=self._ranks,
             progress=progress,
         )
-        run = target.folder.run
-        questions = training_questions(run) if run is not None and self._ranks.is_first else None
         for task in tasks:
             progress.start_task(f"{target.folder.label}: {task.name}")
             definition = task.definition(self._harness.has_chat_template)
