@@ -12,12 +12,15 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 
 from finch.errors import UserError, report_user_errors
+from finch.report.style import method_styles, new_figure, save
 from finch.run_files import AVERAGE, CELL, METRICS, read_metrics
 from studies.smollm2_tofu import data
 
@@ -89,6 +92,7 @@ def analyse(cells: list[Path], out: Path) -> None:
         writer.writerows(
             {name: f"{v:.6g}" if isinstance(v, float) else v for name, v in each.items()} for each in points
         )
+    draw(points, out)
     ratios = {}
     for seed in sorted({point["seed"] for point in points}):
         own = [point for point in points if point["seed"] == seed]
@@ -105,6 +109,17 @@ def analyse(cells: list[Path], out: Path) -> None:
     print(json.dumps(content))
 
 
+def draw(points: list[dict[str, Any]], out: Path) -> None:
+    """front.png: forgetting over learning, a line from a run to its average with the pretrained weights."""
+    figure, axes = new_figure(3.4, "training loss, nats per token", "KL on own answers, nats per token")
+    styles = method_styles(dict.fromkeys(point["arm"] for point in points))
+    for (arm, *_), run in groupby(points, key=lambda point: (point["arm"], point["rate"], point["seed"])):
+        x, y = zip(*((point["training_loss"], point["own_kl"]) for point in run), strict=True)
+        axes.plot(x, y, color=styles[arm].hex, marker=styles[arm].marker, label=arm, markersize=6, linewidth=1)
+    axes.set_yscale("log")
+    save(figure, out, "front", "Forgetting over learning", "The end of each line with the larger loss is the average")
+
+
 def bounds(fronts: list[list[tuple[float, float]]]) -> tuple[float, float]:
     """The losses that all fronts cover."""
     return max(front[0][0] for front in fronts), min(front[-1][0] for front in fronts)
@@ -114,6 +129,8 @@ def hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The lower convex hull, from the smallest loss to the largest."""
     found: list[tuple[float, float]] = []
     for x, y in sorted(points):
+        if found and x == found[-1][0]:  # above it
+            continue
         while len(found) > 1 and (found[-1][0] - found[-2][0]) * (y - found[-2][1]) <= (x - found[-2][0]) * (
             found[-1][1] - found[-2][1]
         ):
