@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +19,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(path.name + PARTIAL)
     partial.unlink(missing_ok=True)
     try:
+        partial.touch()
+        mode = partial.stat().st_mode
+        partial.unlink()
         yield partial
         if not partial.is_symlink():
-            sync(partial)
+            _finish(partial, mode)
         partial.replace(path)
         sync(path.parent)
     except BaseException:
@@ -37,15 +41,23 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
+        mode = partial.stat().st_mode
         for each in (*partial.rglob("*"), partial):
             if not each.is_symlink():
-                sync(each)
+                _finish(each, mode if each.is_dir() else mode & 0o666)
         shutil.rmtree(path, ignore_errors=True)  # a folder cannot replace another in one step
         partial.rename(path)
         sync(path.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _finish(path: Path, mode: int) -> None:
+    """Syncs a file or folder, with the permissions that the umask gives: safetensors' writer lets its owner alone read a file."""
+    if stat.S_IMODE(path.stat().st_mode) != stat.S_IMODE(mode):
+        path.chmod(stat.S_IMODE(mode))
+    sync(path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -27,12 +27,17 @@ def test_content_is_on_the_disk_before_the_name_and_the_name_before_success(tmp_
             (partial / "part").mkdir()
             for name in ("a", "part/b"):
                 (partial / name).write_text(name)
+            (partial / "a").chmod(0o600)  # as safetensors' writer leaves it
         assert sorted(events[:4]) == ["a", "b", "epoch_0.partial", "part"]
         assert events[4:] == ["rename", tmp_path.name]
         events.clear()
     with atomic_file(tmp_path / "a.json") as partial:
         partial.write_text("{}")
+        partial.chmod(0o600)
     assert events == ["a.json.partial", "rename", tmp_path.name]
+    (tmp_path / "plain").touch()
+    usual = (tmp_path / "plain").stat().st_mode
+    assert {(tmp_path / name).stat().st_mode for name in ("a.json", "epoch_0/a", "epoch_0/part/b")} == {usual}
 
 
 def test_after_an_error_all_is_as_it_was(tmp_path):

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 # Keys whose values are never shown. pad_token and the like are words of a tokenizer, not secrets.
 SECRETS = re.compile(
-    r"^(?!(pad|bos|eos|unk|sep|cls|mask)_token$)(.*_)?(token|api_?key|access_key|auth|secret|secret_key|password)$",
+    r"^(?!(pad|bos|eos|unk|sep|cls|mask)_token$)(.*[_-])?"
+    r"(token|api[_-]?key|access[_-]?(key|token)|auth|authorization|secret|(secret|private)[_-]?key|passw(or)?d|pwd|credentials?|webhook[_-]?url)$",
     re.IGNORECASE,
 )
 _MIN_SECRET_LENGTH = 8  # a shorter secret may be part of another value by chance

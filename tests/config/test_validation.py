@@ -109,6 +109,17 @@ def test_redacted_masks_secrets():
     assert all(line in text for line in ("path: at:***@x", "tokenizer: e", "max_tokens: f"))
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("passwd", "pwd", "private_key", "credentials", "authorization", "webhook_url", "slack-webhook-url"),
+        *("api-key", "apiKey", "accessToken", "access_token", "aws_secret_key"),
+    ],
+)
+def test_keys_of_secrets(key):
+    assert "s3cret" not in OmegaConf.to_yaml(redacted(OmegaConf.create({key: "s3cret"})))
+
+
 # The weights of a list of datasets
 
 ALPACA = {"_component_": "torchtune.datasets.alpaca_dataset"}
