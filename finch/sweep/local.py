@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from finch.distributed.processes import share_cores
+from finch.distributed.processes import die_with_parent, share_cores
 from finch.errors import UserError
 from finch.sweep.grid import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, write_cell
 from finch.sweep.job import Job, slurm_error
@@ -187,6 +187,7 @@ class LocalSweep:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                preexec_fn=die_with_parent,  # a cell without its sweep would keep the next one from its folder
                 start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which passes it on once
             )
         state.running, state.status, state.reason = _Running(process, start, slot), status, ""

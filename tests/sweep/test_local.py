@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from finch.sweep.local import LocalSweep
 
 # Appends what happens to a common file; saves at SIGINT, as a run does.
 PROGRAM = """\
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
 folder, seconds, code = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 events = folder.parent / "events"
 def note(text):
@@ -26,6 +27,7 @@ def save(*_):
     (folder / "saved").touch()
     sys.exit(130)
 signal.signal(signal.SIGINT, save)
+(folder / "pid").write_text(str(os.getpid()))
 note("start")
 time.sleep(seconds)
 if code:
@@ -135,3 +137,25 @@ def test_interrupt_lets_the_runs_save_and_the_next_call_continues(sweep, tmp_pat
     assert status(tmp_path / "a") == "waiting"
     assert not (tmp_path / "c").exists()
     assert sweep({"a": None, "b": None, "c": None}, seconds=0)[0] == {}
+
+
+def is_running(process):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Linux call")
+def test_cells_end_with_a_killed_sweep(sweep, tmp_path):
+    killed = os.fork()
+    if killed == 0:
+        sweep({"a": None}, seconds=600)
+    while not (tmp_path / "a" / "pid").is_file() or "start a" not in (tmp_path / "events").read_text():
+        time.sleep(0.05)
+    cell = int((tmp_path / "a" / "pid").read_text())
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    while is_running(cell):
+        time.sleep(0.05)
+    assert sweep({"a": None}, seconds=0)[0] == {}
