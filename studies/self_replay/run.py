@@ -33,6 +33,7 @@ SECONDARY = {
     "probe/paraphrases/accuracy": "paraphrases_accuracy",
     "probe/paraphrases/loss": "paraphrases_loss",
 }
+LABELS = {"sft": "cosine SFT", "constant": "constant rate", "replay_0.3": "with self-replay"}
 FAMILIES = {"replay": ("replay_0.3",), "others": ("sft", "finch", "constant", "kl_0.1")}
 
 
@@ -115,7 +116,15 @@ def draw(points: list[dict[str, Any]], out: Path) -> None:
     styles = method_styles(dict.fromkeys(point["arm"] for point in points))
     for (arm, *_), run in groupby(points, key=lambda point: (point["arm"], point["rate"], point["seed"])):
         x, y = zip(*((point["training_loss"], point["own_kl"]) for point in run), strict=True)
-        axes.plot(x, y, color=styles[arm].hex, marker=styles[arm].marker, label=arm, markersize=6, linewidth=1)
+        axes.plot(
+            x,
+            y,
+            color=styles[arm].hex,
+            marker=styles[arm].marker,
+            label=LABELS.get(arm, arm),
+            markersize=6,
+            linewidth=1,
+        )
     axes.set_yscale("log")
     save(figure, out, "front", "Forgetting over learning", "The end of each line with the larger loss is the average")
 
