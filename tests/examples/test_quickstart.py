@@ -1,5 +1,6 @@
 """The quickstart end to end, with fewer epochs; its parts against plain torch."""
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from helpers.runs import ROOT, environment
 from transformers import AutoModelForCausalLM
 
 from examples.quickstart import base
+from examples.quickstart.__main__ import AVERAGE, FOLDERS, MEASURED
 from examples.quickstart.evaluate import evaluate, tokenize
 from examples.quickstart.world import new_world, old_world
 from finch.errors import UserError
@@ -38,10 +40,11 @@ def out(tmp_path_factory):
 
 def test_quickstart_prints_the_scores_of_its_runs(out):
     folder, printed = out
-    batches = {"old": tokenize(old_world(), folder / "sft" / "epoch_1")}
-    for name in ("SFT", "FINCH"):
-        scores = evaluate(folder / name.lower() / "epoch_1", batches)["old"]
-        (line,) = [line for line in printed.splitlines() if line.startswith(name) and "%" in line]
+    batches = {"old": tokenize(old_world().about(*MEASURED), folder / "sft" / "epoch_1")}
+    models = {label: folder / run / "epoch_1" for label, run in FOLDERS.items()}
+    for name, model in {**models, AVERAGE: folder / "self_replay" / "average" / "model"}.items():
+        scores = evaluate(model, batches)["old"]
+        (line,) = [line for line in printed.splitlines() if re.match(rf"{re.escape(name)} +[\d.]+%", line)]
         assert f"{scores.loss:.3f}" in line
         assert f"{scores.accuracy:.1%}" in line
     assert str(folder / "figure.png") in printed
