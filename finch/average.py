@@ -48,11 +48,17 @@ _MAX_TRAINING_ROWS = 128
 _FAIR_EXPONENT = 1.3
 """Of forgetting ~ alpha^p; below it half of the way forgets more than 0.4 of the whole: the rate was too high for averages to help."""
 _EVERYDAY, _MERGED = "everyday", "merged"
-_LOSS_KEYS, _RUN_KEYS = (
-    ("lr_scheduler", "regularizer", "kl_penalty", "self_replay"),
-    ("metric_logger", "hooks", "profiler"),
-)
-_UNUSED = ("optimizer", *_LOSS_KEYS, *_RUN_KEYS, "average")
+_UNUSED = [
+    "optimizer",
+    "lr_scheduler",
+    "regularizer",
+    "kl_penalty",
+    "self_replay",
+    "metric_logger",
+    "hooks",
+    "profiler",
+    "average",
+]
 _BUILT = {"model", "tokenizer", "checkpointer", "dataset", "dataset_validation", "loss", "collate_fn"}
 _ONE_PROCESS = {"tensor_parallel_dim": 1, "data_parallel_replicate_dim": 1, "data_parallel_shard_dim": -1}
 _ONE_PROCESS |= {"compile": False, "fsdp_cpu_offload": False}

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from finch.distributed.processes import limit_spinning
-from finch.errors import report_user_errors
+from finch.errors import UserError, report_user_errors
 from finch.extras import require_extras
 from finch.log import quiet_dependencies
 
@@ -55,7 +55,8 @@ def main() -> None:
         ("quickstart/finch", out / FOLDERS[FINCH], overrides),
         ("quickstart/self_replay", out / FOLDERS[REPLAY], [*overrides, f"data={data}"]),
     )
-    finch("average", str(out / FOLDERS[REPLAY]))
+    if finch("average", str(out / FOLDERS[REPLAY])) != 0:
+        raise UserError("finch average has failed; its last line says why")
     for name, folder in FOLDERS.items():
         run = out / folder
         steps = [line for line in read_metrics(run / METRICS) if "loss" in line]

@@ -77,11 +77,10 @@ def tune_run(*runs: tuple[str, Path, list[str]]) -> None:
             process.kill()
 
 
-def finch(*words: str) -> None:
-    """A command of finch, with what it prints. Raises UserError if it fails."""
-    print("  finch " + " ".join(words), flush=True)
-    if subprocess.call([sys.executable, "-m", "finch.cli", *words]) != 0:
-        raise UserError(f"finch {words[0]} has failed; its last line says why")
+def finch(*words: str) -> int:
+    """Runs a command of finch; returns its exit code."""
+    print("finch " + " ".join(words), flush=True)
+    return subprocess.call([sys.executable, "-m", "finch.cli", *words])
 
 
 def prepare(folder: Path) -> Path:

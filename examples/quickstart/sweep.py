@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,7 +34,7 @@ def main() -> None:
     quiet_dependencies()
     limit_spinning(os.environ)  # before torch is imported
 
-    from examples.quickstart.base import prepare
+    from examples.quickstart.base import finch, prepare
     from examples.quickstart.evaluation_tasks import copy_base, write_tasks
 
     start_time = time.perf_counter()
@@ -43,18 +42,13 @@ def main() -> None:
     base = copy_base(prepare(out), out / "base_for_evaluation")
     tasks = write_tasks(out / "tasks")
     sweep = out / "sweep"
-    code = _finch(
+    code = finch(
         "sweep", GRID, f"--out={sweep}", f"--jobs={parsed.jobs}", f"base={base}", f"rows={out / 'data' / 'new.jsonl'}",
         f"tasks={tasks}", f"evaluate.base={base}", f"evaluate.include_path={tasks}", *words,
     )  # fmt: skip
-    code = _finch("report", str(sweep), f"--out={out / 'report'}") or code
+    code = finch("report", str(sweep), f"--out={out / 'report'}") or code
     print(f"{duration(time.perf_counter() - start_time)} in total")
     sys.exit(code)
-
-
-def _finch(*words: str) -> int:
-    print("finch " + " ".join(words), flush=True)
-    return subprocess.call([sys.executable, "-m", "finch.cli", *words])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Replay:
     ) -> Iterator[tuple[list[int], list[int], int]]:
         """For each micro-batch of ``rank`` its task rows, its replayed rows, and the replayed tokens of its step, over all ranks.
 
-        Seed and position decide which rows a step has, so that they are the same on any number of ranks and after a resume.
+        The rows of a step depend on the seed and the step's position only: they are the same on any number of ranks and after a resume.
         """
         full = rows_in_step(self.share, order.global_batch)
         last = order.samples_in(steps_per_epoch) - (steps_per_epoch - 1) * order.global_batch

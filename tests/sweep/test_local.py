@@ -152,7 +152,10 @@ def is_running(process):
 def test_cells_end_with_a_killed_sweep(sweep, tmp_path):
     killed = os.fork()
     if killed == 0:
-        sweep({"a": None}, seconds=600)
+        try:
+            sweep({"a": None}, seconds=600)
+        finally:
+            os._exit(1)  # never on into pytest
     while not (tmp_path / "a" / "pid").is_file() or "start a" not in (tmp_path / "events").read_text():
         time.sleep(0.05)
     cell = int((tmp_path / "a" / "pid").read_text())
