@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from finch.errors import UserError
 from finch.models.hf_config import read_json
@@ -81,6 +82,18 @@ def copy_side_files(source: Path, target: Path, without: tuple[str, ...] = ()) -
         is_hidden_or_weights = path.name.startswith(".") or path.name.endswith(_WEIGHT_SUFFIXES)
         if path.is_file() and not is_hidden_or_weights and path.name not in without:
             shutil.copyfile(path, target / path.name)
+
+
+def rewrite(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Fills the folder ``target`` with ``source``'s files, each weight by ``change(name, weight)``, under the same names and in the same shards.
+    Memory holds one shard. Raises UserError if a file of ``source`` is broken, OSError or SafetensorError if ``target`` cannot be written."""
+    copy_side_files(source, target)
+    if (source / SAFETENSORS_INDEX).is_file():
+        shutil.copyfile(source / SAFETENSORS_INDEX, target / SAFETENSORS_INDEX)
+    for name in indexed_shards(source) or [SAFETENSORS]:
+        shard = open_safetensors(source / name)
+        content = {key: change(key, shard.get_tensor(key)) for key in shard.keys()}  # noqa: SIM118 (not a dict)
+        save_file(content, target / name, shard.metadata())
 
 
 def open_safetensors(file: Path) -> Any:

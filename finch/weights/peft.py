@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,8 @@ from finch.weights.conversion import Conversion, StateDict, conversion_for, with
 from finch.weights.files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    SAFETENSORS,
-    SAFETENSORS_INDEX,
     SAFETENSORS_METADATA,
-    copy_side_files,
-    indexed_shards,
-    open_safetensors,
+    rewrite,
     write_json,
 )
 from finch.weights.huggingface import HuggingFaceFolder, PretrainedFolder
@@ -132,22 +127,16 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> None:
     """Writes the folder ``base`` with the adapter that :class:`PeftFolder` has written merged into its weights, in their shards and dtypes.
     Memory holds one shard. Raises UserError for a broken file, or a folder that cannot be written."""
     config, stored = read_json(adapter / ADAPTER_CONFIG), load_file(adapter / ADAPTER_WEIGHTS)
-    index = base / SAFETENSORS_INDEX
+
+    def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
+        module = _PREFIX + name.removesuffix(".weight")
+        if (a := stored.get(f"{module}.lora_A.weight")) is None:
+            return weight
+        b, magnitude = stored[f"{module}.lora_B.weight"], stored.get(f"{module}.lora_magnitude_vector")
+        return merged_weight(weight, a, b, config["lora_alpha"] / config["r"], magnitude).to(weight.dtype)
+
     try:
         with atomic_folder(target) as partial:
-            copy_side_files(base, partial)
-            if index.is_file():
-                shutil.copyfile(index, partial / index.name)
-            for name in indexed_shards(base) or [SAFETENSORS]:
-                shard, content = open_safetensors(base / name), {}
-                for key in shard.keys():  # noqa: SIM118 (not a dict)
-                    tensor, module = shard.get_tensor(key), _PREFIX + key.removesuffix(".weight")
-                    if (a := stored.get(f"{module}.lora_A.weight")) is not None:
-                        b, magnitude = stored[f"{module}.lora_B.weight"], stored.get(f"{module}.lora_magnitude_vector")
-                        tensor = merged_weight(tensor, a, b, config["lora_alpha"] / config["r"], magnitude).to(
-                            tensor.dtype
-                        )
-                    content[key] = tensor
-                save_file(content, partial / name, shard.metadata())
+            rewrite(base, partial, merged)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{target} cannot be written ({error}); make room") from error

@@ -7,13 +7,11 @@ folders, for all parameters, in fp32, and cast once to the dtype of the tuned fo
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from finch.errors import UserError
 from finch.files import atomic_folder
@@ -22,9 +20,9 @@ from finch.weights.files import (
     ADAPTER_CONFIG,
     SAFETENSORS,
     SAFETENSORS_INDEX,
-    copy_side_files,
     indexed_shards,
     open_safetensors,
+    rewrite,
 )
 
 _BLENDED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -61,20 +59,12 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
     try:
         with contextlib.ExitStack() as stack:
             folders = [stack.enter_context(atomic_folder(target)) for target in targets]
-            for folder in folders:
-                copy_side_files(tuned, folder)
-                if (tuned / SAFETENSORS_INDEX).is_file():
-                    shutil.copyfile(tuned / SAFETENSORS_INDEX, folder / SAFETENSORS_INDEX)
-            for file_name, shard in theta_ft.shards.items():
-                for folder, alpha in zip(folders, alphas, strict=True):
-                    save_file(
-                        {
-                            name: blend(theta_0.tensor(base_name_of[name]), shard.get_tensor(name), alpha)
-                            for name in shard.keys()  # noqa: SIM118 (not a dict)
-                        },
-                        folder / file_name,
-                        shard.metadata(),
-                    )
+            for folder, alpha in zip(folders, alphas, strict=True):
+
+                def average(name: str, weight: torch.Tensor, alpha: float = alpha) -> torch.Tensor:
+                    return blend(theta_0.tensor(base_name_of[name]), weight, alpha)
+
+                rewrite(tuned, folder, average)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"--out={out} cannot be written ({getattr(error, 'strerror', None) or error}); make room or give another place"

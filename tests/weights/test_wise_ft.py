@@ -231,7 +231,7 @@ def test_interrupt_leaves_no_folder(folders, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         save_file(*arguments)
 
-    monkeypatch.setattr(wise_ft, "save_file", interrupt_third_call)
+    monkeypatch.setattr("finch.weights.files.save_file", interrupt_third_call)
     with pytest.raises(KeyboardInterrupt):
         wise_ft.wise_ft(*folders, [0.5, 1.0], tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
