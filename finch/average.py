@@ -333,7 +333,7 @@ class Averages:
         """Those of the run, or generated now, while the weights are the pretrained ones; a collective."""
         for name, answers in self._answers.items():
             if not answers.load(self.base.files, model_settings(self._cfg), self._parallel):
-                answers.generate(self._model, self._data.eval_settings, dtype)
+                answers.generate(self._model, self._parallel, dtype, self._data.eval_settings)
             self._probes[name].samples = answers.samples
 
     @torch.no_grad()

@@ -135,7 +135,7 @@ def chooser(draws: torch.Tensor, temperature: float) -> Callable[[torch.Tensor],
     def choose(logits: torch.Tensor) -> torch.Tensor:
         if temperature == 0:
             return logits.argmax(-1)
-        sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
+        sums = (logits.float() / temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True).squeeze(1)
 
     return choose

@@ -193,7 +193,8 @@ class Probes(Hook):
         """Generates answers and measures what is missing of step 0; a collective."""
         start = time.perf_counter()
         for name in sorted(self._ungenerated):
-            self._answers[name].generate(trainer.model, self._eval, precision_of(self._cfg.dtype).compute)
+            compute = precision_of(self._cfg.dtype).compute
+            self._answers[name].generate(trainer.model, self._parallel, compute, self._eval)
             self._rows[name].samples = self._answers[name].samples
         for name, rows in self._rows.items():
             if name not in self._baselines:

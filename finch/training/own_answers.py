@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtune.modules import MultiHeadAttention, local_kv_cache
+from torchtune.modules import KVCache, MultiHeadAttention, local_kv_cache
 
 from finch.data.loader import REFERENCES, EvalSettings
 from finch.data.order import EMPTY
@@ -31,6 +31,8 @@ from finch.training.reference import ReferenceFile, fingerprint_of, iter_outputs
 BATCH_ROWS, BATCH_TOKENS = 64, 16384
 """At most so many prompts, and so many tokens with padding and answers, are continued at a time, whatever the number of ranks: a row's
 logits, rounding included, then depend on its prompts only."""
+KEPT_SHARE = 0.75
+"""Of a batch's rows: when no more have not ended, the others leave it."""
 
 
 class OwnAnswers:
@@ -90,25 +92,37 @@ class OwnAnswers:
                 return True
         return False
 
-    def generate(self, model: TokenLoss, settings: EvalSettings, dtype: torch.dtype) -> None:
-        """Generates the answers with the pretrained weights and saves them; a collective. Raises UserError if all answers are empty."""
-        start, parallel, prompts = time.perf_counter(), settings.parallel, self._prompts.tokens
+    def generate(
+        self, model: TokenLoss, parallel: Parallel, dtype: torch.dtype, measured: EvalSettings | None = None
+    ) -> None:
+        """Generates the answers with the pretrained weights and saves them; a collective.
+
+        Args:
+            measured: how a KL divergence from the answers' distributions is measured; they are then from such a pass, and it is exactly 0 for
+                the pretrained model. None: they are from the decoding, which takes no pass, and they differ from those by rounding.
+
+        Raises:
+            UserError: all answers are empty.
+        """
+        start, prompts = time.perf_counter(), self._prompts.tokens
         options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "dtype": dtype, "parallel": parallel}
         if self._prompts.after is not None:  # the model writes the user's turn as well
             ends = {*self._stop_tokens, *self._prompts.after[:1]}
             draws = uniform_draws(len(prompts), self._max_new_tokens, 1)
-            found = generate(
+            turns = generate(
                 model, prompts, draws, self._temperature or 1.0, ends, title=f"{self._key}: prompts", **options
             )
-            pairs = zip(prompts, found, strict=True)
-            prompts = [end_turn([*prompt, *turn], ends, self._prompts.after) for prompt, turn in pairs]
+            pairs = zip(prompts, turns, strict=True)
+            prompts = [end_turn([*prompt, *turn["tokens"]], ends, self._prompts.after) for prompt, turn in pairs]
         draws = uniform_draws(len(prompts), self._max_new_tokens, 0)
         ends = set(self._stop_tokens)
-        answers = generate(model, prompts, draws, self._temperature, ends, title=f"{self._key}: answers", **options)
-        if all(set(answer) <= ends for answer in answers):
+        options.update(top_k=0 if measured else self._top_k, title=f"{self._key}: answers")
+        answers = generate(model, prompts, draws, self._temperature, ends, **options)
+        if all(set(answer["tokens"]) <= ends for answer in answers):
             raise UserError(f"{self._key}: the pretrained model answers none of the prompts; give other ones")
         self.samples = [_sample(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        _add_references(model, self._key, self.samples, self._top_k, settings)
+        if measured is not None:
+            _add_references(model, self._key, self.samples, self._top_k, measured)
         number = sum(map(num_targets, self.samples))
         logger.info(
             f"{self._key}: the pretrained model's {'sampled' if self._temperature else 'greedy'} answers to {len(prompts)} prompts, "
@@ -146,8 +160,8 @@ class OwnAnswers:
         if self._prompts.after is not None:
             prompts = [each.tolist() for each in tensors["prompts"].split(tensors["prompt_lengths"].tolist())]
         return [
-            {**_sample(prompt, parts["answers"][index].tolist()), **{key: parts[key][index] for key in REFERENCES}}
-            for index, prompt in enumerate(prompts)
+            _sample(prompt, {"tokens": answer.tolist(), **dict(zip(REFERENCES, references, strict=True))})
+            for prompt, answer, *references in zip(prompts, *parts.values(), strict=True)
         ]
 
 
@@ -155,17 +169,16 @@ def _flat(rows: Iterable[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([token for row in rows for token in row], dtype=torch.int32)
 
 
-def _sample(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
-    return {"tokens": [*prompt, *answer], "labels": [IGNORE_INDEX] * len(prompt) + [*answer]}
+def _sample(prompt: Sequence[int], answer: dict[str, Any]) -> Sample:
+    tokens = answer["tokens"]
+    return {**answer, "tokens": [*prompt, *tokens], "labels": [IGNORE_INDEX] * len(prompt) + tokens}
 
 
 def _add_references(model: TokenLoss, key: str, samples: list[Sample], top_k: int, settings: EvalSettings) -> None:
     """Adds the pretrained model's distributions at the answers' tokens to each sample; a collective."""
     share: dict[int, tuple[torch.Tensor, ...]] = {}
-    vocabulary = int(model.decoder.tok_embeddings.num_embeddings)
-    for indices, batch, output in iter_outputs(
-        model, settings.loader(key, samples), num_top_log_probs=min(top_k, vocabulary)
-    ):
+    options = {"num_top_log_probs": min(top_k, model.decoder.tok_embeddings.num_embeddings)}
+    for indices, batch, output in iter_outputs(model, settings.loader(key, samples), **options):
         log_probs, tokens = output["top_log_probs"].cpu(), output["top_tokens"].cpu()
         for position, index in enumerate(indices):
             if index != EMPTY:
@@ -187,14 +200,17 @@ def generate(
     max_new_tokens: int,
     dtype: torch.dtype,
     parallel: Parallel,
+    top_k: int = 0,
     title: str = "",
-) -> list[list[int]]:
+) -> list[dict[str, Any]]:
     """Continues prompts token by token in evaluation mode; a collective. Every rank gets all continuations.
 
-    Each of ``stop_tokens`` ends one, of which it is the last token. ``draws``, [prompts, max_new_tokens] in [0, 1), choose the tokens:
-    the first whose cumulative probability at ``temperature`` is above the draw; at temperature 0 the likeliest. ``dtype``: of the model's
+    Each has ``tokens``, and with ``top_k`` the ``REFERENCES``: the distribution that each token is from, at temperature 1. Each of
+    ``stop_tokens`` ends one, of which it is the last token. ``draws``, [prompts, max_new_tokens] in [0, 1), choose the tokens: the first
+    whose cumulative probability at ``temperature`` is above the draw; at temperature 0 the likeliest. ``dtype``: of the model's
     computation. ``title``: of the progress bar; empty: no bar.
     """
+    options = {"num_top_log_probs": min(top_k, model.decoder.tok_embeddings.num_embeddings)}
     longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # little padding
     size = max(1, min(BATCH_ROWS, BATCH_TOKENS // (len(prompts[longest_first[0]]) + max_new_tokens)))
     groups = [longest_first[start : start + size] for start in range(0, len(prompts), size)]
@@ -202,35 +218,46 @@ def generate(
     mine = groups[parallel.data_parallel_rank :: parallel.data_parallel_size]
     was_training = model.training
     model.eval()
-    found: dict[int, list[int]] = {index: [] for group in mine for index in group}
+    found: dict[int, list[tuple[Any, ...]]] = {index: [] for group in mine for index in group}
     progress = Progress(len(mine) * max_new_tokens, is_shown=bool(title) and parallel.is_rank_zero, leave=False)
     progress.set_title(title)
     for number, group in enumerate(mine, start=1):
-        indices, active = group or longest_first[-1:], set(group)
-        batch = _Batch([prompts[index] for index in indices], max_new_tokens, parallel.device)
+        batch, active = _Batch(group or longest_first[-1:], prompts, max_new_tokens, parallel.device), set(group)
         with batch.cache(model, dtype, parallel):
             for step in range(max_new_tokens):
                 if parallel.all_true(not active):
                     break
-                tokens = batch.next_tokens(model, chooser(draws[indices, step].to(parallel.device), temperature))
-                for index, token in zip(indices, tokens, strict=True):
+                choose = chooser(draws[batch.indices, step].to(parallel.device), temperature)
+                for index, token, *reference in zip(
+                    batch.indices, *batch.next_tokens(model, choose, **options), strict=True
+                ):
                     if index in active:
-                        found[index].append(token)
+                        found[index].append((token, *reference))
                         active -= {index} if token in stop_tokens else set()
+                batch.drop_ended(model, active)
                 progress.advance(1)
                 watchdog.heartbeat()
         if progress.is_line_due():
             progress.log(f"{title}: batch {number} of {len(mine)}, {progress.time_left()} left")
     progress.close()
     model.train(was_training)
-    merged = {index: answer for share in parallel.gather(found) for index, answer in share.items()}
+    share = {index: _columns(steps) for index, steps in found.items()}
+    merged = {index: answer for part in parallel.gather(share) for index, answer in part.items()}
     return [merged[index] for index in range(len(prompts))]
+
+
+def _columns(steps: list[tuple[Any, ...]]) -> dict[str, Any]:
+    tokens, *references = zip(*steps, strict=True)
+    return {"tokens": list(tokens), **dict(zip(REFERENCES, map(torch.stack, references), strict=False))}
 
 
 class _Batch:
     """Prompts with their answers so far, padded on the left, where keys and values are kept; else each token is a pass over all of them."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, indices: Sequence[int], every: Sequence[Sequence[int]], max_new_tokens: int, device: torch.device
+    ) -> None:
+        self.indices, prompts = list(indices), [every[index] for index in indices]
         longest = max(map(len, prompts))
         self._padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -256,8 +283,21 @@ class _Batch:
         )
         return stack
 
-    def next_tokens(self, model: nn.Module, choose: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
-        """The next token of each row, which is appended."""
+    def drop_ended(self, model: nn.Module, active: Collection[int]) -> None:
+        """Keeps the ``active`` rows, once they are few: copying the cache takes time too."""
+        if not 0 < len(active) <= KEPT_SHARE * len(self.indices):
+            return
+        kept = [row for row, index in enumerate(self.indices) if index in active]
+        self.indices = [self.indices[row] for row in kept]
+        self._tokens, self._padding = self._tokens[kept], self._padding[kept]
+        for module in model.modules():
+            if isinstance(module, KVCache):
+                module.k_cache, module.v_cache = module.k_cache[kept], module.v_cache[kept]
+
+    def next_tokens(
+        self, model: nn.Module, choose: Callable[[torch.Tensor], torch.Tensor], **options: int
+    ) -> list[Sequence[Any]]:
+        """The next token of each row, which is appended, and its distribution where ``options`` of the model's forward ask for it."""
         number, seq = self._tokens.shape
         new = torch.arange(self._num_cached, seq, device=self._tokens.device)  # positions that are computed
         keys = torch.arange(self._longest if self._is_cached else seq, device=new.device)
@@ -268,12 +308,14 @@ class _Batch:
         labels = torch.full((number, len(new)), IGNORE_INDEX, device=new.device)
         labels[:, -1] = 0  # whose loss is not used
         targets = torch.arange(1, number + 1, device=new.device) * len(new) - 1
-        output = model(self._tokens[:, new], labels, targets, choose=choose, **inputs)
-        tokens: torch.Tensor = output["chosen"][:, -1:]
-        self._tokens = torch.cat([self._tokens, tokens.to(self._tokens.dtype)], 1)
+        output = model(self._tokens[:, new], labels, targets, choose=choose, **inputs, **options)
+        self._tokens = torch.cat([self._tokens, output["chosen"][:, -1:].to(self._tokens.dtype)], 1)
         if self._is_cached:
             self._num_cached = seq
-        return tokens.flatten().tolist()
+        chosen = self._tokens[:, -1].tolist()
+        if "top_tokens" not in output:
+            return [chosen]
+        return [chosen, output["top_log_probs"][:, -1].cpu(), output["top_tokens"][:, -1].int().cpu()]
 
 
 def _can_cache(model: TokenLoss) -> bool:

@@ -74,7 +74,6 @@ class SelfReplay:
         cache = None if settings.cache is None else Path(settings.cache)
         self._check_room(cache or folder, len(prompts.tokens))
         self._seed = data.order.seed
-        self._evaluation = data.eval_settings
         self._answers = OwnAnswers(
             key,
             folder / run_files.SELF_REPLAY,
@@ -106,7 +105,7 @@ class SelfReplay:
         if self._answers is None or self.rows is not None:
             return
         start = time.perf_counter()
-        self._answers.generate(model, self._evaluation, precision_of(self._cfg.dtype).compute)
+        self._answers.generate(model, self._parallel, precision_of(self._cfg.dtype).compute)
         self._take(self._answers)
         self._seconds = time.perf_counter() - start
 

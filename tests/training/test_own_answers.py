@@ -1,14 +1,11 @@
 """Greedy answers against transformers' generate; sampled ones by their cumulative probabilities; files under a fingerprint."""
 
-import functools
-
 import pytest
 import torch
 from helpers import models
 from helpers.runs import llama_args
 from torchtune.models.llama2 import llama2
 
-from finch.data.loader import EvalSettings
 from finch.data.prompts import Prompts
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
@@ -29,7 +26,8 @@ def model():
 def generate(model, temperature, stop_tokens=(), number=6, dtype=torch.float64):
     draws = uniform_draws(len(PROMPTS), number, 0)
     options = {"max_new_tokens": number, "dtype": dtype, "parallel": PARALLEL}
-    return own_answers.generate(model, PROMPTS, draws, temperature, stop_tokens, **options), draws
+    found = own_answers.generate(model, PROMPTS, draws, temperature, stop_tokens, **options)
+    return [answer["tokens"] for answer in found], draws
 
 
 @pytest.mark.parametrize("family", ["llama", "llama 3.2", "mistral", "qwen2", "qwen3 tied", "gemma", "gemma2", "phi3"])
@@ -95,13 +93,7 @@ class Answers:
         return self.own.load([], {}, PARALLEL)
 
     def generate(self, model):
-        def collate(rows):
-            pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-            labels = [torch.tensor([*row["labels"][1:], -100]) for row in rows]
-            tokens = pad([torch.tensor(row["tokens"]) for row in rows])
-            return {"tokens": tokens, "labels": pad(labels, padding_value=-100)}
-
-        self.own.generate(model, EvalSettings(PARALLEL, lambda samples: collate, 2), torch.float64)
+        self.own.generate(model, PARALLEL, torch.float64)
         return self.own.samples
 
 
@@ -114,8 +106,25 @@ def test_own_prompts_are_user_turns_and_what_follows_them(model, tmp_path):
         prompt = sample["tokens"][:-number]
         assert prompt[:2] == [1, 5]
         assert prompt[-2:] == [6, 7]
-        assert sample["reference_log_probs"].shape == (number, 9)
     assert len({tuple(sample["tokens"][:6]) for sample in samples}) == 3
+
+
+def test_references_are_the_distributions_of_a_forward_pass_over_the_answer(model, tmp_path, monkeypatch):
+    """Two prompts at a time, of which the first to end leaves the batch."""
+    monkeypatch.setattr(own_answers, "BATCH_ROWS", 2)
+    monkeypatch.setattr(own_answers, "KEPT_SHARE", 0.5)
+    answers = Answers(tmp_path, stop_tokens=range(0, llama_args()["vocab_size"], 5), max_new_tokens=12, temperature=0.5)
+    answers.load()
+    samples = answers.generate(model.eval())
+    numbers = [sum(label != -100 for label in sample["labels"]) for sample in samples]
+    assert len(set(numbers)) == 3
+    for sample, number in zip(samples, numbers, strict=True):
+        tokens = torch.tensor([sample["tokens"]])
+        expected = model.decoder.output(model.decoder.norm(model.decoder(tokens)))[0, -number - 1 : -1].log_softmax(-1)
+        top = expected.topk(8)
+        assert torch.equal(sample["reference_tokens"].long(), top.indices)
+        rest = (1 - top.values.exp().sum(-1, keepdim=True)).log()
+        torch.testing.assert_close(sample["reference_log_probs"], torch.cat([top.values, rest], 1))
 
 
 def test_another_run_reads_the_answers_from_the_cache(model, tmp_path):
