@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from finch import files, run_files
 from finch.config import schema
-from finch.config.foreign import read_foreign, refuse_foreign
-from finch.config.instantiate import build
+from finch.config.foreign import refuse_foreign
+from finch.config.instantiate import build, load_config
 from finch.config.validation import check
 from finch.data.training_data import TrainingData
 from finch.distributed import parallel as distributed
@@ -366,7 +366,7 @@ def read_config(run: Path, base: Path | None) -> DictConfig:
     file = run / run_files.CONFIG
     if not file.is_file():
         raise UserError(f"{file} does not exist; give the folder of a run")
-    cfg = read_foreign(file)
+    cfg = load_config(file)
     if base is not None:
         old = str(cfg.checkpointer.checkpoint_dir)
         cfg = DictConfig(OmegaConf.create(OmegaConf.to_yaml(cfg).replace(old, str(base))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import time
 import traceback
@@ -16,8 +17,18 @@ ERROR_FILE = "FINCH_ERROR_FILE"
 """Environment variable: a file that the message of a UserError is also written to."""
 
 
+_MAX_LINE, _MAX_WORD = 275, 80
+
+
 class UserError(ValueError):
-    """A mistake that the user can fix. The message is one line: key and value, what is wrong, what to do."""
+    """A mistake that the user can fix. The message is one line: key and value, what is wrong, what to do.
+
+    Values come from files of others: what a terminal would not print stands in it escaped, and a line that is too long loses the middle
+    of its long words, then its own.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
 
 
 class WriteFailed(OSError):
@@ -90,6 +101,18 @@ def exit_without_teardown() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _one_line(text: str) -> str:
+    text = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    if len(text) > _MAX_LINE:
+        text = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda word: _without_middle(word[0], _MAX_WORD), text)
+    return text if len(text) <= _MAX_LINE else _without_middle(text, _MAX_LINE)
+
+
+def _without_middle(text: str, length: int) -> str:
+    end = length // 3
+    return f"{text[: length - end - 3]}...{text[-end:]}"
 
 
 def _print(message: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from finch import files, run_files
+from finch.log import logger
 from finch.progress import RunProgress
 
 
@@ -170,6 +171,10 @@ def _read(pending: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:
     """Returns the number of remaining lines."""
     if not path.exists():
+        if step:
+            logger.warning(
+                f"{path} is gone: the numbers of the steps up to {step} are lost, the run itself goes on unchanged"
+            )
         return 0
     kept = [line for line in run_files.read_metrics(path)[:first_lines] if line["step"] <= step]
     with files.atomic_file(path) as partial:

@@ -23,9 +23,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from finch.log import logger
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -59,14 +62,26 @@ def chosen_model(run: Path) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that was cut off is left out."""
+    """The lines of a metrics.jsonl up to the first that cannot be read, such as one that was cut off; logs how many that leaves out."""
+    texts = path.read_bytes().splitlines()
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in texts:
         try:
-            lines.append(json.loads(text))
-        except ValueError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(line, dict) or type(line.get("step")) is not int or not all(map(_is_number, line.values())):
+            break
+        lines.append(line)
+    if len(lines) < len(texts) - 1:  # the last one is cut off whenever a run is killed
+        logger.warning(
+            f"{path}: line {len(lines) + 1} is not a step's; it and the {len(texts) - len(lines) - 1} lines after it are left out"
+        )
     return lines
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)
 
 
 def is_event(line: Mapping[str, Any]) -> bool:

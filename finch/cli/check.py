@@ -21,6 +21,7 @@ from finch.cli.early_checks import (
 )
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
+from finch.config.resolved import format_value
 from finch.errors import UserError
 from finch.files import existing_part
 
@@ -345,9 +346,9 @@ class Report:
 
 def _rates(cfg: DictConfig, key: str) -> str:
     if key == "optimizer":
-        return f", lr {cfg.optimizer.get('lr')}"
+        return f", lr {format_value(cfg.optimizer.get('lr'))}"
     cap = cfg[key].get("eta_max")
-    return "" if cap is None else f", eta_max {cap}"
+    return "" if cap is None else f", eta_max {format_value(cap)}"
 
 
 def _packs(samples: Any) -> str:

@@ -21,21 +21,8 @@ _OWN = re.compile(
 _LOSS = "torch.nn.CrossEntropyLoss"
 
 
-def read_foreign(file: Path) -> DictConfig:
-    """RUN/config.yaml. Nothing of it may be built before :func:`refuse_foreign`. Raises UserError if it cannot be read, or holds no keys."""
-    from omegaconf import DictConfig, OmegaConf
-
-    try:
-        cfg = OmegaConf.load(file)
-    except Exception as error:  # PyYAML's and omegaconf's errors have no common class
-        raise UserError(f"{file} cannot be read as a config ({first_line(error)})") from error
-    if not isinstance(cfg, DictConfig):
-        raise UserError(f"{file} holds no config")
-    return cfg
-
-
 def refuse_foreign(cfg: DictConfig, file: Path, keys: Iterable[str]) -> None:
-    """Raises UserError if a value asks for something of this machine, or one of the blocks ``keys`` cannot be resolved, or names a component
+    """For what :func:`finch.config.instantiate.load_config` has read, before anything of it is built. Raises UserError if a value asks for something of this machine, or one of the blocks ``keys`` cannot be resolved, or names a component
     that is no model, tokenizer, dataset or loss of finch or torchtune. Of these packages modules are imported, of others none."""
     from omegaconf import OmegaConf
 

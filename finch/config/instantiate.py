@@ -3,14 +3,18 @@ the nearest known name."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finch.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 CONFIG_FOLDERS = [
     Path(__file__).parents[1] / "configs",  # in an installed wheel
@@ -80,6 +84,21 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
 
 
+def load_config(path: Path) -> DictConfig:
+    """The keys of a config's file. Raises UserError: it is no YAML, or no mapping."""
+    from omegaconf import DictConfig, OmegaConf
+
+    try:
+        cfg = OmegaConf.load(path)
+        if not isinstance(cfg, DictConfig):
+            raise TypeError("it has no keys")
+    except Exception as error:  # the YAML reader's and omegaconf's have no common class
+        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+        reason = first_line(error) if problem is None or mark is None else f"{problem} in line {mark.line + 1}"
+        raise UserError(f"{path} cannot be read as YAML ({reason}); correct the file") from error
+    return cfg
+
+
 def config_names() -> dict[str, Path]:
     """The file of each config that comes with finch, by its name, such as ``stories260k/tofu_finch``."""
     return {name: path for name, path in _packaged_files().items() if not name.startswith(GRIDS)}
@@ -114,8 +133,9 @@ def _packaged_files() -> dict[str, Path]:
 
 
 def _find(name: str, candidates: Iterable[str], known: Mapping[str, Path], message: str) -> Path:
-    if Path(name).is_file():
-        return Path(name)
+    with contextlib.suppress(OSError):  # a name that no system takes
+        if Path(name).is_file():
+            return Path(name)
     for candidate in candidates:
         if candidate.removesuffix(".yaml") in known:
             return known[candidate.removesuffix(".yaml")]

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from finch.config import methods
-from finch.config.instantiate import component_of, find_config, first_line, locate
+from finch.config.instantiate import component_of, find_config, first_line, load_config, locate
 from finch.config.key_search import recipe_help
 from finch.config.schema import FullFinetuneKeys, Keys, keys
 from finch.config.validation import check, referred_keys
@@ -61,16 +61,12 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     if parsed.config is None:
         raise UserError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
     path = find_config(parsed.config)
+    if flags := [override for override in overrides if override.startswith("--")]:
+        raise UserError(f"{flags[0]} is no option; overrides are key=value, or ~key to remove one")
+    file_cfg = load_config(path)
+    file_blocks: Any = OmegaConf.to_container(file_cfg)
+    blocks, chosen = complete(file_blocks, overrides)
     try:
-        if flags := [override for override in overrides if override.startswith("--")]:
-            raise ValueError(
-                f"Additional flag arguments not supported: {flags}. Please use --config or key=value overrides"
-            )
-        file_cfg = OmegaConf.load(path)
-        if not isinstance(file_cfg, DictConfig):
-            raise TypeError("it is a list, not a mapping of keys")
-        file_blocks: Any = OmegaConf.to_container(file_cfg)
-        blocks, chosen = complete(file_blocks, overrides)
         cfg, names = merge(blocks, overrides)
         OmegaConf.to_container(cfg, resolve=True)
     except UserError:
@@ -86,10 +82,6 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
         ) from error
     except ValueError as error:
         raise UserError(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
-    except Exception as error:  # the YAML reader's, whose classes omegaconf does not re-export
-        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-        reason = first_line(error) if problem is None or mark is None else f"{problem} in line {mark.line + 1}"
-        raise UserError(f"{path} cannot be read as YAML: {reason}") from error
     if "lora" in names and model is FullFinetuneKeys:
         command = " ".join(["tune run finch_lora_finetune --config", parsed.config, *overrides])
         raise UserError(f"method={'+'.join(names)} trains adapters, which needs the other recipe: {command}")
@@ -107,15 +99,16 @@ def recipe_for(name: str, overrides: list[str]) -> str:
     Raises:
         UserError: the config does not exist; errors inside it are left to ``read``.
     """
-    path, cfg = find_config(name), DictConfig({})
+    path = find_config(name)
     with contextlib.suppress(Exception):  # `read` reports it
-        cfg = DictConfig(OmegaConf.load(path))
+        cfg = load_config(path)
         file_blocks: Any = OmegaConf.to_container(cfg)
         cfg, _ = merge(complete(file_blocks, overrides)[0], overrides)
-    return recipe_of(cfg)
+        return recipe_of(cfg)
+    return recipe_of({})
 
 
-def recipe_of(cfg: DictConfig) -> str:
+def recipe_of(cfg: Mapping[Any, Any]) -> str:
     """The name of the recipe that trains a config's model, by the name of the model's builder."""
     builder = str(component_of(cfg.get("model"))).rpartition(".")[2]
     return "finch_lora_finetune" if builder.startswith("lora_") else "finch_full_finetune"

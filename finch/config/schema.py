@@ -44,7 +44,9 @@ def _require_component(value: dict[str, Any]) -> dict[str, Any]:
 Component = Annotated[dict[str, Any], AfterValidator(_require_component), WithJsonSchema({"shown": "component"})]
 """A block with a ``_component_``, the dotted path of a class or function, and its arguments."""
 
-Components = Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"shown": "component"}, "shown": "list"})]
+Components = Annotated[
+    list[Component], WithJsonSchema({"type": "array", "items": {"shown": "component"}, "shown": "list"})
+]
 NamedComponents = Annotated[dict[str, Any], WithJsonSchema({"shown": "component, named components"})]
 """Also a component; ``validation`` checks which it is."""
 

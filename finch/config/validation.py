@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,18 @@ from finch.errors import UserError
 WEIGHT = "weight"
 """How often an entry of a list of datasets is drawn; it is next to the entry's ``_component_`` and its arguments."""
 
+_PATHS = {
+    "output_dir",
+    "checkpoint_dir",
+    "path",
+    "model_dir",
+    "data_files",
+    "log_dir",
+    "cache",
+    "adapter_checkpoint",
+    "source",
+}
+_MAX_NAME = 255
 _BAD_NAME = "a name has only letters, digits, _ and -; rename it"
 _NOT_TEXT_MODELS = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")
 
@@ -52,6 +65,7 @@ def check(
 def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> Iterator[UserError]:
     """Each mistake in a config, whose defaults are filled in on the way."""
     known = keys(model)
+    yield from _text_errors(cfg, known)
     drop_null_blocks(cfg)
     for alias, name in ALIASES.items():
         if alias in cfg and name not in cfg:
@@ -85,6 +99,28 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
         dataset_weights(cfg.get("dataset"))
     except UserError as error:
         yield error
+
+
+def _text_errors(node: Any, known: Collection[str], path: str = "") -> Iterator[UserError]:
+    """Values that are still missing, which become null, and texts that no system takes for a path."""
+    for key in range(len(node)) if isinstance(node, ListConfig) else list(node):
+        name = f"{path}[{key}]" if isinstance(node, ListConfig) else f"{path}.{key}" if path else str(key)
+        if OmegaConf.is_missing(node, key):
+            if name not in known:  # those have a help
+                yield UserError(f"{name} is not set: give {name}=VALUE, or remove it")
+                node[key] = None
+            continue
+        value = node[key]
+        if isinstance(value, (DictConfig, ListConfig)):
+            yield from _text_errors(value, (), name)
+        elif isinstance(value, str) and "\0" in value:
+            yield UserError(f"{name}={value}: text has no NUL character; remove it")
+            node[key] = value.replace("\0", "")
+        elif (
+            isinstance(value, str) and str(key) in _PATHS and max(map(len, os.fsencode(value).split(b"/"))) > _MAX_NAME
+        ):
+            yield UserError(f"{name}={value}: a file's or folder's name has at most {_MAX_NAME} bytes; shorten it")
+            node[key] = None
 
 
 def drop_null_blocks(cfg: DictConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from finch.config.instantiate import build, component_of
 from finch.config.validation import without_weight
 from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
-from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern
+from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern, read_rows
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 
@@ -270,20 +269,13 @@ def _check_json_lines(node: Any, key: str, cause: BaseException | None) -> None:
     field = cause.args[0] if isinstance(cause, KeyError) else None
     without_field, has_field = None, False
     for file in _local_files(node):
-        if file.suffix != ".jsonl":
+        if SOURCES.get(extension_of(str(file))) != "json":
             continue
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    row = json.loads(line.strip() or "null")
-                except ValueError as error:
-                    raise UserError(
-                        f"{key}: row {number} of {file} is not JSON ({error}); fix or remove that row"
-                    ) from error
-                if isinstance(row, dict) and field in row:
-                    has_field = True
-                elif without_field is None:
-                    without_field = f"row {number} of {file}"
+        for number, row in enumerate(read_rows(file, "json"), start=1):
+            if field in row:
+                has_field = True
+            elif without_field is None:
+                without_field = f"row {number} of {file}"
     if has_field and without_field is not None:  # else it is no field of these rows: another error
         raise UserError(f"{key}: {without_field} has no field {field!r}; fix or remove that row")
 

@@ -7,6 +7,7 @@ parts, in the same order.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import gzip
@@ -85,10 +86,23 @@ def read_rows(file: Path, source: str) -> Iterator[dict[str, Any]]:
             yield from _read_json(file)
         elif source == "csv":
             with _open(file) as text:
-                yield from csv.DictReader(text)
+                for number, row in enumerate(csv.DictReader(text), start=1):
+                    if None in row:
+                        raise UserError(
+                            f"data_files={file}: row {number} has more fields than the header; fix or remove that row"
+                        )
+                    yield row
         else:
             yield from datasets.load_dataset(source, data_files=str(file), split="train")
-    except (OSError, EOFError, csv.Error, datasets.exceptions.DatasetGenerationError) as error:
+    except UserError:
+        raise
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        csv.Error,
+        datasets.exceptions.DatasetGenerationError,
+    ) as error:  # pyarrow's are ValueErrors
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         raise UserError(f"data_files={file} cannot be read as {source} ({reason}); check the file") from error
 
@@ -100,10 +114,11 @@ def csv_columns(file: Path) -> list[str]:
 
 
 def _read_json(file: Path) -> Iterator[dict[str, Any]]:
-    with _open(file) as text:
-        is_array = next((line.lstrip()[0] for line in text if line.strip()), "") == "["
-        text.seek(0)
-        for number, row in enumerate(_array(text, file) if is_array else _lines(text, file), start=1):
+    with _open_bytes(file) as content:
+        start = next((line.strip() for line in content if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
+        is_array = start.startswith(b"[")
+        content.seek(0)
+        for number, row in enumerate(_array(content, file) if is_array else _lines(content, file), start=1):
             if not isinstance(row, dict):
                 raise UserError(
                     f"data_files={file}: row {number} is not a JSON object, it has no fields; fix or remove that row"
@@ -111,19 +126,23 @@ def _read_json(file: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _array(text: IO[str], file: Path) -> Iterator[Any]:
+def _array(content: IO[bytes], file: Path) -> Iterator[Any]:
     try:
-        yield from json.load(text)
-    except ValueError as error:
+        yield from json.load(content)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"data_files={file} is not a JSON array ({error}); fix it") from error
 
 
-def _lines(text: IO[str], file: Path) -> Iterator[Any]:
-    for number, line in enumerate(filter(str.strip, text), start=1):
+def _lines(content: IO[bytes], file: Path) -> Iterator[Any]:
+    for number, line in enumerate(filter(bytes.strip, content), start=1):
         try:
             yield json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"data_files={file}: row {number} is not JSON ({error}); fix or remove that row") from error
+
+
+def _open_bytes(file: Path) -> Any:
+    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
 
 
 def _open(file: Path) -> IO[str]:

@@ -24,6 +24,7 @@ from finch.config.instantiate import first_line
 from finch.distributed.processes import die_with_parent
 from finch.errors import UserError
 from finch.evaluation.model_folders import ModelFolder, weight_files
+from finch.models.chat_template import try_template
 from finch.models.hf_config import CONFIG, read_config, read_settings
 from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_tensors
 
@@ -147,11 +148,14 @@ def load_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers, tokenizers and sentencepiece have an exception for each kind of damage
         raise UserError(
             f"{option}={folder} has no tokenizer that transformers can load ({first_line(error)}); copy the tokenizer's files there"
         ) from error
+    if isinstance(tokenizer.chat_template, str):
+        try_template(tokenizer.chat_template, tokenizer.special_tokens_map, folder)
+    return tokenizer
 
 
 def check_adapter(folder: Path, label: str) -> dict[str, Any]:

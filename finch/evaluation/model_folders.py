@@ -115,7 +115,8 @@ def training_questions(run: Path) -> frozenset[str] | None:
     """The user's first turn of each row of the run's ``dataset``; None where the run has no config or its rows are gone."""
     from omegaconf import DictConfig, ListConfig
 
-    from finch.config.foreign import read_foreign, refuse_foreign
+    from finch.config.foreign import refuse_foreign
+    from finch.config.instantiate import load_config
     from finch.data.dataset import load_unpacked
 
     file = run / run_files.CONFIG
@@ -123,7 +124,7 @@ def training_questions(run: Path) -> frozenset[str] | None:
         return None
     tokenizer = _FirstTurn()
     try:
-        cfg = read_foreign(file)
+        cfg = load_config(file)
         refuse_foreign(cfg, file, ["dataset"])
         node = cfg.get("dataset")
         nodes = node if isinstance(node, ListConfig) else [node]

@@ -8,6 +8,7 @@ A run's FOLDER is RUN/evaluation (``finch.run_files.EVALUATION``). Scores are fr
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,24 @@ score: of the task's headline metric; None where the document does not count in 
 cluster: documents with the same text are not independent (such as two orders of one question); absent otherwise.
 Other keys are the task's own: further metrics, log-likelihoods, a response.
 """
+
+
+_FINITE = {"allow_inf_nan": False}
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The types of what a report takes of a sample."""
+
+    doc_id: int | str
+    doc_hash: str
+    score: float | None
+    cluster: str | int | None = None
+    confidence: float | None = None
+    is_parsed: bool | None = None
+    letter: str | None = None
+    answer: str | int | None = None
+    __pydantic_config__ = _FINITE
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,7 @@ class TaskResult:
     is_higher_better: bool = True
     others: dict[str, float | None] = field(default_factory=dict)
     unit: str = POINTS
+    __pydantic_config__ = _FINITE
 
 
 @dataclass(frozen=True)
@@ -85,9 +105,10 @@ class SuiteResult:
     weights: str
     is_base: bool
     base: str | None
-    settings: dict[str, Any]
+    settings: dict[str, str | int | float | bool | None]
     versions: dict[str, str]
     tasks: dict[str, TaskResult]
+    __pydantic_config__ = _FINITE
 
 
 def write_result(folder: Path, result: SuiteResult, samples: Mapping[str, Sequence[Sample]]) -> Path:
@@ -115,19 +136,18 @@ def read_result(path: Path) -> SuiteResult:
         UserError: the file is missing, broken, or of a later format.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        number = content.pop("format")
+        text = path.read_text(encoding="utf-8")
+        number = json.loads(text)["format"]
         if number > FORMAT:
             raise UserError(f"{path} was written by a later finch (format {number}); upgrade finch")
-        return SuiteResult(
-            **{**content, "tasks": {name: TaskResult(**task) for name, task in content["tasks"].items()}}
-        )
+        result: SuiteResult = _reader(SuiteResult).validate_json(text, strict=True)
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; evaluate the model again with finch evaluate") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is no result of finch evaluate ({error}); remove it and evaluate again") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is no result of finch evaluate ({_problem(error)}); remove it and evaluate again"
+        ) from error
+    return result
 
 
 def read_results(folder: Path) -> dict[str, SuiteResult]:
@@ -143,11 +163,32 @@ def read_samples(folder: Path, task: TaskResult) -> list[Sample]:
     Raises:
         UserError: the file is missing or broken.
     """
-    path = folder / task.samples
+    path = folder / Path(task.samples).name
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); evaluate the model again with finch evaluate") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
+        _reader(list[_Sample]).validate_json(f"[{','.join(lines)}]", strict=True)
+        samples = [json.loads(line) for line in lines]
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} cannot be read ({_problem(error)}); evaluate the model again with finch evaluate"
+        ) from error
+    return samples
+
+
+@functools.cache
+def _reader(kind: Any) -> Any:
+    """What checks that values are of a type."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _problem(error: Exception) -> str:
+    """In one line; of pydantic's the first, with its place."""
+    errors = getattr(error, "errors", None)
+    if errors is None:
+        return str(error)
+    return f"{'.'.join(map(str, errors()[0]['loc']))}: {errors()[0]['msg']}"
 
 
 def base_path(path: Path, result: SuiteResult) -> Path | None:

@@ -76,7 +76,7 @@ class Evaluation:
         ranks: Ranks,
     ) -> None:
         self._tasks, self._harness, self._options, self._ranks = tasks, harness, options, ranks
-        self.settings = {
+        self.settings: dict[str, str | int | float | bool | None] = {
             "dtype": options.dtype,
             "limit": options.limit,
             "data": "hub" if options.data_root is None else str(options.data_root.resolve()),

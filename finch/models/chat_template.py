@@ -5,21 +5,19 @@ Also where the answers are in that text: from the end of the generation prompt t
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from finch.errors import UserError
+from finch.models import chat_environment
+from finch.models.chat_environment import CPU_SECONDS, RENDER_ERRORS
 from finch.models.hf_config import read_settings
 
 THINKING = ("<think>", "</think>")
@@ -37,15 +35,16 @@ class ChatTemplate:
         special_tokens: by transformers' names, such as ``bos_token``; templates write some of them.
         thinking: the template's ``enable_thinking``.
 
-    Raises UserError if the source is no template.
+    Raises UserError if the source is no template, or does not render a short conversation within 5 s and 2 GB.
     """
 
     def __init__(self, source: str, folder: Path, special_tokens: Mapping[str, str], *, thinking: bool = False) -> None:
         self.source, self.folder, self.thinking = source, folder, thinking
         self._variables = {"tools": None, "documents": None, **special_tokens, "enable_thinking": thinking}
+        try_template(source, self._variables, folder)
         try:
-            self._template = _environment().from_string(source)
-        except TemplateError as error:
+            self._template = chat_environment.environment().from_string(source)
+        except RENDER_ERRORS as error:
             raise UserError(f"tokenizer: the chat template of {folder} cannot be read ({error}); fix it") from error
 
     def render(self, turns: Sequence[Turn], *, generation: bool = False) -> str:
@@ -55,7 +54,7 @@ class ChatTemplate:
         """
         try:
             return self._template.render(**self._variables, messages=turns, add_generation_prompt=generation)
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:  # what Jinja lets through
+        except RENDER_ERRORS as error:
             raise UserError(
                 f"tokenizer: the chat template of {self.folder} refuses a conversation ({error})"
             ) from error
@@ -77,32 +76,19 @@ def read_chat_template(folder: Path) -> str | None:
     return template
 
 
-class _Generation(Extension):
-    """The block that marks assistant turns in training templates; its content is rendered as it is."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def try_template(source: str, variables: Mapping[str, Any], folder: Path) -> None:
+    """Raises UserError if a template takes too much for a short conversation: somebody else wrote it, so a child process tries it first."""
+    if problem := _problem(json.dumps({"source": source, "variables": variables}, default=str)):
+        raise UserError(f"tokenizer: the chat template of {folder} does not end well ({problem}); fix or remove it")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The dialect that chat templates are written for: transformers'."""
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+@functools.cache
+def _problem(job: str) -> str | None:
+    command = [sys.executable, "-I", chat_environment.__file__]
+    child = subprocess.run(command, input=job, capture_output=True, text=True, check=False)
+    if child.returncode < 0:
+        return f"it was stopped by signal {-child.returncode}, after up to {CPU_SECONDS} s"
+    return (child.stderr.strip().splitlines() or ["it failed"])[-1] if child.returncode else None
 
 
 class AnswerSpans:

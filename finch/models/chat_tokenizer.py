@@ -186,8 +186,8 @@ def auto_tokenizer(
     folder = check_folder(path, "tokenizer.path")
     if not (folder / TOKENIZER).is_file() and (folder / "tokenizer.model").is_file():
         raise UserError(
-            f"tokenizer.path={path} has tokenizer.model, but no {TOKENIZER}; write it with python -c "
-            f"\"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')\""
+            f"tokenizer.path={path} has tokenizer.model, but no {TOKENIZER}; write it there: python -c "
+            f"\"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('.').save_pretrained('.')\""
         )
     tokenizer = load_tokenizer(folder / TOKENIZER)
     settings = _read_tokenizer_settings(folder)

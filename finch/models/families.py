@@ -50,7 +50,7 @@ def model_block(folder: Path, max_seq_len: int | None = None, *, option: str = "
     """
     folder = check_folder(folder, option)
     config = read_config(folder, option)
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         known = ", ".join(f"{name} ({family.name})" for name, family in FAMILIES.items())
         raise UserError(

@@ -115,7 +115,7 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises UserError if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); download it again") from error
 
 
@@ -131,7 +131,13 @@ def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> di
     """The content of a folder's config.json; ``option`` as in :func:`check_folder`. Raises UserError if the file is missing or not JSON."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{option}={folder} has no {CONFIG}; give a folder in Hugging Face's format")
-    return read_settings(folder / CONFIG)
+    config = read_settings(folder / CONFIG)
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise UserError(
+                f"{CONFIG} of {option}={folder} has {key}={config[key]}, no block of settings; download it again"
+            )
+    return config
 
 
 def is_tied(config: dict[str, Any]) -> bool:

@@ -86,20 +86,23 @@ def write_report(
 
 def _render(name: str, page: Mapping[str, Any]) -> str:
     """The text of the template NAME.j2."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("finch.report"),
-        autoescape=select_autoescape(["html.j2"]),
+        autoescape=name == PAGE,
+        finalize=None if name == PAGE else _markdown,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters["cell"] = _markdown_cell
     template = environment.get_template(f"{name}.j2")
     return template.render(page=page, figures=FIGURES, colours=COLOURS).strip() + "\n"
 
 
-def _markdown_cell(text: Any) -> str:
-    """Text that cannot end a cell of a Markdown table, or be read as emphasis."""
-    return re.sub(r"([\\|*_])", r"\\\1", str(text)).replace("<", "&lt;").replace("\n", " ")
+def _markdown(value: Any) -> str:
+    """Names and numbers as Markdown that shows them as they are, in one line; what the template calls ``safe`` stays."""
+    if hasattr(value, "__html__"):
+        return str(value)
+    text = re.sub(r"([\\`*_\[\]|<])", r"\\\1", " ".join(str(value).split("\n")))
+    return re.sub(r"^(?=[#>~=]|[-+]\s)", r"\\", text)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finch import run_files
-from finch.config.instantiate import component_of
+from finch.config.instantiate import component_of, first_line, load_config
 from finch.config.methods import METHODS
 from finch.errors import UserError
 from finch.evaluation.results import SuiteResult, read_results
@@ -197,14 +197,11 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     from omegaconf import OmegaConf
 
+    cfg = load_config(path)
     try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-        if not isinstance(content, dict):
-            raise ValueError("it has no keys")
-    except Exception as error:  # YAML's and OmegaConf's errors have no common class
-        raise UserError(
-            f"{path} cannot be read ({str(error).splitlines()[0]}); restore it, or leave the run out"
-        ) from error
+        content: Any = OmegaConf.to_container(cfg, resolve=True)
+    except Exception as error:  # omegaconf's errors have no common class
+        raise UserError(f"{path} cannot be resolved ({first_line(error)}); restore it, or leave the run out") from error
     return content
 
 

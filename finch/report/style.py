@@ -131,9 +131,14 @@ def new_figure(height: float, x_label: str, y_label: str) -> tuple[Figure, Axes]
     axes.tick_params(colors=COLOURS["ink"], labelsize=9)
     axes.grid(color=COLOURS["grid"], linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_xlabel(x_label, color=COLOURS["ink"], fontsize=9.5)
-    axes.set_ylabel(y_label, color=COLOURS["ink"], fontsize=9.5)
+    axes.set_xlabel(_no_math(x_label), color=COLOURS["ink"], fontsize=9.5)
+    axes.set_ylabel(_no_math(y_label), color=COLOURS["ink"], fontsize=9.5)
     return figure, axes
+
+
+def _no_math(text: str) -> str:
+    """Names are not TeX: what stands between two dollar signs, matplotlib would parse."""
+    return text.replace("$", r"\$")
 
 
 def _add_legend(figure: Figure) -> None:
@@ -146,7 +151,7 @@ def _add_legend(figure: Figure) -> None:
         figure.set_figheight(figure.get_figheight() + ROW * max(0, rows - 2))
         figure.legend(
             list(found.values()),
-            list(found),
+            list(map(_no_math, found)),
             loc="outside lower center",
             ncols=min(LEGEND_COLUMNS, len(found)),
             frameon=False,

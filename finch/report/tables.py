@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from finch.evaluation.results import OLD, POINTS, Sample
 from finch.evaluation.statistics import Z, expected_calibration_error, half_width
@@ -495,7 +496,7 @@ def summary_csv(comparison: Comparison) -> str:
                 "step": one.step,
                 "unit": measure.unit,
             }
-            writer.writerow(start | row | _delta_columns(one.delta))
+            writer.writerow(_as_text(start | row | _delta_columns(one.delta)))
         mean = average(comparison, position)
         if mean is not None:
             sources = {one.source for one in comparison.old}
@@ -505,8 +506,17 @@ def summary_csv(comparison: Comparison) -> str:
                 "source": sources.pop() if len(sources) == 1 else "",
                 "unit": comparison.old[0].unit,
             }
-            writer.writerow(start | row | _delta_columns(mean))
+            writer.writerow(_as_text(start | row | _delta_columns(mean)))
     return stream.getvalue()
+
+
+def _as_text(row: dict[str, Any]) -> dict[str, Any]:
+    """A spreadsheet takes a name that begins with one of these for a formula, which a quotation mark before it prevents."""
+    starts = ("=", "+", "-", "@", "\t", "\r")
+    return {
+        key: f"'{value}" if str(value).startswith(starts) and not isinstance(value, (int, float)) else value
+        for key, value in row.items()
+    }
 
 
 def _delta_columns(one: Estimate | None) -> dict[str, float | None]:

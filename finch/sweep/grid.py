@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from finch import run_files
-from finch.config.instantiate import did_you_mean, find_grid
+from finch.config.instantiate import did_you_mean, find_grid, load_config
 from finch.config.methods import METHODS, split_name
 from finch.errors import UserError
 from finch.evaluation.custom_tasks import CUSTOM
@@ -425,14 +425,7 @@ def _dependencies_first(cells: Sequence[Cell]) -> list[Cell]:
 def _load(path: Path) -> Values:
     from omegaconf import OmegaConf
 
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path))  # ${KEY} is the config's: resolved with it
-    except Exception as error:  # OSError, the YAML reader's and omegaconf's
-        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-        reason = str(error).splitlines()[0] if problem is None or mark is None else f"{problem} in line {mark.line + 1}"
-        raise UserError(f"{path} cannot be read as YAML: {reason}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a mapping; a grid has config, out and grid")
+    content: Any = OmegaConf.to_container(load_config(path))  # ${KEY} is the config's: resolved with it
     return {str(key): value for key, value in content.items()}
 
 

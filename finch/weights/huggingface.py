@@ -386,7 +386,7 @@ def _gemma2_settings(
 
 def _is_same(built: float, stored: float) -> bool:
     """Compared in fp32: a config.json made from GGUF has the epsilon 1e-5 as 9.999999747378752e-06."""
-    if not isinstance(stored, (int, float)):
+    if not (isinstance(stored, (int, float)) and isinstance(built, (int, float))):
         return built == stored
     first, second = torch.tensor([built, stored], dtype=torch.float32, device="cpu").tolist()
     return first == second

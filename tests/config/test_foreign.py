@@ -3,7 +3,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from finch.config.foreign import read_foreign, refuse_foreign
+from finch.config.foreign import refuse_foreign
+from finch.config.instantiate import load_config
 from finch.errors import UserError
 from finch.evaluation.model_folders import training_questions
 
@@ -61,6 +62,6 @@ def test_a_strange_config_costs_a_runs_questions_only(text, message, tmp_path, c
 
 def test_read_foreign_keeps_interpolations_within_the_file(tmp_path):
     (tmp_path / "config.yaml").write_text(f"rows: a.jsonl\ndataset: {{_component_: {ROWS}, data_files: '${{rows}}'}}")
-    cfg = read_foreign(tmp_path / "config.yaml")
+    cfg = load_config(tmp_path / "config.yaml")
     refuse_foreign(cfg, tmp_path, ["dataset"])
     assert cfg.dataset.data_files == "a.jsonl"

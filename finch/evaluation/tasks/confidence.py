@@ -79,7 +79,7 @@ def samples(record: Record) -> Sample:
 def stated_confidences(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
     """Of the responses that state a letter and a confidence: confidences in [0, 1], and 1 for a right letter, else 0. Samples of other
     tasks have none."""
-    stated = [sample for sample in samples if sample.get("confidence") is not None and sample["is_parsed"]]
+    stated = [sample for sample in samples if sample.get("confidence") is not None and sample.get("is_parsed")]
     return [one["confidence"] / 100 for one in stated], [float(one["letter"] == one["answer"]) for one in stated]
 
 

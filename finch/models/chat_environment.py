@@ -1,0 +1,70 @@
+"""Jinja's environment for chat templates. As a program it renders one under limits of time and memory, and so imports nothing of finch."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from datetime import datetime
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+CPU_SECONDS, MEMORY_BYTES = 5, 2 * 2**30
+RUNAWAY = (RecursionError, MemoryError, ArithmeticError)
+"""What a template that does too much ends in; ranges that are too long are an ArithmeticError."""
+RENDER_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, *RUNAWAY)
+"""What Jinja lets through."""
+
+
+class _Generation(Extension):
+    """The block that marks assistant turns in training templates; its content is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """The dialect that chat templates are written for: transformers'."""
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    found = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    found.filters["tojson"] = to_json
+    found.globals["raise_exception"] = refuse
+    found.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return found
+
+
+def main() -> None:
+    """Renders a conversation by the template on standard input; exits with a line where that takes too much."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    job = json.load(sys.stdin)
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    try:
+        template = environment().from_string(job["source"])
+        for messages, generation in ((turns, False), (turns[:1], True)):
+            template.render(**job["variables"], messages=messages, add_generation_prompt=generation)
+    except RUNAWAY as error:
+        sys.exit(type(error).__name__)
+    except RENDER_ERRORS:
+        pass  # it may refuse this conversation, and says so where it is used
+
+
+if __name__ == "__main__":
+    main()
