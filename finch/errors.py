@@ -28,7 +28,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
 
 class WriteFailed(OSError):
@@ -103,7 +103,8 @@ def exit_without_teardown() -> None:
         os._exit(0)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """``text`` as a terminal can print it, without the middle where it is too long."""
     text = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
     if len(text) > _MAX_LINE:
         text = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda word: _without_middle(word[0], _MAX_WORD), text)

@@ -49,6 +49,11 @@ LOCK = ".lock"
 _EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
 
 
+def written_epochs(run: Path) -> list[int]:
+    """The epochs, from 0, whose model or adapter is there."""
+    return sorted({int(match[1]) for path in run.glob("epoch_*") if (match := _EPOCH.fullmatch(path.name))})
+
+
 def chosen_model(run: Path) -> Path | None:
     """The model of a run: ``best``, else that of the last epoch, a complete model before an adapter; None: there is none."""
     if (run / BEST).is_dir():

@@ -22,7 +22,7 @@ from finch.cli.early_checks import (
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
 from finch.config.resolved import format_value
-from finch.errors import UserError
+from finch.errors import UserError, one_line
 from finch.files import existing_part
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ class Report:
             self._print(f"not checked, because of the problems above ({type(error).__name__})")
 
     def _print(self, text: str) -> None:
-        print(f"{self._title:<12}{text}")
+        print(f"{self._title:<12}{one_line(text)}")
         self._title = ""
 
     def _problem(self, error: object) -> None:

@@ -20,6 +20,7 @@ from finch.errors import UserError
 from finch.files import atomic_file, write_text
 
 FORMAT = 1
+_MAX_NUMBER = 1e9  # beyond it, squares of differences lose all digits
 
 NEW, OLD, RELIABILITY = "new", "old", "reliability"
 """Roles of a task: what was learned; abilities of the pretrained model, whose loss is forgetting; truthfulness and confidence."""
@@ -37,9 +38,6 @@ Other keys are the task's own: further metrics, log-likelihoods, a response.
 """
 
 
-_FINITE = {"allow_inf_nan": False}
-
-
 @dataclass(frozen=True)
 class _Sample:
     """The types of what a report takes of a sample."""
@@ -52,7 +50,6 @@ class _Sample:
     is_parsed: bool | None = None
     letter: str | None = None
     answer: str | int | None = None
-    __pydantic_config__ = _FINITE
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ class TaskResult:
     is_higher_better: bool = True
     others: dict[str, float | None] = field(default_factory=dict)
     unit: str = POINTS
-    __pydantic_config__ = _FINITE
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,6 @@ class SuiteResult:
     settings: dict[str, str | int | float | bool | None]
     versions: dict[str, str]
     tasks: dict[str, TaskResult]
-    __pydantic_config__ = _FINITE
 
 
 def write_result(folder: Path, result: SuiteResult, samples: Mapping[str, Sequence[Sample]]) -> Path:
@@ -140,13 +135,11 @@ def read_result(path: Path) -> SuiteResult:
         number = json.loads(text)["format"]
         if number > FORMAT:
             raise UserError(f"{path} was written by a later finch (format {number}); upgrade finch")
-        result: SuiteResult = _reader(SuiteResult).validate_json(text, strict=True)
+        result: SuiteResult = read_as(SuiteResult, text)
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; evaluate the model again with finch evaluate") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{path} is no result of finch evaluate ({_problem(error)}); remove it and evaluate again"
-        ) from error
+        raise UserError(f"{path} is no result of finch evaluate ({error}); remove it and evaluate again") from error
     return result
 
 
@@ -166,29 +159,38 @@ def read_samples(folder: Path, task: TaskResult) -> list[Sample]:
     path = folder / Path(task.samples).name
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        _reader(list[_Sample]).validate_json(f"[{','.join(lines)}]", strict=True)
+        read_as(list[_Sample], f"[{','.join(lines)}]")
         samples = [json.loads(line) for line in lines]
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} cannot be read ({_problem(error)}); evaluate the model again with finch evaluate"
-        ) from error
+        raise UserError(f"{path} cannot be read ({error}); evaluate the model again with finch evaluate") from error
     return samples
 
 
+def read_as(kind: Any, text: str) -> Any:
+    """A value of a type from JSON, taken strictly. Raises ValueError, one line: the first wrong place, or a number that is no score or rate."""
+    from pydantic import ValidationError
+
+    try:
+        json.loads(text, parse_float=_check_number, parse_constant=_check_number)
+        return _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _check_number(text: str) -> float:
+    if not abs(float(text)) <= _MAX_NUMBER:
+        raise ValueError(f"the number {text} is not between +-{_MAX_NUMBER:g}")
+    return float(text)
+
+
 @functools.cache
-def _reader(kind: Any) -> Any:
-    """What checks that values are of a type."""
+def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
-
-
-def _problem(error: Exception) -> str:
-    """In one line; of pydantic's the first, with its place."""
-    errors = getattr(error, "errors", None)
-    if errors is None:
-        return str(error)
-    return f"{'.'.join(map(str, errors()[0]['loc']))}: {errors()[0]['msg']}"
 
 
 def base_path(path: Path, result: SuiteResult) -> Path | None:

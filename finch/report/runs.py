@@ -7,16 +7,50 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from finch import run_files
 from finch.config.instantiate import component_of, first_line, load_config
 from finch.config.methods import METHODS
 from finch.errors import UserError
-from finch.evaluation.results import SuiteResult, read_results
+from finch.evaluation.results import SuiteResult, read_as, read_results
 from finch.sweep.grid import LABEL, LR, METHOD, SEED
 
 BATCH_SIZE = "batch_size"
+
+
+@dataclass(frozen=True)
+class _Config:
+    """The types of what a report takes of a config."""
+
+    epochs: int | None = None
+    save_last_epoch_only: bool | None = None
+    batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    seed: int | None = None
+    dtype: str | None = None
+    probes: dict[str, dict[str, Any] | None] | None = None
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """Of a sweep's cell.json."""
+
+    values: dict[str, str | int | float | bool | None] | None = None
+    task: str | None = None
+    status: str | None = None
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Of a run's values."""
+
+    optimizer_lr: Annotated[float | None, Field(alias=LR, gt=0)] = None
+    seed: int | None = None
+    batch_size: int | None = None
+    label: Annotated[str | None, Field(alias=LABEL)] = None
 
 
 @dataclass(frozen=True)
@@ -69,9 +103,8 @@ class Run:
     @property
     def finished_epochs(self) -> int:
         """Epochs whose model is there; with ``save_last_epoch_only``, which leaves only the last one's, all up to it."""
-        epochs = int(self.config.get("epochs") or 0)
-        written = [epoch for epoch in range(epochs) if any(self.folder.glob(f"epoch_{epoch}*"))]
-        return written[-1] + 1 if written and self.config.get("save_last_epoch_only") else len(written)
+        written = run_files.written_epochs(self.folder)
+        return max(written) + 1 if written and self.config.get("save_last_epoch_only") else len(written)
 
     def result_path(self, suite: str) -> Path:
         return self.folder / run_files.EVALUATION / f"{suite}.json"
@@ -134,6 +167,12 @@ def read_run(folder: Path) -> Run:
     values = dict(_values_of_config(config))
     values.update(cell.get("values") or {})
     values[METHOD] = str(values.get(METHOD, folder.name))
+    try:
+        read_as(_Values, json.dumps(values))
+    except ValueError as error:
+        raise UserError(
+            f"{folder} has a value that is none ({error}); restore its config.yaml and cell.json, or leave the run out"
+        ) from error
     metrics = folder / run_files.METRICS
     return Run(
         folder=folder,
@@ -172,7 +211,7 @@ def base_builder(config: Mapping[str, Any]) -> str:
 
 
 def _builder(config: Mapping[str, Any]) -> str:
-    return (component_of(config.get("model")) or "").rpartition(".")[2]
+    return str(component_of(config.get("model")) or "").rpartition(".")[2]
 
 
 def _values_of_config(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -199,21 +238,22 @@ def _read_config(path: Path) -> dict[str, Any]:
 
     cfg = load_config(path)
     try:
-        content: Any = OmegaConf.to_container(cfg, resolve=True)
+        text = json.dumps(OmegaConf.to_container(cfg, resolve=True), default=str)
+        read_as(_Config, text)
     except Exception as error:  # omegaconf's errors have no common class
-        raise UserError(f"{path} cannot be resolved ({first_line(error)}); restore it, or leave the run out") from error
-    return content
+        raise UserError(f"{path} cannot be read ({first_line(error)}); restore it, or leave the run out") from error
+    return json.loads(text)
 
 
 def _read_cell(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        dict(content.get("values") or {})
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        text = path.read_text(encoding="utf-8")
+        read_as(_Cell, text)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore it, or leave the run out") from error
-    return content
+    return json.loads(text)
 
 
 def _best_epoch(folder: Path) -> int | None:

@@ -133,7 +133,7 @@ def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> 
         for run in runs
         if run.config.get("epochs")
         and run.metrics
-        and run.finished_epochs < int(run.config["epochs"])
+        and run.finished_epochs < run.config["epochs"]
         and run.status not in (FINISHED, EVALUATED)
     ]
     if unfinished:

@@ -267,7 +267,7 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
     Raises:
         UserError: the file cannot be read, has an unknown key, or a value of the wrong kind.
     """
-    from finch.config.schema import RECIPES  # here, since reports import this module and need not have pydantic
+    from finch.config.schema import RECIPES  # here, since reports import this module and need no schema
 
     path = find_grid(name)
     content = _load(path)
