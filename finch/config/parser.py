@@ -64,7 +64,7 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     if flags := [override for override in overrides if override.startswith("--")]:
         raise UserError(f"{flags[0]} is no option; overrides are key=value, or ~key to remove one")
     file_cfg = load_config(path)
-    file_blocks: Any = OmegaConf.to_container(file_cfg)
+    file_blocks: Any = _text_keys(OmegaConf.to_container(file_cfg))
     blocks, chosen = complete(file_blocks, overrides)
     try:
         cfg, names = merge(blocks, overrides)
@@ -93,6 +93,13 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     return cfg
 
 
+def _text_keys(value: Any) -> Any:
+    """YAML's `1:` is a number; all names are texts."""
+    if isinstance(value, dict):
+        return {str(key): _text_keys(part) for key, part in value.items()}
+    return [_text_keys(part) for part in value] if isinstance(value, list) else value
+
+
 def recipe_for(name: str, overrides: list[str]) -> str:
     """The recipe that trains a config's model.
 
@@ -102,7 +109,7 @@ def recipe_for(name: str, overrides: list[str]) -> str:
     path = find_config(name)
     with contextlib.suppress(Exception):  # `read` reports it
         cfg = load_config(path)
-        file_blocks: Any = OmegaConf.to_container(cfg)
+        file_blocks: Any = _text_keys(OmegaConf.to_container(cfg))
         cfg, _ = merge(complete(file_blocks, overrides)[0], overrides)
         return recipe_of(cfg)
     return recipe_of({})

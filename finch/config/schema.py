@@ -50,7 +50,7 @@ Components = Annotated[
 NamedComponents = Annotated[dict[str, Any], WithJsonSchema({"shown": "component, named components"})]
 """Also a component; ``validation`` checks which it is."""
 
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NAME = "^[A-Za-z0-9_-]+$"

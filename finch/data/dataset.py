@@ -177,6 +177,8 @@ def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
             for index in range(len(samples)):
                 samples[index]
         raise
+    if isinstance(getattr(data, "_data", None), Mapping):
+        raise UserError(f"{key}.split has no value: {source} has the splits {', '.join(data._data)}; name one")
     if len(data) == 0:
         raise UserError(f"{key} is empty: {source} has no rows; give another file or split")
     _check_columns(data, key, source)

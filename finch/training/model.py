@@ -31,6 +31,7 @@ from finch.training.padding_free_attention import accept_padding_free
 from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import PretrainedFolder
 
+_MAX_LAYERS = 10_000
 _ROTATES_PAIRS = (RotaryPositionalEmbeddings.forward, Llama3ScaledRoPE.forward)  # the others rotate halves
 
 
@@ -56,6 +57,9 @@ def decoder_on_meta(cfg: DictConfig, precision: Precision) -> tuple[modules.Tran
     node, message = replace_known_bad_builder(cfg.model)
     if message is not None:
         logger.warning(message)
+    layers = node.get("num_layers", 1)
+    if type(layers) is not int or not 1 <= layers <= _MAX_LAYERS:  # each takes time, on the meta device as well
+        raise UserError(f"model.num_layers={layers} must be a whole number from 1 to {_MAX_LAYERS:,}; correct it")
     with training.set_default_dtype(precision.weights), torch.device("meta"):
         decoder = build(node, "model")
     component = component_of(node) or ""
