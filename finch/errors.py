@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import sys
 import time
 import traceback
@@ -17,7 +16,7 @@ ERROR_FILE = "FINCH_ERROR_FILE"
 """Environment variable: a file that the message of a UserError is also written to."""
 
 
-_MAX_LINE, _MAX_WORD = 275, 80
+_MAX_LINE, _MAX_WORDS = 275, (80, 60, 40)
 
 
 class UserError(ValueError):
@@ -106,14 +105,15 @@ def exit_without_teardown() -> None:
 def one_line(text: str) -> str:
     """``text`` as a terminal can print it, without the middle where it is too long."""
     text = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-    if len(text) > _MAX_LINE:
-        text = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda word: _without_middle(word[0], _MAX_WORD), text)
-    return text if len(text) <= _MAX_LINE else _without_middle(text, _MAX_LINE)
+    for length in _MAX_WORDS:
+        if len(text) > _MAX_LINE:
+            text = " ".join(_without_middle(word, length) for word in text.split(" "))
+    return _without_middle(text, _MAX_LINE)
 
 
 def _without_middle(text: str, length: int) -> str:
     end = length // 3
-    return f"{text[: length - end - 3]}...{text[-end:]}"
+    return text if len(text) <= length else f"{text[: length - end - 3]}...{text[-end:]}"
 
 
 def _print(message: str) -> None:

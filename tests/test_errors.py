@@ -26,6 +26,16 @@ def test_user_error_is_one_line_also_in_the_error_file(capsys, tmp_path, monkeyp
     assert (tmp_path / "error").read_text() == "epochs=0 must be at least 1\n"
 
 
+def test_values_of_others_cannot_break_the_line_or_fill_the_screen():
+    assert str(UserError("a=\x1b[31m\0\n: b")) == r"a=\x1b[31m\x00\n: b"
+    path = "/data/" + "x" * 400 + "/rows.jsonl"
+    message = str(UserError(f"data_files={path} does not exist; correct the path"))
+    assert message.startswith("data_files=/data/xxx")
+    assert message.endswith("xxx/rows.jsonl does not exist; correct the path")
+    assert len(message) < 130
+    assert len(str(UserError("word " * 1000))) == 275
+
+
 def test_ctrl_c_exits_with_130(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("FINCH_ERROR_FILE", str(tmp_path / "error"))
     assert exit_code_of(KeyboardInterrupt()) == 130

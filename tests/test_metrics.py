@@ -46,6 +46,21 @@ def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):
     assert [(line["step"], line["loss"]) for line in read_metrics(file)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
 
 
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe", b"[" * 3000, b'{"step": "2"}', b'{"step": 2, "lr": "high"}', b'{"step": 2, "lr": 1e999}']
+)
+def test_lines_after_a_broken_one_are_left_out_and_said(tmp_path, caplog, line):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1, "loss": 1.0}\n' + line + b'\n{"step": 3, "loss": 1.0}\n')
+    assert read_metrics(file) == [{"step": 1, "loss": 1.0}]
+    assert "line 2 is not a step's; it and the 1 lines after it are left out" in caplog.text
+
+
+def test_lost_metrics_are_said(tmp_path, caplog):
+    MetricsLog(tmp_path, None, is_writer=True).open(first_step=3)
+    assert "metrics.jsonl is gone: the numbers of the steps up to 3 are lost" in caplog.text
+
+
 def test_metrics_log_writes_strict_json(tmp_path):
     log = MetricsLog(tmp_path, None, is_writer=True)
     log.open()

@@ -72,6 +72,13 @@ def list_checkpoints(run: Path) -> list[Path]:
     return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
 
+def remove_surplus(run: Path, used: Path, keep_last: int) -> None:
+    """Removes what a save that was killed before it did so has left: checkpoints before the ``keep_last`` up to ``used``."""
+    checkpoints = [path.resolve() for path in list_checkpoints(run)]
+    for path in checkpoints[checkpoints.index(used.resolve()) + keep_last :] if used.resolve() in checkpoints else ():
+        remove_checkpoint(path)
+
+
 def find_resume_candidates(run: Path, resume: bool | str) -> list[Path]:
     """The checkpoints that ``resume_from_checkpoint`` allows to resume from, the preferred one first; empty: start from scratch. Raises
     UserError if there is none, and the value does not allow a start from scratch."""

@@ -41,6 +41,12 @@ def _require_component(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _refuse_huge(value: int) -> int:
+    if value > 10**12:
+        raise ValueError("is more than a run can have; give less")
+    return value
+
+
 Component = Annotated[dict[str, Any], AfterValidator(_require_component), WithJsonSchema({"shown": "component"})]
 """A block with a ``_component_``, the dotted path of a class or function, and its arguments."""
 
@@ -50,7 +56,7 @@ Components = Annotated[
 NamedComponents = Annotated[dict[str, Any], WithJsonSchema({"shown": "component, named components"})]
 """Also a component; ``validation`` checks which it is."""
 
-PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
+PositiveInt = Annotated[int, Field(ge=1), AfterValidator(_refuse_huge)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NAME = "^[A-Za-z0-9_-]+$"

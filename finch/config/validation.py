@@ -65,7 +65,7 @@ def check(
 def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> Iterator[UserError]:
     """Each mistake in a config, whose defaults are filled in on the way."""
     known = keys(model)
-    yield from _text_errors(cfg, known)
+    yield from _text_errors(cfg)
     drop_null_blocks(cfg)
     for alias, name in ALIASES.items():
         if alias in cfg and name not in cfg:
@@ -82,7 +82,8 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
     for name in map(str, cfg):
         if name not in accepted or "." in name:
             hint = key_hint(name, top_level(model), _names_in_blocks(cfg, known)) or "; see `finch keys`"
-            yield UserError(f"unknown key {name}={format_value(cfg[name], name)}{hint}")
+            shown = MISSING if OmegaConf.is_missing(cfg, name) else format_value(cfg[name], name)
+            yield UserError(f"unknown key {name}={shown}{hint}")
     for name in top_level(model):
         _expand_component(cfg, name, known[name])
     fill_in(cfg, model)
@@ -101,18 +102,13 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
         yield error
 
 
-def _text_errors(node: Any, known: Collection[str], path: str = "") -> Iterator[UserError]:
-    """Values that are still missing, which become null, and texts that no system takes for a path."""
+def _text_errors(node: Any, path: str = "") -> Iterator[UserError]:
+    """Texts that no system takes for a path."""
     for key in range(len(node)) if isinstance(node, ListConfig) else list(node):
         name = f"{path}[{key}]" if isinstance(node, ListConfig) else f"{path}.{key}" if path else str(key)
-        if OmegaConf.is_missing(node, key):
-            if name not in known:  # those have a help
-                yield UserError(f"{name} is not set: give {name}=VALUE, or remove it")
-                node[key] = None
-            continue
-        value = node[key]
+        value = None if OmegaConf.is_missing(node, key) else node[key]
         if isinstance(value, (DictConfig, ListConfig)):
-            yield from _text_errors(value, (), name)
+            yield from _text_errors(value, name)
         elif isinstance(value, str) and "\0" in value:
             yield UserError(f"{name}={value}: text has no NUL character; remove it")
             node[key] = value.replace("\0", "")
@@ -276,6 +272,10 @@ def _component_errors(path: str, node: DictConfig, recipe_keys: Collection[str])
             hint = key_hint(f"{path}.{key}", parameters, {option: option for option in recipe_keys})
             yield UserError(f"unknown key {path}.{key}{hint or f'; {name} accepts ' + ', '.join(parameters)}")
     arguments = arguments_of(name)
+    for key in map(str, node):
+        if OmegaConf.is_missing(node, key) and (arguments is None or key not in keys(arguments)):  # those have a help
+            yield UserError(f"{path}.{key} is not set: give {path}.{key}=VALUE, or remove it")
+            node[key] = None
     if arguments is not None:
         given = {key: value for key, value in _plain(node).items() if key in keys(arguments)}
         yield from _value_errors(arguments, given, f"{path}.")

@@ -131,6 +131,9 @@ class Run:
         identity = identity_of(self._cfg, data, seed)
         if self.resumed_from is not None:
             checkpoint.check_identity(self.scalars, identity, self.resumed_from)
+            if self.is_writer:
+                with self._os_error_as_user_error():
+                    checkpoint.remove_surplus(self.path, self.resumed_from, self._cfg.checkpoint.keep_last)
         return identity
 
     def check_disk_room(self, decoder: TransformerDecoder, dtype: torch.dtype | None) -> None:

@@ -143,6 +143,8 @@ def stored_tensors(file: Path) -> Iterator[StoredTensor]:
         raise UserError(
             f"{file} cannot be read as weights only ({type(error).__name__}); convert it to safetensors"
         ) from error
+    if not isinstance(state, dict):
+        raise UserError(f"{file} holds no weights by name; convert the model to safetensors")
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise UserError(f"{file} holds {name}, which is not a weight; give a file of only the model's weights")

@@ -23,6 +23,7 @@ from finch.checkpoint.reader import (
     load_rng_state,
     load_tensors,
     read_state,
+    remove_surplus,
 )
 from finch.checkpoint.writer import CheckpointWriter
 from finch.distributed.parallel import Parallel
@@ -117,6 +118,14 @@ def test_last_checkpoints_are_kept_and_incomplete_ignored(tmp_path, keep_last, k
     (tmp_path / "checkpoints" / "step_12").mkdir()
     assert list_checkpoints(tmp_path)[0].name == "step_10"
     assert list_checkpoints(tmp_path / "absent") == []
+
+
+def test_a_resume_removes_what_a_killed_save_has_left_too_many(tmp_path):
+    _, two, three, four = save_steps(tmp_path, 1, 2, 3, 4, keep_last=4)
+    remove_surplus(tmp_path, tmp_path / "elsewhere" / "step_1", keep_last=1)
+    assert len(names(tmp_path)) == 4
+    remove_surplus(tmp_path, three, keep_last=2)
+    assert list_checkpoints(tmp_path) == [four, three, two]
 
 
 def test_saving_a_step_again_replaces_its_checkpoint(tmp_path, monkeypatch):

@@ -41,8 +41,8 @@ def test_others_are_refused(part, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "cannot be read as a config"),
-        ("- 1", "holds no config"),
+        ("a: [", "cannot be read as YAML"),
+        ("- 1", "it has no keys"),
         ("", "has no dataset"),
         ("dataset: x", "dataset names x"),
         ("dataset:", "has no dataset"),

@@ -55,7 +55,8 @@ def test_read_accepts_user_keys_whose_reference_is_overridden(file):
     [
         (["epochs=2"], "--config NAME_OR_PATH is missing"),
         (["--config"], "--config NAME_OR_PATH is missing"),
-        (["--config", "FILE", "--epochs", "2"], "Additional flag arguments not supported"),
+        (["--config", "FILE", "--epochs", "2"], "^--epochs is no option; overrides are key=value"),
+        (["--config", "x" * 300], "is neither a file nor a config of finch"),
         (["--config", "FILE", "output_dir=${nothing}"], "nothing"),
         (["--config", "BROKEN"], "cannot be read as YAML"),
         (["--config", "stories260k/tofu_finch"], "data_root is not set: add data_root=VALUE"),

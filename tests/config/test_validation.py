@@ -34,6 +34,18 @@ def test_check_accepts_user_keys_that_others_refer_to():
         ({"ocean": "/data"}, r"^unknown key ocean=/data; see `finch keys`"),
         ({"epoch": 3}, r"^unknown key epoch=3, did you mean epochs\?"),
         ({"hf_token": "hf_do_not_show"}, r"^unknown key hf_token=\*\*\*;"),
+        ({"unused": "???"}, r"^unknown key unused=\?\?\?"),
+        (
+            {"tokenizer": {"_component_": "torchtune.models.llama2.llama2_tokenizer", "path": "???"}},
+            r"^tokenizer\.path is not set",
+        ),
+        ({"output_dir": "a\0b"}, r"^output_dir=a\\x00b: text has no NUL character"),
+        (
+            {"output_dir": "out/" + "x" * 256},
+            r"^output_dir=out/x+[.]{3}x+: a file's or folder's name has at most 255 bytes",
+        ),
+        ({"epochs": 1e308}, "^epochs=1e[+]308 must be int >= 1"),
+        ({"dataset": ["json"]}, r"^dataset=\[\.\.\.\] "),
         ({"epochs": None}, r"^epochs has no value: passes .*; leave the key out for 1"),
         ({"dataset": None}, r"^dataset is missing: training rows"),
         ({"model": 7}, r"^model=7 must be a block with a _component_: builds"),

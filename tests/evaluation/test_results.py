@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def test_write_result_reads_back(tmp_path: Path) -> None:
         ("{", "no result of finch evaluate"),
         (json.dumps({"suite": "forgetting"}), "no result of finch evaluate"),
         (json.dumps({"format": 99}), "later finch"),
+        ("[" * 3000, "no result of finch evaluate"),
+        (json.dumps({"format": 1, **asdict(RESULT), "settings": []}), r"\(settings: Input should be an object\)"),
+        (json.dumps({"format": 1, **asdict(RESULT), "versions": None}), r"\(versions: Input should be an object\)"),
+        (
+            json.dumps({"format": 1, **asdict(RESULT), "tasks": {"a": {"score": 1e308}}}),
+            "the number 1e[+]308 is not between",
+        ),
         (None, "does not exist"),
     ],
 )
@@ -48,6 +56,15 @@ def test_read_result_refuses(tmp_path: Path, content: str | None, reason: str) -
         path.write_text(content)
     with pytest.raises(UserError, match=reason):
         read_result(path)
+
+
+def test_samples_of_another_folder_or_type_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret.jsonl").write_text('{"doc_id": 0, "doc_hash": "a", "score": 1.0}\n')
+    with pytest.raises(UserError, match=r"evaluation/secret\.jsonl cannot be read"):
+        read_samples(tmp_path / "evaluation", replace(TASK, samples="../secret.jsonl"))
+    (tmp_path / "text.jsonl").write_text('{"doc_id": 0, "doc_hash": "a", "score": "1.0"}\n')
+    with pytest.raises(UserError, match=r"0\.score: Input should be a valid number"):
+        read_samples(tmp_path, replace(TASK, samples="text.jsonl"))
 
 
 def test_samples_without_their_file(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ ROWS = "finch.data.rows.rows_dataset"
 
 
 def write_lines(file: Path, *rows: Any) -> str:
-    """Writes each row as JSON, or as it is where it is text; returns the file's path."""
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    """Writes each row as JSON, or as it is where it is text or bytes; returns the file's path."""
+    texts = [row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows]
+    file.write_bytes(b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts))
     return str(file)
 
 

@@ -267,6 +267,26 @@ def test_a_template_that_leaves_a_turn_out_is_refused(tmp_path):
         tokenize(qwen3_of(tmp_path), [{"role": "ipython", "content": "lost"}, *turns("a", "x")])
 
 
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' if j > 10**8 }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for i in range(10**9) %}a{% endfor %}", "OverflowError"),
+        ("{{ 'a' * 10**10 }}", "MemoryError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ " + "(" * 3000, "RecursionError"),
+        pytest.param(ENDLESS, "signal", marks=pytest.mark.slow),
+    ],
+)
+def test_a_template_that_takes_too_much_is_refused(tmp_path, template, reason):
+    write(tmp_path, "qwen3", template=template)
+    with pytest.raises(UserError, match=rf"^tokenizer: the chat template of {tmp_path} does not end well \(.*{reason}"):
+        qwen3_of(tmp_path)
+
+
 def test_template_dialect_is_transformers(tmp_path):
     template = (
         "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}<|im_start|>{{ m.role }}\n"

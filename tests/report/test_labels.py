@@ -1,6 +1,9 @@
 """Labels of a sweep's grid: separate methods in a report, whatever the run was trained with."""
 
+import csv
+import html
 import json
+import re
 
 import pytest
 import yaml
@@ -81,3 +84,18 @@ def test_paper_has_no_numbers_for_a_label(tmp_path):
     write_report([run], tmp_path / "out")
     rows = [line for line in (tmp_path / "out" / "report.md").read_text().splitlines() if "| paper |" in line]
     assert [row.split("|")[1].strip() for row in rows] == ["pretrained"]
+
+
+@pytest.mark.parametrize("label", [r"$\frac$", "$x^$", "=1", "# <b>|_a_|`"])
+def test_labels_are_shown_as_they_are(tmp_path, label):
+    """Neither TeX, nor a spreadsheet's formula, nor Markdown."""
+    run = make_run(tmp_path / "run", "sft", 1e-4, base=None, cell=True)
+    add_label(run, label)
+    write_report([run], tmp_path / "out")
+    svg = (tmp_path / "out" / "figures" / "loss.svg").read_text()
+    assert html.escape(label, quote=False) in svg
+    with (tmp_path / "out" / "summary.csv").open(newline="") as file:
+        assert {row["method"] for row in csv.DictReader(file)} <= {f"'{label}" if label[0] == "=" else label}
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert label not in markdown or not set("|_`<") & set(label)
+    assert label in re.sub(r"\\([\\|_`*<\[\]#=])", r"\1", markdown)
