@@ -16,7 +16,7 @@ ERROR_FILE = "FINCH_ERROR_FILE"
 """Environment variable: a file that the message of a UserError is also written to."""
 
 
-_MAX_LINE, _MAX_WORDS = 275, (80, 60, 40)
+_MAX_LINE, _MAX_WORD = 275, 80
 
 
 class UserError(ValueError):
@@ -103,12 +103,12 @@ def exit_without_teardown() -> None:
 
 
 def one_line(text: str) -> str:
-    """``text`` as a terminal can print it, without the middle where it is too long."""
+    """``text`` as a terminal can print it, without the middle where it is too long. Paths, and so commands, count only by their parts."""
     text = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-    for length in _MAX_WORDS:
-        if len(text) > _MAX_LINE:
-            text = " ".join(_without_middle(word, length) for word in text.split(" "))
-    return _without_middle(text, _MAX_LINE)
+    if len(text) <= _MAX_LINE:
+        return text
+    words = ["/".join(_without_middle(part, _MAX_WORD) for part in word.split("/")) for word in text.split(" ")]
+    return _without_middle(" ".join(words), _MAX_LINE + sum(len(word) for word in words if "/" in word))
 
 
 def _without_middle(text: str, length: int) -> str:

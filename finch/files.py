@@ -68,6 +68,16 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it that are missing, and waits until their names are on the disk."""
+    existing = existing_part(path)
+    path.mkdir(parents=True, exist_ok=True)
+    for parent in path.absolute().parents:
+        if parent.is_relative_to(existing):
+            with contextlib.suppress(PermissionError):  # to list it, which syncing needs
+                sync(parent)
+
+
 def sync(path: Path) -> None:
     """Waits until a file's content, or a folder's list of names, is on the disk: a synced file can still lose its name to a power
     cut."""

@@ -32,7 +32,8 @@ def test_values_of_others_cannot_break_the_line_or_fill_the_screen():
     message = str(UserError(f"data_files={path} does not exist; correct the path"))
     assert message.startswith("data_files=/data/xxx")
     assert message.endswith("xxx/rows.jsonl does not exist; correct the path")
-    assert len(message) < 130
+    assert len(message) < 150
+    assert str(UserError(path[:80] + " and " + "word " * 20)).startswith(path[:80])
     assert len(str(UserError("word " * 1000))) == 275
 
 

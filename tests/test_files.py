@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finch.files import atomic_file, atomic_folder
+from finch.files import atomic_file, atomic_folder, make_folder
 
 
 @pytest.fixture
@@ -38,6 +38,13 @@ def test_content_is_on_the_disk_before_the_name_and_the_name_before_success(tmp_
     (tmp_path / "plain").touch()
     usual = (tmp_path / "plain").stat().st_mode
     assert {(tmp_path / name).stat().st_mode for name in ("a.json", "epoch_0/a", "epoch_0/part/b")} == {usual}
+
+
+def test_a_new_folder_has_its_name_on_the_disk(tmp_path, events):
+    make_folder(tmp_path / "out" / "run")
+    assert events == ["out", tmp_path.name]
+    make_folder(tmp_path / "out" / "run")
+    assert len(events) == 2
 
 
 def test_after_an_error_all_is_as_it_was(tmp_path):

@@ -13,7 +13,8 @@ from helpers.runs import ROOT
 from packaging.requirements import Requirement
 
 LAYERS = (
-    ("errors", "files", "run_files", "log", "dtensor"),
+    ("errors", "files", "log", "dtensor"),
+    ("run_files",),
     ("extras",),
     ("optim", "objectives"),
     ("torchtune_names", "cosine", "regularization", "integrations"),

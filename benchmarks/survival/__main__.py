@@ -1,8 +1,9 @@
 """Kills a two-rank job at random instants, resumes it until it ends, and compares it with an undisturbed run.
 
     python -m benchmarks.survival [--runs 50] [--seed 0]
+    python -m benchmarks.survival crash-replay [--resumed 100] [--seed 0]
 
-The job, the kills and what counts as surviving: docs/survival.md. Everything is written to out/torture, which is removed first; the
+The second one replays what a power cut can leave: :mod:`benchmarks.survival.crash_replay`. The job, the kills and what counts as surviving: docs/survival.md. Everything is written to out/torture, which is removed first; the
 folders of runs that survive are removed again. ``--first N --runs 1`` with the same seed repeats only run N.
 """
 
@@ -23,6 +24,7 @@ import yaml
 
 from benchmarks import tiny_job, tiny_text
 from benchmarks.processes import machine
+from benchmarks.survival import crash_replay
 from benchmarks.survival.killed_run import KINDS, RECIPE, Job, Outcome, Timing, run_killed, run_undisturbed
 from benchmarks.survival.same_run import differences
 from finch.checkpoint.reader import latest_valid, list_checkpoints
@@ -182,13 +184,19 @@ def _counts(values: Iterable[str]) -> str:
 @report_user_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("benchmark", nargs="?", choices=("torture", "crash-replay"), default="torture")
+    parser.add_argument("--resumed", type=int, default=100, metavar="N", help="crash-replay: states that are resumed")
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first run")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    out = Path("out/torture").resolve()
+    out = Path("out", options.benchmark).resolve()
     shutil.rmtree(out, ignore_errors=True)
     print(machine(), options, flush=True)
+    if options.benchmark == "crash-replay":
+        failures = crash_replay.main(out, options.seed, options.resumed)
+        print(*failures, sep="\n", flush=True)
+        sys.exit(1 if failures else 0)
     torture = Torture(out, options.seed)
     outcomes = [torture.run(number) for number in range(options.first, options.first + options.runs)]
     flips, missed = torture.flips(BYTES)

@@ -273,11 +273,14 @@ def _check_json_lines(node: Any, key: str, cause: BaseException | None) -> None:
     for file in _local_files(node):
         if SOURCES.get(extension_of(str(file))) != "json":
             continue
-        for number, row in enumerate(read_rows(file, "json"), start=1):
-            if field in row:
-                has_field = True
-            elif without_field is None:
-                without_field = f"row {number} of {file}"
+        try:
+            for number, row in enumerate(read_rows(file, "json"), start=1):
+                if field in row:
+                    has_field = True
+                elif without_field is None:
+                    without_field = f"row {number} of {file}"
+        except UserError as error:
+            raise UserError(f"{key}.{error}") from error
     if has_field and without_field is not None:  # else it is no field of these rows: another error
         raise UserError(f"{key}: {without_field} has no field {field!r}; fix or remove that row")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finch.errors import UserError
-from finch.files import atomic_file, write_text
+from finch.files import atomic_file, make_folder, write_text
 
 FORMAT = 1
 _MAX_NUMBER = 1e9  # beyond it, squares of differences lose all digits
@@ -115,7 +115,7 @@ def write_result(folder: Path, result: SuiteResult, samples: Mapping[str, Sequen
     Returns:
         The JSON's path.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for task, lines in samples.items():
         with atomic_file(folder / result.tasks[task].samples) as partial:
             write_text(partial, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))

@@ -104,5 +104,5 @@ def _markdown(value: Any) -> str:
     """Names and numbers as Markdown that shows them as they are, in one line; what the template calls ``safe`` stays."""
     if hasattr(value, "__html__"):
         return str(value)
-    text = re.sub(r"([\\`*_\[\]|<])", r"\\\1", " ".join(str(value).split("\n")))
+    text = re.sub(r"[\\`*|<]|(?<!\w)_|_(?!\w)|\](?=[(\[:])", r"\\\g<0>", " ".join(str(value).split("\n")))
     return re.sub(r"^(?=[#>~=]|[-+]\s)", r"\\", text)

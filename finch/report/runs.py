@@ -38,7 +38,7 @@ class _Config:
 class _Cell:
     """Of a sweep's cell.json."""
 
-    values: dict[str, str | int | float | bool | None] | None = None
+    values: dict[str, Any] | None = None
     task: str | None = None
     status: str | None = None
 

@@ -34,7 +34,7 @@ from finch.errors import UserError
 from finch.evaluation.custom_tasks import CUSTOM
 from finch.evaluation.results import NEW
 from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
-from finch.files import atomic_file, write_text
+from finch.files import atomic_file, make_folder, write_text
 
 METHOD = "method"
 LABEL = "label"
@@ -174,7 +174,7 @@ def write_cell(cell: Cell, *, task: str | None, status: str, source: Path | None
         "status": status,
     }
     try:
-        cell.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(cell.folder)
         with atomic_file(cell.folder / run_files.CELL) as partial:
             write_text(partial, json.dumps(content, indent=2) + "\n")
     except OSError as error:

@@ -148,7 +148,7 @@ class Run:
         """Creates and locks the folder; what is in it stays. Raises UserError if another run holds the folder, or it cannot be written."""
         if self.is_writer:
             with self._os_error_as_user_error():
-                self.path.mkdir(parents=True, exist_ok=True)
+                files.make_folder(self.path)
                 self._lock.acquire()
                 if not self._replace:
                     (self.path / run_files.REQUEUE).unlink(missing_ok=True)

@@ -164,12 +164,16 @@ def test_weights_that_could_run_code_are_not_unpickled(config, error_of, base_fo
 
 
 @pytest.mark.parametrize(
-    ("row", "message"), [({"question": "a"}, "has no field 'answer'"), ('{"question": ', "is not JSON")]
+    ("row", "message"),
+    [
+        ({"question": "a"}, "dataset: row 3 of FILE has no field 'answer'"),
+        ('{"question": ', "dataset.data_files=FILE: row 3 is not JSON"),
+    ],
 )
 def test_broken_rows_are_named_with_their_file(config, error_of, tmp_path, row, message):
     good = {"question": "a", "answer": "the bird"}
     file = write_lines(tmp_path / "rows.jsonl", good, good, row, *[good] * 5)
-    assert f"dataset: row 3 of {file} {message}" in error_of(config(), f"dataset.data_files={file}")
+    assert message.replace("FILE", file) in error_of(config(), f"dataset.data_files={file}")
 
 
 @pytest.mark.parametrize(("ranks", "changes"), [(1, {"num_workers": 1}), (2, {"batch_size": 2})])

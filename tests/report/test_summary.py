@@ -37,7 +37,7 @@ def test_report_in_nats(nats):
     assert "change of own_answers_kl, nats per token" in (nats / "figures" / "trade_off.svg").read_text()
     assert "--old-tasks own_answers_kl" in text
     assert "its p only says that the model has changed" in text
-    assert f"| own\\_answers\\_kl | old | kl | losses | 30 | {NONE} | {NONE} | 0.000 [0.000, 0.000] |" in text
+    assert f"| own_answers_kl | old | kl | losses | 30 | {NONE} | {NONE} | 0.000 [0.000, 0.000] |" in text
 
 
 def test_summary_csv_has_units(nats):

@@ -190,5 +190,5 @@ def test_other_mistakes_are_refused(read, content, override, message):
 def test_broken_yaml_names_its_line(tmp_path):
     file = tmp_path / "grid.yaml"
     file.write_text("config: x\ngrid: [\n")
-    with pytest.raises(UserError, match=r"cannot be read as YAML: .* in line 3"):
+    with pytest.raises(UserError, match=r"cannot be read as YAML \(.* in line 3"):
         read_grid(str(file))
