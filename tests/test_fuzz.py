@@ -167,7 +167,9 @@ class Fuzz:
         for command in commands:
             code, lines, reason = self._call(command)
             self.outcomes[code] = self.outcomes.get(code, 0) + 1
-            long = [line for line in lines if len(line) > MAX_LINE]
+            long = [
+                line for line in lines if sum(len(word) + 1 for word in line.split(" ") if "/" not in word) > MAX_LINE
+            ]
             raw = [line for line in lines if not line.replace("\t", " ").isprintable()]
             if reason or long or raw:
                 self.failures.append(f"{rng_name}: {' '.join(command[:2])}: {reason or (long or raw)[0][:600]!r}")

@@ -106,7 +106,11 @@ def _text_errors(node: Any, path: str = "") -> Iterator[UserError]:
     """Texts that no system takes for a path."""
     for key in range(len(node)) if isinstance(node, ListConfig) else list(node):
         name = f"{path}[{key}]" if isinstance(node, ListConfig) else f"{path}.{key}" if path else str(key)
-        value = None if OmegaConf.is_missing(node, key) else node[key]
+        is_missing = OmegaConf.is_missing(node, key)
+        if is_missing and (isinstance(node, ListConfig) or key == "_component_"):
+            yield UserError(f"{name} is not set: give a value, or remove it")
+            node[key] = None
+        value = None if is_missing else node[key]
         if isinstance(value, (DictConfig, ListConfig)):
             yield from _text_errors(value, name)
         elif isinstance(value, str) and "\0" in value:
@@ -239,6 +243,9 @@ def _named_component_errors(path: str, node: Any) -> Iterator[UserError]:
             yield UserError(
                 f"{path} has no _component_, and {path}.{name}={format_value(value)} is none; give each name a block with a _component_"
             )
+        for index, entry in enumerate(value if isinstance(value, ListConfig) else ()):
+            if component_of(entry) is None or isinstance(entry, str):
+                yield UserError(f"{path}.{name}[{index}]={format_value(entry)} must be a block with a _component_")
         if not re.fullmatch(NAME, name):
             yield UserError(f"{path}.{name}: {_BAD_NAME}")
 
