@@ -225,7 +225,7 @@ def _check_columns(data: Any, key: str, source: str) -> None:
             continue  # torchtune's default names it for rows of text as well
         if column not in table.column_names:
             raise UserError(
-                f"{key}: {source} has no field {column!r}, which column_map names for {role!r}; its fields are "
+                f"{key}: {source} has no field {str(column)[:40]!r}, which column_map names for {role!r}; its fields are "
                 f"{', '.join(table.column_names)}{_style_of(table[0], key)}"
             )
         missing = next((row for row, value in enumerate(table[column]) if value is None), None)

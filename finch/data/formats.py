@@ -220,7 +220,7 @@ def _unknown(row: Mapping[str, Any]) -> str:
             wrong = next(column for column in named if not _has_type(format, row[column]))
             needed = "a list of turns with " + " and ".join(TURN_KEYS[format]) if format in TURN_KEYS else "text"
             return f"row 1: the field {wrong!r} is not {needed}; fix the rows"
-    known = ", ".join(LABELS.values())
+    known = ", ".join(FIELDS)
     return (
         f"row 1 has the fields {', '.join(row) or 'of no name'}, which are no known row format; known are {known}: name the columns, such as "
         "dataset.column_map.question=COLUMN dataset.column_map.answer=COLUMN"
