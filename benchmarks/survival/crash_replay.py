@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import io
 import random
 import re
 import shutil
@@ -58,7 +59,9 @@ class File:
         data = bytes(self.data)
         if data == self.synced or how == "whole":
             return data
-        return {"empty": self.synced, "zeros": bytes(len(data)), "half": data[: len(data) // 2]}[how]
+        kept = len(self.synced) if data.startswith(self.synced) else 0
+        rest = {"empty": b"", "zeros": bytes(len(data) - kept), "half": data[kept : (kept + len(data)) // 2]}[how]
+        return data[:kept] + rest
 
 
 @dataclass
@@ -414,7 +417,7 @@ class CrashReplay:
         import importlib
         from unittest import mock
 
-        with mock.patch.object(sys, "argv", self._command()[1:]), contextlib.redirect_stderr(None):
+        with mock.patch.object(sys, "argv", self._command()[1:]), contextlib.redirect_stderr(io.StringIO()):
             try:
                 importlib.import_module("finch_full_finetune").recipe_main()
             except (SystemExit, UserError) as error:
@@ -429,6 +432,7 @@ def main(out: Path, seed: int, resumed: int) -> list[str]:
         raise UserError(
             "crash-replay records a run with strace, which is not installed; install it (apt-get install strace)"
         )
+    torch.set_num_threads(1)  # as in the recorded run: sums are rounded in the same order
     replay = CrashReplay(out, seed)
     reference = replay.record()
     states = replay.states()

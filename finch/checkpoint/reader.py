@@ -73,10 +73,15 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def remove_surplus(run: Path, used: Path, keep_last: int) -> None:
-    """Removes what a save that was killed before it did so has left: checkpoints before the ``keep_last`` up to ``used``."""
+    """Removes what a save that was killed before it did so has left: checkpoints before the ``keep_last`` up to ``used``, whole or in part."""
     checkpoints = [path.resolve() for path in list_checkpoints(run)]
-    for path in checkpoints[checkpoints.index(used.resolve()) + keep_last :] if used.resolve() in checkpoints else ():
-        remove_checkpoint(path)
+    if used.resolve() not in checkpoints:
+        return
+    kept = checkpoints[: checkpoints.index(used.resolve()) + keep_last]
+    for path in own_folders(run):
+        step = path.name.removeprefix("step_")
+        if step.isdecimal() and int(step) < int(used.name.removeprefix("step_")) and path.resolve() not in kept:
+            remove_checkpoint(path)
 
 
 def find_resume_candidates(run: Path, resume: bool | str) -> list[Path]:

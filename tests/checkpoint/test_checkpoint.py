@@ -124,8 +124,10 @@ def test_a_resume_removes_what_a_killed_save_has_left_too_many(tmp_path):
     _, two, three, four = save_steps(tmp_path, 1, 2, 3, 4, keep_last=4)
     remove_surplus(tmp_path, tmp_path / "elsewhere" / "step_1", keep_last=1)
     assert len(names(tmp_path)) == 4
+    (tmp_path / "checkpoints" / "step_0").mkdir()
     remove_surplus(tmp_path, three, keep_last=2)
     assert list_checkpoints(tmp_path) == [four, three, two]
+    assert len(names(tmp_path)) == 3
 
 
 def test_saving_a_step_again_replaces_its_checkpoint(tmp_path, monkeypatch):
