@@ -11,6 +11,7 @@ import contextlib
 import copy
 import hashlib
 import io
+import logging
 import random
 import re
 import shutil
@@ -34,6 +35,7 @@ from finch import run_files
 from finch.checkpoint.reader import latest_valid, list_checkpoints, read_state
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
+from finch.log import logger
 from finch.weights.files import is_whole
 
 CALLS = (
@@ -432,6 +434,7 @@ def main(out: Path, seed: int, resumed: int) -> list[str]:
         raise UserError(
             "crash-replay records a run with strace, which is not installed; install it (apt-get install strace)"
         )
+    logger.setLevel(logging.ERROR)
     torch.set_num_threads(1)  # as in the recorded run: sums are rounded in the same order
     replay = CrashReplay(out, seed)
     reference = replay.record()

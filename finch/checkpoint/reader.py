@@ -77,11 +77,17 @@ def remove_surplus(run: Path, used: Path, keep_last: int) -> None:
     checkpoints = [path.resolve() for path in list_checkpoints(run)]
     if used.resolve() not in checkpoints:
         return
-    kept = checkpoints[: checkpoints.index(used.resolve()) + keep_last]
+    place = checkpoints.index(used.resolve())
     for path in own_folders(run):
-        step = path.name.removeprefix("step_")
-        if step.isdecimal() and int(step) < int(used.name.removeprefix("step_")) and path.resolve() not in kept:
+        is_plain = path.name.removeprefix("step_").isdecimal()
+        if is_plain and path.resolve() not in checkpoints[: place + keep_last] and _step(path) < _step(used):
             remove_checkpoint(path)
+
+
+def _step(checkpoint: Path) -> int:
+    name = _NAME.fullmatch(checkpoint.name)
+    assert name is not None
+    return int(name[1])
 
 
 def find_resume_candidates(run: Path, resume: bool | str) -> list[Path]:
