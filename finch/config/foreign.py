@@ -22,8 +22,11 @@ _LOSS = "torch.nn.CrossEntropyLoss"
 
 
 def refuse_foreign(cfg: DictConfig, file: Path, keys: Iterable[str]) -> None:
-    """For what :func:`finch.config.instantiate.load_config` has read, before anything of it is built. Raises UserError if a value asks for something of this machine, or one of the blocks ``keys`` cannot be resolved, or names a component
-    that is no model, tokenizer, dataset or loss of finch or torchtune. Of these packages modules are imported, of others none."""
+    """For a config that somebody else may have written, before anything of it is built.
+
+    Raises UserError if a value asks for something of this machine, or one of the blocks ``keys`` cannot be resolved, or names a component
+    that is no model, tokenizer, dataset or loss of finch or torchtune. Of these packages modules are imported, of others none.
+    """
     from omegaconf import OmegaConf
 
     if resolver := re.search(r"\$\{[^{}]*:[^{}]*\}", str(OmegaConf.to_container(cfg))):

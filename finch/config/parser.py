@@ -82,6 +82,10 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
         ) from error
     except ValueError as error:
         raise UserError(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
+    except Exception as error:  # the YAML reader's, whose classes omegaconf does not re-export
+        raise UserError(
+            f"a value in {' '.join(overrides)} cannot be read as YAML ({getattr(error, 'problem', None) or first_line(error)}); quote it"
+        ) from error
     if "lora" in names and model is FullFinetuneKeys:
         command = " ".join(["tune run finch_lora_finetune --config", parsed.config, *overrides])
         raise UserError(f"method={'+'.join(names)} trains adapters, which needs the other recipe: {command}")

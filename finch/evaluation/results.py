@@ -132,14 +132,14 @@ def read_result(path: Path) -> SuiteResult:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        number = json.loads(text)["format"]
-        if number > FORMAT:
-            raise UserError(f"{path} was written by a later finch (format {number}); upgrade finch")
-        result: SuiteResult = read_as(SuiteResult, text)
+        is_later = json.loads(text)["format"] > FORMAT
+        result = None if is_later else read_as(SuiteResult, text)
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; evaluate the model again with finch evaluate") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is no result of finch evaluate ({error}); remove it and evaluate again") from error
+    if result is None:
+        raise UserError(f"{path} was written by a later finch; upgrade finch")
     return result
 
 

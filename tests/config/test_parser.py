@@ -59,6 +59,10 @@ def test_read_accepts_user_keys_whose_reference_is_overridden(file):
         (["--config", "x" * 300], "is neither a file nor a config of finch"),
         (["--config", "FILE", "output_dir=${nothing}"], "nothing"),
         (["--config", "BROKEN"], "cannot be read as YAML"),
+        (
+            ["--config", "FILE", "epochs=[1"],
+            r"^a value in epochs=\[1 cannot be read as YAML \(did not find expected ',' or ']'\)",
+        ),
         (["--config", "stories260k/tofu_finch"], "data_root is not set: add data_root=VALUE"),
     ],
 )

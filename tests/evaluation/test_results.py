@@ -39,7 +39,7 @@ def test_write_result_reads_back(tmp_path: Path) -> None:
     [
         ("{", "no result of finch evaluate"),
         (json.dumps({"suite": "forgetting"}), "no result of finch evaluate"),
-        (json.dumps({"format": 99}), "later finch"),
+        (json.dumps({"format": 99}), r"^\S* was written by a later finch; upgrade finch"),
         ("[" * 3000, "no result of finch evaluate"),
         (json.dumps({"format": 1, **asdict(RESULT), "settings": []}), r"\(settings: Input should be an object\)"),
         (json.dumps({"format": 1, **asdict(RESULT), "versions": None}), r"\(versions: Input should be an object\)"),
