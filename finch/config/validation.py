@@ -22,17 +22,9 @@ from finch.errors import UserError
 WEIGHT = "weight"
 """How often an entry of a list of datasets is drawn; it is next to the entry's ``_component_`` and its arguments."""
 
-_PATHS = {
-    "output_dir",
-    "checkpoint_dir",
-    "path",
-    "model_dir",
-    "data_files",
-    "log_dir",
-    "cache",
-    "adapter_checkpoint",
-    "source",
-}
+_PATHS = frozenset(
+    "output_dir checkpoint_dir path model_dir data_files log_dir cache adapter_checkpoint source".split()
+)
 _MAX_NAME = 255
 _BAD_NAME = "a name has only letters, digits, _ and -; rename it"
 _NOT_TEXT_MODELS = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")

@@ -23,6 +23,8 @@ from finch.errors import UserError
 
 ALL = "all"
 PARTS = (ALL, "train", "validation", "test")
+_UNREADABLE = (OSError, EOFError, ValueError, csv.Error, datasets.exceptions.DatasetGenerationError)
+"""What readers of broken files raise; pyarrow's errors are ValueErrors."""
 SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -96,13 +98,7 @@ def read_rows(file: Path, source: str) -> Iterator[dict[str, Any]]:
             yield from datasets.load_dataset(source, data_files=str(file), split="train")
     except UserError:
         raise
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        csv.Error,
-        datasets.exceptions.DatasetGenerationError,
-    ) as error:  # pyarrow's are ValueErrors
+    except _UNREADABLE as error:
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         raise UserError(f"data_files={file} cannot be read as {source} ({reason}); check the file") from error
 
