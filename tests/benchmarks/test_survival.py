@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.survival import crash_replay
 from benchmarks.survival.__main__ import Torture, draw_flips, is_detected, summary
 from benchmarks.survival.killed_run import (
     SIGTERM,
@@ -281,3 +282,50 @@ def test_deliberate_defect_is_found(torture, tmp_path, monkeypatch):
     assert outcome.kills
     assert any(each.startswith("epoch_1/model.safetensors: ") for each in outcome.failures)
     assert any(each.startswith("metrics.jsonl: ") for each in outcome.failures)
+
+
+WRITER = """
+import os, shutil, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+with open(folder / "a.partial", "wb") as file:
+    file.write(b"hello")
+    file.flush()
+    os.fsync(file.fileno())
+    file.write(b" world" * 3000)
+os.rename(folder / "a.partial", folder / "a")
+with open(folder / "a", "r+b") as file:
+    file.seek(2)
+    file.write(b"LL")
+    file.truncate(9000)
+with open(folder / "a", "ab") as file:
+    file.write(b"!")
+(folder / "b").mkdir()
+shutil.copyfile(folder / "a", folder / "b" / "c")
+(folder / "link").symlink_to("b")
+(folder / "gone").mkdir()
+(folder / "gone" / "d").touch()
+shutil.rmtree(folder / "gone")
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_replayed_calls_make_the_same_tree(tmp_path):
+    folder, trace = tmp_path / "out", tmp_path / "trace"
+    folder.mkdir()
+    crash_replay.record([sys.executable, "-c", WRITER, str(folder)], trace)
+    replay = crash_replay.Replay(folder)
+    for call in crash_replay.calls(trace):
+        replay.apply(*call)
+    tree = crash_replay.crash(replay.tree, lambda names: len(names.pending), lambda: "whole")
+    assert tree == {"a": (folder / "a").read_bytes(), "b": None, "b/c": (folder / "a").read_bytes(), "link": "b"}
+    assert crash_replay.crash(replay.tree, lambda names: 0, lambda: "empty") == {}
+    crash_replay.write_tree(tree, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("how", "left"), [("whole", b"abcdef"), ("empty", b"ab"), ("zeros", b"ab\0\0\0\0"), ("half", b"abcd")]
+)
+def test_a_crash_keeps_what_was_synced(how, left):
+    assert crash_replay.File(bytearray(b"abcdef"), b"ab").left(how) == left
