@@ -262,7 +262,7 @@ def _style_of(row: Any, key: str) -> str:
         return ""
     return (
         f"; its rows look like {LABELS[found]}: correct the columns or the style, or set "
-        f"{key}._component_=finch.data.rows.rows_dataset, which finds the format itself"
+        f"{key}._component_=finch.data.rows.rows_dataset"
     )
 
 
