@@ -200,7 +200,7 @@ def write(folder: Path, model: Path, base: str | None, samples: dict[str, list[S
         )
         for name, lines in samples.items()
     }
-    settings = {"dtype": "fp32", "max_new_tokens": MAX_NEW_TOKENS}
+    settings: dict[str, str | int | float | bool | None] = {"dtype": "fp32", "max_new_tokens": MAX_NEW_TOKENS}
     result = SuiteResult(
         SUITE, str(model), hash_weights(ModelFolder("", model)), base is None, base, settings, scorer.versions, tasks
     )
