@@ -22,8 +22,8 @@ _MAX_LINE, _MAX_WORD = 275, 80
 class UserError(ValueError):
     """A mistake that the user can fix. The message is one line: key and value, what is wrong, what to do.
 
-    Values come from files of others: what a terminal would not print stands in it escaped, and a line that is too long loses the middle
-    of its long words, then its own.
+    Values may come from untrusted files: control characters are escaped, and of a line that is too long the middle of its long words, then
+    its own, is left out.
     """
 
     def __init__(self, message: str) -> None:

@@ -51,19 +51,24 @@ _EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
 
 def written_epochs(run: Path) -> list[int]:
     """The epochs, from 0, whose model or adapter is there."""
-    return sorted({int(match[1]) for path in run.glob("epoch_*") if (match := _EPOCH.fullmatch(path.name))})
+    return sorted({number for number, _ in _epoch_folders(run)})
 
 
 def chosen_model(run: Path) -> Path | None:
     """The model of a run: ``best``, else that of the last epoch, a complete model before an adapter; None: there is none."""
     if (run / BEST).is_dir():
         return run / BEST
-    epochs = {
+    epochs = _epoch_folders(run)
+    return epochs[max(epochs)] if epochs else None
+
+
+def _epoch_folders(run: Path) -> dict[tuple[int, bool], Path]:
+    """By epoch, and whether it is a complete model."""
+    return {
         (int(match[1]), match[2] is None): path
         for path in run.glob("epoch_*")
         if (match := _EPOCH.fullmatch(path.name)) and path.is_dir()
     }
-    return epochs[max(epochs)] if epochs else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

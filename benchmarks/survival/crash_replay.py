@@ -11,6 +11,7 @@ import contextlib
 import copy
 import hashlib
 import io
+import itertools
 import logging
 import random
 import re
@@ -120,7 +121,7 @@ def crash(folder: Folder, names: Callable[[Folder], int], content: Callable[[], 
 def crashes(root: Folder, rng: random.Random) -> Iterator[Tree]:
     """All names with each content; no name that was not synced; and two samples of what else POSIX allows."""
     for how in CONTENTS:
-        yield crash(root, lambda folder: len(folder.pending), lambda how=how: how)  # type: ignore[misc]
+        yield crash(root, lambda folder: len(folder.pending), itertools.repeat(how).__next__)
     yield crash(root, lambda folder: 0, lambda: "empty")
     for _ in range(2):
         yield crash(root, lambda folder: rng.randint(0, len(folder.pending)), lambda: rng.choice(CONTENTS))
