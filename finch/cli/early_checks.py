@@ -78,8 +78,12 @@ def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:
         yield lambda: sizes.resolve(ranks)
 
 
-def machine_checks(recipe: str, cfg: DictConfig, ranks: int) -> Iterator[Check]:
-    """What can be checked of a config where the run will start, in addition to :func:`config_checks`."""
+def machine_checks(recipe: str, cfg: DictConfig, ranks: int, *, waits: bool = False) -> Iterator[Check]:
+    """What can be checked of a config where the run will start, in addition to :func:`config_checks`.
+
+    Args:
+        waits: whether the run will wait until nothing else runs in its folder.
+    """
     from finch.training.config_checks import check_combinations, check_lora_combinations
     from finch.training.run import RunLock
 
@@ -87,7 +91,8 @@ def machine_checks(recipe: str, cfg: DictConfig, ranks: int) -> Iterator[Check]:
     if recipe == LORA_RECIPE:
         yield lambda: check_lora_combinations(cfg)
     yield lambda: check_combinations(cfg, device, ranks)
-    yield lambda: RunLock(Path(cfg.output_dir)).check()
+    if not waits:
+        yield lambda: RunLock(Path(cfg.output_dir)).check()
 
 
 def device_of(cfg: DictConfig) -> torch.device:

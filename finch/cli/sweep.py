@@ -175,7 +175,7 @@ def _compose(
         for check in config_checks(cfg, num_ranks):
             check()
     if is_here:
-        for check in machine_checks(recipe, cfg, num_ranks or 1):
+        for check in machine_checks(recipe, cfg, num_ranks or 1, waits=True):
             check()
     job = Job(grid, cell, recipe, cfg, launcher)
     if not grid.overwrites and (different := different_key(cell.folder, cfg)):

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from finch import run_files
 from finch.errors import UserError
 from finch.log import logger
 from finch.models.hf_config import CONFIG, check_folder, read_config, read_settings
+from finch.training.run import RunLock
 from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAFETENSORS, SAFETENSORS_INDEX, indexed_shards
 
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -154,27 +153,14 @@ class _FirstTurn:
 
 def _epoch_of(run: Path) -> Path:
     """The model of a run: ``best``, else the last epoch. A log line says which where the run has not ended."""
-    model = run_files.chosen_model(run)
+    model, is_training = run_files.chosen_model(run), RunLock(run).holder() is not None
     if model is None:
-        state = "is still in its first epoch" if _is_training(run) else "has no epoch"
+        state = "is still in its first epoch" if is_training else "has no epoch"
         raise UserError(f"--tuned={run} {state}: there is neither {run_files.BEST} nor epoch_N; train it first")
-    if _is_training(run):
+    if is_training:
         rank = "best" if model.name == run_files.BEST else "last"
         logger.warning(f"--tuned={run} is still training; {model.resolve().name}, the {rank} so far, is evaluated")
     return model
-
-
-def _is_training(run: Path) -> bool:
-    """Whether a process holds the run's lock."""
-    if not (run / run_files.LOCK).exists():
-        return False
-    try:
-        with FileLock(run / run_files.LOCK, timeout=0):
-            return False
-    except Timeout:
-        return True
-    except (OSError, NotImplementedError):  # a folder that cannot be written, a file system without locks
-        return False
 
 
 def _check_weights(folder: ModelFolder) -> None:

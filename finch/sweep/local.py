@@ -19,6 +19,7 @@ from finch.errors import UserError
 from finch.sweep.grid import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, write_cell
 from finch.sweep.job import Job, slurm_error
 from finch.sweep.select_lr import MAX_FORGETTING, rates_of, select_rate
+from finch.training.run import RunLock
 
 _POLL_S = 0.2
 _PROGRESS_S = 1.0
@@ -63,7 +64,7 @@ class LocalSweep:
     """Trains and evaluates the cells of a grid.
 
     A cell that is finished is skipped and one that was cut off resumed, by what its folder holds. A cell that fails does not stop the
-    others. Until the pretrained model has been evaluated on all suites, one evaluation runs at a time, since it is evaluated once for all.
+    others, nor does one in whose folder another process runs: it is started when that has ended. Until the pretrained model has been evaluated on all suites, one evaluation runs at a time, since it is evaluated once for all.
 
     Args:
         jobs: the cells, each after those that it depends on.
@@ -133,6 +134,8 @@ class LocalSweep:
         if state.running is not None or state.status == FAILED:
             return
         if state.status == WAITING:
+            if not self._is_free(state):
+                return
             job, needed = state.job, [self._states[folder] for folder in state.job.cell.dependencies]
             if not all(self._is_finished(other, job) for other in needed):
                 return
@@ -146,6 +149,14 @@ class LocalSweep:
                 self._start(state, job.run_command(), RUNNING)
         elif state.commands and (self._is_base_evaluated or not self._is_any_evaluating()):
             self._start(state, state.commands[0], _EVALUATING)
+
+    def _is_free(self, state: _State) -> bool:
+        """Whether the cell can be started: not while another process runs in its folder, nor if that one has finished it."""
+        was_in_use, holder = bool(state.reason), RunLock(state.job.cell.folder).holder()
+        state.reason = "" if holder is None else f"{state.job.cell.folder} is in use by {holder}"
+        if was_in_use and holder is None:
+            self._poll_run(state)
+        return holder is None and state.status == WAITING
 
     @staticmethod
     def _is_finished(state: _State, job: Job) -> bool:
@@ -196,7 +207,9 @@ class LocalSweep:
         """After a process: the next state is what its folder says."""
         job, code = state.job, running.process.returncode
         state.running = None
-        if code != 0:
+        if code != 0 and state.status == RUNNING and RunLock(job.cell.folder).holder() is not None:
+            state.status = WAITING  # another process was there first
+        elif code != 0:
             what = "evaluation: " if state.status == _EVALUATING else ""
             killed = f"killed by {signal.Signals(-code).name}; " if code < 0 else ""
             self._fail(state, f"{what}{killed}{_last_error(job.cell.log, running.start)}; {job.cell.log}")

@@ -290,14 +290,24 @@ class RunLock:
     def __init__(self, run: Path) -> None:
         self._path = run / run_files.LOCK
         # Not filelock's lock file without flock: it would outlive a killed holder.
-        self._lock = FileLock(self._path, timeout=ACQUIRE_TIMEOUT_S, fallback_to_soft=False)
+        self._lock = FileLock(self._path, fallback_to_soft=False)
 
-    def check(self) -> None:
+    def check(self, timeout_s: float | None = None) -> None:
         """Raises UserError that names the other run if one holds the folder; creates nothing."""
         with contextlib.suppress(OSError):  # the file cannot be opened: `acquire` reports that
             if self._path.exists():
-                self._acquire()
+                self._acquire(timeout_s)
                 self.release()
+
+    def holder(self) -> str | None:
+        """The process that holds the folder now, in words; None: none does, as far as can be seen."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self.check(timeout_s=0)
+            except UserError:
+                return self._holder()
+        return None
 
     def acquire(self) -> None:
         """Locks the folder, which must exist, until ``release`` or the end of the process.
@@ -311,9 +321,9 @@ class RunLock:
     def release(self) -> None:
         self._lock.release(force=True)  # however often it was acquired
 
-    def _acquire(self) -> None:
+    def _acquire(self, timeout_s: float | None = None) -> None:
         try:
-            self._lock.acquire()
+            self._lock.acquire(ACQUIRE_TIMEOUT_S if timeout_s is None else timeout_s)
         except Timeout:
             raise UserError(
                 f"output_dir={self._path.parent} is in use by {self._holder()}; wait for it to end, or give another output_dir"

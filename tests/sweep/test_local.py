@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -146,6 +147,33 @@ def is_running(process):
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except OSError:
         return False
+
+
+HOLDER = """\
+import pathlib, sys, time
+from finch.training.run import RunLock
+folder = pathlib.Path(sys.argv[1])
+for name in ("a", "c"):
+    (folder / name).mkdir()
+    (lock := RunLock(folder / name)).acquire()
+    globals()[name] = lock
+print("holds", flush=True)
+while "end b" not in (folder / "events").read_text():
+    time.sleep(0.05)
+(folder / "a" / "epoch_0").mkdir()
+"""
+
+
+def test_cell_in_use_is_waited_for_while_others_run(sweep, tmp_path, capfd):
+    """The other process finishes `a` and leaves `c` unfinished."""
+    (tmp_path / "events").write_text("")
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    holder.stdout.readline()
+    failed, events = sweep({"a": None, "b": None, "c": None})
+    assert (failed, events) == ({}, ["start b", "end b", "start c", "end c"])
+    assert status(tmp_path / "a") == "finished"
+    assert f"a  waiting: {tmp_path / 'a'} is in use by process {holder.pid} on " in capfd.readouterr().out
+    assert holder.wait() == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux call")
