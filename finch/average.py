@@ -275,7 +275,7 @@ class Averages:
             return folder
         if self._parallel.is_rank_zero:
             try:
-                self.out.mkdir(exist_ok=True)
+                files.make_folder(self.out)
                 merge_adapter(self.base.folder, folder, self.out / _MERGED)
             except UserError as error:
                 message = str(error)
@@ -291,10 +291,7 @@ class Averages:
         partial = self.out / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         [folder] = wise_ft(self.base.folder, self.tuned.folder, [alpha], partial)
-        target = self.out / "model"
-        shutil.rmtree(target, ignore_errors=True)
-        folder.rename(target)
-        files.sync(self.out)
+        files.replace_folder(folder, self.out / "model")
         partial.rmdir()
         shutil.rmtree(self.out / _MERGED, ignore_errors=True)
 
@@ -396,7 +393,7 @@ def average_in(run: Path, choice: Choice, cfg: DictConfig, group: Parallel) -> l
     tuned_folder(run)
     averages = Averages(run, cfg, group)
     if group.is_rank_zero:
-        averages.out.mkdir(exist_ok=True)
+        files.make_folder(averages.out)
     front = Front(averages.out / "front.json", averages.fingerprint, averages.evaluate, group)
     chosen = choose(front, choice)
     averages.write(chosen.alpha)

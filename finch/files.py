@@ -45,12 +45,21 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         for each in (*partial.rglob("*"), partial):
             if not each.is_symlink():
                 _finish(each, mode if each.is_dir() else mode & 0o666)
-        shutil.rmtree(path, ignore_errors=True)  # a folder cannot replace another in one step
-        partial.rename(path)
-        sync(path.parent)
+        replace_folder(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Gives a folder the name ``path``. One that has the name is renamed first, and removed at the end: half of it never has the name."""
+    old = path.with_name(f"{path.name}.old{PARTIAL}")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _finish(path: Path, mode: int) -> None:

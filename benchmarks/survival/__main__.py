@@ -1,10 +1,13 @@
 """Kills a two-rank job at random instants, resumes it until it ends, and compares it with an undisturbed run.
 
     python -m benchmarks.survival [--runs 50] [--seed 0]
-    python -m benchmarks.survival crash-replay [--resumed 100] [--seed 0]
+    python -m benchmarks.survival kills [--case NAME] [--runs 20] [--seed 0]
+    python -m benchmarks.survival crash-replay [--case NAME] [--resumed 100] [--seed 0]
 
-The second one replays what a power cut can leave: :mod:`benchmarks.survival.crash_replay`. The job, the kills and what counts as surviving: docs/survival.md. Everything is written to out/torture, which is removed first; the
-folders of runs that survive are removed again. ``--first N --runs 1`` with the same seed repeats only run N.
+The second one kills averages, evaluations, sweeps and unslowed runs (:mod:`benchmarks.survival.killed_command`), the third one replays what a
+power cut can leave (:mod:`benchmarks.survival.crash_replay`). The jobs, the kills and what counts as surviving: docs/survival.md. Everything is
+written to out/BENCHMARK, which is removed first; the folders of the first one's runs that survive are removed again, and ``--first N --runs 1``
+with the same seed repeats only its run N.
 """
 
 from __future__ import annotations
@@ -24,8 +27,19 @@ import yaml
 
 from benchmarks import tiny_job, tiny_text
 from benchmarks.processes import machine
-from benchmarks.survival import crash_replay
-from benchmarks.survival.killed_run import KINDS, RECIPE, Job, Outcome, Timing, run_killed, run_undisturbed
+from benchmarks.survival import crash_replay, killed_command
+from benchmarks.survival.cases import CASES
+from benchmarks.survival.killed_run import (
+    KINDS,
+    MAX_KILLS,
+    MAX_TRIES,
+    RECIPE,
+    Job,
+    Outcome,
+    Timing,
+    run_killed,
+    run_undisturbed,
+)
 from benchmarks.survival.same_run import differences
 from finch.checkpoint.reader import latest_valid, list_checkpoints
 from finch.distributed.parallel import Parallel
@@ -34,8 +48,6 @@ from finch.errors import report_user_errors
 EVERY_N_STEPS = 4
 ROWS = 46  # 12 steps of 4 per epoch, the last one short
 BYTES = 30  # that are changed
-MAX_KILLS = 3
-MAX_TRIES = 5  # on a machine that has become faster a run may end before its kill
 CHECKPOINT = {"every_n_steps": EVERY_N_STEPS, "keep_last": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "async": {},
@@ -184,8 +196,9 @@ def _counts(values: Iterable[str]) -> str:
 @report_user_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("benchmark", nargs="?", choices=("torture", "crash-replay"), default="torture")
+    parser.add_argument("benchmark", nargs="?", choices=("torture", "kills", "crash-replay"), default="torture")
     parser.add_argument("--resumed", type=int, default=100, metavar="N", help="crash-replay: states that are resumed")
+    parser.add_argument("--case", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first run")
     parser.add_argument("--seed", type=int, default=0)
@@ -193,8 +206,12 @@ def main() -> None:
     out = Path("out", options.benchmark).resolve()
     shutil.rmtree(out, ignore_errors=True)
     print(machine(), options, flush=True)
-    if options.benchmark == "crash-replay":
-        failures = crash_replay.main(out, options.seed, options.resumed)
+    if options.benchmark != "torture":
+        cases = [case for case in CASES if options.case in (None, case.name)]
+        if options.benchmark == "kills":
+            failures = killed_command.main(out, cases, options.seed, options.runs)
+        else:
+            failures = crash_replay.main(out, cases, options.seed, options.resumed)
         print(*failures, sep="\n", flush=True)
         sys.exit(1 if failures else 0)
     torture = Torture(out, options.seed)

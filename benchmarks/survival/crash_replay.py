@@ -1,16 +1,14 @@
-"""Power cuts: replays what a killed and resumed run has asked of the file system, and stops anywhere.
+"""Power cuts: replays what a killed and resumed command has asked of the file system, and stops anywhere.
 
-strace records the system calls of a small run. Any prefix of them is a crash. What is on the disk then is what was synced, and of the rest
+strace records the system calls of a small run, average, evaluation or sweep. Any prefix of them is a crash. What is on the disk then is what was synced, and of the rest
 whatever POSIX allows: names of each folder up to any point of their order, and files with all of their data, none, zeros, or half. Each
-different tree is judged by the code that a resume reads it with; some are resumed to their end and compared with the unbroken run.
+different tree is judged by the code that continues from it; some are continued to their end and compared with an undisturbed start.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
-import io
 import itertools
 import logging
 import random
@@ -18,36 +16,29 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-import yaml
 
-from benchmarks import tiny_job, tiny_text
-from benchmarks.survival.same_run import differences
-from finch import run_files
-from finch.checkpoint.reader import latest_valid, list_checkpoints, read_state
-from finch.distributed.parallel import Parallel
+from benchmarks.survival.cases import Case, environment
 from finch.errors import UserError
 from finch.log import logger
-from finch.weights.files import is_whole
 
 CALLS = (
-    "openat,open,creat,write,pwrite64,writev,lseek,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,symlink,symlinkat,"
+    "clone,clone3,fork,vfork,openat,open,creat,write,pwrite64,writev,lseek,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,symlink,symlinkat,"
     "link,linkat,ftruncate,fsync,fdatasync,sendfile,copy_file_range"
 )
-EPOCHS, ROWS, KILL_AT = 2, 46, 14  # 12 steps of 4 an epoch
+LOG = ".log"
+"""Suffix of the files that are left out: nothing is continued from a log."""
 CONTENTS = ("whole", "empty", "zeros", "half")
 """What is left of a file's data that was not synced."""
 _CALL = re.compile(r"(\d+) +(\w+)\((.*)\) += (-?\d+)")
-_SAID = re.compile(rb"saved the state of step (\d+)|saved \S*/(epoch_\d+) in")
+_STARTED = re.compile(r"(\d+) .*(?:clone3?|v?fork)\b(.*) = (\d+)$")
 
 
 # The file system: folders map names to nodes; both have what is on the disk for certain.
@@ -102,6 +93,20 @@ def _apply(names: dict[str, Any], changes: Mapping[str, Any]) -> None:
             names[name] = node
 
 
+def read_folder(path: Path) -> Folder:
+    """A folder that is on the disk for certain."""
+    folder = Folder()
+    for each in path.iterdir():
+        if each.is_symlink():
+            folder.names[each.name] = Link(str(each.readlink()))
+        elif each.is_dir():
+            folder.names[each.name] = read_folder(each)
+        else:
+            folder.names[each.name] = File(bytearray(each.read_bytes()), each.read_bytes())
+    folder.sync()
+    return folder
+
+
 Tree = dict[str, Any]
 """A path to a file's bytes, a link's target as text, or None for a folder."""
 
@@ -111,6 +116,8 @@ def crash(folder: Folder, names: Callable[[Folder], int], content: Callable[[], 
     tree: Tree = {}
     for name, node in sorted(folder.left(names(folder)).items()):
         where = f"{path}{name}"
+        if name.endswith(LOG):
+            continue
         if isinstance(node, Folder):
             tree |= {where: None, **crash(node, names, content, f"{where}/")}
         else:
@@ -146,15 +153,24 @@ def digest(tree: Tree) -> str:
 
 
 class Replay:
-    """Applies recorded calls below ``root`` one by one; ``said``: what the run has said it has saved, steps and epochs' folders."""
+    """Applies recorded calls below ``root`` one by one.
 
-    def __init__(self, root: Path) -> None:
-        self._root, self.tree = str(root) + "/", Folder()
-        self._descriptors: dict[str, list[Any]] = {}  # descriptor: file, offset
-        self.said: list[int | str] = []
+    Args:
+        tree: what is there before.
+        promise: matches what processes print once something is on the disk for good.
 
-    def apply(self, call: str, arguments: list[str], result: int) -> bool:
+    Attributes:
+        said: the promises, each its first group that matched.
+    """
+
+    def __init__(self, root: Path, tree: Folder, promise: re.Pattern[bytes]) -> None:
+        self._root, self.tree, self._promise = str(root) + "/", tree, promise
+        self._descriptors: dict[tuple[str, str], list[Any]] = {}  # process and descriptor: file, offset
+        self.said: list[str] = []
+
+    def apply(self, process: str, call: str, arguments: list[str], result: int) -> bool:
         """Returns whether anything on the disk could have changed, or was said."""
+        self._process = process
         action = getattr(self, f"_{re.sub(r'(at2?|64)$', '', call)}", None)
         if result < 0 or action is None:
             return False
@@ -162,17 +178,19 @@ class Replay:
 
     def _node(self, path: str) -> tuple[Folder, str] | None:
         """The folder and the name there of a path below the root."""
+        path = path.rstrip("/")
         if not path.startswith(self._root):
             return None
         folder: Any = self.tree
         *parts, name = path[len(self._root) :].split("/")
         for part in parts:
-            folder = folder.names[part]
+            node = folder.names[part]
+            folder = folder.names[node.target] if isinstance(node, Link) else node  # only best, next to its target
         return folder, name
 
     def _open(self, arguments: list[str], result: int) -> bool:
         found = self._node(_path(arguments[:2]))
-        self._descriptors.pop(str(result), None)
+        self._descriptors.pop((self._process, str(result)), None)
         if found is None:
             return False
         folder, name = found
@@ -185,12 +203,16 @@ class Replay:
         if isinstance(node, File):
             if "O_TRUNC" in flags and node.data:
                 node.data, has_changed = bytearray(), True
-            self._descriptors[str(result)] = [node, len(node.data) if "O_APPEND" in flags else 0]
+            self._descriptors[self._process, str(result)] = [node, len(node.data) if "O_APPEND" in flags else 0]
         return has_changed
 
     def _file(self, argument: str) -> list[Any] | None:
         number, _, path = argument.partition("<")
-        return self._descriptors.get(number) if _text(path).startswith(self._root) else None
+        if (found := self._node(_text(path))) is None:
+            return None
+        node = found[0].names.get(found[1])
+        inherited = [node, len(node.data)] if isinstance(node, File) else None  # a log
+        return self._descriptors.get((self._process, number), inherited)
 
     def _put(self, opened: list[Any], data: bytes, offset: int | None = None) -> bool:
         file, place = opened[0], opened[1] if offset is None else offset
@@ -207,7 +229,7 @@ class Replay:
             return self._put(opened, data)
         before = len(self.said)
         if arguments[0].split("<")[0] in ("1", "2"):
-            self.said += [int(step) if step else name.decode() for step, name in _SAID.findall(data)]
+            self.said += [match[match.lastindex or 0].decode() for match in self._promise.finditer(data)]
         return len(self.said) > before
 
     def _pwrite(self, arguments: list[str], result: int) -> bool:
@@ -287,13 +309,35 @@ class Replay:
         if source is None or target is None:
             assert source is target, arguments
             return False
-        assert source[0] is target[0], "a rename into another folder"
-        source[0].change(**{source[1]: None, target[1]: source[0].names[source[1]]})
+        node = source[0].names[source[1]]
+        if source[0] is target[0]:
+            source[0].change(**{source[1]: None, target[1]: node})
+        else:  # POSIX lets a crash leave both names, or none
+            source[0].change(**{source[1]: None})
+            target[0].change(**{target[1]: node})
         return True
 
 
-def calls(trace: Path) -> Iterator[tuple[str, list[str], int]]:
-    """The calls in the order in which they ended: name, arguments, result."""
+def calls(trace: Path, number: int = 0) -> Iterator[tuple[str, str, list[str], int]]:
+    """The calls in the order in which they ended: process, name, arguments, result.
+
+    Args:
+        number: of the trace, so that another one's processes are others.
+    """
+    process_of: dict[str, str] = {}
+    for line in _lines(trace):
+        if match := _STARTED.match(line):
+            process_of[match[3]] = match[1] if "CLONE_THREAD" in match[2] else match[3]
+    for line in _lines(trace):
+        if match := _CALL.match(line):
+            process = match[1]
+            while process_of.get(process, process) != process:
+                process = process_of[process]
+            yield f"{number} {process}", match[2], re.split(r", (?![^\[{]*[\]}])", match[3]), int(match[4])
+
+
+def _lines(trace: Path) -> Iterator[str]:
+    """Of finished calls; one that another process has interrupted in the trace is put together."""
     unfinished: dict[str, str] = {}
     with trace.open(encoding="ascii", errors="replace") as lines:
         for line in lines:
@@ -304,8 +348,7 @@ def calls(trace: Path) -> Iterator[tuple[str, list[str], int]]:
                 continue
             if (resumed := re.match(r"\d+ +<\.\.\. \w+ resumed>(.*)", line)) and process in unfinished:
                 line = unfinished.pop(process) + resumed[1]
-            if match := _CALL.match(line):
-                yield match[2], re.split(r", (?![^\[{]*[\]}])", match[3]), int(match[4])
+            yield line
 
 
 def _bytes(text: str) -> bytes:
@@ -324,14 +367,13 @@ def _path(arguments: list[str]) -> str:
     return path if path.startswith("/") else f"{_text(arguments[0].partition('<')[2])}/{path}"
 
 
-# The run.
+# The command.
 
 
 def record(job: list[str], trace: Path, kill: Callable[[], bool] | None = None) -> None:
     """Runs a command under strace; kills it once ``kill`` is true."""
     command = ["strace", "-f", "-qq", "-y", "-xx", "-s", "1000000000", "-e", f"trace={CALLS}", "-o", str(trace), *job]
-    environment = tiny_job.environment(tiny_job.ROOT, OMP_NUM_THREADS="1")
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while process.poll() is None:
             if kill is not None and kill():
                 for child in psutil.Process(process.pid).children(recursive=True):
@@ -344,92 +386,67 @@ def record(job: list[str], trace: Path, kill: Callable[[], bool] | None = None) 
 class CrashReplay:
     """
     Args:
-        out: everything is written there.
         seed: of the sampled orders and of the choice of what is resumed.
     """
 
-    def __init__(self, out: Path, seed: int) -> None:
-        self._out, self._rng, self._run = out, random.Random(seed), out / "job" / "run"
-        self._counts: Counter[str] = Counter()
-        (out / "job").mkdir(parents=True)
-        tiny_job.make_base(out / "base")
-        tiny_text.make_rows(out / "rows.jsonl", ROWS, random.Random(1))
-        checkpoint = {"every_n_steps": 8, "keep_last": 1, "async": False}
-        dataset = tiny_job.instruct_dataset(out / "rows.jsonl")
-        changes = {"epochs": EPOCHS, "checkpoint": checkpoint, "dataset_validation": dataset}
-        config = tiny_job.make_config(out / "base", out / "rows.jsonl", self._run, **changes)
-        (out / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    def __init__(self, case: Case, seed: int) -> None:
+        self._case, self._rng = case, random.Random(seed)
+        self.points = 0
 
-    def _command(self) -> list[str]:
-        recipe = str(tiny_job.ROOT / "recipes" / "finch_full_finetune.py")
-        return [sys.executable, recipe, "--config", str(self._out / "config.yaml"), "resume_from_checkpoint=auto"]
+    def record(self) -> None:
+        """The command, killed half way and started again, then an undisturbed one, which makes the reference."""
+        case = self._case
+        case.reset()
+        self._tree = read_folder(case.job)
+        record(case.command(), case.out / "trace.0", case.is_half_done)
+        record(case.command(), case.out / "trace.1")
+        case.keep_reference()
 
-    def _lines(self) -> int:
-        file = self._run / run_files.METRICS
-        return file.read_bytes().count(b"\n") if file.exists() else 0
-
-    def record(self) -> Path:
-        """The unbroken run, which the trace's end must be equal to."""
-        record(self._command(), self._out / "trace.0", lambda: self._lines() >= KILL_AT)
-        record(self._command(), self._out / "trace.1")
-        reference = self._out / "reference"
-        shutil.copytree(self._run, reference, symlinks=True)
-        return reference
-
-    def states(self) -> dict[str, tuple[Tree, list[int | str]]]:
-        """Each different tree that a crash can leave, with what the run had said by then."""
-        replay = Replay(self._out / "job")
-        found: dict[str, tuple[Tree, list[int | str]]] = {}
+    def states(self) -> dict[str, tuple[Tree, list[str]]]:
+        """Each different tree that a crash can leave, with what the command had said by then."""
+        case = self._case
+        replay = Replay(case.job, self._tree, case.promise)
+        found: dict[str, tuple[Tree, list[str]]] = {}
+        contents: dict[bytes, bytes] = {}  # each once in memory
         for number in range(2):
-            for call, arguments, result in calls(self._out / f"trace.{number}"):
-                if not replay.apply(call, arguments, result):
+            for call in calls(case.out / f"trace.{number}", number):
+                if not replay.apply(*call):
                     continue
-                self._counts["points"] += 1
+                self.points += 1
                 for tree in crashes(replay.tree, self._rng):
                     key = digest(tree)
                     if key not in found or len(found[key][1]) < len(replay.said):
-                        found[key] = tree, list(replay.said)
+                        shared = {
+                            name: contents.setdefault(content, content) if isinstance(content, bytes) else content
+                            for name, content in tree.items()
+                        }
+                        found[key] = shared, list(replay.said)
         end = crash(replay.tree, lambda folder: len(folder.pending), lambda: "whole")
-        written = {str(path.relative_to(self._out / "job")) for path in (self._out / "job").rglob("*")}
+        written = {str(path.relative_to(case.job)) for path in case.job.rglob("*") if path.suffix != LOG}
         different = [
             name
             for name in written | set(end)
-            if name not in end
-            or (isinstance(end[name], bytes) and (self._out / "job" / name).read_bytes() != end[name])
+            if name not in end or (isinstance(end[name], bytes) and (case.job / name).read_bytes() != end[name])
         ]
-        assert not different, f"the replayed calls do not make the run: {different}"
+        assert not different, f"the replayed calls do not make what was written: {different}"
         return found
 
-    def judge(self, tree: Tree, said: list[int | str]) -> str | None:
-        """What is wrong with a state that a resume would find; None: nothing."""
-        shutil.rmtree(self._out / "job")
-        (self._out / "job").mkdir()
-        write_tree(tree, self._out / "job")
-        used, damages = latest_valid(list_checkpoints(self._run), Parallel(torch.device("cpu")))
-        step = 0 if used is None else int(read_state(used)["step"])
-        promised = max((each for each in said if isinstance(each, int)), default=0)
-        if damages:
-            return damages[0]
-        if step < promised:
-            return f"step {promised} was said to be saved, {step} would be resumed"
-        broken = [name for name in said if isinstance(name, str) and not is_whole(self._run / name)]
-        return f"{broken[0]} was said to be saved, and is not whole" if broken else None
+    def judge(self, tree: Tree, said: list[str]) -> str | None:
+        """What is wrong with a state that the command would find; None: nothing."""
+        shutil.rmtree(self._case.job)
+        self._case.job.mkdir()
+        write_tree(tree, self._case.job)
+        try:
+            return self._case.wrong(said)
+        except (UserError, ValueError, OSError) as error:
+            return f"{type(error).__name__} {error}"
 
-    def resume(self, reference: Path) -> str | None:
-        """Resumes the state that was judged last, in this process; its differences from the unbroken run."""
-        import importlib
-        from unittest import mock
-
-        with mock.patch.object(sys, "argv", self._command()[1:]), contextlib.redirect_stderr(io.StringIO()):
-            try:
-                importlib.import_module("finch_full_finetune").recipe_main()
-            except (SystemExit, UserError) as error:
-                if getattr(error, "code", 1):
-                    return f"{type(error).__name__} {error}"
-        return next(iter(differences(self._run, reference)), None)
+    def finish(self) -> str | None:
+        """Continues from the state that was judged last; the first difference from the reference."""
+        return self._case.finish() or next(iter(self._case.differences()), None)
 
 
-def main(out: Path, seed: int, resumed: int) -> list[str]:
+def main(out: Path, cases: Sequence[type[Case]], seed: int, resumed: int) -> list[str]:
     """Prints what was found; returns the failures."""
     if shutil.which("strace") is None:
         raise UserError(
@@ -437,21 +454,25 @@ def main(out: Path, seed: int, resumed: int) -> list[str]:
         )
     logger.setLevel(logging.ERROR)
     torch.set_num_threads(1)  # as in the recorded run: sums are rounded in the same order
-    replay = CrashReplay(out, seed)
-    reference = replay.record()
-    states = replay.states()
     failures = []
-    for key, (tree, said) in states.items():
-        if (problem := replay.judge(tree, said)) is not None:
-            failures.append(f"state {key[:8]}: {problem}")
-    print(
-        f"crash-replay: {replay._counts['points']} points, {len(states)} different states, {len(failures)} wrong",
-        flush=True,
-    )
-    chosen = random.Random(seed).sample(sorted(states), min(resumed, len(states)))
-    for key in chosen:
-        replay.judge(*copy.deepcopy(states[key]))
-        if (problem := replay.resume(reference)) is not None:
-            failures.append(f"state {key[:8]}, resumed: {problem}")
-    print(f"crash-replay: {len(chosen)} states resumed to the end", flush=True)
+    for each in cases:
+        replay = CrashReplay(each(out), seed)
+        replay.record()
+        states = replay.states()
+        for key, state in states.items():
+            if (problem := replay.judge(*state)) is not None:
+                failures.append(f"{each.name}, state {key[:8]}: {problem}")
+        print(
+            f"crash-replay, {each.name}: {replay.points} points, {len(states)} different states, {len(failures)} wrong",
+            flush=True,
+        )
+        number = (
+            resumed if each.is_in_process else max(1, resumed // 10)
+        )  # a start of its own takes ten seconds or more
+        chosen = random.Random(seed).sample(sorted(states), min(number, len(states)))
+        for key in chosen:
+            replay.judge(*states[key])
+            if (problem := replay.finish()) is not None:
+                failures.append(f"{each.name}, state {key[:8]}, resumed: {problem}")
+        print(f"crash-replay, {each.name}: {len(chosen)} states resumed to the end", flush=True)
     return failures

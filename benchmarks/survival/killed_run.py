@@ -26,6 +26,8 @@ SIGTERM = "SIGTERM"
 # What is killed, with weights: all processes, the launcher, one rank. SIGTERM is sent to the launcher, which may exit in order.
 KINDS = {"tree": 13, "launcher": 3, "rank": 2, SIGTERM: 2}
 SHARE_OF_KILLS_AT_START = 0.15
+MAX_KILLS = 3
+MAX_TRIES = 5  # on a machine that has become faster a run may end before its kill
 ATTEMPT_TIMEOUT_S = 240.0
 EXIT_TIMEOUT_S = 15.0  # of processes that end with their launcher
 # Of ranks that have lost a peer, that finish their step after SIGTERM, or that still import: these have not yet asked the system to

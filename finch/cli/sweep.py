@@ -26,7 +26,7 @@ from finch.cli.slurm import (
 )
 from finch.errors import UserError
 from finch.extras import require_extras
-from finch.files import atomic_file, write_text
+from finch.files import atomic_file, make_folder, write_text
 from finch.log import logger
 from finch.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Grid, cells_of, read_grid, write_cell
 from finch.sweep.job import Job, different_key, run_words
@@ -88,7 +88,7 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
     from finch.sweep.local import LocalSweep
 
     try:
-        grid.out.mkdir(parents=True, exist_ok=True)
+        make_folder(grid.out)
     except OSError as error:
         raise UserError(f"out={grid.out} cannot be written ({error.strerror}); give another folder by --out") from error
     num_gpus = 0 if args.nproc_per_node else torch.cuda.device_count()

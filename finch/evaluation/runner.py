@@ -25,6 +25,7 @@ from finch.evaluation.loading import SHORT, Ranks, hash_values, hash_vocabulary,
 from finch.evaluation.model_folders import ModelFolder, training_questions
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
 from finch.evaluation.tasks.task import Task, average
+from finch.files import make_folder
 from finch.log import logger
 from finch.progress import EvaluationProgress
 
@@ -115,7 +116,7 @@ class Evaluation:
         has_waited = False
         with contextlib.ExitStack() as stack:
             if self._ranks.is_first:
-                target.output.mkdir(parents=True, exist_ok=True)
+                make_folder(target.output)
                 lock = FileLock(target.output / ".lock", fallback_to_soft=False)
                 with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
                     try:
@@ -147,6 +148,8 @@ class Evaluation:
             reused = [task.name for task in tasks if done is not None and self._is_done(task, target, done)]
             if reused:
                 logger.info(f"{path} is reused: {', '.join(reused)}")
+            for name in reused:
+                self._remove_answers(target, suite, name)
             missing += [task.name for task in tasks if task.name not in reused]
         return missing
 
@@ -216,8 +219,12 @@ class Evaluation:
                 cache.close(is_finished=is_finished)
             self._ranks.barrier()
             if self._ranks.is_first:  # of an earlier start with another number of processes
-                for path in target.output.glob(f"{task.suite}.{task.name}.answers*.jsonl"):
-                    path.unlink(missing_ok=True)
+                self._remove_answers(target, task.suite, task.name)
+
+    @staticmethod
+    def _remove_answers(target: Target, suite: str, name: str) -> None:
+        for path in target.output.glob(f"{suite}.{name}.answers*.jsonl"):
+            path.unlink(missing_ok=True)
 
     def _write(self, target: Target, task: Task, definition: str, samples: list[dict[str, Any]]) -> None:
         scores = [sample["score"] for sample in samples if sample["score"] is not None]

@@ -314,7 +314,7 @@ def test_replayed_calls_make_the_same_tree(tmp_path):
     folder, trace = tmp_path / "out", tmp_path / "trace"
     folder.mkdir()
     crash_replay.record([sys.executable, "-c", WRITER, str(folder)], trace)
-    replay = crash_replay.Replay(folder)
+    replay = crash_replay.Replay(folder, crash_replay.Folder(), re.compile(b"-"))
     for call in crash_replay.calls(trace):
         replay.apply(*call)
     tree = crash_replay.crash(replay.tree, lambda names: len(names.pending), lambda: "whole")
