@@ -2,10 +2,12 @@
 
     python -m benchmarks.survival [--runs 50] [--seed 0]
     python -m benchmarks.survival kills [--case NAME] [--runs 20] [--seed 0]
+    python -m benchmarks.survival full-disk
     python -m benchmarks.survival crash-replay [--case NAME] [--resumed 100] [--seed 0]
 
-The second one kills averages, evaluations, sweeps and unslowed runs (:mod:`benchmarks.survival.killed_command`), the third one replays what a
-power cut can leave (:mod:`benchmarks.survival.crash_replay`). The jobs, the kills and what counts as surviving: docs/survival.md. Everything is
+The second one kills averages, evaluations, sweeps and unslowed runs (:mod:`benchmarks.survival.killed_command`), the third one fills the
+disk at each file of an export (:mod:`benchmarks.survival.full_disk`), the fourth one replays what a power cut can leave
+(:mod:`benchmarks.survival.crash_replay`). The jobs, the kills and what counts as surviving: docs/survival.md. Everything is
 written to out/BENCHMARK, which is removed first; the folders of the first one's runs that survive are removed again, and ``--first N --runs 1``
 with the same seed repeats only its run N.
 """
@@ -27,7 +29,7 @@ import yaml
 
 from benchmarks import tiny_job, tiny_text
 from benchmarks.processes import machine
-from benchmarks.survival import crash_replay, killed_command
+from benchmarks.survival import crash_replay, full_disk, killed_command
 from benchmarks.survival.cases import CASES
 from benchmarks.survival.killed_run import (
     KINDS,
@@ -196,7 +198,9 @@ def _counts(values: Iterable[str]) -> str:
 @report_user_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("benchmark", nargs="?", choices=("torture", "kills", "crash-replay"), default="torture")
+    parser.add_argument(
+        "benchmark", nargs="?", choices=("torture", "kills", "full-disk", "crash-replay"), default="torture"
+    )
     parser.add_argument("--resumed", type=int, default=100, metavar="N", help="crash-replay: states that are resumed")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--runs", type=int, default=50)
@@ -210,6 +214,8 @@ def main() -> None:
         cases = [case for case in CASES if options.case in (None, case.name)]
         if options.benchmark == "kills":
             failures = killed_command.main(out, cases, options.seed, options.runs)
+        elif options.benchmark == "full-disk":
+            failures = full_disk.main(out)
         else:
             failures = crash_replay.main(out, cases, options.seed, options.resumed)
         print(*failures, sep="\n", flush=True)

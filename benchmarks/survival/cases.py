@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import logging
 import random
 import re
 import shutil
@@ -103,17 +104,24 @@ class Case:
         """
         raise NotImplementedError
 
+    def said(self, output: bytes) -> list[str]:
+        """The promises in what was printed."""
+        return [match[match.lastindex or 0].decode() for match in self.promise.finditer(output)]
+
     def finish(self) -> str | None:
         """Continues to the end, in this process where that can be; the error."""
         if not self.is_in_process:
             done = subprocess.run(self.command(), env=environment(), capture_output=True, text=True, check=False)
             return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [""])[-1]
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            logging.disable()
             try:
                 self.call()
             except (SystemExit, UserError) as error:
                 if getattr(error, "code", 1):
                     return f"{type(error).__name__} {error}"
+            finally:
+                logging.disable(logging.NOTSET)
         return None
 
     def call(self) -> None:

@@ -67,7 +67,7 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
                 rewrite(tuned, folder, average)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"--out={out} cannot be written ({getattr(error, 'strerror', None) or error}); make room or give another place"
+            f"{out} cannot be written ({getattr(error, 'strerror', None) or error}); make room or give another place"
         ) from error
     return targets
 

@@ -215,7 +215,7 @@ def test_alphas_out_of_range_or_written_already_are_refused(folders, tmp_path, a
 def test_full_disk_leaves_no_folder(folders, tmp_path):
     base, tuned = folders
     (tmp_path / "out" / "alpha_0.25").mkdir(parents=True)
-    message = r"--out=.* cannot be written \(.*File too large.*\); make room"
+    message = r"\S+ cannot be written \(.*File too large.*\); make room"
     limit = max(file.stat().st_size for file in tuned.iterdir()) // 2
     with disk_of_files_below(limit), pytest.raises(UserError, match=message):
         wise_ft.wise_ft(base, tuned, [0.5, 1.0], tmp_path / "out")
