@@ -234,6 +234,28 @@ def test_configs(part, fuzz, tiny, rows_file):
     fuzz.end()
 
 
+@pytest.mark.parametrize("part", range(PARTS))
+def test_overrides(part, fuzz, tiny):
+    config = tiny(is_validated=True)
+    (fuzz.folder / "kept" / "config.yaml").write_text(yaml.safe_dump(config))
+    keys = [".".join(map(str, path)) for path in places(config)]
+
+    def word(rng):
+        value = rng.choice(VALUES)
+        text = json.dumps(value) if rng.random() < 0.5 else str(value)
+        word = f"{rng.choice(('', '', '', '~', '+'))}{rng.choice(keys)}={text}".encode(errors="surrogateescape")
+        return (
+            (mangled(word, rng) if rng.random() < 0.5 else word).replace(b"\0", b"0").decode(errors="surrogateescape")
+        )
+
+    def fill(rng):
+        return [["check", "--config", "kept/config.yaml", *(word(rng) for _ in range(rng.choice((1, 1, 2))))]]
+
+    for number in cases(part, 100):
+        fuzz.run(f"overrides {number}", fill)
+    fuzz.end()
+
+
 def fill_model(folder, base_folder):
     """A model's folder with a tokenizer.json and a chat template."""
     shutil.copytree(base_folder, folder, dirs_exist_ok=True)

@@ -50,19 +50,20 @@ class KilledCommand:
     def survives(self, number: int) -> tuple[int, list[str]]:
         """Kills run ``number``, which decides with the seed on the kills, and continues it; how many kills it had, and what is wrong."""
         rng = random.Random(f"{self._seed} {self._case.name} {number}")
-        for _ in range(MAX_TRIES):  # it may end before its kill
+        for tries in range(MAX_TRIES):  # it may end before its kill, where the machine is faster now
             self._case.reset()
             kinds = rng.choices(list(KINDS), weights=list(KINDS.values()), k=rng.randint(1, MAX_KILLS))
-            kills, failures = self._run(kinds, rng)
+            kills, failures = self._run(kinds, rng, 0.7**tries)
             if kills or failures:
                 return kills, failures or self._case.differences()
         return 0, [f"it ended {MAX_TRIES} times before its kill"]
 
-    def _run(self, kinds: Sequence[str], rng: random.Random) -> tuple[int, list[str]]:
+    def _run(self, kinds: Sequence[str], rng: random.Random, scale: float) -> tuple[int, list[str]]:
         for attempt, kind in enumerate(kinds):
             with self._started(attempt) as process:
                 at_start, fraction = rng.random() < SHARE_OF_KILLS_AT_START, rng.random()
                 seconds = fraction * self.start_s if at_start else self.start_s + fraction * self.work_s
+                seconds *= scale
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return attempt, self._failures(attempt, process.wait(seconds))
                 if kind == "tree":

@@ -63,6 +63,8 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     path = find_config(parsed.config)
     if flags := [override for override in overrides if override.startswith("--")]:
         raise UserError(f"{flags[0]} is no option; overrides are key=value, or ~key to remove one")
+    if foreign := [override for override in overrides if re.search("[\ud800-\udfff]", override)]:
+        raise UserError(f"{foreign[0]} is not UTF-8; overrides are key=value, or ~key to remove one")
     file_cfg = load_config(path)
     file_blocks: Any = _text_keys(OmegaConf.to_container(file_cfg))
     blocks, chosen = complete(file_blocks, overrides)
