@@ -38,7 +38,7 @@ from finch.optim.finch_lr import ETA_MAX, FinchLR
 require_extras("finch.integrations.transformers", "hf")
 
 from accelerate.utils import send_to_device
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -522,7 +522,9 @@ def save_answers(answers: Sequence[Answer], file: Path) -> None:
     parts = {name: torch.cat([getattr(answer, name) for answer in answers]) for name in ("tokens", "log_probs", "top")}
     lengths = torch.tensor([[len(answer.tokens), len(answer.top)] for answer in answers])
     with atomic_file(file) as partial:
-        save_file({**parts, "lengths": lengths}, partial)
+        partial.write_bytes(
+            save({**parts, "lengths": lengths})
+        )  # save_file leaves another file there when it is killed
 
 
 def read_answers(file: Path) -> list[Answer]:

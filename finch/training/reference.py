@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from finch import files, run_files
@@ -33,6 +32,7 @@ from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX, Objective
 from finch.progress import track
+from finch.weights.files import save_tensors
 from finch.weights.huggingface import PretrainedFolder
 
 _NUM_PIECES, _PIECE_BYTES = 64, 65536
@@ -101,7 +101,7 @@ class ReferenceFile:
 
     def save(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with files.atomic_file(self.path) as partial:
-            save_file(dict(tensors), partial, metadata={"fingerprint": self._fingerprint})
+            save_tensors(partial, tensors, {"fingerprint": self._fingerprint})
 
     def _read(self) -> dict[str, torch.Tensor] | None:
         try:

@@ -24,7 +24,15 @@ SAFETENSORS_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SAFETENSORS_METADATA = {"format": "pt"}  # without it transformers refuses a file
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # in file order
+_DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+"""In file order."""
 _ALIGNMENT = 8  # bytes
 
 
@@ -94,6 +102,16 @@ def rewrite(source: Path, target: Path, change: Callable[[str, torch.Tensor], to
         shard = open_safetensors(source / name)
         content = {key: change(key, shard.get_tensor(key)) for key in shard.keys()}  # noqa: SIM118 (not a dict)
         save_file(content, target / name, shard.metadata())
+
+
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """A new safetensors file, without the copies in memory and the temporary file next to it that safetensors' ``save_file`` makes."""
+    with SafetensorsWriter(path, tensors, metadata) as file:
+        for name, tensor in tensors.items():
+            if tensor.numel():
+                file.write_rows(
+                    name, torch.arange(len(tensor)), tuple(slice(0, size) for size in tensor.shape[1:]), tensor
+                )
 
 
 def open_safetensors(file: Path) -> Any:
@@ -171,10 +189,12 @@ class SafetensorsWriter:
     written, from ``write_rows`` as well.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = SAFETENSORS_METADATA
+    ) -> None:
         self._tensors, self._path, dtypes = tensors, path, list(_DTYPES)
         self._offsets: dict[str, int] = {}
-        header: dict[str, object] = {"__metadata__": SAFETENSORS_METADATA}
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
         end = 0
         for name, tensor in sorted(tensors.items(), key=lambda item: (dtypes.index(item[1].dtype), item[0])):
             start, end = end, end + tensor.nbytes
