@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.survival import crash_replay
+from benchmarks.survival import crash_replay, killed_command
 from benchmarks.survival.__main__ import Torture, draw_flips, is_detected, summary
+from benchmarks.survival.cases import Case
+from benchmarks.survival.killed_command import KilledCommand
 from benchmarks.survival.killed_run import (
     SIGTERM,
     TAG,
@@ -282,6 +284,47 @@ def test_deliberate_defect_is_found(torture, tmp_path, monkeypatch):
     assert outcome.kills
     assert any(each.startswith("epoch_1/model.safetensors: ") for each in outcome.failures)
     assert any(each.startswith("metrics.jsonl: ") for each in outcome.failures)
+
+
+# killed_command and crash_replay, on a command of a few lines of Python
+
+COUNTER = """
+import sys, time
+from pathlib import Path
+file, behaviour = Path(sys.argv[1]) / "numbers", sys.argv[2]
+numbers = file.read_text().split() if file.exists() else []
+if behaviour == "forgets" and numbers:
+    numbers.append("0")
+for number in range(len(numbers), 8):
+    time.sleep(0.05)
+    partial = file.with_suffix(".partial")
+    partial.write_text(" ".join(numbers := [*numbers, str(number)]))
+    partial.rename(file)
+"""
+
+
+class Counter8(Case):
+    name, promise = "counter", re.compile(b"-")
+    behaviour = "counts"
+
+    def __init__(self, out):
+        self.out, self.job, self.reference, self._start = out, out / "job", out / "reference", out / "start"
+        self._start.mkdir(parents=True)
+
+    def command(self):
+        return [sys.executable, "-c", COUNTER, str(self.job), self.behaviour]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("behaviour", "difference"), [("counts", []), ("forgets", ["numbers: content differs"])])
+def test_killed_command_is_continued_and_compared(behaviour, difference, tmp_path, monkeypatch):
+    killed = KilledCommand(Counter8(tmp_path), seed=0)
+    monkeypatch.setattr(Counter8, "behaviour", behaviour)
+    monkeypatch.setattr(killed_command, "SHARE_OF_KILLS_AT_START", 0)
+    monkeypatch.setattr(killed_command, "KINDS", {"tree": 1})
+    kills, failures = killed.survives(0)
+    assert kills > 0
+    assert failures == difference
 
 
 WRITER = """
