@@ -1,15 +1,15 @@
 """Kills a two-rank job at random instants, resumes it until it ends, and compares it with an undisturbed run.
 
     python -m benchmarks.survival [--runs 50] [--seed 0]
-    python -m benchmarks.survival kills [--case NAME] [--runs 20] [--seed 0]
+    python -m benchmarks.survival kills [--case NAME] [--runs 50] [--seed 0]
     python -m benchmarks.survival full-disk
     python -m benchmarks.survival crash-replay [--case NAME] [--resumed 100] [--seed 0]
 
 The second one kills averages, evaluations, sweeps and unslowed runs (:mod:`benchmarks.survival.killed_command`), the third one fills the
 disk at each file of an export (:mod:`benchmarks.survival.full_disk`), the fourth one replays what a power cut can leave
 (:mod:`benchmarks.survival.crash_replay`). The jobs, the kills and what counts as surviving: docs/survival.md. Everything is
-written to out/BENCHMARK, which is removed first; the folders of the first one's runs that survive are removed again, and ``--first N --runs 1``
-with the same seed repeats only its run N.
+written to out/BENCHMARK, which is removed first; the folders of the first one's runs that survive are removed again. ``--first N --runs 1`` with the
+same seed repeats only run N of the first two.
 """
 
 from __future__ import annotations
@@ -210,10 +210,11 @@ def main() -> None:
     out = Path("out", options.benchmark).resolve()
     shutil.rmtree(out, ignore_errors=True)
     print(machine(), options, flush=True)
+    numbers = range(options.first, options.first + options.runs)
     if options.benchmark != "torture":
         cases = [case for case in CASES if options.case in (None, case.name)]
         if options.benchmark == "kills":
-            failures = killed_command.main(out, cases, options.seed, options.runs)
+            failures = killed_command.main(out, cases, options.seed, numbers)
         elif options.benchmark == "full-disk":
             failures = full_disk.main(out)
         else:
@@ -221,7 +222,7 @@ def main() -> None:
         print(*failures, sep="\n", flush=True)
         sys.exit(1 if failures else 0)
     torture = Torture(out, options.seed)
-    outcomes = [torture.run(number) for number in range(options.first, options.first + options.runs)]
+    outcomes = [torture.run(number) for number in numbers]
     flips, missed = torture.flips(BYTES)
     print(f"bytes changed in: {_counts(flip.file for flip in flips)}", *summary(outcomes), sep="\n")
     print(f"byte changes: {BYTES - len(missed)} / {BYTES} detected", *missed, flush=True)

@@ -106,18 +106,18 @@ def _entries(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.name != ".lock"}
 
 
-def main(out: Path, cases: Sequence[type[Case]], seed: int, runs: int) -> list[str]:
+def main(out: Path, cases: Sequence[type[Case]], seed: int, numbers: Sequence[int]) -> list[str]:
     """Prints a line for each run; returns the failures."""
     failures = []
     for each in cases:
         killed = KilledCommand(each(out), seed)
         print(f"{each.name}: {killed.start_s:.0f} s until it writes, then {killed.work_s:.0f} s", flush=True)
         kills = 0
-        for number in range(runs):
+        for number in numbers:
             some, wrong = killed.survives(number)
             kills += some
             failures += [f"{each.name}, run {number}: {problem}" for problem in wrong[:1]]
             print(f"{each.name} {number}: {some} kills; {wrong[0] if wrong else 'survived'}", flush=True)
-        survived = runs - sum(line.startswith(f"{each.name},") for line in failures)
-        print(f"kills, {each.name}: {survived} / {runs} survived; {kills} kills", flush=True)
+        survived = len(numbers) - sum(line.startswith(f"{each.name},") for line in failures)
+        print(f"kills, {each.name}: {survived} / {len(numbers)} survived; {kills} kills", flush=True)
     return failures
