@@ -124,7 +124,8 @@ class Report:
             checks += machine_checks(recipe, cfg, self._ranks)
         for one in checks:
             with self._as_problem(bool(errors)):
-                one()
+                if isinstance(warning := one(), str):
+                    self._print(f"warning: lr_scheduler: {warning}")
         return recipe, cfg
 
     def _check_model(self, recipe: str, cfg: DictConfig) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 Check = Callable[[], Any]
-"""Raises UserError if something is wrong."""
+"""Raises UserError if something is wrong; text that it returns is a warning."""
 
 
 def read_job(

@@ -275,9 +275,10 @@ class FinchLR:
         limit = (self.eta_base / self.eta_max) ** 2 - self.eps  # in nats; the cap takes over below it
         # Without a first loss, 1 nat: where eta_base itself is above the cap.
         if (1.0 if isinstance(init, str) else init) <= limit:
+            start = "" if isinstance(init, str) else f" (it is {init:.3g})"
             warnings.warn(
-                f"eta_base={self.eta_base:g}, eta_max={self.eta_max:g}, init={init if isinstance(init, str) else f'{init:.4g}'}: "
-                f"constant learning rate until the loss rises above {limit:.3g} nats",
+                f"FINCH has no effect: eta_max={self.eta_max:g} caps the learning rate while the loss is below {limit:.3g} nats{start}; set eta_max to "
+                f"auto, {_AUTO_ETA_MAX_RATIO} times eta_base={self.eta_base:g}, or lower that",
                 stacklevel=3,
             )
 

@@ -38,12 +38,12 @@ def check(cfg: DictConfig, device: torch.device, ranks: int | None = None) -> No
     check_combinations(cfg, device, ranks)
 
 
-def check_schedule(cfg: DictConfig) -> None:
-    """Builds a loss-dependent schedule on a dummy optimizer, so that wrong arguments fail early. Raises UserError if an argument is out of
-    its range, or optimizer.lr is not above 0."""
+def check_schedule(cfg: DictConfig) -> str | None:
+    """Builds a loss-dependent schedule on a dummy optimizer, so that wrong arguments fail early; returns its warning, which the run repeats with
+    the dataset's loss. Raises UserError if an argument is out of its range, or optimizer.lr is not above 0."""
     kind = loss_schedule(cfg)
     if kind is None:
-        return
+        return None
     eta_base = cfg.optimizer.get("lr")
     if not isinstance(eta_base, (int, float)) or eta_base <= 0:
         raise UserError(
@@ -52,9 +52,10 @@ def check_schedule(cfg: DictConfig) -> None:
     node = dict(cfg.lr_scheduler)
     if issubclass(kind, FinchLR) and node.get("init", "dataset") == "dataset":
         node["init"] = "first_batch"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run warns with the dataset's loss
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
+    return str(caught[0].message) if caught else None
 
 
 def check_replay(cfg: DictConfig, num_steps: int) -> None:

@@ -42,7 +42,7 @@ def test_auto_config_names_builder_rows_and_batch(folder, rows_file):
     assert OmegaConf.to_container(cfg.dataset_validation, resolve=True) == {**rows, "part": "validation"}
     assert (cfg.dtype, cfg.batch_size, cfg.gradient_accumulation_steps) == ("fp32", 4, 4)
     assert cfg.output_dir == "out/auto/Tiny_Qwen3-rows"
-    assert (cfg.optimizer.lr, cfg.lr_scheduler.eta_max, cfg.epochs) == (2e-5, 5e-5, 5)  # the paper's
+    assert (cfg.optimizer.lr, cfg.lr_scheduler.eta_max, cfg.epochs) == (2e-5, "auto", 5)  # the paper's
 
 
 def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch):

@@ -66,6 +66,15 @@ def test_check_counts_the_steps_of_a_mixture(check, rows_file):
     assert "4 samples a step (4 x 1 x 1 ranks), 13 steps an epoch, 2 epochs: 26 steps" in out
 
 
+def test_check_warns_of_a_rate_above_the_cap(check):
+    code, out = check("optimizer.lr=2e-2")
+    assert code == 0, out
+    assert (
+        "warning: lr_scheduler: FINCH has no effect: eta_max=0.005 caps the learning rate while the loss is below 16 nats"
+        in out
+    )
+
+
 def test_check_of_several_ranks_divides_the_weights(check):
     code, out = check("--nproc_per_node", "2")
     assert code == 0, out
