@@ -42,7 +42,9 @@ def _names(folder: Path) -> set[str]:
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*")
-        if path.name not in IGNORED and not any(path.is_relative_to(folder) for folder in earlier)
+        if path.name not in IGNORED
+        and path.suffix != ".log"
+        and not any(path.is_relative_to(folder) for folder in earlier)
     }
 
 
@@ -60,5 +62,5 @@ def _parts(path: Path) -> dict[str, Any]:
             for name, tensor in load_file(path).items()
         }
     is_of_save = run_files.CHECKPOINTS in path.parts and path.name != "state.json"
-    is_same = path.is_dir() or is_of_save or path.name in _CHANGING or path.suffix in (".log", ".png")
+    is_same = path.is_dir() or is_of_save or path.name in _CHANGING or path.suffix == ".png"
     return {} if is_same else {"content": path.read_bytes()}
