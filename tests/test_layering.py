@@ -26,7 +26,7 @@ LAYERS = (
     ("probes",),
     ("average", "estimate"),
     ("evaluation",),
-    ("sweep", "titan"),
+    ("sweep", "titan", "gpu_check"),
     ("report",),
     ("cli",),
 )

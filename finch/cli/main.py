@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finch import __version__
-from finch.cli import doctor, evaluate, judge, slurm, sweep
+from finch.cli import doctor, evaluate, gpu_check, judge, slurm, sweep
 from finch.distributed.processes import limit_spinning
 from finch.errors import UserError, report_user_errors
 from finch.extras import require_extras
@@ -54,6 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
     diagnosis = commands.add_parser("doctor", help="check the installed packages and the machine")
     diagnosis.add_argument(
         "--full", action="store_true", help="also import torchtune, and print torch's collect_env and pip check"
+    )
+
+    gpu_check.add_arguments(
+        commands.add_parser("gpu-check", help="check that GPUs compute a training step right, and how fast they are")
     )
 
     wise_ft = commands.add_parser("wise-ft", help="interpolate between the pretrained and the tuned model's weights")
@@ -278,6 +282,7 @@ _COMMANDS = {
     "data": judge.translate,
     "doctor": doctor.main,
     "evaluate": evaluate.evaluate,
+    "gpu-check": gpu_check.gpu_check,
     "judge": judge.judge,
     "keys": list_keys,
     "methods": list_methods,

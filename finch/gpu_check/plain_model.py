@@ -1,0 +1,74 @@
+"""Llama and Qwen3 in plain torch, row by row: what a training step is compared with. Shares no code with the models that finch trains."""
+
+from __future__ import annotations
+
+import torch
+
+from finch.gpu_check.models import IGNORED, Model, Row, Weights
+
+
+def plain_step(model: Model, weights: Weights, rows: list[Row], dtype: torch.dtype) -> tuple[float, Weights]:
+    """The mean loss of the target tokens in nats, and its gradients in fp64, with products in ``dtype``; norms, softmax and loss in at least fp32."""
+    leaves = {name: weight.detach().to(dtype).requires_grad_() for name, weight in weights.items()}
+    losses = torch.cat([_token_losses(model, leaves, row) for row in rows])
+    mean = losses.mean()
+    gradients = torch.autograd.grad(mean, list(leaves.values()))
+    return float(mean), {name: gradient.double() for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def _token_losses(model: Model, weights: Weights, row: Row) -> torch.Tensor:
+    sizes, eps = model.sizes, model.sizes.get("norm_eps", 1e-6)
+    device = weights["tok_embeddings.weight"].device
+    tokens, labels = (torch.tensor(row[key], device=device) for key in ("tokens", "labels"))
+    hidden = weights["tok_embeddings.weight"][tokens]
+    for number in range(sizes["num_layers"]):
+        layer = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start := f"layers.{number}.")}  # fmt: skip
+        hidden = hidden + _attention(model, layer, _norm(hidden, layer["sa_norm.scale"], eps))
+        normed = _norm(hidden, layer["mlp_norm.scale"], eps)
+        gate = torch.nn.functional.silu(normed @ layer["mlp.w1.weight"].T)
+        hidden = hidden + (gate * (normed @ layer["mlp.w3.weight"].T)) @ layer["mlp.w2.weight"].T
+    head = weights.get("output.weight", weights["tok_embeddings.weight"])
+    is_target = labels[1:] != IGNORED
+    logits = _wide(_norm(hidden, weights["norm.scale"], eps)[:-1][is_target] @ head.T)
+    return -logits.log_softmax(-1).gather(-1, labels[1:][is_target, None])[:, 0]
+
+
+def _attention(model: Model, layer: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    seq, eps = len(hidden), model.sizes.get("norm_eps", 1e-6)
+    q, k, v = ((hidden @ layer[f"attn.{name}_proj.weight"].T).view(seq, -1, model.head_dim) for name in "qkv")
+    if "attn.q_norm.scale" in layer:
+        q, k = _norm(q, layer["attn.q_norm.scale"], eps), _norm(k, layer["attn.k_norm.scale"], eps)
+    rotates_halves = model.component.endswith("qwen3")
+    q, k = (_rotate(each, float(model.sizes.get("rope_base", 1e6)), rotates_halves) for each in (q, k))
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = _wide(torch.einsum("qhd,khd->hqk", q, k)) * model.head_dim**-0.5
+    future = torch.ones(seq, seq, dtype=torch.bool, device=hidden.device).triu(1)
+    shares = scores.masked_fill(future, -torch.inf).softmax(-1).to(v.dtype)
+    return torch.einsum("hqk,khd->qhd", shares, v).flatten(1) @ layer["attn.output_proj.weight"].T
+
+
+def _norm(hidden: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = _wide(hidden)
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * _wide(scale)).to(hidden.dtype)
+
+
+def _rotate(heads: torch.Tensor, base: float, rotates_halves: bool) -> torch.Tensor:
+    """``heads``: [seq, heads, head_dim]. Angles are fp32, as all of these models have them."""
+    size = heads.shape[-1]
+    frequencies = 1.0 / (base ** (torch.arange(0, size, 2, device=heads.device).float() / size))
+    angles = torch.arange(len(heads), device=heads.device).float()[:, None] * frequencies
+    cosine, sine = (_like(each, heads)[:, None] for each in (angles.cos(), angles.sin()))
+    wide = _wide(heads)
+    one, other = wide.chunk(2, -1) if rotates_halves else wide.unflatten(-1, (-1, 2)).unbind(-1)
+    parts = one * cosine - other * sine, other * cosine + one * sine
+    rotated = torch.cat(parts, -1) if rotates_halves else torch.stack(parts, -1).flatten(-2)
+    return rotated.to(heads.dtype)
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.float64 if other.dtype == torch.float64 else torch.float32)
