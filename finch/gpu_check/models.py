@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from torchtune.datasets import PackedDataset
 
+from finch.config.parser import read
+from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
+from finch.distributed.precision import precision_of
+from finch.gpu_check.report import Check
 from finch.models.qwen3 import SIZE_0_6B, SIZE_1_7B, SIZE_4B
+from finch.torchtune_names import labels_come_shifted
+from finch.training.model import decoder_on_meta
 
 Weights = dict[str, torch.Tensor]
 Row = dict[str, list[int]]
@@ -113,3 +123,70 @@ def random_rows(vocab_size: int, number: int, *, prefix: int = 0, seed: int = 0)
         targets = min(TARGETS, length - PREFIX - 1)
         rows.append({"tokens": tokens, "labels": [IGNORED] * (length - targets) + tokens[-targets:]})
     return rows
+
+
+def initial_weights(model: Model, dtype: torch.dtype = torch.float32, seed: int = 0) -> Weights:
+    """Random weights of a model, rounded to ``dtype``, in fp32 on the host."""
+    cfg = OmegaConf.create({"model": model.block, "tensor_parallel_dim": 1, "custom_sharded_layers": None})
+    decoder = decoder_on_meta(cfg, precision_of("fp32"))[0]
+    weights = random_weights(decoder.state_dict(), seed)
+    return {name: weight.to(dtype).to(torch.float32) for name, weight in weights.items()}
+
+
+def seed_rows(tokenizer: Any, *, vocab_size: int, number: int, prefix: int = 0, seed: int = 0, packed: bool = False, max_seq_len: int = 4096) -> Any:  # fmt: skip
+    """A dataset for a config of finch's or torchtune's: :func:`random_rows`, also packed."""
+    rows = with_labels(random_rows(vocab_size, number, prefix=prefix, seed=seed))
+    return PackedDataset(rows, max_seq_len=max_seq_len) if packed else rows  # type: ignore[arg-type]
+
+
+def no_tokenizer(vocab_size: int) -> Any:
+    """Stands where a config needs a tokenizer: rows of seeds have tokens."""
+    return SimpleNamespace(pad_id=0, max_seq_len=None, vocab_size=vocab_size)
+
+
+def with_labels(rows: Sequence[Row]) -> list[Row]:
+    """The rows as the installed torchtune's datasets give them: its main branch has each label at the token before it."""
+    if not labels_come_shifted():
+        return list(rows)
+    return [{**row, "labels": [*row["labels"][1:], IGNORED]} for row in rows]
+
+
+def config_blocks(folder: Path, model: Model, **changes: Any) -> dict[str, Any]:
+    """A config of finch's recipe on rows of seeds; ``changes`` replace top-level keys, None removes one."""
+    vocab_size = model.sizes["vocab_size"]
+    blocks = {
+        "output_dir": str(folder / "run"),
+        "model": model.block,
+        "tokenizer": {"_component_": "finch.gpu_check.models.no_tokenizer", "vocab_size": vocab_size},
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(folder / "base"),
+            "checkpoint_files": None,
+            "output_dir": str(folder / "run"),
+            "model_type": "LLAMA3",
+        },
+        "dataset": {"_component_": "finch.gpu_check.models.seed_rows", "vocab_size": vocab_size, "number": BATCH},
+        "seed": 0,
+        "shuffle": False,
+        "epochs": 1,
+        "batch_size": BATCH,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5, "weight_decay": 0.0, "fused": True},
+        "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5e-5, "init": 3.0},
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "clip_grad_norm": 1.0,
+        **changes,
+    }
+    return {key: value for key, value in blocks.items() if value is not None}
+
+
+def write_config(folder: Path, blocks: Mapping[str, Any], name: str = "config") -> str:
+    """The path of the config's file."""
+    file = folder / f"{name}.yaml"
+    OmegaConf.save(OmegaConf.create(dict(blocks)), file)
+    return str(file)
+
+
+def step_config(check: Check, model: Model, **changes: Any) -> Any:
+    """:func:`config_blocks`, checked, with the defaults of the recipe for the model."""
+    file = write_config(check.folder, config_blocks(check.folder, model, **{"device": check.device, **changes}))
+    return read(["--config", file], LoraFinetuneKeys if "lora_rank" in model.sizes else FullFinetuneKeys)

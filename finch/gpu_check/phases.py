@@ -44,6 +44,7 @@ PHASES = (
     Phase(0, "machine", "finch.gpu_check.machine:run", 30, 15),
     Phase(1, "attention", "finch.gpu_check.attention:run", 60, 20),
     Phase(2, "one training step", "finch.gpu_check.step:run", 120, 35),
+    Phase(3, "objectives", "finch.gpu_check.objectives:run", 60, 25),
 )
 """Their deadlines add up to ten minutes, and to three with ``--quick``."""
 
@@ -61,6 +62,8 @@ def run_phases(
 
     A phase that is over its deadline is ended, with its stacks in the report. After Ctrl-C the files hold what was done.
     """
+    if device == "cpu":  # threads would wait for each other longer than tiny products take
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     machine, reports = describe_machine(device, ranks, quick), list[PhaseReport]()
     with tempfile.TemporaryDirectory(prefix="finch_gpu_check_") as name:
         for phase in phases:

@@ -13,7 +13,7 @@ def plain_step(model: Model, weights: Weights, rows: list[Row], dtype: torch.dty
     losses = torch.cat([_token_losses(model, leaves, row) for row in rows])
     mean = losses.mean()
     gradients = torch.autograd.grad(mean, list(leaves.values()))
-    return float(mean), {name: gradient.double() for name, gradient in zip(leaves, gradients, strict=True)}
+    return float(mean.detach()), {name: gradient.double() for name, gradient in zip(leaves, gradients, strict=True)}
 
 
 def _token_losses(model: Model, weights: Weights, row: Row) -> torch.Tensor:

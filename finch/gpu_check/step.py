@@ -11,25 +11,20 @@ from typing import Any
 
 import torch
 from finch_full_finetune import FinchFullFinetune
-from omegaconf import OmegaConf
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchtune.data import padded_collate_sft
 from torchtune.datasets import PackedDataset
 
-from finch.config.instantiate import component_of
-from finch.config.parser import read
-from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
 from finch.data.dataset import Samples
-from finch.data.loader import Batch, collator
+from finch.data.loader import Batch, collator, model_inputs, to_device
 from finch.distributed.parallel import start_from
 from finch.distributed.parallel import stop as stop_group
 from finch.distributed.precision import precision_of
 from finch.dtensor import full_tensor, load_full_tensor
-from finch.gpu_check.models import BATCH, PREFIX, Model, Row, Weights, models, random_rows, random_weights
+from finch.gpu_check.models import BATCH, PREFIX, Row, Weights, initial_weights, models, random_rows, step_config, with_labels
 from finch.gpu_check.plain_model import plain_step
 from finch.gpu_check.report import Check
 from finch.models.lora import train_adapters_only
-from finch.torchtune_names import labels_come_shifted
 from finch.training.model import allocate, decoder_on_meta, parallelize
 from finch.training.optimizer import build_update
 from finch.training.step_loss import StepLoss
@@ -51,7 +46,6 @@ _FACTOR = 3.0  # times the error of the plain loop in the same dtype
 _FLOORS = {"fp64": 2e-6}  # the models compute norms and angles in fp32 in every dtype
 _FLOOR = 1e-5
 _BF16_NORM = 2.0**-8  # a norm that is returned in bf16
-MEAN_LOSS = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 
 
 class Step(FinchFullFinetune):
@@ -83,6 +77,7 @@ class Step(FinchFullFinetune):
         self.update = build_update(cfg, self.model, self.parallel, self.precision, num_steps=10, initial_loss=None, is_resumed=False)  # fmt: skip
         self.state: Any = SimpleNamespace(step=0, epoch=0)
         self.gradients: Weights = {}
+        self._pretrained: list[torch.Tensor] = []
         clip = self.update.clip
 
         def keep_gradients() -> Any:
@@ -95,12 +90,31 @@ class Step(FinchFullFinetune):
 
         self.update.clip = keep_gradients  # type: ignore[method-assign]
 
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Gives an objective that needs them the losses on ``rows`` before training."""
+        if "pretrained_token_loss" not in self.loss.objective.needs:
+            return
+        for batch in self.batches(rows):
+            with torch.no_grad():
+                losses = self.model(**model_inputs(to_device(batch, self.device)))
+            self._pretrained.append(losses.cpu())
+        [losses], [batch] = self._pretrained, self.batches(rows)
+        at_targets = losses.flatten()[batch["targets"]]
+        self.loss.objective.prepare(at_targets, self.loss.objective.sequence_losses(losses, batch))
+
+    def batches(self, rows: Sequence[Row], layout: str = "padding-free") -> list[Batch]:
+        """This rank's micro-batches, as the recipe's loader gives them."""
+        batches = micro_batches(rows, layout, self.cfg.batch_size)
+        for batch, losses in zip(batches, self._pretrained, strict=False):
+            batch["pretrained_token_loss"] = losses
+        if self.device.type == "cuda":
+            batches = [{name: value.pin_memory() if hasattr(value, "pin_memory") else value for name, value in batch.items()} for batch in batches]  # fmt: skip
+        return batches[self.parallel.data_parallel_rank :: self.parallel.data_parallel_size]
+
     def take(self, rows: Sequence[Row], layout: str = "padding-free") -> dict[str, float]:
         """A step on ``rows``, in micro-batches of the config's size; its metrics, on the host."""
-        batches = micro_batches(rows, layout, self.cfg.batch_size)
-        share = batches[self.parallel.data_parallel_rank :: self.parallel.data_parallel_size]
         self.state.step += 1
-        metrics = self.train_step(share)
+        metrics = self.train_step(self.batches(rows, layout))
         return {name: float(full_tensor(value) if isinstance(value, torch.Tensor) else value) for name, value in metrics.items() if value is not None}  # fmt: skip
 
     def weights(self) -> Weights:
@@ -115,35 +129,12 @@ class Step(FinchFullFinetune):
         stop_group()
 
 
-def step_config(check: Check, model: Model, **changes: Any) -> Any:
-    """A checked config of the recipe; ``changes`` replace top-level keys."""
-    blocks = {
-        "output_dir": str(check.folder / "run"),
-        "model": model.block,
-        "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": str(check.folder)},
-        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(check.folder), "checkpoint_files": None, "output_dir": str(check.folder / "run"), "model_type": "LLAMA3"},
-        "dataset": {"_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": str(check.folder / "rows.jsonl"), "column_map": {"input": "question", "output": "answer"}},
-        "seed": 0, "shuffle": False, "epochs": 1, "batch_size": BATCH,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5, "weight_decay": 0.0, "fused": True},
-        "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5e-5, "init": 3.0},
-        "loss": {"_component_": MEAN_LOSS},
-        "clip_grad_norm": 1.0,
-        "device": check.device,
-        **changes,
-    }  # fmt: skip
-    file = check.folder / "config.yaml"
-    OmegaConf.save(OmegaConf.create({key: value for key, value in blocks.items() if value is not None}), file)
-    return read(["--config", str(file)], LoraFinetuneKeys if "lora_rank" in blocks["model"] else FullFinetuneKeys)
-
-
 def micro_batches(rows: Sequence[Row], layout: str, size: int) -> list[Batch]:
     """The rows as finch's collator puts them into batches, on the host."""
-    if labels_come_shifted():
-        rows = [{**row, "labels": [*row["labels"][1:], -100]} for row in rows]
-    data: Any = rows
+    data: Any = with_labels(rows)
     if layout == "packed":
         longest = max(len(row["tokens"]) for row in rows)
-        data = PackedDataset(rows, max_seq_len=2 * longest)  # type: ignore[arg-type]
+        data = PackedDataset(data, max_seq_len=2 * longest)
         size = -(-len(data) * size // len(rows))
     samples = Samples(data, "dataset", "rows of seeds")
     collate = collator(samples, SimpleNamespace(pad_id=0), padded_collate_sft)
@@ -151,8 +142,8 @@ def micro_batches(rows: Sequence[Row], layout: str, size: int) -> list[Batch]:
 
 
 def run(check: Check) -> None:
-    if check.device == "cpu" and check.quick:
-        os.environ.setdefault("TORCH_COMPILE_BACKEND", "aot_eager")  # inductor takes minutes on two cores
+    if check.quick:
+        os.environ.setdefault("TORCH_COMPILE_BACKEND", "aot_eager")  # inductor takes minutes
     truths = functools.cache(functools.partial(_truth, check.device))
     for case in covering_array(FACTORS):
         name = ", ".join(case.values())
@@ -167,15 +158,6 @@ def _truth(device: str, model: str, has_prefix: bool, dtype: torch.dtype, weight
     rows = random_rows(size.sizes["vocab_size"], BATCH, prefix=PREFIX if has_prefix else 0)
     weights = {name: weight.to(place) for name, weight in initial_weights(size, weights_dtype).items()}
     return rows, weights, *plain_step(size, weights, rows, dtype)
-
-
-def initial_weights(model: Model, dtype: torch.dtype = torch.float32, seed: int = 0) -> Weights:
-    """Random weights of a model, rounded to ``dtype``, in fp32 or wider on the host."""
-    with torch.device("meta"):
-        cfg = OmegaConf.create({"model": model.block, "tensor_parallel_dim": 1, "custom_sharded_layers": None})
-        decoder = decoder_on_meta(cfg, precision_of("fp32"))[0]
-    weights = random_weights(decoder.state_dict(), seed)
-    return {name: weight.to(dtype).to(torch.float32) for name, weight in weights.items()}
 
 
 def _compare(check: Check, name: str, case: Mapping[str, str], truths: Any) -> None:
