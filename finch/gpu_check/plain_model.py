@@ -17,9 +17,16 @@ def plain_step(model: Model, weights: Weights, rows: list[Row], dtype: torch.dty
 
 
 def _token_losses(model: Model, weights: Weights, row: Row) -> torch.Tensor:
+    labels = torch.tensor(row["labels"], device=weights["tok_embeddings.weight"].device)[1:]
+    is_target = labels != IGNORED
+    logits = _wide(plain_logits(model, weights, row["tokens"], torch.nn.functional.pad(is_target, (0, 1))))
+    return -logits.log_softmax(-1).gather(-1, labels[is_target, None])[:, 0]
+
+
+def plain_logits(model: Model, weights: Weights, row: list[int], where: torch.Tensor | slice) -> torch.Tensor:
+    """[positions, vocab] after the tokens of ``row`` at ``where``."""
     sizes, eps = model.sizes, model.sizes.get("norm_eps", 1e-6)
-    device = weights["tok_embeddings.weight"].device
-    tokens, labels = (torch.tensor(row[key], device=device) for key in ("tokens", "labels"))
+    tokens = torch.tensor(row, device=weights["tok_embeddings.weight"].device)
     hidden = weights["tok_embeddings.weight"][tokens]
     for number in range(sizes["num_layers"]):
         layer = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start := f"layers.{number}.")}  # fmt: skip
@@ -28,9 +35,7 @@ def _token_losses(model: Model, weights: Weights, row: Row) -> torch.Tensor:
         gate = torch.nn.functional.silu(normed @ layer["mlp.w1.weight"].T)
         hidden = hidden + (gate * (normed @ layer["mlp.w3.weight"].T)) @ layer["mlp.w2.weight"].T
     head = weights.get("output.weight", weights["tok_embeddings.weight"])
-    is_target = labels[1:] != IGNORED
-    logits = _wide(_norm(hidden, weights["norm.scale"], eps)[:-1][is_target] @ head.T)
-    return -logits.log_softmax(-1).gather(-1, labels[1:][is_target, None])[:, 0]
+    return _norm(hidden, weights["norm.scale"], eps)[where] @ head.T
 
 
 def _attention(model: Model, layer: Weights, hidden: torch.Tensor) -> torch.Tensor:

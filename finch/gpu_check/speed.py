@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import resource
 import runpy
 import sys
@@ -22,9 +23,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
+from finch.distributed.precision import precision_of
 from finch.dtensor import to_local
 from finch.estimate.fake_step import estimate_step
 from finch.estimate.formula import Rows, memory_by_formula
+from finch.gpu_check.folders import huggingface_config, write_tokenizer
 from finch.gpu_check.machine import matrix_rate, synchronize
 from finch.gpu_check.models import BATCH, PREFIX, TARGETS, Model, config_blocks, large_models, random_rows, random_weights, write_config  # fmt: skip
 from finch.gpu_check.processes import Ranks
@@ -94,7 +97,7 @@ def choose_model(check: Check, dtype: str) -> Model | None:
     """B: the largest model whose step fits by the formula; says so where that is not the first."""
     for model in large_models(check.device):
         cfg = _config(check.folder, model, dtype, check.device, _AT_BEST)
-        decoder = decoder_on_meta(cfg, _precision(cfg))[0]
+        decoder = decoder_on_meta(cfg, precision_of(cfg.dtype))[0]
         needed = int(_ROOM * memory_by_formula(decoder, cfg, Rows(), ranks=1)["peak"]) + _CONTEXT_BYTES
         free = torch.cuda.mem_get_info()[0] if check.device == "cuda" else needed
         if needed <= free:
@@ -130,12 +133,6 @@ def _config(folder: Path, model: Model, dtype: str, device: str, changes: dict[s
     dataset = {"_component_": "finch.gpu_check.models.seed_rows", "vocab_size": model.sizes["vocab_size"], "number": _NUM_ROWS, "prefix": PREFIX}  # fmt: skip
     blocks = config_blocks(folder, model, device=device, dtype=dtype, dataset=dataset, epochs=1000, log_level="ERROR", **known)  # fmt: skip
     return read(["--config", write_config(folder, blocks, name)], FullFinetuneKeys)
-
-
-def _precision(cfg: Any) -> Any:
-    from finch.distributed.precision import precision_of
-
-    return precision_of(cfg.dtype)
 
 
 class Meter:
@@ -183,7 +180,7 @@ class Meter:
         self._file.write_text(json.dumps(self._result), encoding="utf-8")
         sys.stdout.flush()
         sys.stderr.flush()
-        importlib.import_module("os")._exit(0)
+        os._exit(0)
 
 
 def contend(kind: str, device: str, dtype: str, folder: str, model: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -223,7 +220,7 @@ class RandomCheckpointer:
 
     def load_checkpoint(self) -> dict[str, Any]:
         cfg: Any = OmegaConf.merge(self._cfg, {"tensor_parallel_dim": 1, "custom_sharded_layers": None})
-        precision = _precision(cfg)
+        precision = precision_of(cfg.dtype)
         weights = random_weights(decoder_on_meta(cfg, precision)[0].state_dict(), device=self._device)
         return {"model": {name: weight.to(precision.weights) for name, weight in weights.items()}}
 
@@ -265,7 +262,7 @@ def _trl(folder: Path, model: Model, dtype: str, device: str, _: dict[str, Any])
     datasets, transformers, trl = (importlib.import_module(name) for name in ("datasets", "transformers", "trl"))
     has_flash = device == "cuda" and find_spec("flash_attn") is not None
     attention = "flash_attention_2" if has_flash else "sdpa"
-    config = transformers.Qwen3Config(**huggingface_sizes(model))
+    config = transformers.Qwen3Config(**huggingface_config(model))
     with torch.device(device):
         network = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]), attn_implementation=attention
@@ -281,34 +278,6 @@ def _trl(folder: Path, model: Model, dtype: str, device: str, _: dict[str, Any])
         for row in random_rows(model.sizes["vocab_size"], _NUM_ROWS, prefix=PREFIX)
     ]
     data = datasets.Dataset.from_list(rows)
-    trl.SFTTrainer(model=network, args=arguments, train_dataset=data, processing_class=write_tokenizer(folder)).train()
-
-
-def write_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of single bytes, also saved in ``folder``."""
-    transformers = importlib.import_module("transformers")
-    tokenizers = importlib.import_module("tokenizers")
-    alphabet = {each: number for number, each in enumerate(["<pad>", "<eos>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())])}  # fmt: skip
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.save_pretrained(folder)
-    return fast
-
-
-def huggingface_sizes(model: Model) -> dict[str, Any]:
-    """The arguments of transformers' config for a model's sizes."""
-    names = {
-        "vocab_size": "vocab_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "embed_dim": "hidden_size",
-        "intermediate_dim": "intermediate_size",
-        "max_seq_len": "max_position_embeddings",
-        "head_dim": "head_dim",
-    }
-    sizes = {names[key]: value for key, value in model.sizes.items() if key in names}
-    tied = bool(model.sizes.get("tie_word_embeddings"))
-    return {**sizes, "head_dim": model.head_dim, "rope_theta": model.sizes.get("rope_base", 1e6), "tie_word_embeddings": tied, "rms_norm_eps": model.sizes.get("norm_eps", 1e-6)}  # fmt: skip
+    write_tokenizer(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    trl.SFTTrainer(model=network, args=arguments, train_dataset=data, processing_class=tokenizer).train()
