@@ -13,7 +13,7 @@ from finch.gpu_check.report import Check
 from finch.gpu_check.step import Step, worst_error
 
 _STEPS, _ROWS = 2, 8
-_SGD = {  # an update in proportion to the gradient: Adam's first one is its sign, which rounding decides where it is small
+SGD = {  # an update in proportion to the gradient: Adam's first one is its sign, which rounding decides where it is small
     "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1},
     "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 0.25, "init": 6.0},
     "batch_size": _ROWS,
@@ -29,7 +29,7 @@ def cases(vocab_size: int) -> dict[str, dict[str, Any]]:
     found["stm"]["loss"]["threshold"] = _PERPLEXITY * vocab_size
     found["lora"] = {}
     found["optimizer_in_bwd"] = {"optimizer_in_bwd": True, "clip_grad_norm": None}
-    return {name: {**changes, **_SGD} for name, changes in found.items()}
+    return {name: {**changes, **SGD} for name, changes in found.items()}
 
 
 def run(check: Check) -> None:
