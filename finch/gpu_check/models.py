@@ -1,22 +1,28 @@
-"""The models and rows of the check: no weights, no text, all from seeds."""
+"""The models, rows and configs of the check: nothing is downloaded, all is from seeds."""
 
 from __future__ import annotations
 
+import functools
+import json
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torchtune.datasets import PackedDataset
 
+from finch.config.instantiate import find_config, load_config
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
 from finch.distributed.precision import precision_of
-from finch.gpu_check.report import Check
-from finch.models.qwen3 import SIZE_0_6B, SIZE_1_7B, SIZE_4B
+from finch.models.qwen3 import SIZE_0_6B, SIZE_1_7B, SIZE_4B, qwen3_tune_to_hf
+from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import labels_come_shifted
 from finch.training.model import decoder_on_meta
 
@@ -24,24 +30,28 @@ Weights = dict[str, torch.Tensor]
 Row = dict[str, list[int]]
 
 TOKENS, TARGETS, PREFIX = (40, 130), 37, 27
-"""A row as TOFU's: tokens between these, its last ones targets; what all rows begin with where they share a prefix."""
+"""A row as TOFU's: between these tokens, its last ones targets; what all rows begin with where they share a prefix."""
 BATCH = 16
-IGNORED = -100
+SHIPPED = "qwen3/4B_finch"
+"""The config that comes with finch, which those of the check change."""
+_WORDS = ("the", "old", "red", "bird", "fox", "river", "stone", "sings", "runs", "near", "under", "often", "never")
+_HF_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "embed_dim": "hidden_size",
+    "intermediate_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model by the arguments of its builder.
-
-    Attributes:
-        name: in lines of the report.
-        component: the builder's dotted path.
-        sizes: its arguments.
-    """
+    """A model by the dotted path of its builder and the builder's arguments; ``name`` is for lines of the report."""
 
     name: str
     component: str
-    sizes: Mapping[str, Any]
+    sizes: Mapping[str, Any] = field(hash=False)
 
     @property
     def block(self) -> dict[str, Any]:
@@ -52,53 +62,49 @@ class Model:
     def head_dim(self) -> int:
         return int(self.sizes.get("head_dim") or self.sizes["embed_dim"] // self.sizes["num_heads"])
 
-    def products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the linear layers of a layer."""
-        sizes = self.sizes
-        width, middle, heads = sizes["embed_dim"], sizes["intermediate_dim"], sizes["num_heads"] * self.head_dim
-        kv = sizes["num_kv_heads"] * self.head_dim
-        return [(width, heads), (width, kv), (width, kv), (heads, width), (width, middle), (width, middle), (middle, width)]  # fmt: skip
+    @property
+    def is_qwen3(self) -> bool:
+        return "qwen3" in self.component
+
+    def huggingface_config(self) -> dict[str, Any]:
+        """config.json of a Qwen3."""
+        sizes = {_HF_NAMES.get(name, name): value for name, value in self.sizes.items()}
+        return {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "pad_token_id": 0, "eos_token_id": 1, **sizes}
 
 
-def _llama(name: str, **sizes: int) -> Model:
-    return Model(name, "torchtune.models.llama3.llama3", {"max_seq_len": 8192, "norm_eps": 1e-5, "rope_base": 500_000, **sizes})  # fmt: skip
+def _llama(name: str, **sizes: Any) -> Model:
+    sizes = {"max_seq_len": 8192, "norm_eps": 1e-5, "rope_base": 500_000, **sizes}
+    return Model(name, "torchtune.models.llama3.llama3", sizes)
 
 
-def _qwen3(name: str, sizes: Mapping[str, Any]) -> Model:
-    return Model(name, "finch.models.qwen3.qwen3", {"max_seq_len": 8192, **sizes})
+def _qwen3(name: str, sizes: Mapping[str, Any], **changes: Any) -> Model:
+    return Model(name, "finch.models.qwen3.qwen3", {"max_seq_len": 8192, "head_dim": 16, **sizes, **changes})
 
 
 _TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "intermediate_dim": 48, "vocab_size": 320}
-_Q_SIZE = {**SIZE_0_6B, "num_layers": 8}
-_GPU = {
-    "S": _llama("S", vocab_size=32_000, num_layers=8, num_heads=8, num_kv_heads=4, embed_dim=512, intermediate_dim=1408),  # fmt: skip
-    "Q": _qwen3("Q", _Q_SIZE),
-}
-_CPU = {
-    "S": _llama("S (tiny)", **_TINY),
-    "Q": _qwen3("Q (tiny)", {**_TINY, "head_dim": 16, "tie_word_embeddings": True}),
-}
-LARGE = (_qwen3("Qwen3-4B", SIZE_4B), _qwen3("Qwen3-1.7B", SIZE_1_7B), _qwen3("Qwen3-0.6B", SIZE_0_6B), _GPU["Q"])
-"""B: the first of these that fits."""
-_SMALL_B = _qwen3("B (tiny)", {**_TINY, "num_layers": 4, "embed_dim": 64, "intermediate_dim": 128, "head_dim": 16, "tie_word_embeddings": True})  # fmt: skip
+_S_SIZE = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 512, "intermediate_dim": 1408}
+TINY = {"S": _llama("tiny Llama", **_TINY), "Q": _qwen3("tiny Qwen3", _TINY, tie_word_embeddings=True)}
+_MEDIUM = {"S": _llama("S", vocab_size=32_000, **_S_SIZE), "Q": _qwen3("Q", SIZE_0_6B, num_layers=8)}
+_LARGE = (_qwen3("Qwen3-4B", SIZE_4B), _qwen3("Qwen3-1.7B", SIZE_1_7B), _qwen3("Qwen3-0.6B", SIZE_0_6B), _MEDIUM["Q"])
+_TINY_B = _qwen3("tiny B", _TINY, num_layers=4, embed_dim=64, tie_word_embeddings=True)
 
 
-def models(device: str) -> dict[str, Model]:
-    """S (Llama) and Q (Qwen3, tied)."""
-    return _CPU if device == "cpu" else _GPU
+def medium_models(device: str) -> dict[str, Model]:
+    """S (Llama) and Q (Qwen3, tied); tiny on a CPU."""
+    return TINY if device == "cpu" else _MEDIUM
 
 
 def large_models(device: str) -> tuple[Model, ...]:
-    """Those of which B is the first that fits, the largest first."""
-    return (_SMALL_B,) if device == "cpu" else LARGE
+    """Those of which B is the first that fits, the largest first; a tiny one on a CPU."""
+    return (_TINY_B,) if device == "cpu" else _LARGE
 
 
-def random_weights(shapes: Mapping[str, torch.Tensor], seed: int = 0, device: str = "cpu") -> Weights:
-    """Values for a decoder's state dict, fp32 on ``device``: large enough that attention, norms and positions matter."""
-    generator = torch.Generator(device).manual_seed(seed)
-    weights = {}
-    for name, like in shapes.items():
-        value = torch.empty(like.shape, device=device)
+@functools.cache
+def initial_weights(model: Model, seed: int = 0) -> Weights:
+    """Random fp32 weights by the names of the decoder's state dict, on the host: large enough that attention and positions matter."""
+    generator, weights = torch.Generator().manual_seed(seed), {}
+    for name, like in meta_decoder(model).state_dict().items():
+        value = torch.empty(like.shape)
         if like.dim() > 1:
             value.normal_(std=like.shape[-1] ** -0.5, generator=generator)
         else:  # scales of 1 would hide a norm in the wrong place
@@ -107,9 +113,15 @@ def random_weights(shapes: Mapping[str, torch.Tensor], seed: int = 0, device: st
     return weights
 
 
-def random_rows(vocab_size: int, number: int, *, prefix: int = 0, seed: int = 0) -> list[Row]:
+def meta_decoder(model: Model, dtype: str = "fp32") -> Any:
+    """The decoder on the meta device."""
+    keys = {"model": model.block, "tensor_parallel_dim": 1, "custom_sharded_layers": None}
+    return decoder_on_meta(OmegaConf.create(keys), precision_of(dtype))[0]
+
+
+def random_rows(vocab_size: int, number: int, *, prefix: int = 0) -> list[Row]:
     """Rows of unequal lengths: ``tokens``, and ``labels`` of the same positions, -100 before the targets. With ``prefix`` all begin alike."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> list[int]:
         return torch.randint(1, vocab_size, (length,), generator=generator).tolist()
@@ -119,23 +131,17 @@ def random_rows(vocab_size: int, number: int, *, prefix: int = 0, seed: int = 0)
         length = int(torch.randint(*TOKENS, (), generator=generator))
         tokens = [*shared, *draw(length - prefix)]
         if not prefix:
-            tokens[0] = index + 1  # no two begin alike
+            tokens[0] = 1 + index % (vocab_size - 1)
         targets = min(TARGETS, length - PREFIX - 1)
-        rows.append({"tokens": tokens, "labels": [IGNORED] * (length - targets) + tokens[-targets:]})
+        rows.append({"tokens": tokens, "labels": [IGNORE_INDEX] * (length - targets) + tokens[-targets:]})
     return rows
 
 
-def initial_weights(model: Model, dtype: torch.dtype = torch.float32, seed: int = 0) -> Weights:
-    """Random weights of a model, rounded to ``dtype``, in fp32 on the host."""
-    cfg = OmegaConf.create({"model": model.block, "tensor_parallel_dim": 1, "custom_sharded_layers": None})
-    decoder = decoder_on_meta(cfg, precision_of("fp32"))[0]
-    weights = random_weights(decoder.state_dict(), seed)
-    return {name: weight.to(dtype).to(torch.float32) for name, weight in weights.items()}
-
-
-def seed_rows(tokenizer: Any, *, vocab_size: int, number: int, prefix: int = 0, seed: int = 0, packed: bool = False, max_seq_len: int = 4096) -> Any:  # fmt: skip
-    """A dataset for a config of finch's or torchtune's: :func:`random_rows`, also packed."""
-    rows = with_labels(random_rows(vocab_size, number, prefix=prefix, seed=seed))
+def seed_rows(
+    tokenizer: Any, *, vocab_size: int, number: int = BATCH, prefix: int = 0, packed: bool = False, max_seq_len: int = 0
+) -> Any:
+    """A ``dataset`` for a config of finch's or torchtune's: :func:`random_rows`, also packed."""
+    rows = with_labels(random_rows(vocab_size, number, prefix=prefix))
     return PackedDataset(rows, max_seq_len=max_seq_len) if packed else rows  # type: ignore[arg-type]
 
 
@@ -148,45 +154,69 @@ def with_labels(rows: Sequence[Row]) -> list[Row]:
     """The rows as the installed torchtune's datasets give them: its main branch has each label at the token before it."""
     if not labels_come_shifted():
         return list(rows)
-    return [{**row, "labels": [*row["labels"][1:], IGNORED]} for row in rows]
+    return [{**row, "labels": [*row["labels"][1:], IGNORE_INDEX]} for row in rows]
 
 
-def config_blocks(folder: Path, model: Model, **changes: Any) -> dict[str, Any]:
-    """A config of finch's recipe on rows of seeds; ``changes`` replace top-level keys, None removes one."""
+def write_config(folder: Path, model: Model, name: str = "config", **changes: Any) -> str:
+    """Writes the shipped config with another model, rows of seeds, and ``changes`` of top-level keys, None removes one; returns its path."""
+    shipped: Any = OmegaConf.to_container(load_config(find_config(SHIPPED)))
     vocab_size = model.sizes["vocab_size"]
     blocks = {
+        **shipped,
         "output_dir": str(folder / "run"),
+        "model_dir": str(folder / "base"),
         "model": model.block,
-        "tokenizer": {"_component_": "finch.gpu_check.models.no_tokenizer", "vocab_size": vocab_size},
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": str(folder / "base"),
-            "checkpoint_files": None,
-            "output_dir": str(folder / "run"),
-            "model_type": "LLAMA3",
-        },
-        "dataset": {"_component_": "finch.gpu_check.models.seed_rows", "vocab_size": vocab_size, "number": BATCH},
-        "seed": 0,
+        "tokenizer": {"_component_": f"{__name__}.no_tokenizer", "vocab_size": vocab_size},
+        "dataset": {"_component_": f"{__name__}.seed_rows", "vocab_size": vocab_size},
+        "dataset_validation": None,
+        "lr_scheduler": {**shipped["lr_scheduler"], "init": 3.0},
         "shuffle": False,
-        "epochs": 1,
-        "batch_size": BATCH,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5, "weight_decay": 0.0, "fused": True},
-        "lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5e-5, "init": 3.0},
-        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        "clip_grad_norm": 1.0,
+        "log_level": "ERROR",
         **changes,
     }
-    return {key: value for key, value in blocks.items() if value is not None}
-
-
-def write_config(folder: Path, blocks: Mapping[str, Any], name: str = "config") -> str:
-    """The path of the config's file."""
     file = folder / f"{name}.yaml"
-    OmegaConf.save(OmegaConf.create(dict(blocks)), file)
+    OmegaConf.save(OmegaConf.create({key: value for key, value in blocks.items() if value is not None}), file)
     return str(file)
 
 
-def step_config(check: Check, model: Model, **changes: Any) -> Any:
-    """:func:`config_blocks`, checked, with the defaults of the recipe for the model."""
-    file = write_config(check.folder, config_blocks(check.folder, model, **{"device": check.device, **changes}))
-    return read(["--config", file], LoraFinetuneKeys if "lora_rank" in model.sizes else FullFinetuneKeys)
+def read_config(file: str) -> Any:
+    """The config in a file, checked, with the defaults of the recipe for its model."""
+    has_lora = "lora_rank" in OmegaConf.load(file)["model"]
+    return read(["--config", file], LoraFinetuneKeys if has_lora else FullFinetuneKeys)
+
+
+def step_config(folder: Path, model: Model, **changes: Any) -> Any:
+    """A config of one step on ``BATCH`` rows at once, read."""
+    defaults = {"batch_size": BATCH, "gradient_accumulation_steps": 1, "enable_activation_checkpointing": False}
+    return read_config(write_config(folder, model, **{**defaults, **changes}))
+
+
+def write_base(folder: Path, model: Model) -> None:
+    """``base``, a pretrained folder of a Qwen3, and ``rows.jsonl``, question-answer rows of unequal lengths."""
+    base = folder / "base"
+    base.mkdir()
+    stored = {name: weight.contiguous() for name, weight in qwen3_tune_to_hf(initial_weights(model)).items()}
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    (base / "config.json").write_text(json.dumps({**kind, **model.huggingface_config()}), encoding="utf-8")
+    write_tokenizer(base)
+    draw = random.Random(0)
+    lengths = {"question": (3, 8), "answer": (2, 9)}
+    rows = [
+        {key: " ".join(draw.choices(_WORDS, k=draw.randint(*length))) for key, length in lengths.items()}
+        for _ in range(3 * BATCH)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """tokenizer.json whose tokens are single bytes, and its settings."""
+    special = ["<pad>", "<eos>"]
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": special[0], "eos_token": special[1]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from finch.gpu_check.models import IGNORED, Model, Row, Weights
+from finch.gpu_check.models import Model, Row, Weights
+from finch.objectives import IGNORE_INDEX
 
 
 def plain_step(model: Model, weights: Weights, rows: list[Row], dtype: torch.dtype) -> tuple[float, Weights]:
-    """The mean loss of the target tokens in nats, and its gradients in fp64, with products in ``dtype``; norms, softmax and loss in at least fp32."""
+    """The mean loss of the target tokens in nats, and its gradients in fp64 on the host, with products in ``dtype``; norms, softmax and loss
+    are computed in at least fp32."""
     leaves = {name: weight.detach().to(dtype).requires_grad_() for name, weight in weights.items()}
     losses = torch.cat([_token_losses(model, leaves, row) for row in rows])
     mean = losses.mean()
     gradients = torch.autograd.grad(mean, list(leaves.values()))
-    return float(mean.detach()), {name: gradient.double() for name, gradient in zip(leaves, gradients, strict=True)}
+    named = zip(leaves, gradients, strict=True)
+    return float(mean.detach()), {name: gradient.to("cpu", torch.float64) for name, gradient in named}
 
 
 def _token_losses(model: Model, weights: Weights, row: Row) -> torch.Tensor:
     labels = torch.tensor(row["labels"], device=weights["tok_embeddings.weight"].device)[1:]
-    is_target = labels != IGNORED
+    is_target = labels != IGNORE_INDEX
     logits = _wide(plain_logits(model, weights, row["tokens"], torch.nn.functional.pad(is_target, (0, 1))))
     return -logits.log_softmax(-1).gather(-1, labels[is_target, None])[:, 0]
 
@@ -29,7 +32,8 @@ def plain_logits(model: Model, weights: Weights, row: list[int], where: torch.Te
     tokens = torch.tensor(row, device=weights["tok_embeddings.weight"].device)
     hidden = weights["tok_embeddings.weight"][tokens]
     for number in range(sizes["num_layers"]):
-        layer = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start := f"layers.{number}.")}  # fmt: skip
+        start = f"layers.{number}."
+        layer = {name.removeprefix(start): weight for name, weight in weights.items() if name.startswith(start)}
         hidden = hidden + _attention(model, layer, _norm(hidden, layer["sa_norm.scale"], eps))
         normed = _norm(hidden, layer["mlp_norm.scale"], eps)
         gate = torch.nn.functional.silu(normed @ layer["mlp.w1.weight"].T)
@@ -43,8 +47,8 @@ def _attention(model: Model, layer: Weights, hidden: torch.Tensor) -> torch.Tens
     q, k, v = ((hidden @ layer[f"attn.{name}_proj.weight"].T).view(seq, -1, model.head_dim) for name in "qkv")
     if "attn.q_norm.scale" in layer:
         q, k = _norm(q, layer["attn.q_norm.scale"], eps), _norm(k, layer["attn.k_norm.scale"], eps)
-    rotates_halves = model.component.endswith("qwen3")
-    q, k = (_rotate(each, float(model.sizes.get("rope_base", 1e6)), rotates_halves) for each in (q, k))
+    base = float(model.sizes.get("rope_base", 1e6))
+    q, k = _rotate(q, base, model.is_qwen3), _rotate(k, base, model.is_qwen3)
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = _wide(torch.einsum("qhd,khd->hqk", q, k)) * model.head_dim**-0.5
@@ -63,8 +67,8 @@ def _rotate(heads: torch.Tensor, base: float, rotates_halves: bool) -> torch.Ten
     size = heads.shape[-1]
     frequencies = 1.0 / (base ** (torch.arange(0, size, 2, device=heads.device).float() / size))
     angles = torch.arange(len(heads), device=heads.device).float()[:, None] * frequencies
-    cosine, sine = (_like(each, heads)[:, None] for each in (angles.cos(), angles.sin()))
     wide = _wide(heads)
+    cosine, sine = (each.to(wide.dtype)[:, None] for each in (angles.cos(), angles.sin()))
     one, other = wide.chunk(2, -1) if rotates_halves else wide.unflatten(-1, (-1, 2)).unbind(-1)
     parts = one * cosine - other * sine, other * cosine + one * sine
     rotated = torch.cat(parts, -1) if rotates_halves else torch.stack(parts, -1).flatten(-2)
@@ -73,7 +77,3 @@ def _rotate(heads: torch.Tensor, base: float, rotates_halves: bool) -> torch.Ten
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
     return values if values.dtype == torch.float64 else values.float()
-
-
-def _like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.float64 if other.dtype == torch.float64 else torch.float32)

@@ -15,10 +15,16 @@ import torch
 from finch_full_finetune import FinchFullFinetune
 
 from finch import run_files
-from finch.config.parser import read
-from finch.config.schema import FullFinetuneKeys
-from finch.gpu_check.folders import run_blocks, write_base, write_rows
-from finch.gpu_check.models import Model, initial_weights, models, random_rows, step_config, write_config
+from finch.gpu_check.models import (
+    TINY,
+    Model,
+    initial_weights,
+    random_rows,
+    read_config,
+    step_config,
+    write_base,
+    write_config,
+)
 from finch.gpu_check.plain_model import plain_logits, plain_step
 from finch.gpu_check.processes import Ranks
 from finch.gpu_check.report import Check
@@ -28,15 +34,15 @@ from finch.training.own_answers import generate
 from finch.training.run import run_recipe
 from finch.weights.huggingface import HuggingFaceFolder
 
-_ROWS, _BATCH, _EPOCHS, _KILLED_AFTER = 48, 8, 2, 8  # 12 steps
-_SAVES = {"checkpoint": {"every_n_steps": 3}}
+_EPOCHS, _KILLED_AFTER = 2, 8  # of 12 steps
 _CUDA_LIMIT = 1e-3  # attention's backward adds in no fixed order there
+_CPU_LIMIT = 1e-6  # where the number of ranks changes
 _NEW_TOKENS = 12
 _TIE = 1e-4  # nats between two tokens of which either may be the likeliest in fp32
 
 
 class KillAfter(Hook):
-    """Ends one rank's process as the machine would that runs out of memory."""
+    """Ends the process of one rank at once, as a machine does that runs out of memory."""
 
     def __init__(self, step: int, rank: int = 0) -> None:
         self._step, self._rank = step, rank
@@ -46,69 +52,73 @@ class KillAfter(Hook):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def run(check: Check) -> None:
+    write_base(check.folder, TINY["Q"])
+    for name, case in {"kill and resume": _resume, "export": _read_export, "generation": _generate}.items():
+        with check.case(name):
+            case(check, TINY["Q"])
+
+
 def train(config: str) -> None:
     """The recipe in this process."""
-    run_recipe(FinchFullFinetune, read(["--config", config], FullFinetuneKeys))
+    run_recipe(FinchFullFinetune, read_config(config))
 
 
-def run(check: Check) -> None:
-    model = models(check.device)["Q"]
-    weights = initial_weights(model)
-    write_base(check.folder / "base", model, weights)
-    write_rows(check.folder / "rows.jsonl", _ROWS)
-    with check.case("kill and resume"):
-        _kill_and_resume(check, model)
-    with check.case("export"):
-        _read_export(check, model)
-    with check.case("generation"):
-        _generate(check, model)
+def job(check: Check, name: str, *, ranks: int = 1, **changes: Any) -> str:
+    """The config of a run of 12 steps in the phase's folder, with asynchronous saves."""
+    run, base = str(check.folder / name), str(check.folder / "base")
+    options = {
+        "output_dir": run,
+        "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": base},
+        "dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": str(check.folder / "rows.jsonl")},
+        "shuffle": True,
+        "checkpoint": {"every_n_steps": 3},
+        "batch_size": 8 // ranks,
+        "gradient_accumulation_steps": 1,
+        "epochs": _EPOCHS,
+        "device": check.device,
+        "dtype": "fp32",
+    }
+    file = f"{name}_{'resumed' if 'resume_from_checkpoint' in changes else 'first'}"
+    return write_config(check.folder, TINY["Q"], file, **{**options, **changes})
 
 
-def blocks_of(check: Check, model: Model, name: str, **changes: Any) -> dict[str, Any]:
-    options = {"device": check.device, "dtype": "fp32", "epochs": _EPOCHS, "batch_size": _BATCH, "log_level": "ERROR"}
-    return run_blocks(check.folder, model, name, **{**options, **_SAVES, **changes})
+def kill_hook(rank: int = 0) -> dict[str, Any]:
+    return {"hooks": {"kill": {"_component_": f"{__name__}.KillAfter", "step": _KILLED_AFTER, "rank": rank}}}
 
 
-def losses_of(folder: Path) -> list[float]:
-    """Of each step, in order; those of the last start where a step was taken twice."""
-    lines = [json.loads(line) for line in (folder / run_files.METRICS).read_text(encoding="utf-8").splitlines()]
-    return list({line["step"]: line["loss"] for line in lines if "loss" in line}.values())
-
-
-def compare_losses(check: Check, name: str, seen: list[float], expected: list[float], limit: float) -> None:
-    """The largest relative difference; infinite where steps are missing."""
+def compare_resumed(check: Check, name: str, *, is_exact: bool) -> None:
+    """Resumes the run "killed" and compares its losses with those of "straight"."""
+    train(job(check, "killed", resume_from_checkpoint=True))
+    expected, seen = (_losses(check.folder / run) for run in ("straight", "killed"))
     error = math.inf
     if len(seen) == len(expected):
         error = max(abs(one - other) / other for one, other in zip(seen, expected, strict=True))
-    check.at_most(name, error, limit, note=f"{len(seen)} of {len(expected)} steps")
+    limit = _CUDA_LIMIT if check.device != "cpu" else 0.0 if is_exact else _CPU_LIMIT
+    check.at_most(name, error, limit, note=f"losses of {len(seen)} steps")
 
 
-def _kill_and_resume(check: Check, model: Model) -> None:
-    hook = {"kill": {"_component_": "finch.gpu_check.runs.KillAfter", "step": _KILLED_AFTER}}
-    config = write_config(check.folder, blocks_of(check, model, "killed", hooks=hook), "killed")
-    killed = Ranks("killed", "finch.gpu_check.runs:train", {"config": config}, check.folder)
-    probes = {
-        "texts": {"data_files": str(check.folder / "rows.jsonl"), "rows": 8},
-        "own": {"data_files": str(check.folder / "rows.jsonl"), "rows": 4, "kind": "self", "max_new_tokens": _NEW_TOKENS},  # fmt: skip
-    }
-    train(write_config(check.folder, blocks_of(check, model, "straight", probes=probes), "straight"))
+def _lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / run_files.METRICS).read_text(encoding="utf-8").splitlines()]
+
+
+def _losses(run: Path) -> list[float]:
+    return [line["loss"] for line in _lines(run) if "loss" in line]
+
+
+def _resume(check: Check, _: Model) -> None:
+    killed = Ranks("killed", f"{__name__}:train", {"config": job(check, "killed", **kill_hook())}, check.folder)
+    rows = {"data_files": str(check.folder / "rows.jsonl"), "rows": 4}
+    probes = {"texts": rows, "own": {**rows, "kind": "self", "max_new_tokens": _NEW_TOKENS}}
+    train(job(check, "straight", probes=probes))
     killed.wait(check.end)
     killed.kill()
-    check.equal("a run that is killed: exit code", killed.codes, [-signal.SIGKILL], note=killed.last_lines(1))
-    train(write_config(check.folder, blocks_of(check, model, "killed", resume_from_checkpoint=True), "resumed"))
-    straight = losses_of(check.folder / "straight")
-    limit = 0.0 if check.device == "cpu" else _CUDA_LIMIT
-    compare_losses(check, "killed and resumed: losses against a run without", losses_of(check.folder / "killed"), straight, limit)  # fmt: skip
-    check.equal("losses are finite", all(map(math.isfinite, straight)), True)
-    _check_probes(check)
-
-
-def _check_probes(check: Check) -> None:
-    text = (check.folder / "straight" / run_files.METRICS).read_text(encoding="utf-8")
-    lines = [line for line in map(json.loads, text.splitlines()) if "probe/own/kl" in line]
-    check.at_most("probes: KL of the model from itself before training", abs(lines[0]["probe/own/kl"]), 1e-6)
-    values = [value for line in lines for key, value in line.items() if key.startswith("probe/")]
-    check.equal("probes: values are finite", all(map(math.isfinite, values)), True, note=f"{len(lines)} evaluations")
+    check.equal("a run that is killed: exit code", killed.codes, [-signal.SIGKILL])
+    compare_resumed(check, "killed and resumed against a run without", is_exact=True)
+    probed = [line for line in _lines(check.folder / "straight") if "probe/own/kl" in line]
+    check.at_most("probes: KL of the model from itself before training", abs(probed[0]["probe/own/kl"]), 1e-6)
+    values = [value for line in probed for key, value in line.items() if key.startswith("probe/")]
+    check.equal("probes: values are finite", all(map(math.isfinite, values)), True, note=f"{len(probed)} evaluations")
 
 
 def _read_export(check: Check, model: Model) -> None:
@@ -116,11 +126,11 @@ def _read_export(check: Check, model: Model) -> None:
     if find_spec("transformers") is None:
         check.not_run(name, "transformers is not installed")
         return
-    transformers = importlib.import_module("transformers")
     folder = check.folder / "straight" / f"epoch_{_EPOCHS - 1}"
     rows = random_rows(model.sizes["vocab_size"], 4)
     exact, _ = plain_step(model, dict(HuggingFaceFolder(str(folder)).weights()), rows, torch.float64)
-    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(check.device)
+    auto = importlib.import_module("transformers").AutoModelForCausalLM
+    network = auto.from_pretrained(folder, dtype=torch.float32).to(check.device)
     losses = []
     for row in rows:
         with torch.no_grad():
@@ -131,21 +141,17 @@ def _read_export(check: Check, model: Model) -> None:
 
 
 def _generate(check: Check, model: Model) -> None:
-    weights = initial_weights(model)
-    step = Step(step_config(check, model, dtype="fp32"), weights, torch.device(check.device))
+    """Greedy answers: each token must be the likeliest of the plain model."""
+    cfg = step_config(check.folder, model, dtype="fp32", device=check.device)
+    step = Step(cfg, initial_weights(model), torch.device(check.device))
     prompts = [row["tokens"][:20] for row in random_rows(model.sizes["vocab_size"], 4)]
-    try:
-        answers = generate(
-            step.model, prompts, torch.zeros(len(prompts), _NEW_TOKENS), 0.0, [], max_new_tokens=_NEW_TOKENS,
-            dtype=torch.float32, parallel=step.parallel,
-        )  # fmt: skip
-    finally:
-        step.close()
+    options: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS, "dtype": torch.float32, "parallel": step.parallel}
+    answers = generate(step.model, prompts, torch.zeros(len(prompts), _NEW_TOKENS), 0.0, [], **options)
+    wide = {name: weight.double() for name, weight in initial_weights(model).items()}
     gaps = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        wide = {name: weight.double() for name, weight in weights.items()}
-        tokens = [*prompt, *answer["tokens"]]
-        logits = plain_logits(model, wide, tokens, slice(len(prompt) - 1, -1))
+        logits = plain_logits(model, wide, [*prompt, *answer["tokens"]], slice(len(prompt) - 1, -1))
         chosen = logits.gather(-1, torch.tensor(answer["tokens"])[:, None])[:, 0]
         gaps.append(float((logits.amax(-1) - chosen).max()))
-    check.at_most("generation: nats below the likeliest token in float64", max(gaps), _TIE, note=f"{len(prompts)} answers of {_NEW_TOKENS} tokens")  # fmt: skip
+    name = "generation: nats below the likeliest token in float64"
+    check.at_most(name, max(gaps), _TIE, note=f"{len(prompts)} answers of {_NEW_TOKENS} tokens")

@@ -17,11 +17,20 @@ from torchtune.datasets import PackedDataset
 
 from finch.data.dataset import Samples
 from finch.data.loader import Batch, collator, model_inputs, to_device
-from finch.distributed.parallel import start_from
-from finch.distributed.parallel import stop as stop_group
+from finch.distributed import parallel
 from finch.distributed.precision import precision_of
 from finch.dtensor import full_tensor, load_full_tensor
-from finch.gpu_check.models import BATCH, PREFIX, Row, Weights, initial_weights, models, random_rows, step_config, with_labels
+from finch.gpu_check.models import (
+    BATCH,
+    PREFIX,
+    Row,
+    Weights,
+    initial_weights,
+    medium_models,
+    random_rows,
+    step_config,
+    with_labels,
+)
 from finch.gpu_check.plain_model import plain_step
 from finch.gpu_check.report import Check
 from finch.models.lora import train_adapters_only
@@ -29,78 +38,77 @@ from finch.training.model import allocate, decoder_on_meta, parallelize
 from finch.training.optimizer import build_update
 from finch.training.step_loss import StepLoss
 
-CHECKPOINTING: dict[str, dict[str, Any]] = {
+_CHECKPOINTING: dict[str, dict[str, Any]] = {
     "no checkpointing": {},
     "full checkpointing": {"enable_activation_checkpointing": True},
     "selective checkpointing": {"ac_mode": "selective", "ac_option": 2},
 }
-LAYOUTS = ("padded", "padding-free", "packed", "shared prefix")
 FACTORS: dict[str, Sequence[str]] = {
     "model": ("S", "Q"),
     "dtype": ("fp64", "fp32", "bf16", "bf16_mixed"),
-    "checkpointing": tuple(CHECKPOINTING),
+    "checkpointing": tuple(_CHECKPOINTING),
     "compile": ("eager", "compile"),
-    "layout": LAYOUTS,
+    "layout": ("padded", "padding-free", "packed", "shared prefix"),
 }
 _FACTOR = 3.0  # times the error of the plain loop in the same dtype
 _FLOORS = {"fp64": 2e-6}  # the models compute norms and angles in fp32 in every dtype
 _FLOOR = 1e-5
 _BF16_NORM = 2.0**-8  # a norm that is returned in bf16
+_COMPILE_S = 30.0
 
 
 class Step(FinchFullFinetune):
-    """The recipe as far as its step needs it, on values and rows that are given.
+    """The recipe as far as its step needs it, with the weights and rows that are given.
 
     Args:
         cfg: of a recipe, checked.
         weights: by the names of the decoder's state dict, complete; on every rank the same.
 
     Attributes:
-        gradients: of the last step before they are clipped, complete, in fp64.
+        keeps_gradients: whether ``gradients`` is set, which has the host wait for the device.
+        gradients: of the last step before they are clipped, complete, in fp64 on the host; empty with ``optimizer_in_bwd``.
     """
 
     def __init__(self, cfg: Any, weights: Weights, device: torch.device) -> None:
         # Not the recipe's own: it needs a folder with a model, and one for the run.
         self.cfg, self.device, self.precision = cfg, device, precision_of(cfg.dtype)
-        self.parallel = start_from(cfg, device, shard=self.precision.is_mixed or cfg.fsdp_cpu_offload)
+        is_sharded = self.precision.is_mixed or cfg.fsdp_cpu_offload
+        self.parallel = parallel.start_from(cfg, device, shard=is_sharded)
+        place = (cfg, self.parallel, self.precision)
         self.decoder, plan, component = decoder_on_meta(cfg, self.precision)
         if "lora_rank" in cfg.model:
             train_adapters_only(self.decoder, component)
         self.loss = StepLoss(cfg, self.decoder, self.parallel)
-        self.model = parallelize(self.decoder, cfg, self.parallel, self.precision, plan=plan, **self.loss.model_options())  # fmt: skip
-        allocate(self.model, cfg, self.parallel, self.precision)
-        for decoder in (self.decoder, self.model.reference):
-            for name, parameter in ({} if decoder is None else decoder.state_dict(keep_vars=True)).items():
+        self.model = parallelize(self.decoder, *place, plan=plan, **self.loss.model_options())
+        allocate(self.model, *place)
+        for decoder in filter(None, (self.decoder, self.model.reference)):
+            for name, parameter in decoder.state_dict(keep_vars=True).items():
                 load_full_tensor(parameter, weights[name])
         if self.loss.regularizer is not None:
             self.loss.regularizer.start(self.model.trained_parameters().items())
-        self.update = build_update(cfg, self.model, self.parallel, self.precision, num_steps=10, initial_loss=None, is_resumed=False)  # fmt: skip
+        options = {"num_steps": 10, "initial_loss": None, "is_resumed": False}
+        self.update = build_update(cfg, self.model, self.parallel, self.precision, **options)
         self.state: Any = SimpleNamespace(step=0, epoch=0)
+        self.keeps_gradients, self._clip = True, self.update.clip
         self.gradients: Weights = {}
         self._pretrained: list[torch.Tensor] = []
-        clip = self.update.clip
+        self.update.clip = self._keep_and_clip  # type: ignore[method-assign]
 
-        def keep_gradients() -> Any:
-            self.gradients = {
-                name.replace(_CHECKPOINT_PREFIX, ""): full_tensor(weight.grad).double().clone()
-                for name, weight in self.model.trained_parameters().items()
-                if weight.grad is not None
-            }
-            return clip()
-
-        self.update.clip = keep_gradients  # type: ignore[method-assign]
+    def _keep_and_clip(self) -> Any:
+        if self.keeps_gradients:
+            trained = self.model.trained_parameters().items()
+            self.gradients = _complete({name: weight.grad for name, weight in trained if weight.grad is not None})
+        return self._clip()
 
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Gives an objective that needs them the losses on ``rows`` before training."""
-        if "pretrained_token_loss" not in self.loss.objective.needs:
-            return
-        for batch in self.batches(rows):
+        """Gives an objective that needs them the losses before training, of ``rows`` in one micro-batch."""
+        if "pretrained_token_loss" in self.loss.objective.needs:
+            [batch] = self.batches(rows)
             with torch.no_grad():
-                losses = self.model(**model_inputs(to_device(batch, self.device)))
-            self._pretrained.append(losses.cpu())
-        [losses], [batch] = self._pretrained, self.batches(rows)
-        at_targets = losses.flatten()[batch["targets"]]
-        self.loss.objective.prepare(at_targets, self.loss.objective.sequence_losses(losses, batch))
+                losses = self.model(**model_inputs(to_device(batch, self.device))).cpu()
+            self._pretrained = [losses]
+            means = self.loss.objective.sequence_losses(losses, batch)
+            self.loss.objective.prepare(losses.flatten()[batch["targets"]], means)
 
     def batches(self, rows: Sequence[Row], layout: str = "padding-free") -> list[Batch]:
         """This rank's micro-batches, as the recipe's loader gives them."""
@@ -108,34 +116,39 @@ class Step(FinchFullFinetune):
         for batch, losses in zip(batches, self._pretrained, strict=False):
             batch["pretrained_token_loss"] = losses
         if self.device.type == "cuda":
-            batches = [{name: value.pin_memory() if hasattr(value, "pin_memory") else value for name, value in batch.items()} for batch in batches]  # fmt: skip
+            pinned = ({key: _pinned(value) for key, value in batch.items()} for batch in batches)
+            batches = list(pinned)
         return batches[self.parallel.data_parallel_rank :: self.parallel.data_parallel_size]
 
     def take(self, rows: Sequence[Row], layout: str = "padding-free") -> dict[str, float]:
         """A step on ``rows``, in micro-batches of the config's size; its metrics, on the host."""
-        self.state.step += 1
         metrics = self.train_step(self.batches(rows, layout))
-        return {name: float(full_tensor(value) if isinstance(value, torch.Tensor) else value) for name, value in metrics.items() if value is not None}  # fmt: skip
+        return {name: float(full_tensor(torch.as_tensor(value))) for name, value in metrics.items() if value is not None}
 
     def weights(self) -> Weights:
-        """The trained weights, complete, in fp64."""
-        trained = self.model.trained_parameters().items()
-        return {
-            name.replace(_CHECKPOINT_PREFIX, ""): full_tensor(weight.detach()).double().cpu().clone()
-            for name, weight in trained
-        }
+        """The trained weights, complete, in fp64 on the host."""
+        return _complete(self.model.trained_parameters())
 
     def close(self) -> None:
-        stop_group()
+        parallel.stop()
+
+
+def _complete(tensors: Mapping[str, torch.Tensor]) -> Weights:
+    return {
+        name.replace(_CHECKPOINT_PREFIX, ""): full_tensor(tensor.detach()).to("cpu", torch.float64, copy=True)
+        for name, tensor in tensors.items()
+    }
+
+
+def _pinned(value: Any) -> Any:
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
 
 
 def micro_batches(rows: Sequence[Row], layout: str, size: int) -> list[Batch]:
     """The rows as finch's collator puts them into batches, on the host."""
     data: Any = with_labels(rows)
     if layout == "packed":
-        longest = max(len(row["tokens"]) for row in rows)
-        data = PackedDataset(data, max_seq_len=2 * longest)
-        size = -(-len(data) * size // len(rows))
+        data = PackedDataset(data, max_seq_len=2 * max(len(row["tokens"]) for row in rows))
     samples = Samples(data, "dataset", "rows of seeds")
     collate = collator(samples, SimpleNamespace(pad_id=0), padded_collate_sft)
     return [collate([samples[index] for index in part.tolist()]) for part in torch.arange(len(samples)).split(size)]
@@ -144,51 +157,58 @@ def micro_batches(rows: Sequence[Row], layout: str, size: int) -> list[Batch]:
 def run(check: Check) -> None:
     if check.quick:
         os.environ.setdefault("TORCH_COMPILE_BACKEND", "aot_eager")  # inductor takes minutes
-    truths = functools.cache(functools.partial(_truth, check.device))
-    for case in covering_array(FACTORS):
+    truth = functools.lru_cache(maxsize=6)(functools.partial(_truth, check.device))
+    cases = covering_array(FACTORS)
+    # The same truths one after the other; what takes longest last.
+    for case in sorted(cases, key=lambda case: (case["compile"] == "compile", case["model"], case["layout"] == "shared prefix")):
         name = ", ".join(case.values())
-        if check.has_time(name):
+        is_slow = case["compile"] == "compile" and os.environ.get("TORCH_COMPILE_BACKEND") != "aot_eager"
+        if check.has_time(name, _COMPILE_S if is_slow else 0):
             with check.case(name):
-                _compare(check, name, case, truths)
+                _compare(check, name, case, truth)
 
 
-def _truth(device: str, model: str, has_prefix: bool, dtype: torch.dtype, weights_dtype: torch.dtype) -> tuple[list[Row], Weights, float, Weights]:  # fmt: skip
-    """Rows and weights, and the loss and gradients of the plain loop that computes in ``dtype``."""
-    size, place = models(device)[model], torch.device(device)
-    rows = random_rows(size.sizes["vocab_size"], BATCH, prefix=PREFIX if has_prefix else 0)
-    weights = {name: weight.to(place) for name, weight in initial_weights(size, weights_dtype).items()}
-    return rows, weights, *plain_step(size, weights, rows, dtype)
+def _rows(device: str, model: str, has_prefix: bool) -> list[Row]:
+    return random_rows(medium_models(device)[model].sizes["vocab_size"], BATCH, prefix=PREFIX if has_prefix else 0)
 
 
-def _compare(check: Check, name: str, case: Mapping[str, str], truths: Any) -> None:
-    model, dtype, precision = models(check.device)[case["model"]], case["dtype"], precision_of(case["dtype"])
-    arguments = (case["model"], case["layout"] == "shared prefix")
-    rows, weights, loss, exact = truths(*arguments, torch.float64, precision.weights)
-    _, _, plain_loss, plain = truths(*arguments, precision.compute, precision.weights)
-    limit = max(_FACTOR * worst_error(plain, exact)[0], _FLOORS.get(dtype, _FLOOR))
+def _truth(device: str, model: str, has_prefix: bool, dtype: torch.dtype, stored: torch.dtype) -> tuple[float, Weights]:
+    """Loss and gradients of the plain loop that computes in ``dtype`` with weights that were rounded to ``stored``."""
+    size = medium_models(device)[model]
+    weights = {name: weight.to(device, stored) for name, weight in initial_weights(size).items()}
+    return plain_step(size, weights, _rows(device, model, has_prefix), dtype)
+
+
+def _compare(check: Check, name: str, case: Mapping[str, str], truth: Any) -> None:
+    dtype, precision = case["dtype"], precision_of(case["dtype"])
+    which = (case["model"], case["layout"] == "shared prefix")
+    loss, exact = truth(*which, torch.float64, precision.weights)
+    plain_loss, plain = truth(*which, precision.compute, precision.weights)
+    model = medium_models(check.device)[case["model"]]
     changes = {"dtype": dtype, "compile": case["compile"] == "compile", "padding_free": case["layout"] != "padded"}
-    cfg = step_config(check, model, **changes, **CHECKPOINTING[case["checkpointing"]])
+    cfg = step_config(check.folder, model, device=check.device, **changes, **_CHECKPOINTING[case["checkpointing"]])
     torch._dynamo.reset()
-    step = Step(cfg, weights, torch.device(check.device))
+    step = Step(cfg, initial_weights(model), torch.device(check.device))
     try:
-        seen = step.take(rows, case["layout"])
-        gradients = step.gradients
+        seen = step.take(_rows(check.device, *which), case["layout"])
     finally:
         step.close()
-    error, worst = worst_error(gradients, exact)
+    floor = _FLOORS.get(dtype, _FLOOR)
+    error, worst = worst_error(step.gradients, exact)
+    limit = max(_FACTOR * worst_error(plain, exact)[0], floor)
     check.at_most(f"{name}: gradients", error, limit, note=f"worst of {worst}")
-    limit = max(_FACTOR * abs(plain_loss - loss) / loss, _FLOORS.get(dtype, _FLOOR))
+    limit = max(_FACTOR * abs(plain_loss - loss) / loss, floor)
     check.at_most(f"{name}: loss", abs(seen["loss"] - loss) / loss, limit, expected=loss)
-    norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-    limit = _BF16_NORM if precision.weights == torch.bfloat16 else _FLOORS.get(dtype, _FLOOR)
+    norm = float(torch.stack([gradient.norm() for gradient in step.gradients.values()]).norm())
+    limit = _BF16_NORM if precision.weights == torch.bfloat16 else floor
     check.at_most(f"{name}: gradient norm", abs(seen["grad_norm"] - norm) / norm, limit, expected=norm)
 
 
 def worst_error(seen: Weights, exact: Weights) -> tuple[float, str]:
-    """The largest relative error of a tensor, in the 2-norm, and its name; infinite if one is missing."""
+    """The largest relative error of a tensor, in the 2-norm, and its name; infinite if one is missing or not finite."""
     if seen.keys() != exact.keys():
         return float("inf"), ", ".join(sorted(seen.keys() ^ exact.keys()))
-    errors = {name: float((seen[name].to(value.device) - value).norm() / value.norm()) for name, value in exact.items()}
+    errors = {name: float((seen[name] - value).norm() / value.norm()) for name, value in exact.items()}
     worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
     return errors[worst], worst
 
@@ -196,10 +216,12 @@ def worst_error(seen: Weights, exact: Weights) -> tuple[float, str]:
 def covering_array(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     """Cases in which any two values of different factors meet at least once: greedy, over all combinations."""
     cases = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
-    pairs = {frozenset(pair) for case in cases for pair in itertools.combinations(case.items(), 2)}
-    chosen = []
-    while pairs:
-        best = max(cases, key=lambda case: sum(frozenset(pair) in pairs for pair in itertools.combinations(case.items(), 2)))  # fmt: skip
-        chosen.append(best)
-        pairs -= {frozenset(pair) for pair in itertools.combinations(best.items(), 2)}
+
+    def pairs(case: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
+        return set(map(frozenset, itertools.combinations(case.items(), 2)))
+
+    missing, chosen = set().union(*map(pairs, cases)), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(chosen[-1])
     return chosen
