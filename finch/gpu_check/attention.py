@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from finch.data.padding_free import PaddingFree
-from finch.gpu_check.machine import synchronize
-from finch.gpu_check.models import BATCH, PREFIX, TOKENS, Model, models
+from finch.gpu_check.rates import synchronize
+from finch.gpu_check.models import BATCH, PREFIX, TOKENS, Model, medium_models
 from finch.gpu_check.report import Check
 from finch.training.padding_free_attention import padding_free_attention
 
@@ -30,7 +30,7 @@ _PLAN_LENGTHS = range(41, 61)
 
 def run(check: Check) -> None:
     dtypes = (torch.float32, torch.bfloat16) if check.quick else (torch.float32, torch.bfloat16, torch.float16)
-    for model in models(check.device).values():
+    for model in medium_models(check.device).values():
         for dtype in dtypes:
             for prefix in (0, PREFIX):
                 _compare(check, model, dtype, prefix)
