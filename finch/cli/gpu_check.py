@@ -19,7 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cases, at most three minutes")
     parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU with gloo; tests the check itself")
     parser.add_argument(
-        "--out", type=Path, default=Path(), metavar="DIR", help="folder for gpu_check.json and gpu_check.md (default: .)"
+        "--out",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder for gpu_check.json and gpu_check.md (default: .)",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from finch.data.padding_free import PaddingFree
-from finch.gpu_check.rates import synchronize
 from finch.gpu_check.models import BATCH, PREFIX, TOKENS, Model, medium_models
+from finch.gpu_check.rates import synchronize
 from finch.gpu_check.report import Check
 from finch.training.padding_free_attention import padding_free_attention
 
@@ -25,6 +25,12 @@ Attention = Callable[..., torch.Tensor]
 # the query heads that share them, and over the samples that share a prefix, in the dtype.
 _FACTORS = (2.0, 4.0, 4.0, 4.0)
 _FLOORS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1e-6}
+_BACKENDS = {
+    "math": SDPBackend.MATH,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+}
 _PLAN_LENGTHS = range(41, 61)
 
 
@@ -77,32 +83,36 @@ def _compare(check: Check, model: Model, dtype: torch.dtype, prefix: int) -> Non
             check.at_most(name, errors[worst], limits[worst], note=f"worst of {('output', 'dq', 'dk', 'dv')[worst]}")
 
 
-def _ways(layout: PaddingFree, mask: torch.Tensor, heads: tuple[int, int], dtype: torch.dtype) -> dict[str, Attention | str]:  # fmt: skip
+def _ways(
+    layout: PaddingFree, mask: torch.Tensor, heads: tuple[int, int], dtype: torch.dtype
+) -> dict[str, Attention | str]:
     """Each takes q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim]; text: why it cannot be run."""
     is_cuda = mask.is_cuda
 
-    def backend(kind: SDPBackend) -> Attention:
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            with sdpa_kernel([kind]):
-                return padding_free_attention(q, _repeat(k, heads), _repeat(v, heads), layout)
-
-        return attention
-
     def loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return padding_free_attention(q, _repeat(k, heads), _repeat(v, heads), layout)
+
+    def by(kind: SDPBackend) -> Attention:
+        def attention(*qkv: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel([kind]):
+                return loop(*qkv)
+
+        return attention
 
     def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, _repeat(k, heads), _repeat(v, heads), attn_mask=mask)
 
     ways: dict[str, Attention | str] = {"per-sample loop": loop, "one call with a mask": dense}
-    kinds = {"math": SDPBackend.MATH, "memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}  # fmt: skip
-    if not layout.prefix:  # flash attention takes no mask
-        kinds["flash"] = SDPBackend.FLASH_ATTENTION
-    for title, kind in kinds.items():
-        ways[f"loop, {title}"] = backend(kind) if is_cuda or title in ("math", "flash") else "a CPU has no such kernel"
+    for title, kind in _BACKENDS.items():
+        has_kernel = is_cuda or title in ("math", "flash")
+        if not (title == "flash" and layout.prefix):  # it takes no mask
+            ways[f"loop, {title}"] = by(kind) if has_kernel else "a CPU has no such kernel"
     kernel = _varlen_kernel(is_cuda, dtype)
     ways["varlen"] = kernel if isinstance(kernel, str) else _varlen(layout, kernel)
-    ways["flex"] = _flex(layout, mask) if is_cuda else "flex attention has no backward on a CPU"
+    if (
+        dtype == torch.bfloat16 and not layout.prefix
+    ):  # as packed rows have it; it compiles a kernel for each kind of rows
+        ways["flex"] = _flex(mask) if is_cuda else "flex attention has no backward on a CPU"
     return ways
 
 
@@ -130,25 +140,29 @@ def _varlen_kernel(is_cuda: bool, dtype: torch.dtype) -> Attention | str:
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
     options |= {"enable_gqa": True} if "enable_gqa" in known else {}
-    options |= {"num_splits": 1} if "num_splits" in known else {}
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sizes: Any) -> torch.Tensor:
         if "enable_gqa" not in known:
             k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
-        output: torch.Tensor = varlen_attn(q, k, v, *sizes, **options)
-        return output
+        output: Any = varlen_attn(q, k, v, *sizes, **options)
+        return cast(torch.Tensor, output)
 
     return kernel
 
 
-def _plain_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, *_: int) -> torch.Tensor:  # fmt: skip
+def _plain_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, *_: int
+) -> torch.Tensor:
     """q [Tq, heads, head_dim], k and v [Tk, kv_heads, head_dim]; the mask is causal from the lower right corner, as the kernel's."""
-    rows = zip(*(each.split(ends.diff().tolist()) for each, ends in ((q, ends_q), (k, ends_k), (v, ends_k))), strict=True)  # fmt: skip
+    rows = zip(
+        *(each.split(ends.diff().tolist()) for each, ends in ((q, ends_q), (k, ends_k), (v, ends_k))), strict=True
+    )
     outputs = []
     for own_q, own_k, own_v in rows:
         causal = torch.ones(len(own_q), len(own_k), dtype=torch.bool).tril(len(own_k) - len(own_q))
-        heads = [each.transpose(0, 1) for each in (own_q, own_k, own_v)]
-        outputs.append(F.scaled_dot_product_attention(*heads, attn_mask=causal, enable_gqa=True).transpose(0, 1))
+        own_q, own_k, own_v = (each.transpose(0, 1) for each in (own_q, own_k, own_v))
+        own = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=causal, enable_gqa=True)
+        outputs.append(own.transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -164,14 +178,14 @@ def _varlen(layout: PaddingFree, kernel: Attention) -> Attention:
     ends = [torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32) for sizes in (sizes_q, sizes_k)]
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = [each[0].transpose(0, 1) for each in (q, k, v)]
+        rows = [each[0].transpose(0, 1).contiguous() for each in (q, k, v)]
         output = kernel(rows[0], rows[1][gathered], rows[2][gathered], *ends, max(sizes_q), max(sizes_k))
         return output.transpose(0, 1)[None]
 
     return attention
 
 
-def _flex(layout: PaddingFree, mask: torch.Tensor) -> Attention:
+def _flex(mask: torch.Tensor) -> Attention:
     size = len(mask)
     block_mask = create_block_mask(lambda _, __, row, column: mask[row, column], None, None, size, size, mask.device)
     call: Any = torch.compile(flex_attention)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from finch.gpu_check.models import BATCH, TOKENS, large_models
@@ -46,7 +48,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, tokens: int) -> float:
     width, middle = model.sizes["embed_dim"], model.sizes["intermediate_dim"]
     q, kv = (model.sizes[name] * model.head_dim for name in ("num_heads", "num_kv_heads"))
     shapes = [(width, q), (width, kv), (width, kv), (q, width), (width, middle), (width, middle), (middle, width)]
-    options = {"dtype": dtype, "device": device}
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
     pairs = [(torch.randn(tokens, rows, **options), torch.randn(rows, columns, **options)) for rows, columns in shapes]
     seconds = seconds_per_call(lambda: [one @ other for one, other in pairs], device)
     return sum(2 * tokens * rows * columns for rows, columns in shapes) / seconds / 1e12

@@ -142,7 +142,7 @@ def seed_rows(
 ) -> Any:
     """A ``dataset`` for a config of finch's or torchtune's: :func:`random_rows`, also packed."""
     rows = with_labels(random_rows(vocab_size, number, prefix=prefix))
-    return PackedDataset(rows, max_seq_len=max_seq_len) if packed else rows  # type: ignore[arg-type]
+    return PackedDataset(rows, max_seq_len=max_seq_len) if packed else rows
 
 
 def no_tokenizer(vocab_size: int) -> Any:
@@ -181,8 +181,8 @@ def write_config(folder: Path, model: Model, name: str = "config", **changes: An
 
 def read_config(file: str) -> Any:
     """The config in a file, checked, with the defaults of the recipe for its model."""
-    has_lora = "lora_rank" in OmegaConf.load(file)["model"]
-    return read(["--config", file], LoraFinetuneKeys if has_lora else FullFinetuneKeys)
+    written: Any = OmegaConf.load(file)
+    return read(["--config", file], LoraFinetuneKeys if "lora_rank" in written.model else FullFinetuneKeys)
 
 
 def step_config(folder: Path, model: Model, **changes: Any) -> Any:

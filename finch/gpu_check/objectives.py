@@ -54,7 +54,9 @@ def _compare(check: Check, name: str, model: Model, changes: dict[str, Any]) -> 
         step.close()
     error = max(abs(seen - exact) / exact for exact, seen in zip(*losses, strict=True))
     check.at_most(f"{name}: losses of {_STEPS} steps", error, LOSS_LIMIT)
-    what, limit = ("gradients of the last", GRADIENT_LIMIT) if step.gradients else ("change of the weights", _CHANGE_LIMIT)
+    what, limit = (
+        ("gradients of the last", GRADIENT_LIMIT) if step.gradients else ("change of the weights", _CHANGE_LIMIT)
+    )
     error, worst = worst_error(ends[1], ends[0])
     check.at_most(f"{name}: {what}", error, limit, note=f"worst of {worst}")
 

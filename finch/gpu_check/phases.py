@@ -92,7 +92,9 @@ def _run(phase: Phase, report: PhaseReport, folder: Path, **options: Any) -> Non
     start = time.time()
     end = start + report.deadline_s
     settings = {**options, "folder": str(folder), "end": end - _MARGIN_S}
-    running = Ranks("phase", "finch.gpu_check.phases:run_phase", {"target": phase.target, "settings": settings}, folder, leads=True)  # fmt: skip
+    running = Ranks(
+        "phase", "finch.gpu_check.phases:run_phase", {"target": phase.target, "settings": settings}, folder, leads=True
+    )
     try:
         has_ended = running.wait(end)
         if not has_ended:
@@ -146,7 +148,13 @@ def _version(name: str) -> str | None:
 
 
 def _summary(report: PhaseReport) -> str:
-    counts = [(status, sum(line.status == status for line in report.lines)) for status in (OK, FAILED, MEASURED, NOT_RUN)]  # fmt: skip
+    counts = [
+        (status, sum(line.status == status for line in report.lines)) for status in (OK, FAILED, MEASURED, NOT_RUN)
+    ]
     numbers = ", ".join(f"{count} {status}" for status, count in counts if count)
-    failed = "".join(f"\n   failed: {line.name}: {line.note or f'seen {line.seen}, expected {line.expected}, tolerance {line.tolerance}'}" for line in report.lines if line.status == FAILED)  # fmt: skip
+    failed = "".join(
+        f"\n   failed: {line.name}: {line.note or f'seen {line.seen}, expected {line.expected}, tolerance {line.tolerance}'}"
+        for line in report.lines
+        if line.status == FAILED
+    )
     return f"{report.number}. {report.title}: {report.status} ({numbers}; {report.seconds:.0f} s){failed}"

@@ -51,7 +51,11 @@ _ROOM, _CONTEXT_BYTES = 1.1, 10**9  # over the computed peak, for what it does n
 _NUM_ROWS = 64 * BATCH
 _LEAST_S = 20.0  # to start a contender on a GPU
 _PACK = 1360  # tokens, as many as 16 rows have in the mean
-_AT_ONCE = {"batch_size": BATCH, "gradient_accumulation_steps": 1, "enable_activation_checkpointing": False}
+_AT_ONCE: dict[str, Any] = {
+    "batch_size": BATCH,
+    "gradient_accumulation_steps": 1,
+    "enable_activation_checkpointing": False,
+}
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,9 @@ class Meter:
         seconds = time.perf_counter() - self._start
         self._profile.stop()
         kernels = [event for event in self._profile.events() if event.device_type == DeviceType.CUDA]
-        spans = sorted((event.time_range.start, event.time_range.end) for event in kernels if not event.is_user_annotation)
+        spans = sorted(
+            (event.time_range.start, event.time_range.end) for event in kernels if not event.is_user_annotation
+        )
         busy, last = 0.0, -1.0
         for start, end in spans:
             busy += max(0.0, end - max(start, last))
@@ -227,7 +233,8 @@ def contend(program: str, file: str, has_cudnn_attention: bool) -> None:
     """In the process of a contender: trains until the meter ends the process."""
     if not has_cudnn_attention:
         torch.backends.cuda.enable_cudnn_sdp(False)
-    Meter(Path(file).parent / "result.json", OmegaConf.load(file)["device"])
+    cfg: Any = OmegaConf.load(file)
+    Meter(Path(file).parent / "result.json", cfg.device)
     programs: dict[str, Callable[[str], None]] = {"finch": _finch, "torchtune": _torchtune, "trl": _trl}
     programs[program](file)
 
@@ -256,12 +263,15 @@ class RandomCheckpointer:
     """A ``checkpointer`` for torchtune's recipes: random weights in the place of a file's."""
 
     def __init__(self, sizes: Any, dtype: str, device: str, **_: Any) -> None:
-        self._sizes, self._options = dict(sizes), {"dtype": precision_of(dtype).weights, "device": device}
+        self._sizes = dict(sizes)
+        self._options: dict[str, Any] = {"dtype": precision_of(dtype).weights, "device": device}
 
     def load_checkpoint(self) -> dict[str, Any]:
         with torch.device("meta"):
             shapes = qwen3(**self._sizes).state_dict()
-        return {"model": {name: torch.empty(like.shape, **self._options).normal_(std=0.02) for name, like in shapes.items()}}
+        return {
+            "model": {name: torch.empty(like.shape, **self._options).normal_(std=0.02) for name, like in shapes.items()}
+        }
 
 
 def _torchtune(file: str) -> None:
@@ -281,7 +291,9 @@ def _trl(file: str) -> None:
     config = transformers.Qwen3Config(**Model("B", cfg.model["_component_"], sizes).huggingface_config())
     options = {"attn_implementation": "flash_attention_2" if has_flash else "sdpa"}
     with torch.device(cfg.device):
-        network = transformers.AutoModelForCausalLM.from_config(config, dtype=precision_of(cfg.dtype).weights, **options)
+        network = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=precision_of(cfg.dtype).weights, **options
+        )
     arguments = trl.SFTConfig(
         output_dir=cfg.output_dir, per_device_train_batch_size=BATCH, num_train_epochs=1000, learning_rate=2e-5,
         lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, optim="adamw_torch_fused", use_cpu=cfg.device == "cpu",

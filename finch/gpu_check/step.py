@@ -86,7 +86,7 @@ class Step(FinchFullFinetune):
                 load_full_tensor(parameter, weights[name])
         if self.loss.regularizer is not None:
             self.loss.regularizer.start(self.model.trained_parameters().items())
-        options = {"num_steps": 10, "initial_loss": None, "is_resumed": False}
+        options: dict[str, Any] = {"num_steps": 10, "initial_loss": None, "is_resumed": False}
         self.update = build_update(cfg, self.model, self.parallel, self.precision, **options)
         self.state: Any = SimpleNamespace(step=0, epoch=0)
         self.keeps_gradients, self._clip = True, self.update.clip
@@ -123,7 +123,9 @@ class Step(FinchFullFinetune):
     def take(self, rows: Sequence[Row], layout: str = "padding-free") -> dict[str, float]:
         """A step on ``rows``, in micro-batches of the config's size; its metrics, on the host."""
         metrics = self.train_step(self.batches(rows, layout))
-        return {name: float(full_tensor(torch.as_tensor(value))) for name, value in metrics.items() if value is not None}
+        return {
+            name: float(full_tensor(torch.as_tensor(value))) for name, value in metrics.items() if value is not None
+        }
 
     def weights(self) -> Weights:
         """The trained weights, complete, in fp64 on the host."""
@@ -160,7 +162,9 @@ def run(check: Check) -> None:
     truth = functools.lru_cache(maxsize=6)(functools.partial(_truth, check.device))
     cases = covering_array(FACTORS)
     # The same truths one after the other; what takes longest last.
-    for case in sorted(cases, key=lambda case: (case["compile"] == "compile", case["model"], case["layout"] == "shared prefix")):
+    for case in sorted(
+        cases, key=lambda case: (case["compile"] == "compile", case["model"], case["layout"] == "shared prefix")
+    ):
         name = ", ".join(case.values())
         is_slow = case["compile"] == "compile" and os.environ.get("TORCH_COMPILE_BACKEND") != "aot_eager"
         if check.has_time(name, _COMPILE_S if is_slow else 0):
