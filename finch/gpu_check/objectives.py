@@ -50,7 +50,8 @@ def _compare(check: Check, name: str, model: Model, changes: dict[str, Any]) -> 
         before = step.weights()
         step.prepare(rows)
         losses.append([step.take(rows)["loss"] for _ in range(_STEPS)])
-        ends.append(step.gradients or {key: value - before[key] for key, value in step.weights().items()})
+        changed = {key: value.double() - before[key] for key, value in step.weights().items()}
+        ends.append(step.gradients or changed)
         step.close()
     error = max(abs(seen - exact) / exact for exact, seen in zip(*losses, strict=True))
     check.at_most(f"{name}: losses of {_STEPS} steps", error, LOSS_LIMIT)

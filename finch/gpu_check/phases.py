@@ -42,12 +42,12 @@ class Phase:
 
 PHASES = (
     Phase(0, "machine", "finch.gpu_check.machine:run", 30, 15),
-    Phase(1, "attention", "finch.gpu_check.attention:run", 60, 20),
-    Phase(2, "one training step", "finch.gpu_check.step:run", 120, 35),
-    Phase(3, "objectives", "finch.gpu_check.objectives:run", 60, 25),
-    Phase(4, "runs", "finch.gpu_check.runs:run", 80, 28),
-    Phase(5, "ranks", "finch.gpu_check.meshes:run", 100, 30, min_ranks=2),
-    Phase(6, "speed", "finch.gpu_check.speed:run", 150, 50),
+    Phase(1, "attention", "finch.gpu_check.attention:run", 60, 18),
+    Phase(2, "one training step", "finch.gpu_check.step:run", 120, 30),
+    Phase(3, "objectives", "finch.gpu_check.objectives:run", 60, 20),
+    Phase(4, "runs", "finch.gpu_check.runs:run", 80, 24),
+    Phase(5, "ranks", "finch.gpu_check.meshes:run", 100, 28, min_ranks=2),
+    Phase(6, "speed", "finch.gpu_check.speed:run", 150, 45),
 )
 """Their deadlines add up to ten minutes, and to three with ``--quick``."""
 

@@ -66,7 +66,7 @@ class Step(FinchFullFinetune):
 
     Attributes:
         keeps_gradients: whether ``gradients`` is set, which has the host wait for the device.
-        gradients: of the last step before they are clipped, complete, in fp64 on the host; empty with ``optimizer_in_bwd``.
+        gradients: of the last step before they are clipped, complete, on the host; empty with ``optimizer_in_bwd``.
     """
 
     def __init__(self, cfg: Any, weights: Weights, device: torch.device) -> None:
@@ -128,7 +128,7 @@ class Step(FinchFullFinetune):
         }
 
     def weights(self) -> Weights:
-        """The trained weights, complete, in fp64 on the host."""
+        """The trained weights, complete, on the host."""
         return _complete(self.model.trained_parameters())
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Step(FinchFullFinetune):
 
 def _complete(tensors: Mapping[str, torch.Tensor]) -> Weights:
     return {
-        name.replace(_CHECKPOINT_PREFIX, ""): full_tensor(tensor.detach()).to("cpu", torch.float64, copy=True)
+        name.replace(_CHECKPOINT_PREFIX, ""): full_tensor(tensor.detach()).to("cpu", copy=True)
         for name, tensor in tensors.items()
     }
 
@@ -203,7 +203,7 @@ def _compare(check: Check, name: str, case: Mapping[str, str], truth: Any) -> No
     check.at_most(f"{name}: gradients", error, limit, note=f"worst of {worst}")
     limit = max(_FACTOR * abs(plain_loss - loss) / loss, floor)
     check.at_most(f"{name}: loss", abs(seen["loss"] - loss) / loss, limit, expected=loss)
-    norm = float(torch.stack([gradient.norm() for gradient in step.gradients.values()]).norm())
+    norm = float(torch.stack([gradient.double().norm() for gradient in step.gradients.values()]).norm())
     limit = _BF16_NORM if precision.weights == torch.bfloat16 else floor
     check.at_most(f"{name}: gradient norm", abs(seen["grad_norm"] - norm) / norm, limit, expected=norm)
 
@@ -212,7 +212,7 @@ def worst_error(seen: Weights, exact: Weights) -> tuple[float, str]:
     """The largest relative error of a tensor, in the 2-norm, and its name; infinite if one is missing or not finite."""
     if seen.keys() != exact.keys():
         return float("inf"), ", ".join(sorted(seen.keys() ^ exact.keys()))
-    errors = {name: float((seen[name] - value).norm() / value.norm()) for name, value in exact.items()}
+    errors = {name: float((seen[name].double() - value).norm() / value.norm()) for name, value in exact.items()}
     worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
     return errors[worst], worst
 

@@ -1,0 +1,47 @@
+"""`finch gpu-check` as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers.runs import ROOT, environment
+
+
+def gpu_check(*options, cwd):
+    command = [sys.executable, "-m", "finch.cli", "gpu-check", *options]
+    env = environment(ROOT, ROOT / "recipes", CUDA_VISIBLE_DEVICES="")
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=700, check=False)
+
+
+def test_without_a_gpu_it_offers_the_cpu(tmp_path):
+    done = gpu_check(cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.split("\n")[1:] == [
+        "finch: error: finch gpu-check finds no GPU (torch.cuda sees 0): add --cpu for tiny models on the CPU",
+        "",
+    ]
+    assert not any(tmp_path.iterdir())
+
+
+def test_out_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    done = gpu_check("--cpu", "--out", "file", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 2)
+    assert "finch: error: --out file cannot be written" in done.stderr
+
+
+@pytest.mark.slow
+def test_quick_check_on_the_cpu_passes(tmp_path):
+    done = gpu_check("--cpu", "--quick", "--out", "report", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "report" / "gpu_check.json").read_text())
+    assert [phase["number"] for phase in content["phases"]] == list(range(7))
+    assert [phase["status"] for phase in content["phases"]] == ["measured", *["ok"] * 5, "measured"]
+    assert not any(line["status"] == "failed" for phase in content["phases"] for line in phase["lines"])
+    names = {line["name"] for line in content["phases"][6]["lines"]}
+    assert {"B", "tiny B, finch as shipped: tokens/s", "tiny B, torchtune, padded, compile: tokens/s"} <= names
+    page = (tmp_path / "report" / "gpu_check.md").read_text()
+    assert "## 6. speed: measured" in page

@@ -1,0 +1,58 @@
+"""Phases of a check that hang or are quick, and a rank with a defect; they run in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from finch.errors import report_user_errors
+from finch.gpu_check.phases import Phase, run_phases
+from finch.gpu_check.processes import Ranks
+from finch.gpu_check.report import Check
+
+
+def quick(check: Check) -> None:
+    check.equal("one", 1, 1)
+
+
+def fail(check: Check) -> None:
+    with check.case("two"):
+        raise RuntimeError("broken")
+
+
+def end(check: Check) -> None:
+    check.equal("one", 1, 1)
+    sys.exit("no more")
+
+
+def hang(check: Check) -> None:
+    """On two ranks, of which one waits for a lock."""
+    check.equal("before", 1, 1)
+    Ranks("rank", f"{__name__}:wait_for_lock", {}, check.folder, ranks=2).wait(time.time() + 1000)
+
+
+def wait_for_lock() -> None:
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+def phase(name: str, number: int = 1, deadline_s: float = 100.0) -> Phase:
+    return Phase(number, name, f"{__name__}:{name}", deadline_s, deadline_s, 1)
+
+
+@report_user_errors
+def main(out: str) -> None:
+    run_phases(Path(out), device="cuda", ranks=1, quick=True, phases=[phase("quick"), phase("hang", 2)])
+
+
+def steps_without_reduce(**arguments: Any) -> None:
+    """A rank that keeps its own sums: losses, counts and gradient scale are its own."""
+    from finch.distributed.parallel import Parallel
+    from finch.gpu_check.meshes import steps_on_rank
+
+    Parallel.all_reduce_sum_ = lambda self, values: values
+    steps_on_rank(**arguments)
