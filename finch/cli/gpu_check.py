@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from finch.errors import UserError
+from finch.extras import require_extras
 
 _CPU_RANKS, _MAX_RANKS = 2, 8
 
@@ -33,6 +34,7 @@ def gpu_check(parsed: argparse.Namespace) -> None:
     Raises:
         UserError: there is no GPU, or ``--out`` cannot be written.
     """
+    require_extras("finch gpu-check", "torchtune")
     import torch
 
     from finch.gpu_check.phases import run_phases

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import platform
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,7 +18,18 @@ from typing import Any
 
 from finch import __version__
 from finch.gpu_check.processes import Ranks, stacks_in
-from finch.gpu_check.report import FAILED, MEASURED, NOT_RUN, OK, Check, Line, PhaseReport, read_lines, write
+from finch.gpu_check.report import (
+    FAILED,
+    MEASURED,
+    NOT_RUN,
+    OK,
+    Check,
+    Line,
+    PhaseReport,
+    format_value,
+    read_lines,
+    write,
+)
 
 _CPU_PATIENCE = 4.0  # a CPU's deadlines are for machines that do other work as well
 _PACKAGES = ("torch", "torchtune", "torchao", "transformers", "trl", "triton", "flash-attn", "nvidia-nccl-cu12")
@@ -59,7 +72,7 @@ def run_phases(
     ranks: int,
     quick: bool,
     phases: Sequence[Phase] = PHASES,
-    tell: Callable[[str], None] = print,
+    tell: Callable[[str], None] = functools.partial(print, flush=True),
 ) -> bool:
     """Runs the phases in order and writes ``out`` after each; returns whether none that decides has failed.
 
@@ -92,22 +105,20 @@ def _run(phase: Phase, report: PhaseReport, folder: Path, **options: Any) -> Non
     start = time.time()
     end = start + report.deadline_s
     settings = {**options, "folder": str(folder), "end": end - _MARGIN_S}
-    running = Ranks(
-        "phase", "finch.gpu_check.phases:run_phase", {"target": phase.target, "settings": settings}, folder, leads=True
-    )
+    arguments = {"target": phase.target, "settings": settings}
+    running = Ranks("phase", f"{__name__}:run_phase", arguments, folder, leads=True)
+    note = ""
     try:
-        has_ended = running.wait(end)
-        if not has_ended:
+        if not running.wait(end):
             running.abort()
             report.stacks = stacks_in(folder)
+            note = f"ended at its deadline of {report.deadline_s:.0f} s; the stacks are below"
+        elif running.codes != [0]:
+            note = f"exit code {running.codes[0]}: {running.last_lines()}"
     finally:
         running.kill()
         report.seconds = time.time() - start
-    if not has_ended:
-        note = f"ended at its deadline of {report.deadline_s:.0f} s; the stacks are below"
-        report.lines = [Line(phase.title, FAILED, note=note)]
-    elif running.codes != [0]:
-        note = f"exit code {running.codes[0]}: {running.last_lines()}"
+    if note:
         report.lines = [Line(phase.title, FAILED, note=note)]
     statuses = {line.status for line in (*read_lines(folder), *report.lines)}
     report.status = next((status for status in (FAILED, OK, MEASURED) if status in statuses), NOT_RUN)
@@ -148,13 +159,13 @@ def _version(name: str) -> str | None:
 
 
 def _summary(report: PhaseReport) -> str:
-    counts = [
-        (status, sum(line.status == status for line in report.lines)) for status in (OK, FAILED, MEASURED, NOT_RUN)
-    ]
-    numbers = ", ".join(f"{count} {status}" for status, count in counts if count)
-    failed = "".join(
-        f"\n   failed: {line.name}: {line.note or f'seen {line.seen}, expected {line.expected}, tolerance {line.tolerance}'}"
-        for line in report.lines
-        if line.status == FAILED
-    )
-    return f"{report.number}. {report.title}: {report.status} ({numbers}; {report.seconds:.0f} s){failed}"
+    counts = Counter(line.status for line in report.lines)
+    numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
+    text = [f"{report.number}. {report.title}: {report.status} ({numbers}; {report.seconds:.0f} s)"]
+    for line in report.lines:
+        if line.status == FAILED:
+            seen = f"seen {format_value(line.seen)}, tolerance {format_value(line.tolerance)} " * (
+                line.seen is not None
+            )
+            text.append(f"   failed: {line.name}: {seen}{line.note}")
+    return "\n".join(text)

@@ -62,7 +62,9 @@ def test_deadlines_add_up_to_ten_minutes_and_three():
 
 def test_interrupt_leaves_what_was_done(tmp_path):
     code = f"from helpers.gpu_check_phases import main; main({str(tmp_path)!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
     process.stdout.readline()  # the first phase has ended
     children = _descendants(process.pid)
