@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import platform
@@ -10,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -72,7 +71,6 @@ def run_phases(
     ranks: int,
     quick: bool,
     phases: Sequence[Phase] = PHASES,
-    tell: Callable[[str], None] = functools.partial(print, flush=True),
 ) -> bool:
     """Runs the phases in order and writes ``out`` after each; returns whether none that decides has failed.
 
@@ -93,7 +91,7 @@ def run_phases(
             finally:
                 reports[-1].lines = read_lines(folder) + reports[-1].lines
                 write(out, machine, reports)
-            tell(_summary(reports[-1]))
+            print(_summary(reports[-1]), flush=True)
     return not any(report.status == FAILED for report, phase in zip(reports, phases, strict=True) if phase.decides)
 
 

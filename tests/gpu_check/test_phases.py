@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("check")  # for the environment
 
 
 def run(out, *phases, ranks=1):
-    is_right = run_phases(out, device="cuda", ranks=ranks, quick=True, phases=phases, tell=lambda text: None)
+    is_right = run_phases(out, device="cuda", ranks=ranks, quick=True, phases=phases)
     return is_right, json.loads((out / "gpu_check.json").read_text())["phases"], (out / "gpu_check.md").read_text()
 
 
