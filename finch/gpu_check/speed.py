@@ -105,7 +105,8 @@ def run(check: Check) -> None:
 
 def choose_model(check: Check, dtype: str) -> Model | None:
     """B: the largest model whose step fits by the formula; says so where that is not the first."""
-    for model in large_models(check.device):
+    candidates = large_models(check.device)
+    for model in candidates:
         cfg = read_config(write_config(check.folder, model, device=check.device, dtype=dtype, **_AT_ONCE))
         decoder = meta_decoder(model, dtype)
         needed = int(_ROOM * memory_by_formula(decoder, cfg, Rows(), ranks=1)["peak"]) + _CONTEXT_BYTES
@@ -115,7 +116,8 @@ def choose_model(check: Check, dtype: str) -> Model | None:
             check.measured("B", model.name, note=f"{number:,} parameters, random weights, {dtype}")
             return model
         sizes = f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-        check.not_run(model.name, f"{sizes}: the next smaller model is taken")
+        remedy = "too little for any model" if model is candidates[-1] else "the next smaller model is taken"
+        check.not_run(model.name, f"{sizes}: {remedy}")
     return None
 
 
