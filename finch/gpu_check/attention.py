@@ -24,7 +24,7 @@ Attention = Callable[..., torch.Tensor]
 # Times the error of fp32 mathematics rounded to the dtype: kernels round the scores as well, and the gradients of k and v are summed over
 # the query heads that share them, and over the samples that share a prefix, in the dtype.
 _FACTORS = (2.0, 4.0, 4.0, 4.0)
-_FLOORS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1e-6}
+_FLOORS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1e-5}
 _BACKENDS = {
     "math": SDPBackend.MATH,
     "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,

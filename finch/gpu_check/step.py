@@ -51,8 +51,7 @@ FACTORS: dict[str, Sequence[str]] = {
     "layout": ("padded", "padding-free", "packed", "shared prefix"),
 }
 _FACTOR = 3.0  # times the error of the plain loop in the same dtype
-_FLOORS = {"fp64": 2e-6}  # the models compute norms and angles in fp32 in every dtype
-_FLOOR = 1e-5
+_FLOOR = 1e-5  # also in fp64, in which the models compute norms and angles in fp32
 _BF16_NORM = 2.0**-8  # a norm that is returned in bf16
 _COMPILE_S = 30.0
 
@@ -187,12 +186,16 @@ def _truth(device: str, model: str, has_prefix: bool, dtype: torch.dtype, stored
 
 
 def _compare(check: Check, name: str, case: Mapping[str, str], truth: Any) -> None:
-    dtype, precision = case["dtype"], precision_of(case["dtype"])
+    precision = precision_of(case["dtype"])
     which = (case["model"], case["layout"] == "shared prefix")
     loss, exact = truth(*which, torch.float64, precision.weights)
     plain_loss, plain = truth(*which, precision.compute, precision.weights)
     model = medium_models(check.device)[case["model"]]
-    changes = {"dtype": dtype, "compile": case["compile"] == "compile", "padding_free": case["layout"] != "padded"}
+    changes = {
+        "dtype": case["dtype"],
+        "compile": case["compile"] == "compile",
+        "padding_free": case["layout"] != "padded",
+    }
     cfg = step_config(check.folder, model, device=check.device, **changes, **_CHECKPOINTING[case["checkpointing"]])
     torch._dynamo.reset()
     step = Step(cfg, initial_weights(model), torch.device(check.device))
@@ -200,14 +203,13 @@ def _compare(check: Check, name: str, case: Mapping[str, str], truth: Any) -> No
         seen = step.take(_rows(check.device, *which), case["layout"])
     finally:
         step.close()
-    floor = _FLOORS.get(dtype, _FLOOR)
     error, worst = worst_error(step.gradients, exact)
-    limit = max(_FACTOR * worst_error(plain, exact)[0], floor)
+    limit = max(_FACTOR * worst_error(plain, exact)[0], _FLOOR)
     check.at_most(f"{name}: gradients", error, limit, note=f"worst of {worst}")
-    limit = max(_FACTOR * abs(plain_loss - loss) / loss, floor)
+    limit = max(_FACTOR * abs(plain_loss - loss) / loss, _FLOOR)
     check.at_most(f"{name}: loss", abs(seen["loss"] - loss) / loss, limit, expected=loss)
     norm = float(torch.stack([gradient.double().norm() for gradient in step.gradients.values()]).norm())
-    limit = _BF16_NORM if precision.weights == torch.bfloat16 else floor
+    limit = _BF16_NORM if precision.weights == torch.bfloat16 else _FLOOR
     check.at_most(f"{name}: gradient norm", abs(seen["grad_norm"] - norm) / norm, limit, expected=norm)
 
 
