@@ -237,8 +237,8 @@ class Hardware(Keys):
     """keep checkpointed activations in host memory (CUDA)"""
     ac_mode: Literal["full", "selective"] | None = None
     """torchtune's selective activation checkpointing: which layers"""
-    ac_option: Literal["op"] | Annotated[PositiveInt, BeforeValidator(_whole_number)] | None = None
-    """with ac_mode=selective: op, or n for every n-th layer"""
+    ac_option: Annotated[PositiveInt, BeforeValidator(_whole_number)] | None = None
+    """with ac_mode=selective: n for every n-th layer; torchtune names op as well and has not implemented it"""
     custom_sharded_layers: list[Any] | None = None
     """modules, besides the layers, that FSDP2 wraps separately, such as tok_embeddings"""
     cudnn_deterministic_mode: (

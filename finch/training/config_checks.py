@@ -102,7 +102,7 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
     if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
         raise UserError("enable_activation_offloading=True needs enable_activation_checkpointing=True; set both")
     if cfg.ac_mode == "selective" and cfg.ac_option is None:
-        raise UserError("ac_mode=selective needs ac_option; set it to op, or to n for every n-th layer")
+        raise UserError("ac_mode=selective needs ac_option; set it to n for every n-th layer")
     _check_loss(cfg)
     build_kl(cfg)
     if cfg.regularizer is not None and isinstance(build(cfg.regularizer, "regularizer"), KL):

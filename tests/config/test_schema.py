@@ -59,7 +59,7 @@ def test_dtype_choices_are_the_implemented_ones():
         ("seed", "int >= 0 or null", [0, 7], [-1]),
         ("clip_grad_norm", "number > 0 or null", [1, 0.5, "1.0", float("inf")], [0, -1, "x", True, float("nan")]),
         ("ac_mode", "full, selective or null", ["full", "selective"], ["op", 1]),
-        ("ac_option", "op, int >= 1 or null", ["op", 1, "2"], [0, "0", "full", True]),
+        ("ac_option", "int >= 1 or null", [1, "2"], [0, "0", "op", True]),
         ("device", "auto, cpu, cuda or cuda:N", ["auto", "cpu", "cuda", "cuda:1"], ["tpu", "cuda:x", "cpu:0", 0]),
         ("data_parallel_shard_dim", "-1 or int >= 1", [-1, 1, 8], [0, -2, "all"]),
         ("resume_from_checkpoint", "True, False, auto or PATH", [True, False, "auto", "run/step_5"], [1]),

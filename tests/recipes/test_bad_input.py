@@ -89,7 +89,7 @@ def error_of(tmp_path):
         # Combinations
         ("plain", "optimizer_in_bwd=True clip_grad_norm=null gradient_accumulation_steps=2", "optimizer_in_bwd=True excludes gradient_accumulation_steps=2"),
         ("plain", "optimizer_in_bwd=True clip_grad_norm=null regularizer=finch.regularization.L2", "optimizer_in_bwd=True excludes regularizer=finch.regularization.L2"),
-        ("plain", "ac_mode=selective", "ac_mode=selective needs ac_option; set it to op, or to n"),
+        ("plain", "ac_mode=selective", "ac_mode=selective needs ac_option; set it to n"),
         ("plain", "enable_activation_offloading=True", "enable_activation_offloading=True needs device=cuda"),
         ("plain", "dtype=bf16_mixed optimizer=bitsandbytes.optim.AdamW8bit ~optimizer.fused", "bitsandbytes.optim.AdamW8bit does not update sharded weights"),
         ("plain", "tensor_parallel_dim=2", "tensor_parallel_dim=2 needs tensor_parallel_plan"),
