@@ -198,6 +198,7 @@ def test_killed_evaluation_continues(evaluate, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*/*/*answers*"))
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_results_of_one(evaluate, base_folder, data_root, tmp_path):
     arguments = ["evaluate", "--base", base_folder, "--data-root", data_root, "--suite", "forgetting"]
     arguments += ["--tasks", "hellaswag,winogrande", "--limit", "7", "--out", tmp_path / "two", "--nproc_per_node", "2"]

@@ -73,6 +73,7 @@ def test_recipe_equals_plain_python(ranks, shared_data, tmp_path):
     assert_equal(name, (run.column("loss"), run.column("lr")), run_reference(shared_data))
 
 
+@pytest.mark.slow
 def test_stacks_equal_plain_python_on_two_ranks(shared_data, tmp_path):
     one, other = on_ranks(2, ON_TWO_RANKS.format(data=str(shared_data)), tmp_path)
     assert {name: curves[1] for name, curves in one.items()} == {name: curves[1] for name, curves in other.items()}

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from helpers.runs import ROOT
 
 LOOP = """
@@ -26,6 +27,7 @@ REVEALED = ["finch.optim.finch_lr.FinchLR", "bool", "list[float]", "bool"]
 REVEALED += ["torch._tensor.Tensor", "dict[str, torch._tensor.Tensor]"]
 
 
+@pytest.mark.slow
 def test_public_names_are_typed_for_mypy_strict(tmp_path):
     file = tmp_path / "loop.py"
     file.write_text(LOOP)

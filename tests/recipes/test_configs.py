@@ -73,6 +73,7 @@ def two_node_command(name):
     return re.search(r"tune run --nnodes 2 .*?\\\n.*?$", header, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ")
 
 
+@pytest.mark.slow
 def test_two_node_command_of_the_header(tmp_path, rows_file):
     """Two torchrun agents on this machine meet as two nodes would, by the very words of the header; equal to one process."""
     name = "qwen3/4B_finch"

@@ -9,6 +9,7 @@ def config(tiny):
     return tiny(epochs=2, max_steps_per_epoch=2, is_validated=True)
 
 
+@pytest.mark.slow
 def test_log_file_has_lines_only(tmp_path, config):
     """Of two ranks of a real `tune run`; the second one is silent."""
     done = tune_run(tmp_path, config, ranks=2)
