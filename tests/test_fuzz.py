@@ -1,6 +1,6 @@
 """Seeded mutations of configs, rows, model folders and results: each ends well or with one line, and touches nothing outside its folder.
 
-FUZZ_SCALE=10 runs the 5,000 configs, 2,000 row files, 1,000 model folders and 500 results whose outcome docs/survival.md reports.
+FUZZ_SCALE=10 runs the 5,000 configs, 1,000 overrides, 2,000 row files, 1,000 model folders and 500 results whose outcome docs/survival.md reports.
 """
 
 from __future__ import annotations
