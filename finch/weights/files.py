@@ -105,7 +105,7 @@ def rewrite(source: Path, target: Path, change: Callable[[str, torch.Tensor], to
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """A new safetensors file, without the copies in memory and the temporary file next to it that safetensors' ``save_file`` makes."""
+    """A new safetensors file. safetensors' ``save_file`` leaves a temporary file next to it when it is killed."""
     with SafetensorsWriter(path, tensors, metadata) as file:
         for name, tensor in tensors.items():
             if tensor.numel():
