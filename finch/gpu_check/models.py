@@ -21,6 +21,7 @@ from finch.config.instantiate import find_config, load_config
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
 from finch.distributed.precision import precision_of
+from finch.models.families import SIZES
 from finch.models.qwen3 import SIZE_0_6B, SIZE_1_7B, SIZE_4B, qwen3_tune_to_hf
 from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import labels_come_shifted
@@ -35,14 +36,6 @@ BATCH = 16
 SHIPPED = "qwen3/4B_finch"
 """The config that comes with finch, which those of the check change."""
 _WORDS = ("the", "old", "red", "bird", "fox", "river", "stone", "sings", "runs", "near", "under", "often", "never")
-_HF_NAMES = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "embed_dim": "hidden_size",
-    "intermediate_dim": "intermediate_size",
-    "max_seq_len": "max_position_embeddings",
-}
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ class Model:
 
     def huggingface_config(self) -> dict[str, Any]:
         """config.json of a Qwen3."""
-        sizes = {_HF_NAMES.get(name, name): value for name, value in self.sizes.items()}
+        sizes = {SIZES.get(name, name): value for name, value in self.sizes.items()}
         return {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "pad_token_id": 0, "eos_token_id": 1, **sizes}
 
 

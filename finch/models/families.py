@@ -10,8 +10,7 @@ from finch.config.instantiate import component_of
 from finch.errors import UserError
 from finch.models.hf_config import CONFIG, FAMILIES, check_folder, is_tied, read_config, rope_settings
 
-# The builders' arguments, and config.json's keys.
-_SIZES = {
+SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -21,6 +20,7 @@ _SIZES = {
     "max_seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
 }
+"""The builders' arguments, and config.json's keys."""
 # Heads of any width; with transformers' value where the key is missing. Others have hidden_size / num_attention_heads.
 _HEAD_DIM = {"gemma": 256, "gemma2": 256, "qwen3": 128}
 # Builders whose output layer is the embedding, or is not; the others take either.
@@ -59,15 +59,15 @@ def model_block(folder: Path, max_seq_len: int | None = None, *, option: str = "
     if config.get("num_key_value_heads") is None:  # old files of models without grouped heads
         config["num_key_value_heads"] = config.get("num_attention_heads")
     rope = rope_settings(config)
-    for key in (*_SIZES.values(), "rope_theta", *(("factor",) if rope["rope_type"] == "llama3" else ())):
-        value = config.get(key) if key in _SIZES.values() else rope.get(key)
+    for key in (*SIZES.values(), "rope_theta", *(("factor",) if rope["rope_type"] == "llama3" else ())):
+        value = config.get(key) if key in SIZES.values() else rope.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise UserError(f"{CONFIG} of {option}={folder} has {key}={value}, not a number above 0; download it again")
     for key, value, reason in _unsupported(config):
         raise UserError(
             f"{CONFIG} of {option}={folder} has {key}={value}, but {reason}; finch cannot train this model, give another"
         )
-    block = {"_component_": FAMILIES[model_type].builders[0], **{name: config[key] for name, key in _SIZES.items()}}
+    block = {"_component_": FAMILIES[model_type].builders[0], **{name: config[key] for name, key in SIZES.items()}}
     block |= {"rope_base": _plain(rope["rope_theta"]), **_family_arguments(config)}
     return block if max_seq_len is None else {**block, "max_seq_len": max_seq_len}
 

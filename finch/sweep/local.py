@@ -134,10 +134,8 @@ class LocalSweep:
         if state.running is not None or state.status == FAILED:
             return
         if state.status == WAITING:
-            if not self._is_free(state):
-                return
             job, needed = state.job, [self._states[folder] for folder in state.job.cell.dependencies]
-            if not all(self._is_finished(other, job) for other in needed):
+            if not all(self._is_finished(other, job) for other in needed) or not self._is_free(state):
                 return
             if job.cell.kind == SMALL_LR:
                 self._select(state)
