@@ -9,12 +9,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 MIN_PREFIX = 8
 """Tokens. A shorter prefix, such as a BOS token, saves less than its attention costs."""
+LONG_PREFIX = 1000
+"""Tokens. A longer prefix is not copied to each sample's keys: the samples attend to it in a call of its own."""
+MULTIPLE = 8
+"""Tokens. The row of :attr:`PaddingFree.varlen` is a multiple of it, as matrix products in 16 bits want their sizes."""
+
+
+class Varlen(NamedTuple):
+    """What attention in one call over the whole row needs, as two tensors: of a compiled graph only their sizes are asked.
+
+    Attributes:
+        index: int32 on the device: where each sequence's queries end, from 0; where its keys end; of each key its token in the row;
+            where among the keys the row's tokens are; where the prefix's copies are. The last three only where a prefix is copied;
+            two tokens' numbers each where a long one is not: 0 and the samples', 0 and the prefix's.
+        sizes: [5] int64 on the host: sequences, tokens of the longest one's queries, of its keys, of the prefix, and of all keys, 0
+            where they are the row's.
+    """
+
+    index: torch.Tensor
+    sizes: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,19 @@ class PaddingFree:
             start += length
         return rows, torch.cat(places)
 
+    @functools.cached_property
+    def varlen(self) -> tuple[PaddingFree, Varlen]:
+        """The layout with a last sample that nothing asks for, which fills the row up to ``MULTIPLE``, and the sequences of attention."""
+        filling = -self.indices.numel() % MULTIPLE
+        lengths = (*self.lengths, filling) if filling else self.lengths
+        indices, positions = (F.pad(each, (0, filling)) for each in (self.indices, self.positions))
+        layout = replace(self, indices=indices, positions=positions, lengths=lengths)
+        parts, sizes = _sequences(self.prefix, lengths)
+        index, device = torch.cat(parts).to(torch.int32), indices.device
+        if device.type == "cuda":  # a copy from pageable memory would wait for the device
+            index = index.pin_memory().to(device, non_blocking=True)
+        return layout, Varlen(index, torch.tensor(sizes))
+
     def _map(self, function: Any) -> PaddingFree:
         return replace(self, **{name: function(getattr(self, name)) for name in ("indices", "positions", "targets")})
 
@@ -92,6 +125,33 @@ def remove_padding(tokens: torch.Tensor, targets: torch.Tensor) -> PaddingFree:
         prefix=prefix,
         lengths=tuple(length for length in lengths if length),
     )
+
+
+def _sequences(prefix: int, lengths: Sequence[int]) -> tuple[list[torch.Tensor], list[int]]:
+    """The parts of :class:`Varlen`: the prefix is the first sequence, each sample's keys are the prefix's and its own."""
+    if not lengths:  # all samples end in the prefix
+        prefix, lengths = 0, (prefix,)
+    own = torch.tensor(lengths)
+    shared = prefix if prefix < LONG_PREFIX else 0
+    first = [prefix] if prefix else []
+    lengths_q, lengths_k = torch.tensor([*first, *lengths]), torch.tensor([*first, *(own + shared).tolist()])
+    ends_q, ends_k = (F.pad(each.cumsum(0), (1, 0)) for each in (lengths_q, lengths_k))
+    sizes = [len(lengths_q), int(lengths_q.max()), int(lengths_k.max()), prefix]
+    if not prefix:
+        return [ends_q, ends_k], [*sizes, 0]
+    if not shared:
+        return [ends_q, ends_k, torch.tensor([0, own.sum(), 0, prefix])], [*sizes, 0]
+    tokens, gathered = int(ends_q[-1]), int(ends_k[-1])
+    shifts = (ends_k[1:-1] + prefix - ends_q[1:-1]).repeat_interleave(
+        own
+    )  # of a sample's tokens, from the row to the keys
+    places = torch.arange(tokens)
+    places[prefix:] += shifts
+    copies = (ends_k[1:-1, None] + torch.arange(prefix)).flatten()
+    keys = torch.empty(gathered, dtype=torch.int64)
+    keys[places] = torch.arange(tokens)
+    keys[copies] = torch.arange(prefix).repeat(len(own))
+    return [ends_q, ends_k, keys, places, copies], [*sizes, gathered]
 
 
 def _common_prefix(tokens: torch.Tensor, longest: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from finch.data.padding_free import PaddingFree
 from finch.objectives import IGNORE_INDEX
 from finch.objectives.regularization import coarse_token_kl, token_kl, top_log_probs
 from finch.training.one_pass_loss import Weighting, head_of, one_pass
+from finch.training.padding_free_attention import Way, through_layers
 
 T = TypeVar("T")
 LOGITS_BYTES = 2**28
@@ -50,7 +51,7 @@ class TokenLoss(nn.Module):
         reference: the pretrained model, frozen, which runs only for the KL divergence; None: ``decoder`` without its adapters.
 
     Attributes:
-        is_padding_free: whether the attention layers accept a :class:`finch.data.padding_free.PaddingFree`.
+        way: how the attention layers accept a :class:`finch.data.padding_free.PaddingFree`, if they do.
     """
 
     decoder: TransformerDecoder
@@ -61,7 +62,7 @@ class TokenLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.decoder, self.reference = decoder, reference
-        self.num_chunks, self.is_padding_free = num_chunks, False
+        self.num_chunks, self.way = num_chunks, cast(Way, "padded")
         self.offloading: AbstractContextManager[Any] = nullcontext()
         # A decoder's forward ends in `unembed` (final norm and output layer). It moves here, next to the loss.
         for each in (decoder, reference):
@@ -97,7 +98,7 @@ class TokenLoss(nn.Module):
             targets: [number of targets] int64, positions in the flattened labels that are not -100. With it logits are computed
                 only there: prompts and padding cost neither time nor memory in the output layer. The collator counts them on
                 the host, since doing it on a GPU would need a synchronisation.
-            layout: the same tokens without padding, on which the decoder's layers then run where ``is_padding_free``.
+            layout: the same tokens without padding, on which the decoder's layers then run where ``way`` is not "padded".
             num_top_logits: how many of each token's largest logits to return as well.
             num_top_log_probs: of how many of each token's most likely tokens to return the log-probabilities, see
                 :func:`finch.objectives.regularization.top_log_probs`.
@@ -217,13 +218,11 @@ class TokenLoss(nn.Module):
         inputs: dict[str, Any],
     ) -> torch.Tensor:
         """[targets, embed] what the last layer returns at the targets, without them [batch * seq, embed]."""
-        if layout is None or not self.is_padding_free:
+        if layout is None or self.way == "padded":
             return _at_targets(decoder(tokens, **inputs).flatten(0, 1), targets)
         # Not the decoder's forward, which refuses a row longer than its context.
-        hidden = decoder.tok_embeddings(tokens.flatten().index_select(0, layout.indices)[None])
-        for layer in decoder.layers:
-            hidden = layer(hidden, mask=layout, input_pos=layout.positions)
-        return hidden[0].index_select(0, layout.targets if targets is None else layout.targets[: len(targets)])
+        hidden = through_layers(decoder.layers, decoder.tok_embeddings, tokens, layout, self.way)
+        return hidden.index_select(0, layout.targets if targets is None else layout.targets[: len(targets)])
 
     @torch.no_grad()
     def _reference_hidden(

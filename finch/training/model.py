@@ -27,7 +27,7 @@ from finch.log import logger
 from finch.models.families import replace_known_bad_builder
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import check_text_decoder
-from finch.training.padding_free_attention import accept_padding_free
+from finch.training.padding_free_attention import DESCRIPTIONS, accept_padding_free, choose_way
 from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import PretrainedFolder
 
@@ -91,29 +91,33 @@ def parallelize(
     plan: Plan | None,
     has_reference: bool = False,
 ) -> TokenLoss:
-    """Applies tensor parallelism, compile, activation checkpointing and FSDP2, in this order; all stays on the meta device.
+    """Applies tensor parallelism, activation checkpointing, compile and FSDP2, in this order; all stays on the meta device.
 
     ``has_reference`` adds a second, frozen copy of the decoder, sharded in the same way.
     """
     reference = copy.deepcopy(decoder).requires_grad_(False) if has_reference else None
     model = TokenLoss(decoder, num_chunks, reference)
     decoders = [decoder] if reference is None else [decoder, reference]
-    if cfg.padding_free and not cfg.compile:  # compile would make a graph for each batch's lengths
-        model.is_padding_free = all(map(accept_padding_free, decoders))
+    options = {"padding_free": cfg.padding_free, "compile": cfg.compile}
+    model.way = choose_way(decoder, parallel.device, precision.compute, **options)
+    logger.info(f"attention: {DESCRIPTIONS[model.way]}")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new length, and keeps all
     for each in decoders:
+        if model.way != "padded":
+            accept_padding_free(each, model.way)
         if parallel.tensor_mesh is not None and plan is not None:
             apply_plan(each, plan, parallel.tensor_mesh)  # before layers are wrapped: a plan matches module names
-        if cfg.compile:
-            training.compile_model(each, verbose=parallel.is_rank_zero)
-        else:  # inductor fuses the real products and has no complex ones
+        if not cfg.compile:  # inductor fuses the real products and has no complex ones
             use_complex_product(each)
-    if cfg.compile:
-        backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
-        model.cross_entropy = torch.compile(model.cross_entropy, backend=backend)
     if cfg.ac_mode is not None:
         apply_selective_activation_checkpointing(decoder, cfg.ac_mode, cfg.ac_option)
     elif cfg.enable_activation_checkpointing:
         training.set_activation_checkpointing(decoder, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+    if cfg.compile:
+        backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
+        for layer in (layer for each in decoders for layer in each.layers):
+            layer.compile(backend=backend)
+        model.cross_entropy = torch.compile(model.cross_entropy, backend=backend)
     # The output layer is used inside the root's forward, and so is an embedding tied to it: both stay in the root's group.
     in_root = {"output", "tok_embeddings"} if isinstance(decoder.output, modules.TiedLinear) else {"output"}
     custom_layers = [name for name in cfg.custom_sharded_layers or [] if name not in in_root]

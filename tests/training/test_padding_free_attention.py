@@ -8,7 +8,7 @@ from torchtune.modules import MultiHeadAttention
 
 from finch.data.padding_free import remove_padding
 from finch.training.chunked_loss import TokenLoss
-from finch.training.padding_free_attention import accept_padding_free
+from finch.training.padding_free_attention import accept_padding_free, choose_way
 
 NAMES = ("llama", "llama 3", "mistral", "gemma", "gemma2", "phi3", "qwen2 tied", "qwen3 tied")
 LENGTHS = (40, 27, 19, 33, 12)
@@ -45,15 +45,25 @@ def losses_and_gradient(model: TokenLoss, inputs: dict[str, torch.Tensor]) -> tu
     return losses.detach(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
+def way_of(model: TokenLoss, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: bool) -> str:
+    options = {"padding_free": True, "compile": False} | options
+    return choose_way(model.decoder, torch.device(device), dtype, **options)
+
+
 @pytest.mark.parametrize("prefix", [0, 9])
+@pytest.mark.parametrize("way", ["per sample", "one call"])
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_equal_the_padded_batch(name: str, prefix: int) -> None:
+def test_losses_equal_the_padded_batch(name: str, way: str, prefix: int) -> None:
     model, inputs = model_of(name), batch(prefix)
     losses, gradient = losses_and_gradient(model, inputs)
     with FlopCounterMode(display=False) as padded_flops:
         model(**inputs)
-    model.is_padding_free = accept_padding_free(model.decoder)
-    assert model.is_padding_free
+    if name == "gemma2":
+        assert way_of(model, compile=True) == "padded"
+        way = "per sample"
+    assert way_of(model, compile=way == "one call") == way
+    model.way = way
+    accept_padding_free(model.decoder, way)
     found, found_gradient = losses_and_gradient(model, inputs)
     assert (found - losses).norm() < 1e-6 * losses.norm()
     assert (found_gradient - gradient).norm() < 1e-6 * gradient.norm()
@@ -61,6 +71,8 @@ def test_losses_equal_the_padded_batch(name: str, prefix: int) -> None:
         return
     with FlopCounterMode(display=False) as flops:
         model(**inputs, layout=remove_padding(inputs["tokens"], inputs["targets"]))
+    if way == "one call":
+        return
     share = (sum(LENGTHS[:-1]) - 3 * prefix) / (len(LENGTHS) * max(LENGTHS))
     assert flops.get_total_flops() < 1.05 * share * padded_flops.get_total_flops()
 
@@ -72,6 +84,18 @@ def test_unknown_attention_keeps_padding() -> None:
 
     decoder = FAMILIES["llama"].build()
     decoder.layers[1].attn.__class__ = OwnAttention
-    before = [layer.attn._attention_call for layer in decoder.layers]
-    assert not accept_padding_free(decoder)
-    assert [layer.attn._attention_call for layer in decoder.layers] == before
+    assert way_of(TokenLoss(decoder)) == "padded"
+
+
+def test_way_follows_device_dtype_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3 tied")
+    assert way_of(model, padding_free=False) == "padded"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert way_of(model, "cuda") == "per sample"  # in fp32 there is no such kernel
+    assert way_of(model, "cuda", compile=True) == "padded"
+    assert way_of(model, "cuda", torch.bfloat16) == way_of(model, "cuda", torch.bfloat16, compile=True) == "one call"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert way_of(model, "cuda", torch.float16) == "per sample"
+    model.decoder.layers[0].attn.attn_dropout = 0.1
+    assert way_of(model, compile=True) == "padded"
