@@ -26,14 +26,14 @@ class Varlen(NamedTuple):
     """What attention in one call over the whole row needs, as two tensors: of a compiled graph only their sizes are asked.
 
     Attributes:
-        index: int32 on the device: where each sequence's queries end, from 0; where its keys end; of each key its token in the row;
+        tokens: int32 on the device: where each sequence's queries end, from 0; where its keys end; of each key its token in the row;
             where among the keys the row's tokens are; where the prefix's copies are. The last three only where a prefix is copied;
             two tokens' numbers each where a long one is not: 0 and the samples', 0 and the prefix's.
         sizes: [5] int64 on the host: sequences, tokens of the longest one's queries, of its keys, of the prefix, and of all keys, 0
             where they are the row's.
     """
 
-    index: torch.Tensor
+    tokens: torch.Tensor
     sizes: torch.Tensor
 
 

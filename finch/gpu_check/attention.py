@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from finch.data.padding_free import PaddingFree
+from finch.data.padding_free import LONG_PREFIX, PaddingFree
 from finch.gpu_check.models import BATCH, PREFIX, TOKENS, Model, medium_models
 from finch.gpu_check.rates import synchronize
 from finch.gpu_check.report import Check
 from finch.training.padding_free_attention import padding_free_attention
+from finch.training.varlen_attention import is_supported, varlen_attention
 
 Tensors = Sequence[torch.Tensor]
 Attention = Callable[..., torch.Tensor]
@@ -39,7 +39,7 @@ def run(check: Check) -> None:
     dtypes = (torch.float32, torch.bfloat16) if check.quick else (torch.float32, torch.bfloat16, torch.float16)
     for model in medium_models(check.device).values():
         for dtype in dtypes:
-            for prefix in (0, PREFIX):
+            for prefix in (0, PREFIX) if check.quick else (0, PREFIX, LONG_PREFIX):
                 _compare(check, model, dtype, prefix)
     _time_plans(check)
 
@@ -66,7 +66,7 @@ def _compare(check: Check, model: Model, dtype: torch.dtype, prefix: int) -> Non
         max(factor * _error(each.to(dtype), exact), _FLOORS[dtype])
         for factor, each, exact in zip(_FACTORS, wide, truth, strict=True)
     ]
-    for title, attention in _ways(layout, mask, heads, dtype).items():
+    for title, attention in _ways(layout, mask, heads, model.head_dim, dtype).items():
         name = f"{model.name}, {str(dtype).removeprefix('torch.')}, prefix {prefix}: {title}"
         if isinstance(attention, str):
             check.not_run(name, attention)
@@ -85,7 +85,7 @@ def _compare(check: Check, model: Model, dtype: torch.dtype, prefix: int) -> Non
 
 
 def _ways(
-    layout: PaddingFree, mask: torch.Tensor, heads: tuple[int, int], dtype: torch.dtype
+    layout: PaddingFree, mask: torch.Tensor, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> dict[str, Attention | str]:
     """Each takes q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim]; text: why it cannot be run."""
     is_cuda = mask.is_cuda
@@ -105,8 +105,8 @@ def _ways(
 
     ways: dict[str, Attention | str] = {"per-sample loop": loop, "one call with a mask": dense}
     ways |= {f"loop, {title}": by(kind) for title, kind in _BACKENDS.items()}
-    kernel = _varlen_kernel(is_cuda, dtype)
-    ways["varlen"] = kernel if isinstance(kernel, str) else _varlen(layout, kernel)
+    is_there = is_supported(mask.device, dtype, head_dim)
+    ways["one call per layer"] = _varlen(layout) if is_there else "fp16 and bf16 only, from compute capability 8.0"
     if dtype == torch.bfloat16 and not layout.prefix:  # packed rows; each kind of rows compiles a kernel
         ways["flex"] = _flex(mask) if is_cuda else "flex attention has no backward on a CPU"
     return ways
@@ -123,60 +123,14 @@ def visible(layout: PaddingFree) -> torch.Tensor:
     return (place[:, None] >= place) & ((sample == 0) | (sample[:, None] == sample))
 
 
-def _varlen_kernel(is_cuda: bool, dtype: torch.dtype) -> Attention | str:
-    """torch's kernel for rows of unequal lengths with the arguments of the installed version; on a CPU plain torch in its place."""
-    if not is_cuda:
-        return _plain_varlen
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return "this torch has no varlen_attn"
-    if dtype == torch.float32:
-        return "fp16 and bf16 only"
-    known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    options |= {"enable_gqa": True} if "enable_gqa" in known else {}
-
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sizes: Any) -> torch.Tensor:
-        if "enable_gqa" not in known:
-            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
-        output: Any = varlen_attn(q, k, v, *sizes, **options)
-        return cast(torch.Tensor, output)
-
-    return kernel
-
-
-def _plain_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, *_: int
-) -> torch.Tensor:
-    """q [Tq, heads, head_dim], k and v [Tk, kv_heads, head_dim]; the mask is causal from the lower right corner, as the kernel's."""
-    rows = zip(
-        *(each.split(ends.diff().tolist()) for each, ends in ((q, ends_q), (k, ends_k), (v, ends_k))), strict=True
-    )
-    outputs = []
-    for own_q, own_k, own_v in rows:
-        causal = torch.ones(len(own_q), len(own_k), dtype=torch.bool).tril(len(own_k) - len(own_q))
-        own_q, own_k, own_v = (each.transpose(0, 1) for each in (own_q, own_k, own_v))
-        own = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=causal, enable_gqa=True)
-        outputs.append(own.transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def _varlen(layout: PaddingFree, kernel: Attention) -> Attention:
-    """One call for all rows; each sample's keys are the prefix's, gathered once more for each sample, and its own."""
-    device, prefix, lengths = layout.indices.device, layout.prefix, list(layout.lengths)
-    starts = torch.tensor([prefix, *lengths]).cumsum(0).tolist()
-    keys = [torch.arange(prefix)] * bool(prefix)
-    for start, length in zip(starts, lengths, strict=False):
-        keys.append(torch.cat([torch.arange(prefix), torch.arange(start, start + length)]))
-    gathered = torch.cat(keys).to(device)
-    sizes_q, sizes_k = [prefix] * bool(prefix) + lengths, [len(each) for each in keys]
-    ends = [torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32) for sizes in (sizes_q, sizes_k)]
+def _varlen(layout: PaddingFree) -> Attention:
+    """One call for all rows, as in training: with the tokens that fill the row."""
+    filled, rows = layout.varlen
+    tokens, filling = layout.positions.numel(), filled.positions.numel() - layout.positions.numel()
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = [each[0].transpose(0, 1).contiguous() for each in (q, k, v)]
-        output = kernel(rows[0], rows[1][gathered], rows[2][gathered], *ends, max(sizes_q), max(sizes_k))
-        return output.transpose(0, 1)[None]
+        q, k, v = (F.pad(each[0].transpose(0, 1), (0, 0, 0, 0, 0, filling)) for each in (q, k, v))
+        return varlen_attention(q, k, v, rows)[:tokens].transpose(0, 1)[None]
 
     return attention
 
@@ -220,8 +174,8 @@ def _time_plans(check: Check) -> None:
 def _layout(device: torch.device, prefix: int) -> PaddingFree:
     generator = torch.Generator().manual_seed(1)
     lengths = tuple((torch.randint(*TOKENS, (BATCH // 2,), generator=generator) - prefix).tolist())
-    empty = torch.zeros(0, dtype=torch.int64, device=device)
-    return PaddingFree(empty, empty, empty, prefix, lengths)
+    tokens = torch.arange(prefix + sum(lengths), device=device)
+    return PaddingFree(tokens, tokens[None], tokens, prefix, lengths)
 
 
 def _repeat(tensor: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:

@@ -65,14 +65,13 @@ class Contender:
     program: str
     changes: dict[str, Any]
     is_quick: bool = False
-    has_cudnn_attention: bool = True
 
 
 CONTENDERS = {
     "finch, 16 x 1": Contender("finch", _AT_ONCE, is_quick=True),
     "finch as shipped": Contender("finch", {}, is_quick=True),
-    "finch, 16 x 1, cuDNN attention off": Contender("finch", _AT_ONCE, has_cudnn_attention=False),
-    "finch, 16 x 1, padded, compile": Contender("finch", {**_AT_ONCE, "compile": True}),
+    "finch, 16 x 1, compile": Contender("finch", {**_AT_ONCE, "compile": True}, is_quick=True),
+    "finch, 16 x 1, padded": Contender("finch", {**_AT_ONCE, "padding_free": False}),
     "torchtune, padded, compile": Contender("torchtune", {**_AT_ONCE, "compile": True}, is_quick=True),
     "TRL": Contender("trl", _AT_ONCE),
     "torchtune, packed": Contender("torchtune", {**_AT_ONCE, "batch_size": 1, "packed": True}),
@@ -93,8 +92,6 @@ def run(check: Check) -> None:
             continue
         if contender.program == "trl" and not (find_spec("trl") and find_spec("transformers")):
             check.not_run(name, "trl is not installed")
-        elif check.device == "cpu" and not contender.has_cudnn_attention:
-            check.not_run(name, "a CPU has no cuDNN attention")
         elif check.has_time(name, 0 if check.device == "cpu" else _LEAST_S):
             with check.case(name):
                 result, estimate = _measure(check, model, dtype, contender, mean)
@@ -136,10 +133,10 @@ def _measure(
         changes |= {"lr_scheduler": None, "optimizer_in_bwd": False, "max_steps_per_epoch": 10**6}
     changes["dataset"] = {"_component_": "finch.gpu_check.models.seed_rows", **data}
     file = write_config(folder, model, device=check.device, dtype=dtype, epochs=1000, **changes)
-    arguments = {"program": contender.program, "file": file, "has_cudnn_attention": contender.has_cudnn_attention}
+    arguments = {"program": contender.program, "file": file}
     running = Ranks("contender", f"{__name__}:contend", arguments, folder)
     estimate = None
-    if contender.program == "finch" and contender.has_cudnn_attention and "compile" not in contender.changes:
+    if contender.program == "finch" and "compile" not in contender.changes:
         estimate = estimate_step("finch_full_finetune", read_config(file), ranks=1, rows=Rows(mean, TARGETS))
     if not running.wait(check.end):
         running.kill()
@@ -231,10 +228,8 @@ class Meter:
         os._exit(0)
 
 
-def contend(program: str, file: str, has_cudnn_attention: bool) -> None:
+def contend(program: str, file: str) -> None:
     """In the process of a contender: trains until the meter ends the process."""
-    if not has_cudnn_attention:
-        torch.backends.cuda.enable_cudnn_sdp(False)
     cfg: Any = OmegaConf.load(file)
     Meter(Path(file).parent / "result.json", cfg.device)
     programs: dict[str, Callable[[str], None]] = {"finch": _finch, "torchtune": _torchtune, "trl": _trl}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,8 @@ class TokenLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.decoder, self.reference = decoder, reference
-        self.num_chunks, self.way = num_chunks, cast(Way, "padded")
+        self.num_chunks = num_chunks
+        self.way: Way = "padded"
         self.offloading: AbstractContextManager[Any] = nullcontext()
         # A decoder's forward ends in `unembed` (final norm and output layer). It moves here, next to the loss.
         for each in (decoder, reference):

@@ -95,6 +95,11 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
             f"tensor_parallel_dim={cfg.tensor_parallel_dim} needs tensor_parallel_plan; set it to torchtune.models.llama3.base_llama_tp_plan, or for Qwen3 "
             "to finch.models.qwen3.qwen3_tp_plan"
         )
+    if cfg.tensor_parallel_dim > 1 and cfg.compile:
+        raise UserError(
+            f"compile=True excludes tensor_parallel_dim={cfg.tensor_parallel_dim}: torch cannot trace sharded tensors whose sizes change; set "
+            "compile=False, or tensor_parallel_dim=1, FSDP2 shards the model over all ranks"
+        )
     if precision_of(cfg.dtype).stochastic:
         stochastic_optimizer(cfg.optimizer["_component_"], {})
     if cfg.enable_activation_offloading and device.type != "cuda":

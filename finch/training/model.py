@@ -114,10 +114,8 @@ def parallelize(
     elif cfg.enable_activation_checkpointing:
         training.set_activation_checkpointing(decoder, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     if cfg.compile:
-        backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
-        for layer in (layer for each in decoders for layer in each.layers):
-            layer.compile(backend=backend)
-        model.cross_entropy = torch.compile(model.cross_entropy, backend=backend)
+        compile_layers(decoders)
+        model.cross_entropy = torch.compile(model.cross_entropy, backend=_backend())
     # The output layer is used inside the root's forward, and so is an embedding tied to it: both stay in the root's group.
     in_root = {"output", "tok_embeddings"} if isinstance(decoder.output, modules.TiedLinear) else {"output"}
     custom_layers = [name for name in cfg.custom_sharded_layers or [] if name not in in_root]
@@ -132,6 +130,16 @@ def parallelize(
     )
     model.offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
     return model
+
+
+def compile_layers(decoders: Iterable[modules.TransformerDecoder]) -> None:
+    """Compiles each layer, with the activation checkpointing that wraps it."""
+    for layer in (layer for decoder in decoders for layer in decoder.layers):
+        layer.compile(backend=_backend())
+
+
+def _backend() -> str:
+    return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
 
 
 def use_complex_product(decoder: modules.TransformerDecoder) -> None:

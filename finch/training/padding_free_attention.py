@@ -68,7 +68,7 @@ def through_layers(
         layout, mask = layout.varlen
     hidden = embed(tokens.flatten().index_select(0, layout.indices)[None])
     if way == "one call":
-        for tensor, dim in ((hidden, 1), (layout.positions, 1), (mask.index, 0)):
+        for tensor, dim in ((hidden, 1), (layout.positions, 1), (mask.tokens, 0)):
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     for layer in layers:
         hidden = layer(hidden, mask=mask, input_pos=layout.positions)

@@ -28,7 +28,7 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
 
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Varlen) -> torch.Tensor:
     """[T, heads, head_dim] from ``q`` of that shape and ``k``, ``v`` [T, kv_heads, head_dim], which are not repeated per query head."""
-    output: torch.Tensor = _forward(q, k, v, rows.index, rows.sizes)[0]
+    output: torch.Tensor = _forward(q, k, v, *rows)[0]
     return output
 
 

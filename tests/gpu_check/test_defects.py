@@ -9,7 +9,7 @@ import torch
 from torchtune.modules import RMSNorm
 
 from finch.gpu_check import attention, meshes, objectives, step
-from finch.training import optimizer, padding_free_attention
+from finch.training import optimizer, padding_free_attention, varlen_attention
 
 FACTORS = {
     "model": ("S", "Q"),
@@ -69,7 +69,14 @@ def test_wrong_mask_fails_the_attention(check, monkeypatch):
     names = failed(check)
     assert any(name.endswith("prefix 0: per-sample loop") for name in names)
     assert any(name.endswith("prefix 27: per-sample loop") for name in names)
-    assert not any("varlen" in name for name in names)
+    assert not any("one call per layer" in name for name in names)
+
+
+def test_wrong_mask_of_one_call_fails_the_attention(check, monkeypatch):
+    scores = varlen_attention._scores
+    monkeypatch.setattr(varlen_attention, "_scores", lambda q, k, is_causal: scores(q, k, False))
+    attention.run(check)
+    assert {name.partition(": ")[2] for name in failed(check)} == {"one call per layer"}
 
 
 def test_bf16_norm_layer_fails_step_and_objectives(check, monkeypatch):

@@ -93,6 +93,7 @@ def error_of(tmp_path):
         ("plain", "enable_activation_offloading=True", "enable_activation_offloading=True needs device=cuda"),
         ("plain", "dtype=bf16_mixed optimizer=bitsandbytes.optim.AdamW8bit ~optimizer.fused", "bitsandbytes.optim.AdamW8bit does not update sharded weights"),
         ("plain", "tensor_parallel_dim=2", "tensor_parallel_dim=2 needs tensor_parallel_plan"),
+        ("plain", "compile=True tensor_parallel_dim=2 tensor_parallel_plan=torchtune.models.llama3.base_llama_tp_plan", "compile=True excludes tensor_parallel_dim=2"),
         # The model
         ("plain", "model.intermediate_dim=40", "layers.0.mlp.w1.weight has shape [48, 32], the model expects [40, 32]"),
         ("lora", "model.lora_attn_modules=[q_proj,o_proj]", "model.lora_attn_modules names o_proj; torchtune's names are"),

@@ -42,6 +42,7 @@ REPLAYED = {"self_replay": {**REPLAY, "share": 0.25}}
 KL = {"_component_": "finch.regularization.KL", "strength": 2.0}
 LLAMA_PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
 QWEN3_PLAN = {"_component_": "finch.models.qwen3.qwen3_tp_plan"}
+ONE_CALL = "helpers.one_call_recipe"
 IN_BACKWARD = {"optimizer_in_bwd": True, "clip_grad_norm": None}
 
 
@@ -119,6 +120,13 @@ MESHES = {
         {"tensor_parallel_dim": 2, "tensor_parallel_plan": QWEN3_PLAN, "batch_size": 8},
     ),
     "qwen3 x tensor": (2, "qwen3", {}, {"tensor_parallel_dim": 2, "tensor_parallel_plan": QWEN3_PLAN, "batch_size": 8}),
+    "one call": (2, None, {"kl_penalty": KL, **REPLAYED}, {"enable_activation_checkpointing": True}),
+    "one call, qwen3 x tensor": (
+        2,
+        "qwen3",
+        {},
+        {"tensor_parallel_dim": 2, "tensor_parallel_plan": QWEN3_PLAN, "batch_size": 8},
+    ),
     "llama 3.1": (2, "llama 3.1", {}, {}),  # its rotary scaling is built anew after sharding
 }
 
@@ -127,12 +135,13 @@ MESHES = {
 def test_every_mesh_equals_one_process(name, config, trained, tmp_path):
     """Loss counted once, gradients clipped by the whole norm; and a checkpoint of the mesh goes on in one process."""
     ranks, family, changes, of_mesh = MESHES[name]
-    recipe = LORA if name == "lora" else FULL
+    recipe, of_ranks = (LORA, LORA) if name == "lora" else (FULL, ONE_CALL if name.startswith("one call") else FULL)
     config = config(family, **changes)
     straight = trained(config, recipe=recipe)
     cut = {"batch_size": 8 // ranks, **of_mesh, "epochs": 1, "debug_checks": True}
-    run = finished(tmp_path, {**config, **cut}, recipe=recipe, ranks=ranks)
+    run = finished(tmp_path, {**config, **cut}, recipe=of_ranks, ranks=ranks)
     assert f"{ranks} ranks on cpu" in run.output
+    assert (of_ranks == ONE_CALL) == ("one call per layer" in run.output)
     resumed = run_here(tmp_path, config, "resume_from_checkpoint=True", recipe=recipe)
     assert "resumed from step 6" in resumed.output
     columns = ["loss", "ema_loss", "lr", "num_target_tokens", *["kl"] * ("kl_penalty" in changes)]
