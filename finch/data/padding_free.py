@@ -19,7 +19,7 @@ MIN_PREFIX = 8
 LONG_PREFIX = 1000
 """Tokens. A longer prefix is not copied to each sample's keys: the samples attend to it in a call of its own."""
 MULTIPLE = 8
-"""Tokens. The row of :attr:`PaddingFree.varlen` is a multiple of it, as matrix products in 16 bits want their sizes."""
+"""Tokens. The row of a micro-batch is a multiple of it, as matrix products in 16 bits want their sizes; in one call, tokens that nothing asks for fill it."""
 
 
 class Varlen(NamedTuple):
@@ -36,17 +36,44 @@ class Varlen(NamedTuple):
     tokens: torch.Tensor
     sizes: torch.Tensor
 
+    @classmethod
+    def of(cls, prefix: int, lengths: Sequence[int]) -> Varlen:
+        """Of a row on the host, ``lengths`` as :class:`PaddingFree` has them and what fills the row: the prefix is the first sequence, each
+        sample's keys are the prefix's and its own."""
+        if not lengths:  # all samples end in the prefix
+            prefix, lengths = 0, (prefix,)
+        shared = prefix if prefix < LONG_PREFIX else 0
+        first, own = [prefix] if prefix else [], torch.tensor(lengths)
+        lengths_q, lengths_k = [*first, *lengths], [*first, *(shared + length for length in lengths)]
+        ends_q, ends_k = (F.pad(torch.tensor(each).cumsum(0), (1, 0)) for each in (lengths_q, lengths_k))
+        parts, gathered = [ends_q, ends_k], 0
+        if shared:
+            tokens, gathered = sum(lengths_q), sum(lengths_k)
+            shifts = ends_k[1:-1] + prefix - ends_q[1:-1]  # of a sample's tokens, from the row to the keys
+            places = torch.arange(tokens)
+            places[prefix:] += shifts.repeat_interleave(own)
+            copies = (ends_k[1:-1, None] + torch.arange(prefix)).flatten()
+            keys = torch.empty(gathered, dtype=torch.int64)
+            keys[places] = torch.arange(tokens)
+            keys[copies] = torch.arange(prefix).repeat(len(lengths))
+            parts += [keys, places, copies]
+        elif prefix:
+            parts.append(torch.tensor([0, sum(lengths), 0, prefix]))
+        sizes = [len(lengths_q), max(lengths_q), max(lengths_k), prefix, gathered]
+        return cls(torch.cat(parts).to(torch.int32), torch.tensor(sizes))
+
 
 @dataclass(frozen=True)
 class PaddingFree:
     """How a padded micro-batch, ``tokens`` [batch, seq], becomes one row of T tokens.
 
     Attributes:
-        indices: [T] int64, the row's tokens as positions in the flattened ``tokens``.
-        positions: [1, T] int64, of each token in its sample.
+        indices: [T + filling] int64, the row's tokens as positions in the flattened ``tokens``, and what fills it up to ``MULTIPLE``.
+        positions: [1, T + filling] int64, of each token in its sample.
         targets: [targets] int64, the position in the row of each of the batch's ``targets``.
         prefix: number of tokens that all samples begin with; they come first. 0: none are shared.
         lengths: tokens of each sample in the row, without the prefix; their sum is T - prefix.
+        varlen: the same for attention in one call, in which the filling is a last sample.
     """
 
     indices: torch.Tensor
@@ -54,6 +81,12 @@ class PaddingFree:
     targets: torch.Tensor
     prefix: int
     lengths: tuple[int, ...]
+    varlen: Varlen
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.prefix + sum(self.lengths)
 
     def to(self, *args: Any, **kwargs: Any) -> PaddingFree:
         """As ``torch.Tensor.to``."""
@@ -87,21 +120,9 @@ class PaddingFree:
             start += length
         return rows, torch.cat(places)
 
-    @functools.cached_property
-    def varlen(self) -> tuple[PaddingFree, Varlen]:
-        """The layout with a last sample that nothing asks for, which fills the row up to ``MULTIPLE``, and the sequences of attention."""
-        filling = -self.indices.numel() % MULTIPLE
-        lengths = (*self.lengths, filling) if filling else self.lengths
-        indices, positions = (F.pad(each, (0, filling)) for each in (self.indices, self.positions))
-        layout = replace(self, indices=indices, positions=positions, lengths=lengths)
-        parts, sizes = _sequences(self.prefix, lengths)
-        index, device = torch.cat(parts).to(torch.int32), indices.device
-        if device.type == "cuda":  # a copy from pageable memory would wait for the device
-            index = index.pin_memory().to(device, non_blocking=True)
-        return layout, Varlen(index, torch.tensor(sizes))
-
     def _map(self, function: Any) -> PaddingFree:
-        return replace(self, **{name: function(getattr(self, name)) for name in ("indices", "positions", "targets")})
+        tensors = {name: function(getattr(self, name)) for name in ("indices", "positions", "targets")}
+        return replace(self, **tensors, varlen=self.varlen._replace(tokens=function(self.varlen.tokens)))
 
 
 def remove_padding(tokens: torch.Tensor, targets: torch.Tensor) -> PaddingFree:
@@ -118,40 +139,16 @@ def remove_padding(tokens: torch.Tensor, targets: torch.Tensor) -> PaddingFree:
     column = torch.cat([torch.arange(prefix), *(prefix + torch.arange(length) for length in lengths)])
     row = torch.tensor(used).repeat_interleave(torch.tensor(lengths))
     row = torch.cat([torch.full((prefix,), used[0]), row])
+    lengths = [length for length in lengths if length]
+    filling = -len(row) % MULTIPLE
     return PaddingFree(
-        indices=row * seq + column,
-        positions=column[None],
+        indices=F.pad(row * seq + column, (0, filling)),
+        positions=F.pad(column, (0, filling))[None],
         targets=torch.where(columns < prefix, columns, starts[rows] + columns),
         prefix=prefix,
-        lengths=tuple(length for length in lengths if length),
+        lengths=tuple(lengths),
+        varlen=Varlen.of(prefix, [*lengths, *([filling] if filling else [])]),
     )
-
-
-def _sequences(prefix: int, lengths: Sequence[int]) -> tuple[list[torch.Tensor], list[int]]:
-    """The parts of :class:`Varlen`: the prefix is the first sequence, each sample's keys are the prefix's and its own."""
-    if not lengths:  # all samples end in the prefix
-        prefix, lengths = 0, (prefix,)
-    own = torch.tensor(lengths)
-    shared = prefix if prefix < LONG_PREFIX else 0
-    first = [prefix] if prefix else []
-    lengths_q, lengths_k = torch.tensor([*first, *lengths]), torch.tensor([*first, *(own + shared).tolist()])
-    ends_q, ends_k = (F.pad(each.cumsum(0), (1, 0)) for each in (lengths_q, lengths_k))
-    sizes = [len(lengths_q), int(lengths_q.max()), int(lengths_k.max()), prefix]
-    if not prefix:
-        return [ends_q, ends_k], [*sizes, 0]
-    if not shared:
-        return [ends_q, ends_k, torch.tensor([0, own.sum(), 0, prefix])], [*sizes, 0]
-    tokens, gathered = int(ends_q[-1]), int(ends_k[-1])
-    shifts = (ends_k[1:-1] + prefix - ends_q[1:-1]).repeat_interleave(
-        own
-    )  # of a sample's tokens, from the row to the keys
-    places = torch.arange(tokens)
-    places[prefix:] += shifts
-    copies = (ends_k[1:-1, None] + torch.arange(prefix)).flatten()
-    keys = torch.empty(gathered, dtype=torch.int64)
-    keys[places] = torch.arange(tokens)
-    keys[copies] = torch.arange(prefix).repeat(len(own))
-    return [ends_q, ends_k, keys, places, copies], [*sizes, gathered]
 
 
 def _common_prefix(tokens: torch.Tensor, longest: int) -> int:

@@ -441,7 +441,7 @@ def _micro_batch(cfg: DictConfig, rows: Rows, objective: Objective, vocab_size: 
 def _num_tokens(batch: Batch) -> int:
     """Tokens that the layers see: without padding where the batch has a layout for that."""
     layout = batch.get("layout")
-    return batch["tokens"].numel() if layout is None else layout.indices.numel()
+    return batch["tokens"].numel() if layout is None else layout.num_tokens
 
 
 def _row(rows: Rows, first_token: int) -> dict[str, Any]:

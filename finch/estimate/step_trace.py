@@ -295,6 +295,8 @@ class StepTrace(TorchDispatchMode):
         if self.is_paused:
             return output
         phase = self.phase
+        if name == "varlen_attention" and phase == BACKWARD_PASS:  # an operator of our own, inside of which gradients are off
+            phase = RECOMPUTATION
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 self.memory.add(tensor, self._part or self._part_of(tensor, phase), phase)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from finch.data.padding_free import LONG_PREFIX, PaddingFree
+from finch.data.padding_free import LONG_PREFIX, MULTIPLE, PaddingFree, Varlen
 from finch.gpu_check.models import BATCH, PREFIX, TOKENS, Model, medium_models
 from finch.gpu_check.rates import synchronize
 from finch.gpu_check.report import Check
@@ -125,12 +125,11 @@ def visible(layout: PaddingFree) -> torch.Tensor:
 
 def _varlen(layout: PaddingFree) -> Attention:
     """One call for all rows, as in training: with the tokens that fill the row."""
-    filled, rows = layout.varlen
-    tokens, filling = layout.positions.numel(), filled.positions.numel() - layout.positions.numel()
+    filling, rows = layout.indices.numel() - layout.num_tokens, layout.varlen
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (F.pad(each[0].transpose(0, 1), (0, 0, 0, 0, 0, filling)) for each in (q, k, v))
-        return varlen_attention(q, k, v, rows)[:tokens].transpose(0, 1)[None]
+        return varlen_attention(q, k, v, rows)[: layout.num_tokens].transpose(0, 1)[None]
 
     return attention
 
@@ -174,8 +173,9 @@ def _time_plans(check: Check) -> None:
 def _layout(device: torch.device, prefix: int) -> PaddingFree:
     generator = torch.Generator().manual_seed(1)
     lengths = tuple((torch.randint(*TOKENS, (BATCH // 2,), generator=generator) - prefix).tolist())
-    tokens = torch.arange(prefix + sum(lengths), device=device)
-    return PaddingFree(tokens, tokens[None], tokens, prefix, lengths)
+    filling = -(prefix + sum(lengths)) % MULTIPLE
+    tokens, varlen = torch.arange(prefix + sum(lengths) + filling), Varlen.of(prefix, [*lengths, filling])
+    return PaddingFree(tokens, tokens[None], tokens, prefix, lengths, varlen).to(device)
 
 
 def _repeat(tensor: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:

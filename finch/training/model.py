@@ -99,7 +99,7 @@ def parallelize(
     model = TokenLoss(decoder, num_chunks, reference)
     decoders = [decoder] if reference is None else [decoder, reference]
     options = {"padding_free": cfg.padding_free, "compile": cfg.compile}
-    model.way = choose_way(decoder, parallel.device, precision.compute, **options)
+    model.way = choose_way(decoder, torch.device(cfg.device), precision.compute, **options)
     logger.info(f"attention: {DESCRIPTIONS[model.way]}")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new length, and keeps all
     for each in decoders:

@@ -63,15 +63,16 @@ def through_layers(
     layers: Iterable[nn.Module], embed: nn.Module, tokens: torch.Tensor, layout: PaddingFree, way: Way
 ) -> torch.Tensor:
     """[T, embed] what the last of ``layers`` returns, T at least the layout's tokens; ``tokens``: [batch, seq], padded."""
-    mask: Any = layout
-    if way == "one call":
-        layout, mask = layout.varlen
-    hidden = embed(tokens.flatten().index_select(0, layout.indices)[None])
-    if way == "one call":
-        for tensor, dim in ((hidden, 1), (layout.positions, 1), (mask.tokens, 0)):
+    is_filled = way == "one call"
+    mask: Any = layout.varlen if is_filled else layout
+    number = None if is_filled else layout.num_tokens
+    indices, positions = layout.indices[:number], layout.positions[:, :number]
+    hidden = embed(tokens.flatten().index_select(0, indices)[None])
+    if is_filled:
+        for tensor, dim in ((hidden, 1), (positions, 1), (mask.tokens, 0)):
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     for layer in layers:
-        hidden = layer(hidden, mask=mask, input_pos=layout.positions)
+        hidden = layer(hidden, mask=mask, input_pos=positions)
     return hidden[0]
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import register_flop_formula
 
 from finch.data.padding_free import Varlen
 
@@ -18,12 +20,15 @@ _MAX_HEAD_DIM = 256
 
 
 def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel takes it: on a GPU fp16 and bf16 from compute capability 8.0; on a CPU plain torch stands in for it."""
+    """Whether the kernel takes it: on a GPU fp16 and bf16 from compute capability 8.0; on a CPU plain torch stands in for it.
+
+    Without a GPU the answer is that for the GPUs of another machine.
+    """
     if device.type != "cuda":
         return True
-    is_available = torch.backends.cuda.is_flash_attention_available()
+    is_there = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
     fits = dtype in _DTYPES and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
-    return is_available and fits and torch.cuda.get_device_capability(device) >= (8, 0)
+    return fits and (is_there or not torch.cuda.is_available())
 
 
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Varlen) -> torch.Tensor:
@@ -138,6 +143,25 @@ def _autograd(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tens
 
 
 _forward.register_autograd(_autograd, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.finch.varlen_attention, get_raw=True)
+def _flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Any, sizes: Any, **_: Any) -> int:
+    """Of two products per sequence; as torch counts them, with what a causal mask hides."""
+    with _disable_current_modes():  # the lengths are real where the other tensors are fake
+        calls = _calls(index, sizes, len(q))
+        pairs = int((calls.causal[0].diff() * calls.causal[1].diff()).sum())
+    if calls.dense is not None:
+        pairs += (len(q) - calls.prefix) * calls.prefix
+    return 4 * pairs * q.shape[1] * q.shape[2]
+
+
+@register_flop_formula(torch.ops.finch.varlen_attention_backward, get_raw=True)
+def _backward_flops(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, **_: Any
+) -> int:
+    """Of five products per sequence."""
+    return _flops(q, k, v, *others[-2:]) // 2 * 5
 
 
 def _gather(row: torch.Tensor, calls: _Calls) -> torch.Tensor:

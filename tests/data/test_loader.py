@@ -104,4 +104,4 @@ def test_batches_move_to_a_device_without_waiting(config, tokenizer):
     with Copies():
         moved = to_device(batch, torch.device("meta"))
     assert moved["layout"].indices.device.type == "meta"
-    assert copies == [True] * 6  # tokens, labels, targets; indices, positions and targets of the layout
+    assert copies == [True] * 7  # tokens, labels, targets; indices, positions, targets and keys of the layout

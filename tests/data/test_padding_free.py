@@ -15,6 +15,7 @@ TARGETS = [[2, 3], [2], [0, 1, 4]]  # columns of the tokens that predict one
 @pytest.fixture(autouse=True)
 def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padding_free, "MIN_PREFIX", 1)
+    monkeypatch.setattr(padding_free, "MULTIPLE", 1)
 
 
 def padded(samples: list[list[int]], columns: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +62,16 @@ def test_batch_without_targets_keeps_a_token() -> None:
     tokens, targets = padded(SAMPLES, [[], [], []])
     layout = remove_padding(tokens, targets)
     assert (len(layout.indices), layout.lengths, layout.targets.numel()) == (1, (1,), 0)
+
+
+def test_row_is_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding_free, "MULTIPLE", 5)
+    tokens, targets = padded(SAMPLES, TARGETS)
+    layout = remove_padding(tokens, targets)
+    assert (layout.num_tokens, len(layout.indices), layout.positions.shape) == (8, 10, (1, 10))
+    assert not layout.positions[0, 8:].any()
+    assert layout.varlen.sizes.tolist() == [5, 3, 5, 2, 18]
+    assert layout.varlen.tokens[:5].tolist() == [0, 2, 4, 5, 8]
 
 
 def test_equal_samples_are_all_prefix() -> None:

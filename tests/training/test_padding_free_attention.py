@@ -67,12 +67,12 @@ def test_losses_equal_the_padded_batch(name: str, way: str, prefix: int) -> None
     found, found_gradient = losses_and_gradient(model, inputs)
     assert (found - losses).norm() < 1e-6 * losses.norm()
     assert (found_gradient - gradient).norm() < 1e-6 * gradient.norm()
-    if name == "gemma2":  # its attention sees padding
+    if (
+        name == "gemma2" or way == "one call"
+    ):  # sees padding; its operations are counted, which torch does not do for a CPU's attention
         return
     with FlopCounterMode(display=False) as flops:
         model(**inputs, layout=remove_padding(inputs["tokens"], inputs["targets"]))
-    if way == "one call":
-        return
     share = (sum(LENGTHS[:-1]) - 3 * prefix) / (len(LENGTHS) * max(LENGTHS))
     assert flops.get_total_flops() < 1.05 * share * padded_flops.get_total_flops()
 
@@ -96,6 +96,7 @@ def test_way_follows_device_dtype_and_model(monkeypatch: pytest.MonkeyPatch) -> 
     assert way_of(model, "cuda", compile=True) == "padded"
     assert way_of(model, "cuda", torch.bfloat16) == way_of(model, "cuda", torch.bfloat16, compile=True) == "one call"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert way_of(model, "cuda", torch.float16) == "per sample"
     model.decoder.layers[0].attn.attn_dropout = 0.1
     assert way_of(model, compile=True) == "padded"

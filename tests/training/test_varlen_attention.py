@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from finch.data.padding_free import LONG_PREFIX, PaddingFree
+from finch.data.padding_free import LONG_PREFIX, PaddingFree, Varlen
 from finch.training.padding_free_attention import padding_free_attention
 from finch.training.varlen_attention import _attend, _backward, _differentiate, _forward, varlen_attention
 
@@ -14,7 +15,7 @@ LENGTHS = (5, 19, 1, 30)
 
 def layout_of(prefix: int, lengths: tuple[int, ...] = LENGTHS) -> PaddingFree:
     tokens = torch.arange(prefix + sum(lengths))
-    return PaddingFree(tokens, tokens[None], tokens, prefix, lengths)
+    return PaddingFree(tokens, tokens[None], tokens, prefix, lengths, Varlen.of(prefix, lengths))
 
 
 def draw(tokens: int, heads: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -24,10 +25,8 @@ def draw(tokens: int, heads: int, dtype: torch.dtype = torch.float64) -> torch.T
 @pytest.mark.parametrize("prefix", [0, 8, 27, LONG_PREFIX, 1024])
 def test_one_call_equals_a_call_per_sample(prefix: int) -> None:
     torch.manual_seed(0)
-    layout = layout_of(prefix)
-    filled, rows = layout.varlen
-    tokens, filling = prefix + sum(LENGTHS), -(prefix + sum(LENGTHS)) % 8
-    assert (len(filled.indices), filled.positions.shape[1], filled.lengths[-1]) == (tokens + filling,) * 2 + (filling,)
+    layout, filling = layout_of(prefix), 3
+    tokens, rows = layout.num_tokens, Varlen.of(prefix, [*LENGTHS, filling])
     inputs = [draw(tokens + filling, heads) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     upstream = draw(tokens, HEADS).detach()
     output = varlen_attention(*inputs, rows)[:tokens]
@@ -44,11 +43,22 @@ def test_one_call_equals_a_call_per_sample(prefix: int) -> None:
 @pytest.mark.parametrize(("prefix", "lengths"), [(0, (16,)), (8, (7, 9)), (16, ()), (LONG_PREFIX, (8,))])
 def test_operators_keep_torchs_rules(prefix: int, lengths: tuple[int, ...]) -> None:
     """Schema, fake tensors, autograd and dynamic shapes of both."""
-    layout, rows = layout_of(prefix, lengths).varlen
-    inputs = [draw(len(layout.indices), heads, torch.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    rows, tokens = Varlen.of(prefix, lengths), prefix + sum(lengths)
+    inputs = [draw(tokens, heads, torch.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     torch.library.opcheck(_forward, (*inputs, *rows))
     detached = [each.detach() for each in inputs]
     torch.library.opcheck(_backward, (torch.randn_like(detached[0]), *detached, *_forward(*detached, *rows), *rows))
+
+
+@pytest.mark.parametrize("prefix", [0, 27, LONG_PREFIX])
+def test_operations_are_counted_per_pair(prefix: int) -> None:
+    """A forward is two products per query and key, a backward five."""
+    tokens, rows = prefix + sum(LENGTHS), Varlen.of(prefix, LENGTHS)
+    inputs = [draw(tokens, heads) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    with FlopCounterMode(display=False) as counter:
+        varlen_attention(*inputs, rows).sum().backward()
+    pairs = prefix**2 + sum(length * (prefix + length) for length in LENGTHS)
+    assert counter.get_total_flops() == 7 * 2 * pairs * HEADS * HEAD_DIM
 
 
 def test_arguments_of_the_gpus_kernels() -> None:
