@@ -150,6 +150,10 @@ def _print_time(options: argparse.Namespace, step: StepEstimate) -> None:
         "operations",
         f"{total / 1e12:,.2f} TFLOP per rank in matrix products and attention, {step.needed_flops / 1e12:,.2f} without recomputation",
     )
+    _print(
+        "",
+        f"{sum(step.launches.values()):,} operators launched; on a GPU each takes some microseconds of the host",
+    )
     if options.matmul_tflops is None:
         _print("time", f"give {_MATMUL} and, for several ranks, {_BANDWIDTH}")
         return

@@ -256,6 +256,8 @@ class Parallelism(Keys):
     """free gathered parameters after the forward; False: faster, more memory"""
     fsdp_reduce_every_micro_batch: bool = True
     """reduce gradients after each micro-batch; False: once per step, with complete gradients on each rank"""
+    fsdp_reduce_in_fp32: bool = False
+    """reduce the gradients of bf16 weights in fp32: more exact on many ranks, twice the bytes"""
     data_parallel_replicate_dim: PositiveInt = 1
     """HSDP: copies of the sharded model; gradients are averaged over them"""
     data_parallel_shard_dim: Literal[-1] | PositiveInt = -1

@@ -26,10 +26,12 @@ class Precision:
     def is_mixed(self) -> bool:
         return self.weights != self.compute
 
-    def policy(self) -> MixedPrecisionPolicy:
-        """FSDP2's policy: gathered in the compute dtype, gradients reduced in the weights' dtype."""
+    def policy(self, *, reduce_in_fp32: bool = False) -> MixedPrecisionPolicy:
+        """FSDP2's policy: gathered in the compute dtype, gradients reduced in the weights' dtype, or those of 16-bit weights in fp32."""
         if not self.is_mixed:
-            return MixedPrecisionPolicy()
+            return MixedPrecisionPolicy(
+                reduce_dtype=torch.float32 if reduce_in_fp32 and self.weights.itemsize == 2 else None
+            )
         return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.weights)
 
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -83,6 +83,7 @@ class StepEstimate:
         between_steps: bytes of each part before a step.
         collectives: of the step.
         flops: operations of matrix products and attention by phase, see :class:`finch.estimate.step_trace.StepTrace`.
+        launches: operators that run something on the device, by phase; a fused optimizer or attention counts as one.
         tokens, targets: of the step on this rank, without padding.
         is_offloaded: whether weights, gradients and optimizer states are in host memory.
         notes: what was not run as the config says.
@@ -97,6 +98,7 @@ class StepEstimate:
     between_steps: Mapping[str, int]
     collectives: tuple[Collective, ...]
     flops: Mapping[str, int]
+    launches: Mapping[str, int]
     tokens: int
     targets: int
     is_offloaded: bool = False
@@ -161,9 +163,10 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
         weights = list(step.decoder.parameters())
     repeats = number - trace.micro_batch
     repeated = trace.micro_batch if cfg.fsdp_reduce_every_micro_batch else 1  # not the only one that reduces
-    flops: Counter[str] = Counter()
-    for (number_of_batch, phase), count in trace.flops.items():
-        flops[phase] += count * (1 + repeats * (number_of_batch == repeated and phase != UPDATE))
+    flops, launches = (
+        _of_step(counts, lambda batch, phase: 1 + repeats * (batch == repeated and phase != UPDATE))
+        for counts in (trace.flops, trace.launches)
+    )
     collectives = [
         each.collective
         for each in trace.collectives
@@ -179,11 +182,20 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
         between_steps=step.between_steps,
         collectives=tuple(collectives),
         flops=flops,
+        launches=launches,
         tokens=step.tokens * number,
         targets=step.targets * number,
         is_offloaded=cfg.fsdp_cpu_offload,
         notes=tuple(notes),
     )
+
+
+def _of_step(counts: Counter[tuple[int, str]], times: Callable[[int, str], int]) -> Counter[str]:
+    """By phase, from counts by micro-batch and phase, each of which happens ``times`` in a step."""
+    found: Counter[str] = Counter()
+    for (batch, phase), count in counts.items():
+        found[phase] += count * times(batch, phase)
+    return found
 
 
 def candidates(cfg: DictConfig) -> list[tuple[str, ...]]:

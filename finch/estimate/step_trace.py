@@ -42,6 +42,16 @@ _FUNCTIONAL = {
     "all_reduce_": ALL_REDUCE,
 }
 _IGNORED = ("wait_tensor",)
+_NO_KERNEL = (
+    "detach",
+    "_unsafe_view",
+    "lift_fresh",
+    "set_",
+    "resize_",
+    "record_stream",
+    "_local_scalar_dense",
+    *_IGNORED,
+)
 
 
 @dataclass
@@ -224,6 +234,7 @@ class StepTrace(TorchDispatchMode):
         self.micro_batch = 0
         self.collectives: list[TracedCollective] = []
         self.flops: Counter[tuple[int, str]] = Counter()
+        self.launches: Counter[tuple[int, str]] = Counter()
         self._vocab_size = model.decoder.tok_embeddings.weight.shape[0]
         self._is_in_forward = False
         self._part: str | None = None
@@ -252,6 +263,7 @@ class StepTrace(TorchDispatchMode):
         self.micro_batch = 0
         self.collectives.clear()
         self.flops.clear()
+        self.launches.clear()
 
     @property
     def phase(self) -> str:
@@ -288,6 +300,7 @@ class StepTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         name = function._overloadpacket.__name__
         if name.startswith("_fused_") and isinstance(args[0], list):
+            self.launches[self.micro_batch, self.phase] += 1
             return None  # fused optimizers: in place, without temporary tensors. torch would run their kernels on zeros
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # a sharded tensor: the operators on its shard come here
@@ -295,8 +308,10 @@ class StepTrace(TorchDispatchMode):
         if self.is_paused:
             return output
         phase = self.phase
-        if name == "varlen_attention" and phase == BACKWARD_PASS:  # an operator of our own, inside of which gradients are off
-            phase = RECOMPUTATION
+        if name == "varlen_attention" and phase == BACKWARD_PASS:
+            phase = RECOMPUTATION  # an operator of our own, inside of which gradients are off
+        if launches_kernel(function):
+            self.launches[self.micro_batch, phase] += 1
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 self.memory.add(tensor, self._part or self._part_of(tensor, phase), phase)
@@ -336,6 +351,12 @@ class StepTrace(TorchDispatchMode):
             self.flops[self.micro_batch, phase] += sdpa_flop_count(*(each.shape for each in args[:3]))
         elif name == f"{_CPU_ATTENTION}_backward":
             self.flops[self.micro_batch, phase] += sdpa_backward_flop_count(*(each.shape for each in args[:4]))
+
+
+def launches_kernel(function: Any) -> bool:
+    """Whether an operator runs something on the device: not views, empty tensors and what only asks for a size."""
+    name = function._overloadpacket.__name__
+    return not (function.namespace == "prim" or function.is_view or name in _NO_KERNEL or "empty" in name)
 
 
 class _Pause:

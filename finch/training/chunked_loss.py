@@ -28,13 +28,13 @@ LOGITS_BYTES = 2**28
 def chunks_for(num_tokens: int, vocab_size: int, num_chunks: int, *, has_kl: bool = False) -> int:
     """In how many chunks the logits of ``num_tokens`` tokens are computed.
 
-    With ``num_chunks`` 1 there is one wherever there is a gradient; otherwise one if the logits are at most ``LOGITS_BYTES``, else at
-    least that many. ``has_kl`` halves the chunks, since the KL divergence takes twice as many tensors of that size.
+    With ``num_chunks`` 1 there is one wherever there is a gradient; otherwise as few as leave at most ``LOGITS_BYTES`` to each: every chunk
+    rounds the head's gradient. ``has_kl`` halves the chunks of several, since the KL divergence takes twice as many tensors of that size.
     """
     num_bytes = 4 * num_tokens * vocab_size
     if (num_chunks == 1 and torch.is_grad_enabled()) or num_bytes <= LOGITS_BYTES:
         return 1
-    return max(num_chunks, -(-num_bytes // (LOGITS_BYTES // 2 if has_kl else LOGITS_BYTES)))
+    return -(-num_bytes // (LOGITS_BYTES // 2 if has_kl else LOGITS_BYTES))
 
 
 class TokenLoss(nn.Module):
@@ -46,7 +46,7 @@ class TokenLoss(nn.Module):
 
     Args:
         decoder: a :class:`torchtune.modules.TransformerDecoder`.
-        num_chunks: in how many chunks logits are computed, see ``chunks_for``. One is kept for the backward; of several none is:
+        num_chunks: whether logits are computed in chunks, if above 1: see ``chunks_for``. One is kept for the backward; of several none is:
             see :mod:`finch.training.one_pass_loss`, or where that cannot be used each is recomputed in the backward.
         reference: the pretrained model, frozen, which runs only for the KL divergence; None: ``decoder`` without its adapters.
 

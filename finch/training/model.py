@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import modules, training
@@ -107,8 +108,9 @@ def parallelize(
             accept_padding_free(each, model.way)
         if parallel.tensor_mesh is not None and plan is not None:
             apply_plan(each, plan, parallel.tensor_mesh)  # before layers are wrapped: a plan matches module names
-        if not cfg.compile:  # inductor fuses the real products and has no complex ones
+        if not cfg.compile:  # inductor fuses both, and has no complex products
             use_complex_product(each)
+            use_fused_norm(each)
     if cfg.ac_mode is not None:
         apply_selective_activation_checkpointing(decoder, cfg.ac_mode, cfg.ac_option)
     elif cfg.enable_activation_checkpointing:
@@ -123,7 +125,7 @@ def parallelize(
         model,
         [layer for each in decoders for layer in (*each.layers, *map(each.get_submodule, custom_layers))],
         parallel,
-        mixed_precision=precision.policy(),
+        mixed_precision=precision.policy(reduce_in_fp32=cfg.fsdp_reduce_in_fp32),
         offload=cfg.fsdp_cpu_offload,
         reshard_after_forward=cfg.fsdp_reshard_after_forward,
         pin_memory=not cfg.optimizer_in_bwd,
@@ -150,6 +152,19 @@ def use_complex_product(decoder: modules.TransformerDecoder) -> None:
     for module in decoder.modules():
         if type(module).forward in _ROTATES_PAIRS:
             module.forward = functools.partial(rotate_pairs, module)
+
+
+def use_fused_norm(decoder: modules.TransformerDecoder) -> None:
+    """Lets torchtune's RMS norms keep 16-bit inputs: their conversion to fp32 keeps torch from its fused kernel, which computes in fp32 too."""
+    for module in decoder.modules():
+        if type(module).forward is modules.RMSNorm.forward:
+            module.forward = functools.partial(_norm, module)
+
+
+def _norm(norm: modules.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != norm.scale.dtype or x.dtype.itemsize > 2:
+        return modules.RMSNorm.forward(norm, x)
+    return F.rms_norm(x, norm.normalized_shape, norm.scale, norm.eps)
 
 
 def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor | None = None) -> torch.Tensor:

@@ -25,7 +25,11 @@ Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
 
 
 class Update:
-    """Updates the weights after the last backward of a step. ``optimizers`` has one, in :class:`UpdateInBackward` one per parameter."""
+    """Updates the weights after the last backward of a step. ``optimizers`` has one, in :class:`UpdateInBackward` one per parameter.
+
+    Attributes:
+        clips_in_kernel: whether the optimizer's fused kernel divides the gradients as it reads them; else they are scaled in memory before.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,9 @@ class Update:
     ) -> None:
         self.optimizers, self.schedule = optimizers, schedule
         self._model, self._parallel, self._clip_grad_norm = model, parallel, clip_grad_norm
+        is_fused = all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
+        self.clips_in_kernel = is_fused and parallel.device.type == "cuda"
+        self._scale: torch.Tensor | None = None
 
     def before_backward(self, loss_sum: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor) -> bool:
         """Whether this micro-batch goes backward. The arguments are those of :meth:`mean_loss` and :meth:`step`."""
@@ -53,7 +60,9 @@ class Update:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, [], over all ranks' shards; a collective."""
         parameters = list(self._model.trained_parameters().values())
         norm = grad_norm(parameters)
-        if self._clip_grad_norm is not None:
+        if self._clip_grad_norm is not None and self.clips_in_kernel:
+            self._scale = ((norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0).float()  # as clip_grads_with_norm_
+        elif self._clip_grad_norm is not None:
             for group in dtensor.group_by_mesh(parameters):
                 nn.utils.clip_grads_with_norm_(group, self._clip_grad_norm, norm)
         return norm.to(self._parallel.device, non_blocking=True)  # offloaded gradients live on the CPU
@@ -63,13 +72,20 @@ class Update:
         does not."""
         # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
         if self.schedule.step(loss if grad_norm is None else loss + 0 * grad_norm, denominator):
+            if self._scale is not None:  # the protocol of torch.amp.GradScaler; schedules of a loss reset it
+                vars(self.optimizers[0]).update(grad_scale=self._scale)
             self.optimizers[0].step()
 
 
 def grad_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The 2-norm of all gradients over all shards, []; a collective where they are sharded."""
-    groups = dtensor.group_by_mesh(parameter.grad for parameter in parameters if parameter.grad is not None)
-    norms = [dtensor.full_tensor(nn.utils.get_total_norm(group)) for group in groups]
+    """The 2-norm of all gradients over all shards, [], in fp32 or wider; a collective where they are sharded."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
+    # Not get_total_norm, which returns the norm of bf16 gradients in bf16: up to 0.4% off.
+    norms = [
+        dtensor.full_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group, 2, dtype))))
+        for group in dtensor.group_by_mesh(gradients)
+    ]
     if not norms:
         return torch.zeros(())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

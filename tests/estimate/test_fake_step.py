@@ -113,6 +113,14 @@ def test_collectives_are_fsdps_and_three_small_ones(estimate):
     assert all(each.nbytes < 1000 for each in others)
 
 
+def test_16_bit_gradients_are_reduced_in_fp32_on_demand(estimate):
+    plain, wide = (
+        dict((kind, nbytes) for kind, _, nbytes, _ in estimate(2, dtype="bf16", **changes).summed_collectives())
+        for changes in ({}, {"fsdp_reduce_in_fp32": True})
+    )
+    assert wide == {**plain, REDUCE_SCATTER: 2 * plain[REDUCE_SCATTER]}
+
+
 def test_ranks_share_weights_gradients_and_states(estimate):
     one, four = estimate(), estimate(ranks=4)
     assert (one.shards, four.shards) == (1, 4)
@@ -172,7 +180,7 @@ def test_a_component_that_reads_values_is_named(estimate, monkeypatch):
 def test_time_is_operations_and_bytes_over_their_rates():
     calls = Collective(ALL_GATHER, 4 * 10**9, 4), Collective(ALL_REDUCE, 4, 4), Collective(ALL_GATHER, 4 * 10**9, 4)
     flops = {"forward": 10**12, "recomputation": 10**12, "backward": 2 * 10**12}
-    step = StepEstimate(1, 1, 4, {}, 0, "forward", {}, calls, flops, 1, 1)
+    step = StepEstimate(1, 1, 4, {}, 0, "forward", {}, calls, flops, {}, 1, 1)
     assert step.compute_seconds(matmul_tflops=2) == 2.0  # recomputation takes time, though it is not needed
     assert step.needed_flops == 3 * 10**12
     assert step.communication_seconds(bandwidth_gb_s=3) == pytest.approx(2.0)
