@@ -157,13 +157,13 @@ def use_complex_product(decoder: modules.TransformerDecoder) -> None:
 def use_fused_norm(decoder: modules.TransformerDecoder) -> None:
     """Lets torchtune's RMS norms keep 16-bit inputs: their conversion to fp32 keeps torch from its fused kernel, which computes in fp32 too."""
     for module in decoder.modules():
-        if type(module).forward is modules.RMSNorm.forward:
+        if type(module) is modules.RMSNorm:
             module.forward = functools.partial(_norm, module)
 
 
 def _norm(norm: modules.RMSNorm, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != norm.scale.dtype or x.dtype.itemsize > 2:
-        return modules.RMSNorm.forward(norm, x)
+        return type(norm).forward(norm, x)
     return F.rms_norm(x, norm.normalized_shape, norm.scale, norm.eps)
 
 

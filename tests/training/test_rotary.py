@@ -1,4 +1,4 @@
-"""The rotary embedding as a complex product against torchtune's modules, values and gradients."""
+"""The rotary embedding as a complex product, and fused norms, against torchtune's modules: values and gradients."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
+from helpers.models import FAMILIES
 from torchtune.models.llama2 import llama2
 from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import RotaryPositionalEmbeddings
 
-from finch.training.model import rotate_pairs, use_complex_product
+from finch.training.model import rotate_pairs, use_complex_product, use_fused_norm
 
 BATCH, SEQ, HEADS, DIM = 2, 5, 3, 16
 
@@ -55,3 +56,20 @@ def test_use_complex_product_leaves_rotated_halves() -> None:
     holder = torch.nn.ModuleList([Qwen2RotaryPositionalEmbeddings(DIM)])
     use_complex_product(holder)  # type: ignore[arg-type]
     assert "forward" not in vars(holder[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_that_keeps_16_bits_is_torchtunes_bit_for_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    decoder = FAMILIES["qwen3"].build().to(dtype)
+    norms = [decoder.norm, decoder.layers[0].attn.q_norm]
+    inputs = [torch.randn(3, 5, norm.scale.numel(), dtype=dtype, requires_grad=True) for norm in norms]
+    for norm in norms:
+        torch.nn.init.normal_(norm.scale)
+    before = [norm(x) for norm, x in zip(norms, inputs, strict=True)]
+    use_fused_norm(decoder)
+    for norm, x, expected in zip(norms, inputs, before, strict=True):
+        found = norm(x)
+        gradients, others = (torch.autograd.grad(y.float().square().sum(), [x, norm.scale]) for y in (found, expected))
+        assert torch.equal(found, expected)
+        assert all(map(torch.equal, gradients, others))
