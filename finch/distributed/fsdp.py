@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -47,6 +48,13 @@ def shard_model(
     # The root's backward follows its forward at once: to free its weights in between would only gather them twice.
     fully_shard(model, **{**options, "mp_policy": policy, "reshard_after_forward": False})
     model.register_forward_hook(_reshard_without_backward)
+
+
+def prefetch(layers: Iterable[nn.Module]) -> None:
+    """Has each of ``layers``, in the order in which they run, gather the next one: else that waits for the host to get there."""
+    for layer, following in itertools.pairwise(layers):
+        if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
+            layer.set_modules_to_forward_prefetch([following])
 
 
 def reduce_last(model: nn.Module, batches: Sequence[T], *, each: bool) -> Iterator[T]:

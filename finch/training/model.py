@@ -130,6 +130,8 @@ def parallelize(
         reshard_after_forward=cfg.fsdp_reshard_after_forward,
         pin_memory=not cfg.optimizer_in_bwd,
     )
+    for each in decoders:
+        fsdp.prefetch(each.layers)
     model.offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
     return model
 
