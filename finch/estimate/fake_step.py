@@ -247,6 +247,7 @@ class FakeStep(FinchFullFinetune):
             num_chunks=self.loss.num_chunks,
             plan=plan,
             has_reference=self.loss.kl_penalty.has_reference,
+            device=_CPU if cfg.device == "cpu" else torch.device("cuda"),
         )
         with self._mode:
             allocate(self.model, cfg, group, precision)

@@ -91,16 +91,18 @@ def parallelize(
     num_chunks: int,
     plan: Plan | None,
     has_reference: bool = False,
+    device: torch.device | None = None,
 ) -> TokenLoss:
     """Applies tensor parallelism, activation checkpointing, compile and FSDP2, in this order; all stays on the meta device.
 
-    ``has_reference`` adds a second, frozen copy of the decoder, sharded in the same way.
+    ``has_reference`` adds a second, frozen copy of the decoder, sharded in the same way. ``device``: that the attention is chosen for;
+    None: the ranks'.
     """
     reference = copy.deepcopy(decoder).requires_grad_(False) if has_reference else None
     model = TokenLoss(decoder, num_chunks, reference)
     decoders = [decoder] if reference is None else [decoder, reference]
     options = {"padding_free": cfg.padding_free, "compile": cfg.compile}
-    model.way = choose_way(decoder, torch.device(cfg.device), precision.compute, **options)
+    model.way = choose_way(decoder, device or parallel.device, precision.compute, **options)
     logger.info(f"attention: {DESCRIPTIONS[model.way]}")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new length, and keeps all
     for each in decoders:

@@ -141,7 +141,7 @@ def test_ranks_share_weights_gradients_and_states(estimate):
         ({"loss": {"_component_": "finch.objectives.EAFT"}}, 1, "weights"),
         ({"optimizer_in_bwd": True, "clip_grad_norm": None}, 2, "optimizer states"),
         ({"dtype": "bf16_stochastic", "compile": True}, 2, "optimizer states"),
-        ({"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}, "device": "cuda"}, 2, "optimizer states"),
+        ({"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}, "device": "auto"}, 2, "optimizer states"),
         ({"fsdp_cpu_offload": True}, 1, "optimizer states"),
         ({"model": SCALED_ROTARY}, 2, "rotary tables"),
         (TP, 4, "weights"),

@@ -63,7 +63,7 @@ def shrunk(name, folder, rows, run):
 @pytest.mark.parametrize("name", LARGE)
 def test_config_trains_a_shrunk_model(name, tmp_path, rows_file):
     config = shrunk(name, tmp_path / "base", rows_file, tmp_path / "run")
-    done = finished(tmp_path, config, "epochs=2")
+    done = finished(tmp_path, config, "epochs=2", "device=auto")
     assert len(done.column("loss")) == 2
     assert AutoModelForCausalLM.from_pretrained(done.folder / "best").dtype == torch.bfloat16
 
