@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,21 +37,21 @@ def each_shard(tensor: torch.Tensor) -> Iterator[tuple[tuple[slice, ...], torch.
     Yields the part of the global tensor that the shard holds, a slice for each dimension, and the shard. A rank holds one shard of another
     rank at a time, never the complete tensor. Copies on other ranks are left out.
     """
-    block = local_block(tensor)
     if not isinstance(tensor, DTensor):
-        yield block, tensor
+        yield local_block(tensor), tensor
         return
-    own = [(part.start, part.stop) for part in block]
-    blocks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(blocks, own)
-    for rank, bounds in enumerate(blocks):
-        sizes = [stop - start for start, stop in bounds]
-        if bounds in blocks[:rank] or 0 in sizes:
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    # Next to a mesh without the tensor-parallel dimension there are others, of the same ranks shifted: rank 0's is taken on all.
+    ranks = (mesh.mesh - mesh.mesh.min()).flatten().tolist()
+    seen = set()
+    for rank, place in zip(ranks, itertools.product(*map(range, mesh.shape)), strict=True):
+        block = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, list(place), tensor.placements)
+        if block in seen or 0 in block[0]:
             continue
-        local = tensor.to_local()
-        shard = local.contiguous() if rank == dist.get_rank() else local.new_empty(sizes)
+        seen.add(block)
+        shard = local.contiguous() if rank == dist.get_rank() else local.new_empty(block[0])
         dist.broadcast(shard, src=rank)
-        yield tuple(slice(start, stop) for start, stop in bounds), shard
+        yield tuple(slice(start, start + size) for size, start in zip(*block, strict=True)), shard
 
 
 def load_full_tensor(parameter: torch.Tensor, value: torch.Tensor) -> None:

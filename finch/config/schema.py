@@ -227,6 +227,8 @@ class Hardware(Keys):
         Literal["fp32", "bf16", "bf16_mixed", "bf16_stochastic", "fp64"], BeforeValidator(_refuse_fp16)
     ] = "fp32"
     """bf16: pure; bf16_mixed: fp32 master weights; bf16_stochastic: bf16 weights, stochastic rounding"""
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """of fp32 products on CUDA; high: TF32, with 10 bits of mantissa for 23"""
     compile: bool = False
     """torch.compile layers and loss"""
     padding_free: bool = True
@@ -299,7 +301,7 @@ class Output(Keys):
     log_every_n_steps: PositiveInt = 1
     """how often the metric logger and the progress bar are updated, and a GPU is read"""
     log_peak_memory_stats: bool = True
-    """log the peak memory of each step, on CUDA"""
+    """log the peak memory since the last logged step, on CUDA"""
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "WARN", "FATAL", "NOTSET"],
         BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),

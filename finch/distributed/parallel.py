@@ -55,6 +55,7 @@ class Parallel:
         mesh: what FSDP2 shards over, [shard] or with HSDP [replicate, shard]; None: one process without FSDP2.
         tensor_mesh: the ranks of this one's tensor-parallel group; None without tensor parallelism.
         data_group: one rank of each tensor-parallel group, which see different samples; None: all ranks.
+        host_group: all ranks, for Python objects, which stay in host memory; None: the default group, which does that.
         data_parallel_size: how many ranks see different samples.
         data_parallel_rank: this one's index among them.
     """
@@ -65,6 +66,7 @@ class Parallel:
     mesh: DeviceMesh | None = None
     tensor_mesh: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
+    host_group: dist.ProcessGroup | None = None
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
 
@@ -97,9 +99,8 @@ class Parallel:
         """``value`` of every data-parallel rank, in rank order; anything that can be pickled."""
         if self.data_parallel_size == 1:
             return [value]
-        values: list[Any] = [None] * self.data_parallel_size
-        dist.all_gather_object(values, value, group=self.data_group)
-        return values
+        ranks = self.world_size // self.data_parallel_size  # of a tensor-parallel group: one of them speaks for all
+        return self.gather_all_ranks(None if self.rank % ranks else value)[::ranks]
 
     def all_true(self, value: bool) -> bool:
         """Whether ``value`` is true on every rank, those of a tensor-parallel group included."""
@@ -110,7 +111,7 @@ class Parallel:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.host_group)
         return values
 
 
@@ -147,7 +148,7 @@ def start(
         return Parallel(device)
     if dist.get_world_size() == 1 and not shard:
         return Parallel(device)
-    return join(device, sizes)
+    return join(device, sizes, timeout)
 
 
 def start_from(cfg: DictConfig, device: torch.device, *, shard: bool) -> Parallel:
@@ -157,8 +158,9 @@ def start_from(cfg: DictConfig, device: torch.device, *, shard: bool) -> Paralle
     return start(device, shard=shard, offload=offload, timeout_s=timeout_s, sizes=sizes)
 
 
-def join(device: torch.device, sizes: MeshSizes) -> Parallel:
-    """This rank's place in the process group that exists, with the mesh over its ranks; ``sizes`` are resolved."""
+def join(device: torch.device, sizes: MeshSizes, timeout: timedelta | None = None) -> Parallel:
+    """This rank's place in the process group that exists, with the mesh over its ranks; ``sizes`` are resolved. ``timeout``: of objects'
+    collectives on the host."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh(
         device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
@@ -174,6 +176,8 @@ def join(device: torch.device, sizes: MeshSizes) -> Parallel:
         mesh=data_mesh if sizes.replicate > 1 else mesh["dp_shard"],
         tensor_mesh=mesh["tp"] if sizes.tensor > 1 else None,
         data_group=data_mesh._flatten("dp").get_group() if sizes.tensor > 1 else None,
+        # NCCL would put what is pickled, such as reference losses of all rows, into the memory of every GPU.
+        host_group=None if device.type == "cpu" or world_size == 1 else dist.new_group(timeout=timeout, backend="gloo"),
         data_parallel_size=world_size // sizes.tensor,
         data_parallel_rank=rank // sizes.tensor,  # the tensor-parallel dimension is the innermost
     )
@@ -227,5 +231,13 @@ def local_device(name: str | None) -> torch.device:
     if torch.device(kind).index is not None and launched_ranks() > 1:
         raise UserError(f"device={name} would put all {launched_ranks()} ranks on one GPU; use device=cuda")
     device = torch.device("cuda", index)
+    use_expandable_segments()
     torch.cuda.set_device(device)
     return device
+
+
+def use_expandable_segments() -> None:
+    """Lets CUDA's allocator grow its segments: the sizes of batches without padding differ from step to step, and would leave gaps between
+    fixed ones. What the environment says of the allocator stays."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")

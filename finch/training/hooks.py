@@ -173,10 +173,12 @@ class NonfiniteGuard(Hook):
 
 
 class StepChecks(Hook):
-    """``debug_checks``: compares the learning rate and the EMA over the ranks. ``log_peak_memory_stats``: adds CUDA's statistics."""
+    """``debug_checks``: compares the learning rate and the EMA over the ranks. ``log_peak_memory_stats``: adds CUDA's statistics to the steps
+    that are logged."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._is_checked, self._has_memory = cfg.debug_checks, cfg.log_peak_memory_stats
+        self._is_checked = cfg.debug_checks
+        self._memory_every = cfg.log_every_n_steps if cfg.log_peak_memory_stats else None
 
     def start(self, trainer: Trainer) -> None:
         self._parallel = trainer.parallel
@@ -188,8 +190,9 @@ class StepChecks(Hook):
         if self._is_checked:
             self._parallel.check_equal("the learning rate", state.metrics["lr"])
             self._parallel.check_equal("the EMA of the loss", state.metrics["ema_loss"])
-        device = self._parallel.device
-        return training.get_memory_stats(device=device) if self._has_memory and device.type == "cuda" else {}
+        if self._parallel.device.type != "cuda" or not self._memory_every or state.step % self._memory_every:
+            return {}
+        return training.get_memory_stats(device=self._parallel.device)
 
 
 class Profiler(Hook):

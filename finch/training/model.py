@@ -104,6 +104,7 @@ def parallelize(
     options = {"padding_free": cfg.padding_free, "compile": cfg.compile}
     model.way = choose_way(decoder, device or parallel.device, precision.compute, **options)
     logger.info(f"attention: {DESCRIPTIONS[model.way]}")
+    torch.set_float32_matmul_precision(cfg.float32_matmul_precision)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new length, and keeps all
     for each in decoders:
         if model.way != "padded":

@@ -59,6 +59,17 @@ def test_parallel_on_two_ranks(tmp_path):
         assert "the rate differs between ranks: [[0.0], [1.0]]" in rank["differs"]
 
 
+def test_segments_grow_unless_the_environment_says_otherwise(monkeypatch):
+    before = torch._C._accelerator_getAllocatorSettings()
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "max_split_size_mb:128")
+            parallel.use_expandable_segments()
+    assert torch._C._accelerator_getAllocatorSettings() == before
+    parallel.use_expandable_segments()
+    assert "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
+
+
 def test_local_device():
     assert parallel.local_device("cpu") == torch.device("cpu")
     assert parallel.local_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
