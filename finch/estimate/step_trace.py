@@ -283,15 +283,24 @@ class StepTrace(TorchDispatchMode):
             self.memory.resize(storage, self.phase)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        # Around what DTensor computes of an operator's complete result, on other fake tensors.
-        self._lock = ShardingPropagator._fake_mode_lock
-        ShardingPropagator._fake_mode_lock = _Pause(self)  # type: ignore[assignment]
+        propagate = self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def propagate_uncounted(
+            *args: Any,
+        ) -> Any:  # what DTensor computes of an operator's complete result, on other fake tensors
+            self.is_paused = True
+            try:
+                return propagate(*args)
+            finally:
+                self.is_paused = False
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate_uncounted  # type: ignore[method-assign,assignment]
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        ShardingPropagator._fake_mode_lock = self._lock
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
         super().__exit__(*exception)
 
     def __torch_dispatch__(
@@ -357,16 +366,3 @@ def launches_kernel(function: Any) -> bool:
     """Whether an operator runs something on the device: not views, empty tensors and what only asks for a size."""
     name = function._overloadpacket.__name__
     return not (function.namespace == "prim" or function.is_view or name in _NO_KERNEL or "empty" in name)
-
-
-class _Pause:
-    """A context in which a trace counts nothing."""
-
-    def __init__(self, trace: StepTrace) -> None:
-        self._trace = trace
-
-    def __enter__(self) -> None:
-        self._trace.is_paused = True
-
-    def __exit__(self, *_: Any) -> None:
-        self._trace.is_paused = False

@@ -26,9 +26,10 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
     """
     if device.type != "cuda":
         return True
-    is_there = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
     fits = dtype in _DTYPES and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
-    return fits and (is_there or not torch.cuda.is_available())
+    if not fits or not torch.cuda.is_available():  # as on a login node, whose torch may be built for CUDA
+        return fits
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Varlen) -> torch.Tensor:

@@ -60,14 +60,17 @@ def test_parallel_on_two_ranks(tmp_path):
 
 
 def test_segments_grow_unless_the_environment_says_otherwise(monkeypatch):
-    before = torch._C._accelerator_getAllocatorSettings()
+    settings = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "max_split_size_mb:128")
             parallel.use_expandable_segments()
-    assert torch._C._accelerator_getAllocatorSettings() == before
-    parallel.use_expandable_segments()
-    assert "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
+    assert settings == []
+    monkeypatch.undo()
+    parallel.use_expandable_segments()  # torch raises where it does not know the option
+    with pytest.raises(ValueError, match="expandable"):
+        torch.cuda.memory._set_allocator_settings("expandable:True")
 
 
 def test_local_device():
