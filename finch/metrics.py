@@ -24,7 +24,10 @@ class MetricsLog:
     One line per step goes into metrics.jsonl; the metric logger and the progress see every ``every``-th. Only rank
     0 writes, but every rank reads at the same steps, so that a non-finite loss stops all of them at the same one.
 
-    Nothing is written in ``folder`` before ``open``. ``world_size``: ranks, for tokens per second and GPU.
+    Nothing is written in ``folder`` before ``open``. ``world_size``: ranks, for tokens per second and GPU. ``is_late``: a report reads what
+    the report before has asked the device for, which by then has the work of the steps since: the host does not wait for it.
+
+    ``is_nonfinite``: whether a loss or a gradient's norm that was read is not finite.
     """
 
     def __init__(
@@ -36,11 +39,14 @@ class MetricsLog:
         is_writer: bool,
         every: int = 1,
         world_size: int = 1,
+        is_late: bool = False,
     ) -> None:
         self.path = folder / run_files.METRICS
         self._metric_logger, self._progress = metric_logger, progress
         self._is_writer, self._every, self._world_size = is_writer, every, world_size
+        self._is_late, self.is_nonfinite = is_late, False
         self._pending: list[dict[str, Any]] = []
+        self._asked: list[_Transfer] = []
         self._last_report = time.perf_counter()
         self._file: TextIO | None = None
         self._lines = 0
@@ -84,14 +90,27 @@ class MetricsLog:
     def report(self) -> None:
         """Called after each step; reads and reports the pending ones every ``every`` steps."""
         if self._pending and self._pending[-1]["step"] % self._every == 0:
-            self.flush()
+            self._ask()
+            self._read(self._asked[: -1 if self._is_late else None])
 
     def flush(self) -> None:
         """Reads and reports the pending steps."""
-        if not self._pending:
-            return
-        lines = _read(self._pending)
+        self._ask()
+        self._read(self._asked)
+
+    def _ask(self) -> None:
+        if self._pending:
+            self._asked.append(_Transfer(self._pending))
         self._pending = []
+
+    def _read(self, transfers: list[_Transfer]) -> None:
+        self._asked = self._asked[len(transfers) :]
+        lines = [line for transfer in transfers for line in transfer.lines()]
+        if not lines:
+            return
+        self.is_nonfinite |= any(
+            not math.isfinite(line.get(key) or 0.0) for line in lines for key in ("loss", "grad_norm")
+        )
         now = time.perf_counter()
         seconds, self._last_report = now - self._last_report, now
         # Steps between two reads are not timed one by one: that would take a synchronisation each. They share the
@@ -153,19 +172,33 @@ class MetricsLog:
             self._metric_logger = None
 
 
-def _read(pending: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Brings all tensors of all pending steps to the host in one transfer."""
-    tensors = [(line, key) for line in pending for key, value in line.items() if isinstance(value, torch.Tensor)]
-    if tensors:
-        values = torch.stack([line[key].detach().double().reshape(()) for line, key in tensors]).tolist()
-        for (line, key), value in zip(tensors, values, strict=True):
-            line[key] = value
-    for line in pending:
-        line["num_target_tokens"], line["lr_is_capped"] = int(line["num_target_tokens"]), bool(line["lr_is_capped"])
-        # Theorem 1: the per-step forgetting is at most C1 * eta * sqrt(L_B) + ...; this is that leading term up to
-        # C1.
-        line["eta_sqrt_loss"] = line["lr"] * math.sqrt(line["loss"]) if line["loss"] >= 0 else None
-    return pending
+class _Transfer:
+    """Brings all tensors of steps' metrics to the host at once, behind what the device has been given so far."""
+
+    def __init__(self, lines: list[dict[str, Any]]) -> None:
+        self._lines = lines
+        self._places = [(line, key) for line in lines for key, value in line.items() if isinstance(value, torch.Tensor)]
+        self._event: torch.cuda.Event | None = None
+        if self._places:
+            values = torch.stack([line[key].detach().double().reshape(()) for line, key in self._places])
+            self._values = values.to("cpu", non_blocking=True)
+            if values.is_cuda:
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """With numbers in place of tensors; waits for the device to get there."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._places:
+            for (line, key), value in zip(self._places, self._values.tolist(), strict=True):
+                line[key] = value
+        for line in self._lines:
+            line["num_target_tokens"], line["lr_is_capped"] = int(line["num_target_tokens"]), bool(line["lr_is_capped"])
+            # Theorem 1: the per-step forgetting is at most C1 * eta * sqrt(L_B) + ...; this is that leading term up to
+            # C1.
+            line["eta_sqrt_loss"] = line["lr"] * math.sqrt(line["loss"]) if line["loss"] >= 0 else None
+        return self._lines
 
 
 def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:

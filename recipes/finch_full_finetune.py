@@ -10,7 +10,6 @@ from finch.extras import prepare_recipe
 
 prepare_recipe()  # before the imports that fail without the extra
 
-import itertools
 from typing import Any
 
 import torch
@@ -163,12 +162,14 @@ class FinchFullFinetune(FTRecipeInterface):
     def train_epoch(self) -> None:
         """The steps of an epoch and its end, or until the run is stopped."""
         state, order, steps = self.state, self.data.order, self.data.steps_per_epoch
-        batches = self.loss.batches(self.data, state.epoch, state.consumed)
+        upcoming = self.loss.steps(self.data, state.epoch, state.consumed)
         self.metrics_log.start_epoch(state.epoch)
-        while state.consumed < order.samples_in(steps):
+        batches = next(upcoming, None)
+        while batches is not None:
             for hook in self.hooks.values():
                 hook.before_step(state)
-            metrics = self.train_step(list(itertools.islice(batches, order.micro_batches_in_step(state.consumed))))
+            metrics = self.train_step(batches)
+            batches = next(upcoming, None)  # while the device is at work: nothing has waited for it so far
             state.advance(order, steps)
             state.metrics = self.metrics_log.add(state.step, metrics)
             state.is_synced = any([hook.wants_sync(state.step) for hook in self.hooks.values()])

@@ -36,6 +36,20 @@ def test_metrics_log_reads_tensors_only_when_it_reports(tmp_path):
     recorder.close.assert_called_once()
 
 
+def test_late_log_reads_what_was_asked_for_a_report_ago(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    log = MetricsLog(tmp_path, None, is_writer=True, every=2, is_late=True)
+    log.open()
+    seen = []
+    for step in range(1, 8):
+        log.add(step, step_metrics(torch.tensor(float(step) if step != 3 else math.nan)))
+        log.report()
+        seen.append((len(read_metrics(file)), log.is_nonfinite))
+    assert seen == [(0, False), (0, False), (0, False), (2, False), (2, False), (4, True), (4, True)]
+    assert log.num_lines() == 7
+    assert [line["loss"] for line in read_metrics(file)] == [1, 2, None, 4, 5, 6, 7]
+
+
 def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "lo')

@@ -149,13 +149,19 @@ class NonfiniteGuard(Hook):
     """Ends the run where a loss, a gradient or a weight is not finite. Schedules raise and skip by themselves where they read the loss."""
 
     def start(self, trainer: Trainer) -> None:
-        self._trainer, self._every = trainer, trainer.cfg.log_every_n_steps
+        self._trainer = trainer
+
+    def before_step(self, state: TrainState) -> None:
+        """A schedule on a device is read once the metrics say that there is something to read."""
+        if self._trainer.metrics_log.is_nonfinite:
+            self._trainer.update.schedule.check()
+            self._trainer.metrics_log.is_nonfinite = False
 
     def wants_sync(self, step: int) -> bool:
-        return step % self._every == 0 or not self._trainer.update.schedule.is_on_device
+        return not self._trainer.update.schedule.is_on_device
 
     def after_step(self, state: TrainState) -> None:
-        if state.is_synced:
+        if state.is_synced and not self._trainer.update.schedule.is_on_device:
             self._trainer.update.schedule.check()
 
     def after_epoch(self, state: TrainState) -> None:
@@ -252,5 +258,6 @@ def build_metrics_log(cfg: DictConfig, run: Path, parallel: Parallel, *, num_ste
         RunProgress(num_steps, cfg.epochs, is_shown=parallel.is_rank_zero),
         is_writer=parallel.is_rank_zero,
         every=cfg.log_every_n_steps,
+        is_late=parallel.device.type == "cuda",
         world_size=parallel.world_size,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -100,9 +101,13 @@ class StepLoss:
         if self.regularizer is not None:
             self.regularizer.start(model.trained_parameters().items())
 
-    def batches(self, data: TrainingData, epoch: int, consumed: int) -> Iterator[Batch]:
-        """This rank's micro-batches of an epoch after its first ``consumed`` samples, on the host, with all that the loss needs."""
-        return self.kl_penalty.add_to(data.batches(epoch, consumed, self.replay.rows), data, epoch, consumed)
+    def steps(self, data: TrainingData, epoch: int, consumed: int) -> Iterator[list[Batch]]:
+        """This rank's micro-batches of each step of an epoch after its first ``consumed`` samples, on the host, with all that the loss needs."""
+        batches = data.batches(epoch, consumed, self.replay.rows)
+        batches = self.kl_penalty.add_to(batches, data, epoch, consumed)
+        order = data.order
+        for start in range(consumed, order.samples_in(data.steps_per_epoch), order.global_batch):
+            yield list(itertools.islice(batches, order.micro_batches_in_step(start)))
 
     def counts(self, batches: Sequence[Batch]) -> torch.Tensor:
         """[2] fp64 on the host: this rank's target tokens of a step, and what the objective divides by (the same except for STM)."""

@@ -2,11 +2,26 @@
 
 import math
 
+import finch_full_finetune
 import pytest
 import torch
 import yaml
-from helpers.runs import disk_logger, finished, llama_args, make_config, relative_l2, tune_run, validated, weights
+from helpers.runs import (
+    before_steps,
+    disk_logger,
+    finished,
+    llama_args,
+    make_config,
+    relative_l2,
+    tune_run,
+    validated,
+    weights,
+)
 from transformers import AutoModelForCausalLM
+
+from finch.metrics import MetricsLog
+from finch.training import hooks
+from finch.training.step_loss import StepLoss
 
 METRICS = {"step", "epoch", "loss", "ema_loss", "lr", "lr_is_capped", "eta_sqrt_loss", "grad_norm", "num_target_tokens"}
 
@@ -102,6 +117,33 @@ def test_torchtune_options_train(changes, tmp_path, tiny, two_epochs, monkeypatc
         assert losses == pytest.approx(two_epochs.column("loss")[:11], rel=1e-5)
     else:
         assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_next_batch_is_fetched_before_a_step_is_read(tmp_path, tiny, two_epochs, monkeypatch):
+    """As on a GPU, where metrics are read one report late, which changes none of them."""
+    done = []
+
+    class Fetching(StepLoss):
+        def steps(self, *args):
+            for batches in super().steps(*args):
+                done.append("fetch")
+                yield batches
+
+    class Late(MetricsLog):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **{**options, "is_late": True})
+
+        def report(self):
+            done.append("read")
+            super().report()
+
+    monkeypatch.setattr(finch_full_finetune, "StepLoss", Fetching)
+    monkeypatch.setattr(hooks, "MetricsLog", Late)
+    before_steps(monkeypatch, lambda _: done.append("step"))
+    run = finished(tmp_path, tiny(), "epochs=1")
+    assert done == ["fetch", *["step", "fetch", "read"] * 10, "step", "read"]
+    for column in ("loss", "lr", "grad_norm", "num_target_tokens"):
+        assert run.column(column) == two_epochs.column(column)[:11]
 
 
 def test_drop_last_and_no_seed(tmp_path, tiny):
