@@ -282,7 +282,7 @@ class Checkpoint(Keys):
     keep_last: PositiveInt = 1
     """complete checkpoints that are kept; 2 leaves one to fall back on"""
     is_async: bool = Field(True, alias="async")
-    """write while training continues; costs a copy of the state in host memory"""
+    """write while training continues; costs a copy of the state in host memory, page-locked where there is a GPU"""
 
 
 class Output(Keys):

@@ -70,12 +70,14 @@ class FinchTrainer(Trainer):
         """As TorchTitan's. Before the first one of this start, what needs the loaded weights is measured."""
         if not self._has_begun:
             self._begin()
-        Trainer.train_step(self, data_iterator)
+        with self._keeping_grad_norm():
+            Trainer.train_step(self, data_iterator)
         rounds = getattr(self.dataloader, "rounds_per_epoch", None)
         metrics = {
             "epoch": 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds,
             "loss": self._loss,
             **self.lr_schedulers.schedule.metrics(),
+            "grad_norm": self._grad_norm,
             "num_target_tokens": self._num_targets,
         }
         self.run_metrics.add_step(self.step, metrics)
@@ -110,31 +112,31 @@ class FinchTrainer(Trainer):
     def _set_lr(self, *_: Any) -> None:
         """Sets the learning rate of the step; a collective. Called by the optimizers right before their step."""
         assert self._step_loss is not None
+        loss = dist_utils.dist_sum_tensor(self._step_loss, self.parallel_dims.get_optional_mesh("loss"))
         # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
-        flag = 0 * self._local_grad_norm()
-        flag = dist_utils.dist_sum_tensor(flag, self.parallel_dims.get_optional_mesh("tp"))
-        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
-        self._loss = dist_utils.dist_sum_tensor(self._step_loss + flag, loss_mesh)
+        self._loss = loss + 0 * self._grad_norm
         self._step_loss = None
         if not self.lr_schedulers.set_lr(self._loss, self._num_targets):
             self.optimizers.zero_grad(set_to_none=True)  # without gradients an optimizer leaves everything as it is
 
-    def _local_grad_norm(self) -> torch.Tensor:
-        """[] norm of the gradients that this rank holds, after clipping, in fp64."""
-        gradients = [
-            to_local(gradient)
-            for part in self.model_parts
-            for parameter in part.parameters()
-            if (gradient := parameter.grad) is not None
-        ]
-        return torch.nn.utils.get_total_norm(gradients, foreach=True).to(self.device, torch.float64)
+    @contextlib.contextmanager
+    def _keeping_grad_norm(self) -> Iterator[None]:
+        """Keeps what TorchTitan's step clips by, [] over all ranks, which it shows to nobody: a second norm would read all gradients again."""
+        clip = dist_utils.clip_grad_norm_
+
+        def keep(*args: Any, **options: Any) -> torch.Tensor:
+            self._grad_norm = clip(*args, **options)
+            return self._grad_norm
+
+        dist_utils.clip_grad_norm_ = keep
+        try:
+            yield
+        finally:
+            dist_utils.clip_grad_norm_ = clip
 
 
 class RunMetrics(BaseLogger):
-    """metrics.jsonl in the dump folder, with the names of finch's recipe; TorchTitan's own loggers get what it logs, and FINCH's rate.
-
-    A step's ``grad_norm`` is known where TorchTitan logs it, and null elsewhere.
-    """
+    """metrics.jsonl in the dump folder, with the names of finch's recipe; TorchTitan's own loggers get what it logs, and FINCH's rate."""
 
     def __init__(self, trainer: FinchTrainer, inner: BaseLogger) -> None:
         self._trainer, self._inner = trainer, inner
@@ -146,7 +148,6 @@ class RunMetrics(BaseLogger):
             every=trainer.config.metrics.log_freq,
             world_size=torch.distributed.get_world_size(),
         )
-        self._grad_norms: dict[int, float] = {}
 
     def open(self, first_step: int) -> None:
         """Opens the file; lines after ``first_step``, of an earlier attempt, are dropped."""
@@ -156,13 +157,12 @@ class RunMetrics(BaseLogger):
 
     def add_step(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds a step, after TorchTitan has logged it; tensors are read every ``metrics.log_freq`` steps."""
-        self._lines.add(step, {**metrics, "grad_norm": self._grad_norms.pop(step, None)})
+        self._lines.add(step, metrics)
         self._lines.report()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Called by TorchTitan at the steps that it logs, and after validation."""
         if "grad_norm" in metrics:
-            self._grad_norms[step] = metrics["grad_norm"]
             schedule = self._trainer.lr_schedulers.schedule.metrics()
             metrics = {**metrics, **{name: float(schedule[name]) for name in ("lr", "ema_loss", "lr_is_capped")}}
         if "validation_metrics/loss" in metrics:
