@@ -22,10 +22,10 @@ Sequence = tuple[dict[str, torch.Tensor], torch.Tensor]
 class RowsDataLoader(ParallelAwareDataloader):
     """Rows of any format that :func:`finch.data.rows.rows_dataset` reads, tokenized with the chat template of the model's folder.
 
-    Step i takes the samples [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, on any number of ranks, as in
+    Step i takes the samples (packs of rows, or rows) [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, on any number of ranks, as in
     finch's recipe. With gradient accumulation the last step of an epoch may continue with the next one's first samples.
 
-    Rows longer than ``seq_len`` are truncated, shorter ones padded. Raises UserError for rows that cannot be used, or fewer than one
+    Rows longer than ``seq_len`` are truncated. Shorter ones share a sequence, or with ``is_packed=False`` are padded. Raises UserError for rows that cannot be used, or fewer than one
     micro-batch of all ranks needs.
     """
 
@@ -58,8 +58,8 @@ class RowsDataLoader(ParallelAwareDataloader):
         split_seed: int = 0
         """Of the permutation that chooses the parts."""
 
-        is_packed: bool = False
-        """Whether rows share a sequence, with positions that restart at each."""
+        is_packed: bool = True
+        """Whether rows share a sequence, with positions that restart at each, where TorchTitan's attention masks restart too."""
 
         prompt_style: str = "chat"
         """``authors``: the prompts of the FINCH paper's code."""

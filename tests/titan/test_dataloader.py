@@ -19,7 +19,7 @@ def build(titan_configs, shared_data):
     rows = str(shared_data / "tofu/full.jsonl")
 
     def build_loader(rank=0, ranks=1, batch=4, **changes):
-        config = RowsDataLoader.Config(**{"data_files": rows, "split": "train[:21]", **changes})
+        config = RowsDataLoader.Config(**{"data_files": rows, "split": "train[:21]", "is_packed": False, **changes})
         options = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": batch}
         return config.build(dp_world_size=ranks, dp_rank=rank, **options)
 
