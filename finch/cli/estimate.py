@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finch.cli.early_checks import gigabytes, only_errors_logged, read_job
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from finch.estimate.formula import Rows
 
 USAGE = "finch estimate CONFIG [--gpus N] [--gpu-memory GB] [option ...] [key=value ...] [~key] [method=NAME]"
-_MATMUL, _BANDWIDTH = "--matmul-tflops", "--bandwidth-gb-s"
+_RATES = ("--matmul-tflops", "--memory-gb-s", "--launch-us", "--bandwidth-gb-s")
 
 
 def estimate(arguments: Sequence[str]) -> None:
@@ -51,14 +52,15 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="of one GPU, in 1e9 bytes; without it nothing is compared",
     )
     parser.add_argument(
-        _MATMUL,
-        type=_positive(float),
-        metavar="T",
-        help="the GPU's rate of matrix products in TFLOP/s, best measured; gives the time",
+        "--rates", metavar="FILE", help="the GPU's rates, which give the time: gpu-check's gpu_check.json"
     )
-    parser.add_argument(
-        _BANDWIDTH, type=_positive(float), metavar="B", help="of one rank to the others in one direction, in GB/s"
+    helps = (
+        "of matrix products in TFLOP/s",
+        "of copies on the GPU, GB/s read and written",
+        "of the host per operator, in us",
     )
+    for option, text in zip(_RATES, (*helps, "of one rank to the others in one direction, in GB/s"), strict=True):
+        parser.add_argument(option, type=_positive(float), metavar="R", help=text)
     parser.add_argument("--seq", type=_positive(int), metavar="S", help="tokens of a row (default: 85, TOFU's mean)")
     parser.add_argument(
         "--targets", type=_positive(int), metavar="T", help="target tokens of a row (default: 37 of 85, TOFU's mean)"
@@ -89,7 +91,7 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> bool:
     _print_model(options, cfg, step, rows)
     _print_memory(step)
     _print_collectives(step)
-    _print_time(options, step)
+    _print_time(options, cfg, step)
     for note in step.notes:
         _print("note", note)
     if options.gpu_memory is None:
@@ -144,30 +146,37 @@ def _print_collectives(step: StepEstimate) -> None:
     _print("", f"  {'sent by a rank':<28}{'':>12}{gigabytes(step.sent_bytes):>12}")
 
 
-def _print_time(options: argparse.Namespace, step: StepEstimate) -> None:
+def _print_time(options: argparse.Namespace, cfg: DictConfig, step: StepEstimate) -> None:
+    from finch.distributed.precision import precision_of
+    from finch.estimate.step_time import Rates, read_rates
+
     total = sum(step.flops.values())
     _print(
         "operations",
         f"{total / 1e12:,.2f} TFLOP per rank in matrix products and attention, {step.needed_flops / 1e12:,.2f} without recomputation",
     )
-    _print(
-        "",
-        f"{sum(step.launches.values()):,} operators launched; on a GPU each takes some microseconds of the host",
-    )
-    if options.matmul_tflops is None:
-        _print("time", f"give {_MATMUL} and, for several ranks, {_BANDWIDTH}")
+    launches = sum(step.launches.values())
+    _print("", f"{launches:,} operators launched, which read and write {gigabytes(sum(step.moved_bytes.values()))}")
+    rates = Rates()
+    if options.rates is not None:
+        rates = read_rates(options.rates, str(precision_of(cfg.dtype).compute).removeprefix("torch."))
+    given = {name: value for name in vars(rates) if (value := getattr(options, name)) is not None}
+    rates = replace(rates, **given)
+    seconds = rates.seconds(step)
+    if not seconds:
+        _print("time", f"give --rates, or {', '.join(_RATES)}")
         return
-    compute, communication = step.compute_seconds(options.matmul_tflops), 0.0
-    _print("time", f"{compute:.3f} s of matrix products at {options.matmul_tflops:g} TFLOP/s")
-    if options.bandwidth_gb_s is not None and step.sent_bytes:
-        communication = step.communication_seconds(options.bandwidth_gb_s)
-        _print("", f"{communication:.3f} s of communication at {options.bandwidth_gb_s:g} GB/s")
-        least, most = max(compute, communication), compute + communication
-        _print("", f"a step: {least:.3f} s if communication overlaps completely, {most:.3f} s if nothing does")
-    elif step.sent_bytes:
-        _print("", f"communication of {gigabytes(step.sent_bytes)} is not counted: give {_BANDWIDTH}")
-    rate = step.targets * options.gpus / max(compute, communication)
-    _print("", f"at most {rate:,.0f} target tokens/s on all ranks; all that is no matrix product comes on top")
+    names = {"products": "matrix products at {:g} TFLOP/s", "memory": "reading and writing at {:g} GB/s"}
+    names |= {"launches": "launching at {:g} us each", "network": "communication at {:g} GB/s"}
+    texts = {
+        name: text.format(rate) for (name, text), rate in zip(names.items(), vars(rates).values(), strict=True) if rate
+    }
+    for number, (name, value) in enumerate(seconds.items()):
+        _print("" if number else "time", f"{value:.3f} s of {texts[name]}")
+    bound = max(seconds, key=seconds.__getitem__)
+    least, most = seconds[bound], sum(seconds.values())
+    _print("bound", f"{bound}: a step takes at least {least:.3f} s, and {most:.3f} s if nothing overlaps")
+    _print("", f"at most {step.targets * options.gpus / least:,.0f} target tokens/s on all ranks")
 
 
 def _rows(options: argparse.Namespace) -> Rows:

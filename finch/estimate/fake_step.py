@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,7 @@ from finch.distributed.precision import Precision, precision_of
 from finch.dtensor import to_local
 from finch.errors import UserError
 from finch.estimate.formula import Rows, optimizer_bytes
+from finch.estimate.fused_norm import count_norms_as_one
 from finch.estimate.step_trace import (
     GRADIENTS,
     OPTIMIZER,
@@ -83,7 +84,8 @@ class StepEstimate:
         between_steps: bytes of each part before a step.
         collectives: of the step.
         flops: operations of matrix products and attention by phase, see :class:`finch.estimate.step_trace.StepTrace`.
-        launches: operators that run something on the device, by phase; a fused optimizer or attention counts as one.
+        launches: operators that run something on the device, by phase; a fused optimizer, norm or attention counts as one.
+        moved_bytes: that they read and write, by phase.
         tokens, targets: of the step on this rank, without padding.
         is_offloaded: whether weights, gradients and optimizer states are in host memory.
         notes: what was not run as the config says.
@@ -101,6 +103,7 @@ class StepEstimate:
     launches: Mapping[str, int]
     tokens: int
     targets: int
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
     is_offloaded: bool = False
     notes: tuple[str, ...] = ()
 
@@ -126,14 +129,6 @@ class StepEstimate:
             calls = [collective for collective in self.collectives if collective.kind == kind]
             rows.append((kind, len(calls), sum(call.nbytes for call in calls), sum(call.sent_bytes for call in calls)))
         return sorted(rows, key=lambda row: -row[2])
-
-    def compute_seconds(self, matmul_tflops: float) -> float:
-        """Operations, recomputed ones included, over the device's rate of matrix products in TFLOP/s. All else takes no time here."""
-        return sum(self.flops.values()) / (matmul_tflops * 1e12)
-
-    def communication_seconds(self, bandwidth_gb_s: float) -> float:
-        """Bytes that a rank sends in a ring over its bandwidth in one direction, in GB/s (1e9 bytes)."""
-        return self.sent_bytes / (bandwidth_gb_s * 1e9)
 
 
 def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> StepEstimate:
@@ -163,9 +158,9 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
         weights = list(step.decoder.parameters())
     repeats = number - trace.micro_batch
     repeated = trace.micro_batch if cfg.fsdp_reduce_every_micro_batch else 1  # not the only one that reduces
-    flops, launches = (
+    flops, launches, moved = (
         _of_step(counts, lambda batch, phase: 1 + repeats * (batch == repeated and phase != UPDATE))
-        for counts in (trace.flops, trace.launches)
+        for counts in (trace.flops, trace.launches, trace.moved_bytes)
     )
     collectives = [
         each.collective
@@ -185,6 +180,7 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
         launches=launches,
         tokens=step.tokens * number,
         targets=step.targets * number,
+        moved_bytes=moved,
         is_offloaded=cfg.fsdp_cpu_offload,
         notes=tuple(notes),
     )
@@ -249,6 +245,8 @@ class FakeStep(FinchFullFinetune):
             has_reference=self.loss.kl_penalty.has_reference,
             device=_CPU if cfg.device == "cpu" else torch.device("cuda"),
         )
+        if cfg.device != "cpu":
+            count_norms_as_one(self.model)
         with self._mode:
             allocate(self.model, cfg, group, precision)
             self._trace = StepTrace(self.model)

@@ -52,6 +52,8 @@ _NO_KERNEL = (
     "_local_scalar_dense",
     *_IGNORED,
 )
+_LOOKUPS = ("embedding", "index_select", "index", "gather")
+"""Operators that read as much of a tensor as they return."""
 
 
 @dataclass
@@ -199,6 +201,13 @@ def _group_size(value: Any) -> int:
     return 0
 
 
+def _used_bytes(value: Any) -> int:
+    """Of a tensor, what of its memory an operator reads or writes: one value of those that a view repeats."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
+
+
 def _nbytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
@@ -226,6 +235,8 @@ class StepTrace(TorchDispatchMode):
         collectives: in their order.
         flops: floating-point operations of matrix products and attention by micro-batch and phase. Attention counts all pairs of its
             queries and keys, causal or not.
+        launches: operators that run something on the device, likewise.
+        moved_bytes: that they read and write, likewise; of a table that is looked up only what is found.
     """
 
     def __init__(self, model: TokenLoss) -> None:
@@ -235,6 +246,7 @@ class StepTrace(TorchDispatchMode):
         self.collectives: list[TracedCollective] = []
         self.flops: Counter[tuple[int, str]] = Counter()
         self.launches: Counter[tuple[int, str]] = Counter()
+        self.moved_bytes: Counter[tuple[int, str]] = Counter()
         self._vocab_size = model.decoder.tok_embeddings.weight.shape[0]
         self._is_in_forward = False
         self._part: str | None = None
@@ -264,6 +276,7 @@ class StepTrace(TorchDispatchMode):
         self.collectives.clear()
         self.flops.clear()
         self.launches.clear()
+        self.moved_bytes.clear()
 
     @property
     def phase(self) -> str:
@@ -310,6 +323,9 @@ class StepTrace(TorchDispatchMode):
         name = function._overloadpacket.__name__
         if name.startswith("_fused_") and isinstance(args[0], list):
             self.launches[self.micro_batch, self.phase] += 1
+            # It reads weights, gradients and states, and writes all but the gradients.
+            sizes = [sum(_used_bytes(to_local(each)) for each in given) for given in args if isinstance(given, list)]
+            self.moved_bytes[self.micro_batch, self.phase] += 2 * sum(sizes) - sizes[1]
             return None  # fused optimizers: in place, without temporary tensors. torch would run their kernels on zeros
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # a sharded tensor: the operators on its shard come here
@@ -321,6 +337,8 @@ class StepTrace(TorchDispatchMode):
             phase = RECOMPUTATION  # an operator of our own, inside of which gradients are off
         if launches_kernel(function):
             self.launches[self.micro_batch, phase] += 1
+            moved = (output, output) if name in _LOOKUPS else (args, output)
+            self.moved_bytes[self.micro_batch, phase] += sum(map(_used_bytes, tree_leaves(moved)))
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 self.memory.add(tensor, self._part or self._part_of(tensor, phase), phase)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from finch.estimate.step_time import ALL_REDUCE, COPY, LAUNCH, MATRIX_PRODUCTS
 from finch.gpu_check.models import BATCH, TOKENS, large_models
 from finch.gpu_check.processes import Ranks
 from finch.gpu_check.rates import seconds_per_call
@@ -16,30 +17,52 @@ _ROW_TOKENS, _LONG_TOKENS = BATCH * sum(TOKENS) // 2, 8 * 4096
 
 def run(check: Check) -> None:
     device, is_cpu = torch.device(check.device), check.device == "cpu"
-    size = 2**24 if is_cpu else 2**30
     for dtype, tokens in ((torch.float32, _ROW_TOKENS), (torch.bfloat16, _ROW_TOKENS), (torch.bfloat16, _LONG_TOKENS)):
-        name = f"matrix products of {tokens:,} tokens, {str(dtype).removeprefix('torch.')}, TFLOP/s"
+        name = f"{MATRIX_PRODUCTS} {tokens:,} tokens, {str(dtype).removeprefix('torch.')}, TFLOP/s"
         if is_cpu and dtype == torch.bfloat16:
             check.not_run(name, "a CPU may emulate bf16")
             continue
         with check.case(name):
             check.measured(name, matrix_rate(device, dtype, tokens))
     with check.case("copy"):
-        source = torch.empty(size, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        seconds = seconds_per_call(lambda: target.copy_(source), device)
-        check.measured("copy on the device, GB/s read and written", 2 * size / seconds / 1e9)
+        check.measured(COPY, copy_rate(device))
+    with check.case("launch"):
+        check.measured(LAUNCH, launch_us(device))
     if check.ranks == 1:
         check.not_run("all-reduce", "one GPU")
         return
     with check.case("all-reduce"):
         file = check.folder / "all_reduce.txt"
-        arguments = {"device": check.device, "size": size, "file": str(file)}
+        arguments = {"device": check.device, "size": _num_bytes(device), "file": str(file)}
         running = Ranks("all_reduce", "finch.gpu_check.rates:all_reduce", arguments, check.folder, ranks=check.ranks)
         if not running.wait(check.end) or any(running.codes):
             raise RuntimeError(running.last_lines())
-        name = f"all-reduce over {check.ranks} ranks, GB/s sent by each in a ring"
+        name = f"{ALL_REDUCE} {check.ranks} ranks, GB/s sent by each in a ring"
         check.measured(name, float(file.read_text(encoding="utf-8")))
+
+
+def copy_rate(device: torch.device) -> float:
+    """GB/s that are read and written."""
+    source = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / seconds_per_call(lambda: target.copy_(source), device) / 1e9
+
+
+def launch_us(device: torch.device) -> float:
+    """Microseconds of the host per operator where the device has next to nothing to do, in a chain of 100 products and its backward."""
+    one = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> None:
+        value = one
+        for _ in range(100):
+            value = value * 1.0
+        value.backward()
+
+    return seconds_per_call(chain, device) / 200 * 1e6
+
+
+def _num_bytes(device: torch.device) -> int:
+    return 2**24 if device.type == "cpu" else 2**30
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, tokens: int) -> float:

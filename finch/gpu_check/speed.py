@@ -27,7 +27,8 @@ from finch.distributed.precision import precision_of
 from finch.dtensor import to_local
 from finch.estimate.fake_step import StepEstimate, estimate_step
 from finch.estimate.formula import Rows, memory_by_formula
-from finch.gpu_check.machine import matrix_rate
+from finch.estimate.step_time import Rates
+from finch.gpu_check.machine import copy_rate, launch_us, matrix_rate
 from finch.gpu_check.models import (
     BATCH,
     PREFIX,
@@ -56,6 +57,7 @@ _AT_ONCE: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "enable_activation_checkpointing": False,
 }
+_IN_FOUR = {"batch_size": BATCH // 4, "gradient_accumulation_steps": 4, "enable_activation_checkpointing": True}
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ class Contender:
 
 
 CONTENDERS = {
-    "finch, 16 x 1": Contender("finch", _AT_ONCE, is_quick=True),
-    "finch as shipped": Contender("finch", {}, is_quick=True),
-    "finch, 16 x 1, compile": Contender("finch", {**_AT_ONCE, "compile": True}, is_quick=True),
-    "finch, 16 x 1, padded": Contender("finch", {**_AT_ONCE, "padding_free": False}),
+    "finch as shipped": Contender("finch", _AT_ONCE, is_quick=True),
+    "finch, compile": Contender("finch", {**_AT_ONCE, "compile": True}, is_quick=True),
+    "finch, 4 x 4, checkpointing": Contender("finch", _IN_FOUR),
+    "finch, padded": Contender("finch", {**_AT_ONCE, "padding_free": False}),
     "torchtune, padded, compile": Contender("torchtune", {**_AT_ONCE, "compile": True}, is_quick=True),
     "TRL": Contender("trl", _AT_ONCE),
     "torchtune, packed": Contender("torchtune", {**_AT_ONCE, "batch_size": 1, "packed": True}),
@@ -85,7 +87,9 @@ def run(check: Check) -> None:
         return
     rows = random_rows(model.sizes["vocab_size"], _NUM_ROWS, prefix=PREFIX)
     mean = round(sum(len(row["tokens"]) for row in rows) / len(rows))
-    rate = matrix_rate(torch.device(check.device), precision_of(dtype).compute, BATCH * mean)
+    device = torch.device(check.device)
+    rate = matrix_rate(device, precision_of(dtype).compute, BATCH * mean)
+    rates = Rates(rate, copy_rate(device), launch_us(device))
     needed_flops = None
     for name, contender in CONTENDERS.items():
         if check.quick and not contender.is_quick:
@@ -97,7 +101,15 @@ def run(check: Check) -> None:
                 result, estimate = _measure(check, model, dtype, contender, mean)
                 needed_flops = needed_flops or (estimate and estimate.needed_flops)
                 lengths = _tokens_per_step(contender, rows)
-                _record(check, f"{model.name}, {name}", result, lengths, (needed_flops or 0) / (rate * 1e12), estimate)
+                _record(
+                    check,
+                    f"{model.name}, {name}",
+                    result,
+                    lengths,
+                    (needed_flops or 0) / (rate * 1e12),
+                    estimate,
+                    rates,
+                )
 
 
 def choose_model(check: Check, dtype: str) -> Model | None:
@@ -160,7 +172,13 @@ def _tokens_per_step(contender: Contender, rows: list[dict[str, list[int]]]) -> 
 
 
 def _record(
-    check: Check, name: str, result: dict[str, Any], lengths: list[int], needed_s: float, estimate: StepEstimate | None
+    check: Check,
+    name: str,
+    result: dict[str, Any],
+    lengths: list[int],
+    needed_s: float,
+    estimate: StepEstimate | None,
+    rates: Rates,
 ) -> None:
     """``needed_s``: of a step at the matrix rate."""
     steps, seconds = result["steps"], result["seconds"]
@@ -169,6 +187,15 @@ def _record(
     if needed_s:
         share = needed_s * tokens / (sum(lengths) / len(lengths)) / seconds
         check.measured(f"{name}: share of the matrix rate", share, note="needed: without padding and recomputation")
+    if estimate is not None:
+        limits = rates.seconds(estimate)
+        bound = max(limits, key=limits.__getitem__)
+        check.measured(
+            f"{name}: seconds per step",
+            seconds / steps,
+            expected=limits[bound],
+            note=f"at least, bound by {bound}: finch estimate",
+        )
     is_comparable = estimate is not None and result["launches"] is not None
     peak, note = (estimate.device_peak / 1e9, "finch estimate") if estimate and is_comparable else (None, "")
     check.measured(f"{name}: peak memory, GB", result["peak_bytes"] / 1e9, expected=peak, note=note)

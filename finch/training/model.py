@@ -167,9 +167,14 @@ def use_fused_norm(decoder: modules.TransformerDecoder) -> None:
 
 
 def _norm(norm: modules.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    if x.dtype != norm.scale.dtype or x.dtype.itemsize > 2:
-        return type(norm).forward(norm, x)
-    return F.rms_norm(x, norm.normalized_shape, norm.scale, norm.eps)
+    if keeps_fused_norm(norm, x):
+        return F.rms_norm(x, norm.normalized_shape, norm.scale, norm.eps)
+    return type(norm).forward(norm, x)
+
+
+def keeps_fused_norm(norm: modules.RMSNorm, x: torch.Tensor) -> bool:
+    """Whether torch's fused kernel takes a layer's input as it is."""
+    return x.dtype == norm.scale.dtype and x.dtype.itemsize == 2
 
 
 def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor | None = None) -> torch.Tensor:

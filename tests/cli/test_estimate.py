@@ -35,7 +35,9 @@ def test_estimate_reports_memory_collectives_and_time(estimate):
     assert {"weights", "activations", "peak", "before the step"} <= set(sizes)
     assert re.search(r"all-gather +5 x", out)
     assert re.search(r"reduce-scatter +3 x", out)
-    assert re.search(r"a step: [\d.]+ s if communication overlaps completely, [\d.]+ s if nothing does", out)
+    assert re.search(
+        r"bound +(products|network): a step takes at least [\d.]+ s, and [\d.]+ s if nothing overlaps", out
+    )
     assert "fits          into 1 GB" in out
 
 

@@ -12,6 +12,7 @@ from finch.cli.early_checks import read_job
 from finch.errors import UserError
 from finch.estimate.fake_step import StepEstimate, candidates, estimate_step
 from finch.estimate.formula import Rows
+from finch.estimate.step_time import COPY, LAUNCH, Rates, read_rates
 from finch.estimate.step_trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from finch.objectives import CrossEntropy
 
@@ -177,13 +178,39 @@ def test_a_component_that_reads_values_is_named(estimate, monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
+def test_update_reads_and_writes_what_adamw_does(estimate):
+    step = estimate(clip_grad_norm=None, lr_scheduler=None)
+    assert step.moved_bytes["update"] == pytest.approx((7 + 1) * 4 * step.parameters, rel=0.001)  # the norm reads gradients too
+    longer = estimate(clip_grad_norm=None, lr_scheduler=None, rows=Rows(200, 8))
+    assert longer.moved_bytes["update"] == step.moved_bytes["update"]
+    assert longer.moved_bytes["forward"] > 5 * step.moved_bytes["forward"]
+
+
+def test_rates_are_those_of_gpu_checks_file(tmp_path):
+    lines = [
+        ("matrix products of 1,360 tokens, float32, TFLOP/s", 50.0),
+        ("matrix products of 1,360 tokens, bfloat16, TFLOP/s", 600.0),
+    ]
+    lines += [(COPY, 3000.0), (LAUNCH, 8.0), ("all-reduce", None)]
+    file = tmp_path / "gpu_check.json"
+    file.write_text(json.dumps({"phases": [{"lines": [{"name": name, "seen": seen} for name, seen in lines]}]}))
+    assert read_rates(str(file), "bfloat16") == Rates(600, 3000, 8, None)
+    file.write_text("[]")
+    with pytest.raises(UserError, match=r"gpu_check.json is no gpu_check.json of `finch gpu-check`"):
+        read_rates(str(file), "bfloat16")
+
+
 def test_time_is_operations_and_bytes_over_their_rates():
     calls = Collective(ALL_GATHER, 4 * 10**9, 4), Collective(ALL_REDUCE, 4, 4), Collective(ALL_GATHER, 4 * 10**9, 4)
     flops = {"forward": 10**12, "recomputation": 10**12, "backward": 2 * 10**12}
-    step = StepEstimate(1, 1, 4, {}, 0, "forward", {}, calls, flops, {}, 1, 1)
-    assert step.compute_seconds(matmul_tflops=2) == 2.0  # recomputation takes time, though it is not needed
+    step = StepEstimate(
+        1, 1, 4, {}, 0, "forward", {}, calls, flops, {"forward": 100}, 1, 1, moved_bytes={"forward": 8 * 10**9}
+    )
+    seconds = Rates(matmul_tflops=2, memory_gb_s=2, launch_us=5, bandwidth_gb_s=3).seconds(step)
+    assert seconds["products"] == 2.0  # recomputation takes time, though it is not needed
+    assert (seconds["memory"], seconds["launches"]) == (4.0, 5e-4)
+    assert seconds["network"] == pytest.approx(2.0)
     assert step.needed_flops == 3 * 10**12
-    assert step.communication_seconds(bandwidth_gb_s=3) == pytest.approx(2.0)
     assert step.summed_collectives() == [(ALL_GATHER, 2, 8 * 10**9, 6 * 10**9), (ALL_REDUCE, 1, 4, 6)]
     assert step.sent_bytes == 6 * 10**9 + 6
 

@@ -1,12 +1,10 @@
 """What a step launches on a GPU: a budget, so that no kernel per layer comes in unseen. Counted on fake tensors, where nothing is computed."""
 
 import pytest
-import torch
 
 from finch.cli.early_checks import read_job
 from finch.estimate.fake_step import estimate_step
 from finch.estimate.formula import Rows
-from finch.training import model
 
 CONFIGS = {
     "qwen3/4B_finch": (36, ["model=finch.models.qwen3.qwen3", "model.head_dim=128", "model.tie_word_embeddings=True"]),
@@ -16,36 +14,12 @@ SIZES = {"vocab_size": 151_936, "num_heads": 32, "num_kv_heads": 8, "embed_dim":
 AT_ONCE = ["batch_size=16", "gradient_accumulation_steps=1", "device=cuda", "enable_activation_checkpointing=False"]
 
 
-@torch.library.custom_op("finch_tests::rms_norm", mutates_args=())
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Stands for CUDA's fused norm; on a CPU torch takes it apart."""
-    raise NotImplementedError
-
-
-@torch.library.custom_op("finch_tests::rms_norm_backward", mutates_args=())
-def _norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError
-
-
-_norm.register_fake(lambda x, weight: torch.empty_like(x))
-_norm_backward.register_fake(lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
-_norm.register_autograd(
-    lambda ctx, grad: _norm_backward(grad, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
-
 def launches(config: str, layers: int, *overrides: str) -> int:
     """Of a step of 16 rows of TOFU's mean lengths, with the config's number of operators a layer and narrow ones."""
     sizes = {**SIZES, "num_layers": layers, "max_seq_len": 256}
     changes = [*CONFIGS[config][1], *(f"model.{key}={value}" for key, value in sizes.items()), *AT_ONCE, *overrides]
     recipe, cfg = read_job(config, changes)
     return sum(estimate_step(recipe, cfg, ranks=1, rows=Rows(85, 37)).launches.values())
-
-
-@pytest.fixture(autouse=True)
-def fused_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "_norm", lambda norm, x: _norm(x, norm.scale))
 
 
 @pytest.mark.parametrize(
