@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from finch.config.instantiate import component_of
+from finch.auto.trial import choose
+from finch.config.instantiate import build, component_of
+from finch.config.parser import merge
 from finch.data import formats
 from finch.distributed import parallel
 from finch.errors import UserError
 from finch.models.families import model_block
 from finch.models.hf_config import check_folder
+from finch.objectives import IGNORE_INDEX
 from finch.weights.files import read_shapes
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -38,6 +41,14 @@ _SHARE_FOR_STATE = 0.7
 """Of a GPU's memory; the rest is for activations and logits."""
 
 _BLOCKS = ("model", "tokenizer", "dataset")
+_BATCH_KEYS = (
+    "batch_size",
+    "gradient_accumulation_steps",
+    "enable_activation_checkpointing",
+    "fsdp_reshard_after_forward",
+)
+_ROWS = "finch.data.rows.rows_dataset"
+_NUM_MEASURED = 256
 
 Blocks = dict[str, Any]
 
@@ -95,6 +106,10 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     chosen.update(device)
     chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
+    if "dtype" in device and device["dtype"] != "fp32" and not any(given.get(key) is not None for key in _BATCH_KEYS):
+        batch, message = _fitting_batch(blocks, overrides, num_rows)
+        blocks.update(batch)
+        messages.append(message)
     keys = ("dtype", "batch_size", "gradient_accumulation_steps", "output_dir")
     messages.append(" ".join(f"{key}={blocks[key] if given.get(key) is None else given[key]}" for key in keys))
     return blocks, messages
@@ -153,10 +168,37 @@ def _device_keys(device: str, num_parameters: int, num_rows: int | None) -> dict
     return {**keys, "dtype": "bf16_mixed" if is_roomy else "bf16", "enable_activation_checkpointing": True}
 
 
+def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None) -> tuple[Blocks, str]:
+    """The batch keys for a GPU, the fastest of those that fit, and a line about them: all rows of a step at once; four at once with their
+    activations computed twice; one at once."""
+    ranks = parallel.launched_ranks()
+    rows = max(1, min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH) // ranks)
+    candidates = []
+    for micro_batch, is_recomputed in ((rows, False), (min(_MICRO_BATCH, rows), True), (1, True)):
+        values = (micro_batch, max(1, rows // micro_batch), is_recomputed, is_recomputed)
+        candidates.append(dict(zip(_BATCH_KEYS, values, strict=True)))
+    rest = {key: value for key, value in blocks.items() if key not in _BATCH_KEYS}
+    memory = torch.cuda.get_device_properties(parallel.local_device(str(blocks.get("device", "auto")))).total_memory
+    return choose(rest, overrides, candidates, ranks=ranks, memory=memory, rows=_long_row(merge(blocks, overrides)[0]))
+
+
+def _long_row(cfg: DictConfig) -> tuple[int, int]:
+    """Tokens and target tokens of a long row: nine of ten of the first ones are no longer. Of rows that are not in local files half the longest."""
+    limit = cfg.tokenizer.get("max_seq_len") or MAX_TOKENS
+    if component_of(cfg.dataset) != _ROWS or cfg.get("data_files") is None:
+        return limit // 2, limit // 4
+    rows = build(cfg.dataset, "dataset", build(cfg.tokenizer, "tokenizer"))
+    samples = [rows[index] for index in range(min(len(rows), _NUM_MEASURED))]
+    lengths = sorted(len(sample["tokens"]) for sample in samples)
+    num_targets = sum(label != IGNORE_INDEX for sample in samples for label in sample["labels"])
+    tokens = lengths[9 * len(lengths) // 10]
+    return tokens, max(1, min(tokens - 1, round(num_targets / sum(lengths) * tokens)))
+
+
 def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
     """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown); a line about them."""
     source = OmegaConf.select(given, "dataset.source")
-    block: Blocks = {"_component_": "finch.data.rows.rows_dataset"}
+    block: Blocks = {"_component_": _ROWS}
     num_rows = None
     if given.get("data_files") is None and source is not None:
         block |= {"source": str(source)}

@@ -1,9 +1,13 @@
 """`--config auto`: what is chosen by looking, that each choice can be overridden, a run of it, and its error messages."""
 
 import json
+import re
 import shutil
+import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from helpers.models import save
 from helpers.runs import finch, run_here
@@ -12,9 +16,11 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_text import WORDS
+from finch.auto import trial
 from finch.config.instantiate import find_config
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
+from finch.distributed import parallel
 from finch.errors import UserError
 
 
@@ -61,6 +67,66 @@ def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch
             monkeypatch.setenv(name, str(value))
         cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", "device=cpu")
         assert (cfg.batch_size, cfg.gradient_accumulation_steps) == batch
+
+
+@pytest.fixture
+def on_gpu(folder, rows_file, tmp_path, monkeypatch):
+    """What is chosen for a GPU of so many bytes, which this machine need not have."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(parallel, "local_device", lambda _: torch.device("cuda"))
+
+    def chosen(memory, *arguments):
+        properties = SimpleNamespace(total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", *arguments)
+        keys = (
+            "batch_size",
+            "gradient_accumulation_steps",
+            "enable_activation_checkpointing",
+            "fsdp_reshard_after_forward",
+        )
+        return tuple(cfg[key] for key in keys)
+
+    return chosen
+
+
+def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog):
+    """By the real estimate. Another rank waits for the answer, which a later start finds; a sweep's rates do not ask again."""
+    assert on_gpu(10**9) == (16, 1, False, False)
+    assert re.search(r"rows of \d+ tokens take [\d.]+ [kM]B of 0.9 GB by `finch estimate`", caplog.text)
+    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert on_gpu(10**9, "optimizer.lr=1e-4", "seed=7") == (16, 1, False, False)
+    monkeypatch.setattr(trial, "_WAIT_S", 0.0)
+    with pytest.raises(UserError, match=r"local rank 0 has not chosen one within 0 s .* give batch_size=N"):
+        on_gpu(10**9, "model.num_layers=3")
+    assert on_gpu(10**9, "batch_size=2")[0] == 2  # nothing is to be chosen
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "message"),
+    [
+        ([1, 0], (4, 4, True, True), "take 2.00 GB of 0.9 GB"),
+        ([1, 1, 1], (1, 16, True, True), "too much; batch_size=1"),
+        ([1, "late"], (1, 16, True, True), "the estimate was not done in 30 s"),
+        ([None], (1, 16, True, True), "no estimate (finch: error: wrong)"),
+    ],
+)
+def test_auto_config_tries_three_batches(codes, expected, message, on_gpu, monkeypatch, caplog):
+    answers = iter(codes)
+
+    def run(command, *, timeout, **_):
+        assert 0 < timeout <= 30
+        code = next(answers)
+        if code == "late":
+            raise subprocess.TimeoutExpired(command, timeout)
+        known = "" if code is None else "                peak                          2.00 GB\n"
+        return subprocess.CompletedProcess(command, code, known, "finch: error: wrong\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert on_gpu(10**9) == expected
+    assert message in caplog.text
+    assert next(answers, None) is None
 
 
 def test_auto_config_overrides_reach_every_block(folder, rows_file):

@@ -180,7 +180,9 @@ def test_a_component_that_reads_values_is_named(estimate, monkeypatch):
 
 def test_update_reads_and_writes_what_adamw_does(estimate):
     step = estimate(clip_grad_norm=None, lr_scheduler=None)
-    assert step.moved_bytes["update"] == pytest.approx((7 + 1) * 4 * step.parameters, rel=0.001)  # the norm reads gradients too
+    assert step.moved_bytes["update"] == pytest.approx(
+        (7 + 1) * 4 * step.parameters, rel=0.001
+    )  # the norm reads gradients too
     longer = estimate(clip_grad_norm=None, lr_scheduler=None, rows=Rows(200, 8))
     assert longer.moved_bytes["update"] == pytest.approx(step.moved_bytes["update"], rel=0.001)
     assert longer.moved_bytes["forward"] > 5 * step.moved_bytes["forward"]
