@@ -120,7 +120,7 @@ def test_torchtune_options_train(changes, tmp_path, tiny, two_epochs, monkeypatc
 
 
 def test_next_batch_is_fetched_before_a_step_is_read(tmp_path, tiny, two_epochs, monkeypatch):
-    """As on a GPU, where metrics are read one report late, which changes none of them."""
+    """As on a GPU, where metrics are read one report late, which changes none of them; nor do they change in a run that is resumed."""
     done = []
 
     class Fetching(StepLoss):
@@ -140,10 +140,13 @@ def test_next_batch_is_fetched_before_a_step_is_read(tmp_path, tiny, two_epochs,
     monkeypatch.setattr(finch_full_finetune, "StepLoss", Fetching)
     monkeypatch.setattr(hooks, "MetricsLog", Late)
     before_steps(monkeypatch, lambda _: done.append("step"))
-    run = finished(tmp_path, tiny(), "epochs=1")
+    config = tiny(checkpoint={"every_n_steps": 3, "keep_last": 9})
+    run = finished(tmp_path, config, "epochs=1")
     assert done == ["fetch", *["step", "fetch", "read"] * 10, "step", "read"]
+    resumed = finished(tmp_path, config, "epochs=1", f"resume_from_checkpoint={run.folder / 'checkpoints/step_6'}")
+    assert "resumed from step 6" in resumed.output
     for column in ("loss", "lr", "grad_norm", "num_target_tokens"):
-        assert run.column(column) == two_epochs.column(column)[:11]
+        assert resumed.column(column) == two_epochs.column(column)[:11]
 
 
 def test_drop_last_and_no_seed(tmp_path, tiny):
