@@ -25,6 +25,7 @@ LAYERS = (
     ("auto", "training"),
     ("probes",),
     ("average", "estimate"),
+    ("chat",),
     ("evaluation",),
     ("sweep", "titan", "gpu_check"),
     ("report",),

@@ -88,6 +88,19 @@ def main(arguments: list[str] | None = None) -> None:
         "--budget", type=float, help="the largest alpha that forgets at most this many nats per token: 0.1"
     )
 
+    chat_parser = commands.add_parser(
+        "chat", help="the pretrained and the tuned model's answers to a prompt, side by side"
+    )
+    chat_parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    chat_parser.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
+    chat_parser.add_argument("--prompt", metavar="TEXT", help="answer this one and end; default: those that are typed")
+    chat_parser.add_argument(
+        "--max-new-tokens", type=_count, default=256, metavar="N", help="of an answer (default: 256)"
+    )
+    chat_parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest tokens"
+    )
+
     data = commands.add_parser("data", help="make rows to train on")
     data_actions = data.add_subparsers(dest="action", metavar="ACTION", required=True)
     judge.add_translate_arguments(
@@ -217,6 +230,27 @@ def average(parsed: argparse.Namespace) -> None:
         print(line)
 
 
+def chat(parsed: argparse.Namespace) -> None:
+    """Prints both answers to each prompt."""
+    require_extras("finch chat", "torchtune")
+    from rich.console import Console
+
+    from finch.chat import Chat, talk
+    from finch.cli.early_checks import only_errors_logged
+
+    options = {"max_new_tokens": parsed.max_new_tokens, "temperature": parsed.temperature}
+    with only_errors_logged():
+        models = Chat(parsed.run, parsed.base, **options)
+    talk(models, parsed.prompt, Console())
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
 def report(parsed: argparse.Namespace) -> None:
     """Writes the report and prints where it is."""
     require_extras("finch report", "torchtune", "report")
@@ -278,6 +312,7 @@ def copy_config(parsed: argparse.Namespace) -> None:
 
 _COMMANDS = {
     "average": average,
+    "chat": chat,
     "configs": configs,
     "data": judge.translate,
     "doctor": doctor.main,

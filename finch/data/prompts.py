@@ -132,8 +132,13 @@ def own_prompts(tokenizer: Any, number: int) -> Prompts:
 
 def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens before a user turn's content, and those between it and the assistant's answer: what prompts of other contents share."""
-    one, other = (_prompt([Message(role="user", content=text, masked=True)], tokenizer) for text in ("7", "z"))
+    one, other = (user_prompt(text, tokenizer) for text in ("7", "z"))
     return around_content(one, other)
+
+
+def user_prompt(text: str, tokenizer: Any) -> list[int]:
+    """The tokens before the assistant's answer to one user turn."""
+    return _prompt([Message(role="user", content=text, masked=True)], tokenizer)
 
 
 def _prompt(turns: list[Message], tokenizer: Any) -> list[int]:

@@ -54,7 +54,7 @@ class Summary(Hook):
             *(line for hook in trainer.hooks.values() for line in hook.summary(state)),
             *trainer.loss.replay.summary(steps),
             f"{len(steps):,} steps, {tokens:,} target tokens; {duration(seconds)} since this start",
-            *([f"next: finch average {run}; {evaluate}"] if model else []),
+            *([f"next: finch chat {run}; finch average {run}; {evaluate}"] if model else []),
         ):
             logger.info(line)
 

@@ -50,7 +50,7 @@ def test_summary_names_the_best_epoch_and_how_to_load_it(run, caplog):
         f'its model: transformers.AutoModelForCausalLM.from_pretrained("{run}/best")',
         "loss 1.0000 nats at step 1, 1.0000 at step 3",
         "3 steps, 3,000 target tokens; 1:02:05 since this start",
-        f"next: finch average {run}; finch evaluate --base BASE --tuned {run} --suite forgetting",
+        f"next: finch chat {run}; finch average {run}; finch evaluate --base BASE --tuned {run} --suite forgetting",
     ]
 
 
