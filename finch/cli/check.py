@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import itertools
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from finch.data.mixture import Mixture
     from finch.data.stats import DatasetStats
 
+_MAX_SHOWN = 120  # characters of a part of a row
 _MAX_FAKE_LAYERS = 8  # of a model whose step runs on fake tensors within 5 s
 USAGE = "finch check [--nproc_per_node N] --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]"
 
@@ -187,10 +190,14 @@ class Report:
             self._print(f"{stats.num_without_targets:,} samples without target tokens, which teach nothing ({rows})")
         if not stats.bad:
             self._refuse_replayed(key, samples)
-        for bad in stats.bad:
-            self._problem(f"{key}: {bad.row} cannot be used ({bad.reason}); fix or remove that row")
-        if stats.num_bad > len(stats.bad):
-            self._problem(f"{key}: {stats.num_bad - len(stats.bad)} more rows cannot be used")
+        for reason, bad in stats.bad.items():
+            if bad.number == 1:
+                self._problem(f"{key}: {bad.first[0]} cannot be used ({reason}); fix or remove that row")
+            else:
+                rows = f"{name_rows(bad.first, bad.number)} of {bad.first[0].source}"
+                self._problem(f"{key}: {bad.number:,} rows cannot be used ({reason}), {rows}; fix or remove them")
+        if key == "dataset" and not stats.bad and len(samples):
+            self._print(f"first row, its targets in «»: {rendered(samples[samples.rows[0]], tokenizer)}")
         if not stats.num_targets and not stats.num_bad:
             self._problem(f"{key}: no row has a target token; raise tokenizer.max_seq_len={limit}")
         return samples, stats
@@ -358,3 +365,19 @@ def _packs(samples: Any) -> str:
 
 def _share(part: int, total: int) -> str:
     return "all" if part == total else f"{part:,} ({part / total:.1%})"
+
+
+def rendered(sample: Mapping[str, Any], tokenizer: Any) -> str:
+    """A row as the model reads it, with its targets in «», line breaks as ⏎, and the middle of a long part left out."""
+    from finch.objectives import IGNORE_INDEX
+
+    options = {"skip_special_tokens": False, "truncate_at_eos": False}
+    known = inspect.signature(tokenizer.decode).parameters
+    options = {name: value for name, value in options.items() if name in known}
+    pairs = zip(sample["tokens"], sample["labels"], strict=True)
+    parts = []
+    for is_target, part in itertools.groupby(pairs, key=lambda pair: pair[1] != IGNORE_INDEX):
+        text = tokenizer.decode([int(token) for token, _ in part], **options).replace("\n", "⏎")
+        text = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 2 :]}"
+        parts.append(f"«{text}»" if is_target else text)
+    return "".join(parts)

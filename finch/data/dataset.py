@@ -110,7 +110,7 @@ class Samples(Dataset[Any]):
             row = table[local_index]
             missing = next((column for column in columns.values() if row.get(column, "") is None), None)
             if missing is not None:
-                return f"it has no field {missing!r}"
+                return f"its field {missing!r} is missing or null"
         return _reason(error)
 
     def _with_reference_losses(self, sample: dict[str, Any], index: int) -> dict[str, Any]:

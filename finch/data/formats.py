@@ -220,6 +220,11 @@ def _unknown(row: Mapping[str, Any]) -> str:
             wrong = next(column for column in named if not _has_type(format, row[column]))
             needed = "a list of turns with " + " and ".join(TURN_KEYS[format]) if format in TURN_KEYS else "text"
             return f"row 1: the field {wrong!r} is not {needed}; fix the rows"
+    if {"chosen", "rejected"} <= row.keys():
+        return (
+            "row 1 has the fields chosen and rejected: these are preferences, for DPO, which finch does not train; for fine-tuning on the chosen "
+            "answers: dataset.column_map.prompt=prompt dataset.column_map.completion=chosen"
+        )
     known = ", ".join(FIELDS)
     return (
         f"row 1 has the fields {', '.join(row) or 'of no name'}, which are no known row format; known are {known}: name the columns, such as "
@@ -274,7 +279,7 @@ class RowToMessages(Transform):
         values = {field: sample.get(column) for field, column in self._columns.items()}
         for field, column in self._columns.items():
             if values[field] is None and field != "input":
-                raise UserError(f"it has no field {column!r}")
+                raise UserError(f"its field {column!r} is missing or null")
         if self._format in TURN_KEYS:
             (turns,) = values.values()
             return self._conversation(turns, *TURN_KEYS[self._format])

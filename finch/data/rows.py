@@ -82,7 +82,9 @@ class TextToTokens:
         text = row.get(self._column)
         if not isinstance(text, str):
             raise UserError(
-                f"it has no field {self._column!r}" if text is None else f"its field {self._column!r} is not text"
+                f"its field {self._column!r} is missing or null"
+                if text is None
+                else f"its field {self._column!r} is not text"
             )
         tokens = self._tokenizer.encode(text, add_bos=True, add_eos=True)[: self._limit]
         return {"tokens": tokens, "labels": tokens.copy()}

@@ -106,7 +106,7 @@ def prompt_of(row: Mapping[str, Any]) -> str:
     UserError if there is no question."""
     question = row.get("question")
     if not isinstance(question, str) or not question.strip():
-        raise UserError("it has no field 'question'")
+        raise UserError("its field 'question' is missing or null")
     prompt = row.get("prompt")
     instruction = prompt.get("default") if isinstance(prompt, Mapping) else prompt
     lines = [f"{label}. {text}" for label, text in choices_of(row).items()]

@@ -18,14 +18,15 @@ from finch.objectives import IGNORE_INDEX
 from finch.torchtune_names import shift_labels
 
 NUM_SHOWN = 3
-MAX_BAD_ROWS = 10
+_OTHER = "for other reasons"
+MAX_REASONS = 10
 
 
-class BadRow(NamedTuple):
-    """A row that cannot be used, and why."""
+class BadRows(NamedTuple):
+    """Rows that cannot be used for one reason: how many, and the first of them."""
 
-    row: Row
-    reason: str
+    number: int
+    first: list[Row]
 
 
 @dataclass
@@ -42,7 +43,7 @@ class DatasetStats:
         truncated: the first three truncated rows.
         without_targets: the first three samples without targets.
         num_bad: rows that cannot be used; they count nowhere else.
-        bad: the first ten of them.
+        bad: them by reason, of which ten are told apart.
     """
 
     num_targets: int = 0
@@ -53,8 +54,19 @@ class DatasetStats:
     lengths: list[int] = field(default_factory=list)
     truncated: list[Row] = field(default_factory=list)
     without_targets: list[Row] = field(default_factory=list)
-    num_bad: int = 0
-    bad: list[BadRow] = field(default_factory=list)
+    bad: dict[str, BadRows] = field(default_factory=dict)
+
+    @property
+    def num_bad(self) -> int:
+        return sum(each.number for each in self.bad.values())
+
+    def add_bad(self, reason: str, rows: BadRows) -> None:
+        known = self.bad.get(reason)
+        if known is None and len(self.bad) >= MAX_REASONS:
+            reason, known = _OTHER, self.bad.get(_OTHER)
+        if known is not None:
+            rows = BadRows(known.number + rows.number, sorted(known.first + rows.first)[:NUM_SHOWN])
+        self.bad[reason] = rows
 
     @property
     def num_rows(self) -> int:
@@ -77,7 +89,7 @@ class DatasetStats:
         return self.lengths[-1] if self.lengths else 0
 
     def __add__(self, other: DatasetStats) -> DatasetStats:
-        return DatasetStats(
+        total = DatasetStats(
             num_targets=self.num_targets + other.num_targets,
             num_without_targets=self.num_without_targets + other.num_without_targets,
             num_truncated=self.num_truncated + other.num_truncated,
@@ -86,9 +98,10 @@ class DatasetStats:
             lengths=sorted(self.lengths + other.lengths),
             truncated=sorted(self.truncated + other.truncated)[:NUM_SHOWN],
             without_targets=sorted(self.without_targets + other.without_targets)[:NUM_SHOWN],
-            num_bad=self.num_bad + other.num_bad,
-            bad=sorted(self.bad + other.bad)[:MAX_BAD_ROWS],
         )
+        for reason, rows in (*self.bad.items(), *other.bad.items()):
+            total.add_bad(reason, rows)
+        return total
 
 
 def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parallel) -> DatasetStats:
@@ -144,10 +157,8 @@ def collect_stats(
         except UserError as error:
             if not keep_bad_rows:
                 raise
-            stats.num_bad += 1
-            if len(stats.bad) < MAX_BAD_ROWS:
-                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-                stats.bad.append(BadRow(samples.row(index), samples.reason(index, cause)))
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            stats.add_bad(samples.reason(index, cause), BadRows(1, [samples.row(index)]))
             continue
         targets = int((shift_labels(torch.as_tensor(sample["labels"])) != IGNORE_INDEX).sum())
         stats.num_targets += targets

@@ -1,5 +1,6 @@
 """`finch check` on a tiny model: what it reports of a good run, all mistakes of a bad one, and that it leaves nothing behind."""
 
+import json
 import re
 
 import pytest
@@ -41,6 +42,11 @@ def test_check_reports_a_good_run(check, rows_file, base_folder):
     assert "torchtune.models.llama2.llama2: 19,616 parameters, all trained" in out
     assert f"fits {base_folder}: llama, 1 weight file(s)" in out
     assert re.search(rf"dataset +{rows_file}: .*41 rows", out)
+    row = json.loads(rows_file.read_text().splitlines()[0])
+    assert re.search(
+        rf"first row, its targets in «»: [^«»]*{re.escape(row['question'])}[^«»]*«[^«»]*{re.escape(row['answer'])}[^«»]*»",
+        out,
+    )
     assert "4 samples a step (4 x 1 x 1 ranks), 11 steps an epoch, 3 epochs: 33 steps" in out
     assert "epoch_N/: 78.5 kB an epoch, 3 epochs: 235.4 kB" in out
     assert "checkpoints/step_N/: 235.4 kB each" in out
@@ -110,14 +116,16 @@ def test_check_shows_all_mistakes(check):
     assert out.endswith("8 problems found\n")
 
 
-def test_check_names_every_bad_row(check, rows_file, tmp_path):
+def test_check_groups_bad_rows(check, rows_file, tmp_path):
     lines = rows_file.read_text().splitlines()
-    lines[2] = lines[16] = '{"question": "why?", "answer": 7}'
+    lines[2] = lines[16] = lines[11] = lines[20] = '{"question": "why?", "answer": 7}'
     bad = tmp_path / "bad.jsonl"
     bad.write_text("\n".join(lines))
     code, out = check(f"dataset.data_files={bad}")
     assert code == 1
-    assert re.findall(rf"problem: dataset: row (\d+) of {bad} cannot be used", out) == ["3", "17"]
+    [problem] = re.findall(r"problem: (.*)", out)
+    rows = rf"rows 3, 12, 17, \.\.\. of {bad}; fix or remove them"
+    assert re.fullmatch(rf"dataset: 4 rows cannot be used \(.*\), {rows}", problem)
 
 
 def test_check_reads_the_rows_of_probes(check, rows_file):

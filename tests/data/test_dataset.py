@@ -92,5 +92,7 @@ def test_load_unpacked_keeps_bad_rows(tokenizer, write, component):
         return
     samples = load_unpacked(config, "dataset", tokenizer)
     assert len(samples) == 3
-    with pytest.raises(UserError, match=r"dataset: row 2 of .*rows.jsonl cannot be used \(it has no field 'answer'\)"):
+    with pytest.raises(
+        UserError, match=r"dataset: row 2 of .*rows.jsonl cannot be used \(its field 'answer' is missing or null\)"
+    ):
         samples[1]

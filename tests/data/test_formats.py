@@ -61,6 +61,10 @@ def test_detect_column_map_gives_the_format(write):
         ([QA, "[" * 3000], r"row 2 is not JSON \(maximum recursion depth"),
         ([QA, b'{"question": "\xe9t\xe9", "answer": "a"}'], r"row 2 is not JSON \('utf-8' codec can't decode"),
         ([{"Frage": "a"}], r"row 1 has the fields Frage, which are no known row format; .*column_map.question=COLUMN"),
+        (
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+            r"these are preferences, .*dataset.column_map.completion=chosen",
+        ),
         ([{"question": "a", "answer": 4}], "row 1: the field 'answer' is not text"),
         ([{"messages": "a"}], "row 1: the field 'messages' is not a list of turns with role and content"),
         ([""], "data_files is empty"),

@@ -103,7 +103,9 @@ def test_csv_values_stay_text(load, write):
     rows = load(data_files=file, source="csv").data._data
     assert rows["answer"] == ["1", "None", "2.50"]
     broken = load(data_files=write("question,answer", "a,b", "a,", name="rows.csv"), source="csv")
-    with pytest.raises(UserError, match=r"row 2 of .*rows.csv cannot be used \(it has no field 'answer'\)"):
+    with pytest.raises(
+        UserError, match=r"row 2 of .*rows.csv cannot be used \(its field 'answer' is missing or null\)"
+    ):
         broken[1]
 
 
@@ -160,7 +162,7 @@ def test_parts_are_disjoint_complete_and_seeded(write, tokenizer):
         ({"messages": []}, "its conversation has no assistant turn"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts that are not text"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [{"id": "1"}]}]}, "its turn 1 has tool_calls"),
-        ({"messages": None}, "it has no field 'messages'"),
+        ({"messages": None}, "its field 'messages' is missing or null"),
     ],
 )
 def test_bad_conversations_name_the_row(load, row, message):

@@ -93,7 +93,7 @@ def test_hub_rows_are_filtered_by_domain_and_level(monkeypatch, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"question": ""}, "it has no field 'question'"),
+        ({"question": ""}, "its field 'question' is missing or null"),
         ({"answerKey": "E"}, "its field 'answerKey' is 'E', none of its choices A, B, C, D"),
         ({"choices": {"text": ["a"], "label": ["A", "B"]}}, "its field 'choices' has 1 texts and 2 labels"),
         ({"choices": None}, "it has neither 'choices' nor an 'answer'"),
@@ -103,8 +103,8 @@ def test_bad_row_has_its_number_and_a_reason(tokenizer, write, changes, message)
     file = write(*ROWS[:7], row(7, **changes), *ROWS[8:])
     component = "finch.data.sciknoweval.sciknoweval_dataset"
     parts = [rows_helper.load(tokenizer, file, _component_=component, source=None, part=part) for part in PARTS]
-    bad = [entry for samples in parts for entry in collect_stats(samples, 0, 1, keep_bad_rows=True).bad]
-    assert [(str(entry.row), entry.reason) for entry in bad] == [(f"row 8 of {file}", message)]
+    bad = [entry for samples in parts for entry in collect_stats(samples, 0, 1, keep_bad_rows=True).bad.items()]
+    assert [(reason, *map(str, rows.first)) for reason, rows in bad] == [(message, f"row 8 of {file}")]
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,12 @@ def test_bad_rows_are_listed_with_reasons(load):
         collect_stats(samples, 0, 1)
     stats = collect_stats(samples, 0, 1, keep_bad_rows=True)
     assert (stats.num_rows, stats.num_bad) == (15, 16)
-    assert [entry.row.number for entry in stats.bad] == list(range(2, 21, 2))
-    assert stats.bad[0].reason.startswith("its turn 2 has the unknown role 'robot'")
+    (reason, role), (_, null) = stats.bad.items()
+    assert reason.startswith("its turn 2 has the unknown role 'robot'")
+    assert (role.number, [row.number for row in role.first]) == (15, [2, 4, 6])
+    assert (null.number, [row.number for row in null.first]) == (1, [31])
     last = collect_stats(samples, 30, 31, keep_bad_rows=True)
-    assert last.bad[0].reason == "it has no field 'messages'"
+    assert list(last.bad) == ["its field 'messages' is missing or null"]
     for ranks in (2, 3):
         shares = (collect_stats(samples, rank, ranks, keep_bad_rows=True) for rank in range(ranks))
         assert sum(shares, DatasetStats()) == stats
