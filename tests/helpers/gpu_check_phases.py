@@ -37,6 +37,7 @@ def hang(check: Check) -> None:
 def wait_for_lock() -> None:
     lock = threading.Lock()
     with lock:
+        print("waits", flush=True)
         lock.acquire()
 
 
