@@ -26,8 +26,16 @@ class UserError(ValueError):
     its own, is left out.
     """
 
+    exit_code = 1
+
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+
+class UsageError(UserError):
+    """Words of a command that it does not take, or that are missing. The exit code is 2, as argparse's."""
+
+    exit_code = 2
 
 
 class WriteFailed(OSError):
@@ -46,7 +54,7 @@ _TIMED_OUT = "Timed out waiting"  # gloo's; NCCL aborts the process itself
 
 
 def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
-    """Decorates a program's main function: a UserError becomes one line on stderr and exit code 1.
+    """Decorates a program's main function: a UserError becomes one line on stderr and its exit code, 1 or 2.
 
     torchrun ends all ranks when the first one exits. Rank 0 reports at once. The others wait before they do, since most mistakes
     occur on every rank and one message is enough; a rank that only lost a peer waits for the peer's own error.
@@ -64,7 +72,7 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
             if rank != "0":
                 time.sleep(10)
             _print(f"finch: error: {message}")
-            _exit(1)
+            _exit(error.exit_code)
         except KeyboardInterrupt:
             _print("finch: interrupted")
             _exit(130)
@@ -117,6 +125,15 @@ def _without_middle(text: str, length: int) -> str:
 
 
 def _print(message: str) -> None:
+    if sys.stderr.isatty():
+        with contextlib.suppress(ModuleNotFoundError):  # rich comes with the extra torchtune
+            from rich.console import Console
+            from rich.text import Text
+
+            text = Text(f"\n{message}")
+            text.highlight_regex("^finch: error:", "bold red")  # no colour with NO_COLOR
+            Console(stderr=True).print(text)
+            return
     print(f"\n{message}", file=sys.stderr, flush=True)  # on a separate line, after a progress bar
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,10 @@ def _is_open(given: DictConfig, block: str) -> bool:
 
 def _required(given: DictConfig, key: str, meaning: str) -> str:
     if key not in given or OmegaConf.is_missing(given, key) or given[key] is None:
-        raise UserError(f"{key} is not set: add {key}={meaning}")
+        near = get_close_matches(key, [str(name) for name in given if name != key], n=1)
+        raise UserError(
+            f"{key} is not set: " + (f"{near[0]}={given[near[0]]} is no key; " if near else "") + f"add {key}={meaning}"
+        )
     return str(given[key])
 
 

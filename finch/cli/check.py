@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN = 120  # characters of a part of a row
 _MAX_FAKE_LAYERS = 8  # of a model whose step runs on fake tensors within 5 s
-USAGE = "finch check [--nproc_per_node N] --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]"
+USAGE = "finch check [--nproc_per_node N] CONFIG [key=value ...] [~key] [method=NAME]"
 
 HELP = f"""usage: {USAGE}
 
@@ -50,9 +50,9 @@ def check(arguments: Sequence[str]) -> None:
     Raises:
         UserError: a mistake in the arguments.
     """
-    if not arguments or {"-h", "--help"} & set(arguments):
+    if {"-h", "--help"} & set(arguments):
         print(HELP)
-        sys.exit(0 if arguments else 2)
+        return
     config, overrides, options = parse_arguments(arguments, USAGE)
     nodes, local_ranks = number_of_ranks(options)
     report = Report(config, overrides, nodes * local_ranks)

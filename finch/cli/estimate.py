@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from finch.cli.arguments import Parser
 from finch.cli.early_checks import gigabytes, only_errors_logged, read_job
+from finch.cli.run import refuse_options, take_config
 from finch.config.instantiate import find_config
-from finch.errors import UserError
+from finch.errors import UsageError, UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -35,7 +37,7 @@ def estimate(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="finch estimate",
         usage=USAGE,
         description="Runs one step of the recipe at the config's real shapes on fake tensors, and prints what it takes: memory of a rank by "
@@ -43,7 +45,11 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Exit code: 0 if the step fits, 1 if not.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a config that comes with finch")
+    parser.add_argument(
+        "--config",
+        metavar="CONFIG",
+        help="a YAML file, or the name of a config that comes with finch; also the first word",
+    )
     parser.add_argument("--gpus", type=_positive(int), default=1, metavar="N", help="ranks on all nodes (default: 1)")
     parser.add_argument(
         "--gpu-memory",
@@ -65,15 +71,13 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--targets", type=_positive(int), metavar="T", help="target tokens of a row (default: 37 of 85, TOFU's mean)"
     )
-    if not arguments:
-        parser.print_help()
-        sys.exit(2)
-    options, overrides = parser.parse_known_args(arguments)
-    for word in overrides:
-        if word.startswith("-"):
-            parser.error(f"unrecognized argument {word}; keys are given as key=value")
+    options, words = parser.parse_known_args(arguments)
+    options.config = options.config or take_config(words)
+    if options.config is None:
+        raise UsageError(f"CONFIG is missing: {USAGE}")
     find_config(options.config)  # before torch is imported
-    return options, overrides
+    refuse_options(words, "finch estimate")
+    return options, words
 
 
 def _report(options: argparse.Namespace, overrides: Sequence[str]) -> bool:

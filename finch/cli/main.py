@@ -7,34 +7,94 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finch import __version__
 from finch.cli import doctor, evaluate, gpu_check, judge, slurm, sweep
+from finch.cli.arguments import CommandsParser, Parser, complete_in_shell
 from finch.distributed.processes import limit_spinning
 from finch.errors import UserError, report_user_errors
 from finch.extras import require_extras
 from finch.log import quiet_dependencies
+
+_GROUPS = {
+    "train": {
+        "run": "train: a config's recipe on one process or several ranks",
+        "check": "check a run and estimate its memory, without training",
+        "estimate": "memory, collectives and time of a step, from a step on fake tensors",
+        "sweep": "train and evaluate the runs of a grid, here or as a Slurm job array",
+        "select-lr": "the largest learning rate of a sweep that forgets little",
+        "average": "average a run's model with its pretrained one, as far as it keeps what was learned",
+        "wise-ft": "interpolate between the pretrained and the tuned model's weights",
+        "data": "make rows to train on",
+    },
+    "measure": {
+        "chat": "the pretrained and the tuned model's answers to a prompt, side by side",
+        "evaluate": "measure what tuned models have learned and forgotten",
+        "judge": "score the language task with a judge behind a server",
+        "report": "what runs have learned and what they have forgotten, as a page and tables",
+    },
+    "look up": {
+        "configs": "list, show and copy the configs and grids that come with finch",
+        "keys": "list a config's keys: values, default, description",
+        "methods": "list the methods that method=NAME trains with",
+        "models": "list the model families that can be trained",
+    },
+    "machine and cluster": {
+        "doctor": "check the installed packages and the machine",
+        "gpu-check": "check that GPUs compute a training step right, and how fast they are",
+        "slurm": "run as Slurm jobs",
+    },
+}
+_WITH_CONFIG = ("run", "check", "estimate", "slurm", "sweep")  # which read key=value and others' options themselves
 
 
 @report_user_errors
 def main(arguments: list[str] | None = None) -> None:
     quiet_dependencies()
     limit_spinning(os.environ)  # before torch is imported
-    parser = argparse.ArgumentParser(
-        prog="finch", description="Forgetting-aware fine-tuning for the PyTorch-native stack."
+    parser, commands = build_parser()
+    complete_in_shell(parser, {name: commands[name] for name in _WITH_CONFIG})
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and parsed.command not in _WITH_CONFIG:
+        commands[parsed.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    if parsed.command in ("run", "check", "estimate"):
+        require_extras(f"finch {parsed.command}", "torchtune")
+        module = importlib.import_module(f"finch.cli.{parsed.command}")
+        getattr(module, parsed.command)(rest)
+    elif parsed.command == "slurm":
+        slurm.submit(parsed, rest)
+    elif parsed.command == "sweep":
+        sweep.sweep(parsed, rest)
+    elif parsed.command is not None:
+        _COMMANDS[parsed.command](parsed)
+    else:
+        parser.print_help()
+        sys.exit(2)
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of `finch`, and those of its commands by their names."""
+    parser = CommandsParser(
+        _GROUPS,
+        prog="finch",
+        description="Forgetting-aware fine-tuning for the PyTorch-native stack.",
+        epilog="Exit codes: 0; 1, a mistake in what the arguments name, or a failure; 2, arguments that a command does not take.",
     )
     parser.add_argument("--version", action="version", version=f"finch {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    helps = {name: text for group in _GROUPS.values() for name, text in group.items()}
 
-    commands.add_parser("run", help="train: a config's recipe on one process or several ranks", add_help=False)
-    commands.add_parser("check", help="check a run and estimate its memory, without training", add_help=False)
-    commands.add_parser(
-        "estimate", help="memory, collectives and time of a step, from a step on fake tensors", add_help=False
-    )
+    def add(name: str, **options: Any) -> argparse.ArgumentParser:
+        return subparsers.add_parser(name, help=helps[name], description=helps[name].capitalize() + ".", **options)
 
-    configs = commands.add_parser("configs", help="list, show and copy the configs that --config finds by name")
+    add("run", add_help=False)
+    add("check", add_help=False)
+    add("estimate", add_help=False)
+
+    configs = add("configs")
     actions = configs.add_subparsers(dest="action", metavar="ACTION")
     actions.add_parser("list", help="list the names with a description (the default)")
     show = actions.add_parser("show", help="print a config, references resolved and defaults filled in")
@@ -44,23 +104,21 @@ def main(arguments: list[str] | None = None) -> None:
     copy.add_argument("name")
     copy.add_argument("file", type=Path)
 
-    keys = commands.add_parser("keys", help="list a config's keys: values, default, description")
+    keys = add("keys")
     keys.add_argument("word", nargs="?", metavar="WORD", help="only keys whose name or description contains it")
 
-    commands.add_parser("methods", help="list the methods that method=NAME trains with")
+    add("methods")
 
-    commands.add_parser("models", help="list the model families that can be trained")
+    add("models")
 
-    diagnosis = commands.add_parser("doctor", help="check the installed packages and the machine")
+    diagnosis = add("doctor")
     diagnosis.add_argument(
         "--full", action="store_true", help="also import torchtune, and print torch's collect_env and pip check"
     )
 
-    gpu_check.add_arguments(
-        commands.add_parser("gpu-check", help="check that GPUs compute a training step right, and how fast they are")
-    )
+    gpu_check.add_arguments(add("gpu-check"))
 
-    wise_ft = commands.add_parser("wise-ft", help="interpolate between the pretrained and the tuned model's weights")
+    wise_ft = add("wise-ft")
     wise_ft.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
     wise_ft.add_argument("--tuned", type=Path, required=True, metavar="DIR", help="the tuned model's folder")
     wise_ft.add_argument(
@@ -74,9 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="folder for the results, one folder alpha_A for each alpha",
     )
 
-    average = commands.add_parser(
-        "average", help="average a run's model with its pretrained one, as far as it keeps what was learned"
-    )
+    average = add("average")
     average.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     average.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
     chosen = average.add_mutually_exclusive_group()
@@ -88,9 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--budget", type=float, help="the largest alpha that forgets at most this many nats per token: 0.1"
     )
 
-    chat_parser = commands.add_parser(
-        "chat", help="the pretrained and the tuned model's answers to a prompt, side by side"
-    )
+    chat_parser = add("chat")
     chat_parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     chat_parser.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
     chat_parser.add_argument("--prompt", metavar="TEXT", help="answer this one and end; default: those that are typed")
@@ -101,27 +155,17 @@ def main(arguments: list[str] | None = None) -> None:
         "--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest tokens"
     )
 
-    data = commands.add_parser("data", help="make rows to train on")
+    data = add("data")
     data_actions = data.add_subparsers(dest="action", metavar="ACTION", required=True)
     judge.add_translate_arguments(
         data_actions.add_parser("translate", help="translate instruction rows through a server with OpenAI's protocol")
     )
 
-    evaluate.add_arguments(
-        commands.add_parser("evaluate", help="measure what tuned models have learned and forgotten", allow_abbrev=False)
-    )
-    sweep.add_sweep_arguments(
-        commands.add_parser(
-            "sweep", help="train and evaluate the runs of a grid, here or as a Slurm job array", allow_abbrev=False
-        )
-    )
-    sweep.add_select_lr_arguments(
-        commands.add_parser("select-lr", help="the largest learning rate of a sweep that forgets little")
-    )
-    judge.add_judge_arguments(commands.add_parser("judge", help="score the language task with a judge behind a server"))
-    report_parser = commands.add_parser(
-        "report", help="what runs have learned and what they have forgotten, as a page and tables"
-    )
+    evaluate.add_arguments(add("evaluate", allow_abbrev=False))
+    sweep.add_sweep_arguments(add("sweep", allow_abbrev=False))
+    sweep.add_select_lr_arguments(add("select-lr"))
+    judge.add_judge_arguments(add("judge"))
+    report_parser = add("report")
     report_parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a sweep's: all of its cells"
     )
@@ -151,9 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="folder of the pretrained model's results, where they are no longer where finch evaluate wrote them",
     )
 
-    jobs = commands.add_parser("slurm", help="run as Slurm jobs").add_subparsers(
-        dest="action", metavar="ACTION", required=True
-    )
+    jobs = add("slurm").add_subparsers(dest="action", metavar="ACTION", required=True)
     submit = jobs.add_parser(
         "submit",
         help="check a run and submit it with sbatch",
@@ -161,23 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
         allow_abbrev=False,
     )
     slurm.add_arguments(submit)
-
-    parsed, rest = parser.parse_known_args(arguments)
-    if rest and parsed.command not in ("run", "check", "estimate", "slurm", "sweep"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if parsed.command in ("run", "check", "estimate"):
-        require_extras(f"finch {parsed.command}", "torchtune")
-        module = importlib.import_module(f"finch.cli.{parsed.command}")
-        getattr(module, parsed.command)(rest)
-    elif parsed.command == "slurm":
-        slurm.submit(parsed, rest)
-    elif parsed.command == "sweep":
-        sweep.sweep(parsed, rest)
-    elif parsed.command is not None:
-        _COMMANDS[parsed.command](parsed)
-    else:
-        parser.print_help()
-        sys.exit(2)
+    return parser, subparsers.choices
 
 
 def configs(parsed: argparse.Namespace) -> None:

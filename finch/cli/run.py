@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import logging
 import os
 import signal
@@ -27,19 +28,19 @@ from finch.cli.early_checks import (
 )
 from finch.config.instantiate import find_config
 from finch.distributed.processes import share_cores
-from finch.errors import ERROR_FILE, UserError
+from finch.errors import ERROR_FILE, UsageError, UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-USAGE = "finch run [torchrun options] --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]"
+USAGE = "finch run [torchrun options] CONFIG [key=value ...] [~key] [method=NAME]"
 
 HELP = f"""usage: {USAGE}
 
 Trains with the recipe for the config's model: finch_full_finetune, or finch_lora_finetune for a model with LoRA layers.
 
-  --config NAME_OR_PATH     a YAML file, or the name of a config that comes with finch: `finch configs`
+  CONFIG, --config CONFIG   a YAML file, or the name of a config that comes with finch: `finch configs`
   --nproc_per_node N        ranks on this machine: a number, gpu (one per GPU) or auto (default: 1, in this process)
   --nnodes, --rdzv_...      several machines, and all other options of torchrun: `torchrun --help`
   key=value, ~key           sets or removes a key: `finch keys`
@@ -57,9 +58,9 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         UserError: a mistake in the arguments, the config or a file.
     """
-    if not arguments or {"-h", "--help"} & set(arguments):
+    if {"-h", "--help"} & set(arguments):
         print(HELP)
-        sys.exit(0 if arguments else 2)
+        return
     config, overrides, options = parse_arguments(arguments, USAGE)
     nodes, local_ranks = number_of_ranks(options)
     changed = {name for name, value in vars(options).items() if value != _launcher_parser().get_default(name)}
@@ -78,31 +79,47 @@ def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str
     """The config, the overrides, and torchrun's options with their defaults.
 
     Raises:
-        UserError: ``--config`` is missing or names nothing; an option that torchrun does not have.
+        UsageError: no config; an option that torchrun does not have.
+        UserError: the config does not exist.
     """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    parsed, words = parser.parse_known_args(arguments)
+    config = parsed.config or take_config(words)
+    if config is None and not any(word.startswith("-") for word in words[:1]):
+        raise UsageError(f"CONFIG is missing: {usage}")
+    if config is not None:
+        find_config(config)  # before torch is imported
+    try:
+        options, words = _launcher_parser().parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error}; `torchrun --help` describes the option") from error
+    if config is None and (config := take_config(words)) is None:
+        raise UsageError(f"CONFIG is missing: {usage}")
+    find_config(config)
+    refuse_options(words, "torchrun")
+    return config, words, options
+
+
+def take_config(words: list[str]) -> str | None:
+    """Removes the first word if it can only be a config."""
+    return words.pop(0) if words and "=" not in words[0] and words[0][0] not in "-~" else None
+
+
+def refuse_options(words: Sequence[str], whose: str) -> None:
+    """Raises UsageError at the first word that looks like an option: how the key is written that is meant."""
     from finch.config.key_search import key_hint
     from finch.config.schema import LoraFinetuneKeys
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?")
-    parsed, others = parser.parse_known_args(arguments)
-    if not parsed.config:
-        raise UserError(f"--config is missing: {usage}")
-    find_config(parsed.config)  # before torch is imported
-    try:
-        options, rest = _launcher_parser().parse_known_args(others)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}; `torchrun --help` describes the option") from error
-    for word in rest:
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         name, _, value = word.partition("=")
         if name.startswith("-"):
             key = name.lstrip("-").replace("-", "_")
-            hint = (
-                key_hint(key, LoraFinetuneKeys.model_fields)
-                or f"; keys are given without dashes, as {key}={value or 'VALUE'}"
-            )
-            raise UserError(f"{name} is neither an option of torchrun nor --config{hint}")
-    return parsed.config, rest, options
+            if not value and "=" not in following and following[:1] not in "-~":
+                value = following
+            is_key = key in {"model_dir", "data_files", "method", *LoraFinetuneKeys.model_fields}
+            hint = "" if is_key else key_hint(key, LoraFinetuneKeys.model_fields)
+            raise UsageError(f"{name} is no option of {whose}{hint or f'; write {key}={value or chr(46) * 3}'}")
 
 
 def number_of_ranks(options: argparse.Namespace) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finch.cli.early_checks import config_checks, read_job
-from finch.errors import UserError
+from finch.errors import UsageError, UserError
 from finch.extras import require_extras
 
 SCRIPT, TITAN_SCRIPT = "finch_full_finetune.sbatch", "finch_titan.sbatch"
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--titan", metavar="NAME", help="a run of TorchTitan instead of CONFIG: a config of finch.titan, or MODULE:NAME"
     )
+    parser.add_argument("--config", metavar="CONFIG", help="also the first word")
     parser.add_argument("--script", metavar="FILE", help="your own copy of the script")
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch command and submit nothing")
 
@@ -61,8 +62,9 @@ def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
         return
     require_extras("finch slurm submit", "torchtune")
     given, words = split_options(rest)
+    words = [args.config, *words] if args.config else words
     if not words:
-        raise UserError("CONFIG is missing: finch slurm submit CONFIG [option of sbatch ...] [key=value ...]")
+        raise UsageError("CONFIG is missing: finch slurm submit CONFIG [option of sbatch ...] [key=value ...]")
     config, overrides = absolute(words[0]), words[1:]
     script, text = read_script(SCRIPT, args.script)
     job = complete_options(given, text, is_own_script=bool(args.script))

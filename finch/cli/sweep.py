@@ -24,7 +24,8 @@ from finch.cli.slurm import (
     run_sbatch,
     split_options,
 )
-from finch.errors import UserError
+from finch.config.instantiate import did_you_mean
+from finch.errors import UsageError, UserError
 from finch.extras import require_extras
 from finch.files import atomic_file, make_folder, write_text
 from finch.log import logger
@@ -65,9 +66,10 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
     require_extras("finch sweep", "torchtune")
     options, words = split_options(rest)
     if options and not args.slurm:
-        raise UserError(f"{options[0]} is not an option of finch sweep; options of sbatch need --slurm")
+        hint = did_you_mean(options[0], ["--nproc_per_node", *(f"--{name.replace('_', '-')}" for name in vars(args))])
+        raise UsageError(f"{options[0]} is not an option of finch sweep{hint}; options of sbatch need --slurm")
     if not words:
-        raise UserError(f"GRID is missing: {USAGE}")
+        raise UsageError(f"GRID is missing: {USAGE}")
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs} must be at least 1")
     grid = read_grid(words[0], words[1:], args.out)

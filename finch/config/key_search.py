@@ -153,3 +153,9 @@ def recipe_help(recipe: str, model: type[Keys]) -> str:
 
 keys, described by `finch keys`; `finch keys WORD` searches them:
 {names}"""
+
+
+def all_keys() -> list[str]:
+    """Every key of both recipes and of finch's components, as it is written on the command line."""
+    names = [name for model in [*SECTIONS.values(), Lora] for name in shown_keys(model)]
+    return names + [f"{model.key}.{name}" for model in COMPONENTS for name in keys(model)]

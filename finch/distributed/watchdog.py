@@ -167,6 +167,8 @@ class Signals:
             os._exit(128 + number)
         if not self._received:
             self._first_time = time.monotonic()
+            if os.environ.get("RANK", "0") == "0":  # at once: a step may take a minute; print is not safe in a handler
+                os.write(2, b"\nfinch: saving after this step; once more ends the run without saving\n")
         elif not is_launched() or time.monotonic() - self._first_time > _DUPLICATE_WINDOW_S:
             os._exit(128 + number)
         self._received.add(number)

@@ -156,5 +156,5 @@ def test_check_needs_no_writable_output_folder(check):
 
 
 def test_check_without_a_config_says_how(capsys):
-    assert "--config is missing: finch check" in finch(capsys, "check", "key=1")[2]
-    assert finch(capsys, "check")[:2] == (2, f"{HELP}\n")
+    assert "CONFIG is missing: finch check" in finch(capsys, "check", "key=1")[2]
+    assert finch(capsys, "check", "--help")[:2] == (0, f"{HELP}\n")

@@ -1,0 +1,89 @@
+"""Errors, help and completion that all commands share, as a user meets them."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from finch.cli import main as cli
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rnu"], "finch rnu does not exist, did you mean run?; see finch --help"),
+        (["configs", "shw"], "finch configs shw does not exist, did you mean show?; see finch configs --help"),
+        (["evaluate", "--base", "x", "--tuend", "y"], "finch evaluate does not take --tuend, did you mean --tuned?"),
+        (["chat"], "the following arguments are required: RUN; see finch chat --help"),
+        (["run"], "CONFIG is missing: finch run [torchrun options] CONFIG"),
+        (["run", "method=finch"], "CONFIG is missing"),
+        (["check", "auto", "--model_dir", "/m"], "--model_dir is no option of torchrun; write model_dir=/m"),
+        (["run", "auto", "--learning_rate=1"], "--learning_rate is no option of torchrun; use optimizer.lr"),
+        (["estimate", "--gpus", "2"], "CONFIG is missing: finch estimate CONFIG"),
+        (["sweep", "x", "--dryrun"], "--dryrun is not an option of finch sweep, did you mean --dry-run?"),
+        (["slurm", "submit"], "CONFIG is missing: finch slurm submit CONFIG"),
+    ],
+)
+def test_wrong_words_are_one_line_and_exit_code_2(capsys, words, message):
+    with pytest.raises(SystemExit) as error:
+        cli.main(words)
+    assert error.value.code == 2
+    lines = capsys.readouterr().err.split("\n")
+    assert lines[0] == "" and lines[1].startswith(f"finch: error: {message}") and lines[2:] == [""]
+
+
+@pytest.mark.parametrize("words", [["CONFIG"], ["--config", "CONFIG"]])
+@pytest.mark.parametrize("command", ["run", "check", "estimate", "slurm submit"])
+def test_config_is_an_option_or_the_first_word(capsys, command, words):
+    with pytest.raises(SystemExit) as error:
+        cli.main([*command.split(), *words, "epochs=1"])
+    assert error.value.code == 1  # what the words name is wrong, not the words
+    assert "CONFIG is neither a file nor a config of finch" in capsys.readouterr().err
+
+
+def test_wrong_key_of_auto_is_named(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", "auto", "model_dr=/m"])
+    assert "model_dir is not set: model_dr=/m is no key; add model_dir=DIR" in capsys.readouterr().err
+
+
+def test_help_lists_every_command_once_in_its_group(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    listed = [match[1] for line in lines if (match := re.match(r"  ([a-z][\w-]*) {2,}\S", line))]
+    assert sorted(listed) == sorted(cli.build_parser()[1])
+    assert [line for line in lines if line in ("train:", "measure:", "look up:", "machine and cluster:")] == [
+        "train:",
+        "measure:",
+        "look up:",
+        "machine and cluster:",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("finch gpu", {"gpu-check "}),
+        ("finch run qwen3/4B_f", {"qwen3/4B_finch "}),
+        ("finch sweep sweeps/qwen3_4B_kn", {"sweeps/qwen3_4B_knowledge "}),
+        ("finch check auto lr_scheduler.eta", {"lr_scheduler.eta_max="}),
+    ],
+)
+def test_shells_are_answered(tmp_path, line, expected):
+    answers = tmp_path / "answers"
+    environment = {
+        **os.environ,
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answers),
+        "_ARGCOMPLETE_SUPPRESS_SPACE": "0",
+        "IFS": "\n",
+        "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run([sys.executable, "-m", "finch.cli"], env=environment, check=True, timeout=120)
+    assert expected <= set(answers.read_text().split("\n"))
