@@ -51,18 +51,18 @@ _EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
 
 def written_epochs(run: Path) -> list[int]:
     """The epochs, from 0, whose model or adapter is there."""
-    return sorted({number for number, _ in _epoch_folders(run)})
+    return sorted({number for number, _ in epoch_folders(run)})
 
 
 def chosen_model(run: Path) -> Path | None:
     """The model of a run: ``best``, else that of the last epoch, a complete model before an adapter; None: there is none."""
     if (run / BEST).is_dir():
         return run / BEST
-    epochs = _epoch_folders(run)
+    epochs = epoch_folders(run)
     return epochs[max(epochs)] if epochs else None
 
 
-def _epoch_folders(run: Path) -> dict[tuple[int, bool], Path]:
+def epoch_folders(run: Path) -> dict[tuple[int, bool], Path]:
     """By epoch, and whether it is a complete model."""
     return {
         (int(match[1]), match[2] is None): path

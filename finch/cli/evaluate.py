@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finch.cli.run import failed_rank, prepare_launcher
-from finch.config.instantiate import did_you_mean
 from finch.errors import UserError, exit_without_teardown
 from finch.evaluation.results import SuiteResult, TaskResult, read_samples
-from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
+from finch.evaluation.tasks.registry import ALL, select_tasks
 from finch.extras import require_extras
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
     from finch.evaluation.loading import check_adapter
     from finch.evaluation.model_folders import find_base, find_tuned
 
-    _check_harness()
+    check_harness()
     if parsed.limit is not None and parsed.limit < parsed.nproc_per_node:
         raise UserError(
             f"--limit={parsed.limit} must be at least 1 and --nproc_per_node={parsed.nproc_per_node}; give more documents"
@@ -133,7 +132,9 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
         raise UserError(
             f"--include-path={parsed.include_path} is not a folder; give the folder of your tasks' YAML files"
         )
-    tasks, others = _select_tasks(parsed.suite, parsed.tasks)
+    if not parsed.suite and not parsed.tasks:
+        raise UserError(f"--suite is missing; give one of {', '.join(ALL)}, all, or --tasks")
+    tasks, others = select_tasks(parsed.suite, parsed.tasks, "--suite ", "--tasks ")
     for name in parsed.new_task:
         if name not in others:
             raise UserError(
@@ -141,7 +142,7 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
             )
     base = find_base(parsed.base)
     tuned = [find_tuned(path, base) for path in parsed.tuned]
-    _check_data(tasks, parsed.data_root)
+    check_data(tasks, parsed.data_root)
     for folder in tuned:
         if folder.is_adapter:
             check_adapter(folder.path, str(folder))
@@ -149,7 +150,18 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
     return base, tuned, tasks, others
 
 
-def _check_harness() -> None:
+def check_needs(suites: Sequence[str], tasks: Sequence[str], data_root: str | None) -> None:
+    """What an evaluation needs on this machine besides models: packages, data sets, IFEval's sentence splitter.
+
+    Raises:
+        UserError: the first that is missing, and how to get it.
+    """
+    require_extras("the sweep's evaluation", "evaluate")
+    check_harness()
+    check_data(select_tasks(suites, tasks, "suites=", "tasks=")[0], None if data_root is None else Path(data_root))
+
+
+def check_harness() -> None:
     """lm-eval's version must be in the tested range."""
     from packaging.specifiers import SpecifierSet  # finch doctor works without it
 
@@ -160,32 +172,7 @@ def _check_harness() -> None:
         )
 
 
-def _select_tasks(suites: Sequence[str], names: Sequence[str]) -> tuple[list[Task], list[str]]:
-    """The tasks of finch, and the names of those that only lm-eval can have; without ``names`` all tasks of the suites."""
-    if not suites and not names:
-        raise UserError(f"--suite is missing; give one of {', '.join(ALL)}, all, or --tasks")
-    chosen: list[str] = []
-    for suite in suites:
-        if suite != "all" and suite not in SUITES:
-            known = [*SUITES, "all"]
-            hint = did_you_mean(suite, known) or f"; there are {', '.join(known)}"
-            raise UserError(f"--suite={suite} is unknown{hint}")
-        chosen += ALL if suite == "all" else [suite]
-    of_suites = [task for suite in dict.fromkeys(chosen) for task in SUITES.get(suite, ())]
-    if not names:
-        return [TASKS[name] for name in of_suites], []
-    if suites:
-        for name in names:
-            if name not in of_suites:
-                hint = did_you_mean(name, of_suites) or f": it has {', '.join(of_suites)}"
-                raise UserError(
-                    f"--tasks {name} is not in --suite {','.join(suites)}{hint}; without --suite any task can be given"
-                )
-    names = list(dict.fromkeys(names))
-    return [TASKS[name] for name in names if name in TASKS], [name for name in names if name not in TASKS]
-
-
-def _check_data(tasks: Sequence[Task], data_root: Path | None) -> None:
+def check_data(tasks: Sequence[Task], data_root: Path | None) -> None:
     """The files must be there, without ``data_root`` the hub must be allowed."""
     if data_root is not None and not data_root.is_dir():
         raise UserError(

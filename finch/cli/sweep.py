@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from finch import run_files
-from finch.cli.early_checks import config_checks, machine_checks, only_errors_logged, read_job
+from finch.cli.early_checks import build_model, config_checks, gigabytes, machine_checks, only_errors_logged, read_job
+from finch.cli.evaluate import check_needs
 from finch.cli.slurm import (
     SCRIPT,
     JobOptions,
@@ -27,7 +28,7 @@ from finch.cli.slurm import (
 from finch.config.instantiate import did_you_mean
 from finch.errors import UsageError, UserError
 from finch.extras import require_extras
-from finch.files import atomic_file, make_folder, write_text
+from finch.files import atomic_file, existing_part, make_folder, write_text
 from finch.log import logger
 from finch.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Grid, cells_of, read_grid, write_cell
 from finch.sweep.job import Job, different_key, run_words
@@ -45,7 +46,11 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
         "failed ones tried again."
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="cells at a time (default: 1; with --slurm: no limit)")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the cells, what is left to do and the first cell's commands; start nothing",
+    )
     parser.add_argument("--out", metavar="DIR", help="in place of the grid's out")
     parser.add_argument("--nproc_per_node", metavar="N", help="ranks of each run, as for finch run (default: 1)")
     parser.add_argument(
@@ -66,7 +71,9 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
     require_extras("finch sweep", "torchtune")
     options, words = split_options(rest)
     if options and not args.slurm:
-        hint = did_you_mean(options[0], ["--nproc_per_node", *(f"--{name.replace('_', '-')}" for name in vars(args))])
+        hint = did_you_mean(
+            options[0], ["--nproc_per_node", *(f"--{name.replace('_', '-')}" for name in vars(args))], cutoff=0.8
+        )
         raise UsageError(f"{options[0]} is not an option of finch sweep{hint}; options of sbatch need --slurm")
     if not words:
         raise UsageError(f"GRID is missing: {USAGE}")
@@ -79,7 +86,7 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
     launcher, num_ranks = _ranks(args)
     jobs = compose(grid, cells_of(grid), launcher=launcher, num_ranks=num_ranks)
     if args.dry_run:
-        _print_commands(grid, jobs)
+        _print_cells(grid, jobs)
     else:
         _run(grid, jobs, args)
 
@@ -89,6 +96,10 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
 
     from finch.sweep.local import LocalSweep
 
+    if grid.evaluation is not None and any(job.evaluate_commands() for job in jobs):
+        check_needs(grid.evaluation.suites, grid.evaluation.tasks, grid.evaluation.data_root)
+    if not args.skip_training:
+        _check_disk(grid, jobs)
     try:
         make_folder(grid.out)
     except OSError as error:
@@ -98,24 +109,53 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
     print(f"{len(jobs)} cells in {grid.out}, {args.jobs or 1} at a time", flush=True)
     failures = local.run()
     if failures:
+        alike: dict[str, list[str]] = {}
         for name, reason in failures.items():
-            print(f"finch: error: {name}: {reason}", file=sys.stderr)
+            alike.setdefault(reason.replace(name, ""), []).append(name)
+        for names in alike.values():
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            print(f"finch: error: {names[0]}{others}: {failures[names[0]]}", file=sys.stderr)
         print(f"{len(failures)} of {len(jobs)} cells failed; the same command tries them again", flush=True)
         sys.exit(1)
     print(f"all {len(jobs)} cells are done", flush=True)
 
 
-def _print_commands(grid: Grid, jobs: Sequence[Job]) -> None:
+def _check_disk(grid: Grid, jobs: Sequence[Job]) -> None:
+    """Raises UserError if the models that the grid keeps do not fit; they are taken to be of the first cell's size."""
+    from finch.distributed.precision import precision_of
+    from finch.training.run import exported_bytes, num_exports
+
+    runs = [job for job in jobs if job.cell.kind == RUN and not job.is_trained()]
+    if not runs:
+        return
+    cfg = runs[0].cfg
+    dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
+    decoder, _ = build_model(runs[0].recipe, cfg)
+    a_model = exported_bytes(decoder, dtype, adapter_only=bool(cfg.get("save_adapter_weights_only", False)))
+    number = sum(num_exports(job.cfg) if grid.keep == "all" else 1 for job in runs)
+    free = shutil.disk_usage(existing_part(grid.out)).free
+    if number * a_model > free:
+        raise UserError(
+            f"out={grid.out} has {gigabytes(free)} free, the {number} models of {len(runs)} cells need {gigabytes(number * a_model)}; "
+            "keep: best in the grid keeps one of each cell, --out gives another disk"
+        )
+
+
+def _print_cells(grid: Grid, jobs: Sequence[Job]) -> None:
+    """A table of the cells and what is left to do, then the first commands."""
+    width = max(len(job.cell.name) for job in jobs)
+    print(f"{'cell':<{width}}  training   evaluation")
+    commands: list[list[str]] = []
     for job in jobs:
-        if job.cell.kind == SMALL_LR:
-            names = ", ".join(path.name for path in job.cell.dependencies)
-            print(f"# {job.cell.name}: the run that finch select-lr chooses of {names}")
-        elif job.is_trained() and not grid.overwrites:
-            print(f"# {job.cell.name}: trained")
-        else:
-            print(shlex.join(job.run_command()))
-        for command in job.evaluate_commands():
-            print(shlex.join(command))
+        is_trained = job.is_trained() and not grid.overwrites
+        evaluations = job.evaluate_commands()
+        training = "done" if is_trained else "select-lr" if job.cell.kind == SMALL_LR else "to do"
+        evaluation = "none" if grid.evaluation is None else "to do" if evaluations else "done"
+        print(f"{job.cell.name:<{width}}  {training:<9}  {evaluation}")
+        if not commands:
+            commands = [*([job.run_command()] if training == "to do" else []), *evaluations]
+    for command in commands:
+        print(f"\n{shlex.join(command)}")
 
 
 def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:

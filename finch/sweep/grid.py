@@ -2,6 +2,7 @@
 
 config: qwen3/4B_sft                 a file, or a name of `finch configs`
 out: out/sweeps/mine                 each cell is a folder in it
+keep: all                            best or last: of a trained cell's models only that one, and no state to resume from
 overrides: {epochs: 3}               of all cells
 grid:                                a mapping, or a list of them: the union of their cells
   - method: [finch, dft]
@@ -33,7 +34,7 @@ from finch.config.methods import METHODS, split_name
 from finch.errors import UserError
 from finch.evaluation.custom_tasks import CUSTOM
 from finch.evaluation.results import NEW
-from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
+from finch.evaluation.tasks.registry import ALL, SUITES, TASKS, select_tasks
 from finch.files import atomic_file, make_folder, write_text
 
 METHOD = "method"
@@ -53,7 +54,8 @@ WAITING, RUNNING, FINISHED, EVALUATED, FAILED = "waiting", "running", "finished"
 """A cell's status in cell.json."""
 
 
-KEYS = ("recipe", "config", "out", "overrides", "grid", "evaluate")
+KEYS = ("recipe", "config", "out", "keep", "overrides", "grid", "evaluate")
+KEEP = ("all", "best", "last")
 _OWN_KEYS = {
     "output_dir": "each cell has its own folder in out",
     "resume_from_checkpoint": "a cell that was cut off is resumed",
@@ -201,7 +203,8 @@ class Evaluation:
 
     Attributes:
         base: the pretrained model's folder. None: the config's ``checkpointer.checkpoint_dir``.
-        suites, tasks: at least one of both. Tasks may be any of lm-eval's, and the user's own in ``include_path``.
+        suites, tasks: at least one of both. Both: the tasks are those of the suites that are wanted. Tasks alone may be any of lm-eval's, and
+            the user's own in ``include_path``.
     """
 
     base: str | None = None
@@ -215,10 +218,10 @@ class Evaluation:
     def results(self) -> dict[str, set[str]]:
         """The suites, each a JSON file in RUN/evaluation, and their tasks."""
         suites = ALL if "all" in self.suites else self.suites
-        results = {suite: set(SUITES[suite]) for suite in suites}
-        for task in self.tasks:
-            suite = TASKS[task].suite if task in TASKS else CUSTOM
-            results.setdefault(suite, set()).add(task)
+        tasks = self.tasks or [task for suite in suites for task in SUITES[suite]]
+        results: dict[str, set[str]] = {}
+        for task in tasks:
+            results.setdefault(TASKS[task].suite if task in TASKS else CUSTOM, set()).add(task)
         return results
 
 
@@ -242,6 +245,7 @@ class Grid:
     overrides: tuple[str, ...]
     mappings: tuple[Mapping[str, Sequence[Any]], ...]
     evaluation: Evaluation | None
+    keep: str = "all"
 
     @property
     def task(self) -> str | None:
@@ -291,6 +295,8 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
             raise UserError(f"{word}: the grid has values of {key}; change them in {path}")
         if key in ("output_dir", "resume_from_checkpoint"):
             raise UserError(f"{word}: {_OWN_KEYS[key]}; leave it out")
+    if (keep := content.get("keep", "all")) not in KEEP:
+        raise UserError(f"{path}: keep={keep} is not known; give {', '.join(KEEP)}")
     fixed = content.get("overrides") or {}
     if not isinstance(fixed, dict):
         raise UserError(f"{path}: overrides must be a mapping of key to value")
@@ -305,6 +311,7 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
         overrides=(*override_words(fixed), *run_overrides),
         mappings=mappings,
         evaluation=_evaluation(content.get("evaluate"), overrides, path),
+        keep=keep,
     )
 
 
@@ -493,12 +500,12 @@ def _evaluation(block: Any, overrides: Sequence[str], path: Path) -> Evaluation 
     for key in ("suites", "tasks"):
         names = content.get(key) or ()
         content[key] = tuple(names.split(",") if isinstance(names, str) else map(str, names))
-    for suite in content["suites"]:
-        if suite not in (known := [*SUITES, "all"]):
-            hint = did_you_mean(suite, known) or f"; known are {', '.join(known)}"
-            raise UserError(f"{path}: evaluate.suites: {suite} is not known{hint}")
     if not content["suites"] and not content["tasks"]:
         raise UserError(f"{path}: evaluate needs suites or tasks, such as suites: [forgetting]")
+    try:
+        select_tasks(content["suites"], content["tasks"], "evaluate.suites=", "evaluate.tasks=")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     limit = content.get("limit")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise UserError(f"{path}: evaluate.limit={limit} must be a number of documents of at least 1")

@@ -100,19 +100,15 @@ class Job:
         return [*FINCH, "run", *self.launcher, *run_words(self.grid, self.cell)]
 
     def evaluate_commands(self) -> list[list[str]]:
-        """`finch evaluate` where results are missing: once for the grid's suites, and once for its tasks."""
+        """`finch evaluate` where results are missing: once."""
         evaluation = self.grid.evaluation
         if evaluation is None or not missing_results(self.cell.folder, evaluation):
             return []
         command = [*FINCH, "evaluate", "--base", evaluation.base or self.pretrained, "--tuned", str(self.cell.folder)]
         command += ["--out", str(self.grid.out), *_options(data_root=evaluation.data_root, limit=evaluation.limit)]
-        commands = []
-        if evaluation.suites:
-            commands.append([*command, "--suite", ",".join(evaluation.suites)])
-        if evaluation.tasks:
-            options = _options(include_path=evaluation.include_path, new_task=evaluation.new_task)
-            commands.append([*command, "--tasks", ",".join(evaluation.tasks), *options])
-        return commands
+        names = {"suite": ",".join(evaluation.suites), "tasks": ",".join(evaluation.tasks)}
+        command += _options(**{name: value for name, value in names.items() if value})
+        return [[*command, *_options(include_path=evaluation.include_path, new_task=evaluation.new_task)]]
 
     def end_evaluation(self) -> None:
         """Marks the results as new: `finch evaluate` leaves a result as it is where the model's weights are those that it was made with."""
@@ -131,6 +127,20 @@ class Job:
         """Links ``best`` to WiSE-FT's model."""
         if self.cell.kind == WISE_FT:
             _link(self.cell.folder / run_files.BEST, Path(f"alpha_{self.alpha:g}"))
+
+    def remove_surplus(self) -> None:
+        """With ``keep`` best or last, a trained run's other models and the state to resume from."""
+        run, keep = self.cell.folder, self.grid.keep
+        if keep == "all" or self.cell.kind in (WISE_FT, SMALL_LR):
+            return
+        epochs = run_files.epoch_folders(run)
+        kept = run_files.chosen_model(run) if keep == "best" else epochs[max(epochs)]
+        for folder in epochs.values():
+            if kept is not None and folder.resolve() != kept.resolve():
+                shutil.rmtree(folder)
+        if not (run / run_files.BEST).exists():
+            (run / run_files.BEST).unlink(missing_ok=True)
+        shutil.rmtree(run / run_files.CHECKPOINTS, ignore_errors=True)
 
     def link_to(self, source: Path) -> None:
         """Makes small_lr's folder the run that was chosen: its files are links to that run's."""

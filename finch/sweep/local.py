@@ -232,6 +232,7 @@ class LocalSweep:
         self._is_base_evaluated |= is_evaluated
         state.status, state.reason = EVALUATED if is_evaluated else FINISHED, ""
         state.write(state.status, source=_linked_source(job))
+        job.remove_surplus()
 
     def _fail(self, state: _State, reason: str) -> None:
         state.status, state.reason, state.commands = FAILED, reason, []

@@ -27,7 +27,7 @@ def refused(capsys, base_folder, tmp_path, monkeypatch):
 
 
 def test_unknown_names_are_corrected(refused):
-    assert refused("--suite", "forgeting") == "--suite=forgeting is unknown, did you mean forgetting?"
+    assert refused("--suite", "forgeting") == "--suite forgeting is unknown, did you mean forgetting?"
     assert "--tasks helaswag is not in --suite forgetting, did you mean hellaswag?" in refused("--tasks", "helaswag")
     assert refused("--tasks", "tofu").startswith("--tasks tofu is not in --suite forgetting: it has hellaswag, ")
     assert refused(suite=()).startswith("--suite is missing; give one of forgetting, reliability")

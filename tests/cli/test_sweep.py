@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from helpers.runs import finch, make_config, weights
+
+from finch.sweep.job import Job
 
 REPLAY = {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch"}}]}
 
@@ -48,7 +52,9 @@ def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path
     assert (run / "metrics.jsonl").stat().st_mtime_ns == written
 
     def is_trained(*overrides):
-        return "# sft_seed0: trained" in finch(capsys, "sweep", file, "--dry-run", *overrides)[1]
+        return bool(
+            re.search("^sft_seed0 +done +none$", finch(capsys, "sweep", file, "--dry-run", *overrides)[1], re.M)
+        )
 
     assert [is_trained(*words) for words in ((), ("save_last_epoch_only=True",), ("epochs=2",))] == [True, True, False]
     (run / "REQUEUE").touch()
@@ -93,17 +99,17 @@ def test_unknown_grid_names_the_nearest(capsys):
 
 
 def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys):
-    evaluate = {"suites": ["knowledge", "forgetting"], "tasks": ["mine"], "new_task": "mine", "include_path": "yaml"}
+    evaluate = {"tasks": ["tofu", "mine"], "new_task": "mine", "include_path": "yaml"}
     file = grid({"method": ["sft"], "seed": [0]}, evaluate={**evaluate, "data_root": "data", "limit": 5})
     code, printed, error = finch(capsys, "sweep", file, "--dry-run", "--nproc_per_node", "2", "dtype=bf16_mixed")
     assert code == 0, error
-    run, suites, tasks = (line.partition(" -m finch.cli ")[2] for line in printed.splitlines())
+    assert printed.splitlines()[:2] == ["cell       training   evaluation", "sft_seed0  to do      to do"]
+    run, tasks = (line.partition(" -m finch.cli ")[2] for line in printed.splitlines()[2:] if line)
     out = tmp_path / "out"
     words = f"dtype=bf16_mixed method=sft seed=0 output_dir={out}/sft_seed0 resume_from_checkpoint=auto"
     assert run == f"run --nproc_per_node 2 --config {tmp_path}/config.yaml {words}"
     common = f"evaluate --base {base_folder} --tuned {out}/sft_seed0 --out {out} --data-root data --limit 5"
-    assert suites == f"{common} --suite knowledge,forgetting"
-    assert tasks == f"{common} --tasks mine --include-path yaml --new-task mine"
+    assert tasks == f"{common} --tasks tofu,mine --include-path yaml --new-task mine"
 
 
 def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, capsys):
@@ -123,3 +129,47 @@ def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, ca
     assert not os.path.exists(out)
     printed = finch(capsys, *dry_run, "--skip-training")[1]
     assert (printed.count("sbatch --parsable"), "--dependency" in printed) == (1, False)
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_keep_leaves_one_model_of_a_trained_cell(grid, tmp_path, rows_file, capsys, keep):
+    file = grid({"method": ["sft"]}, keep=keep, overrides={"epochs": 3})
+    code, printed, error = finch(capsys, "sweep", file)
+    assert code == 0, printed + error
+    run = tmp_path / "out" / "sft"
+    assert [path.name for path in sorted(run.glob("epoch_*"))] == ["epoch_2"]
+    assert not (run / "checkpoints").exists()
+    assert re.search("^sft +done", finch(capsys, "sweep", file, "--dry-run")[1], re.M)
+
+
+def test_what_an_evaluation_needs_is_checked_before_the_first_cell(grid, tmp_path, capsys, monkeypatch):
+    evaluate = {"tasks": ["tofu"], "data_root": str(tmp_path / "nowhere")}
+    code, _, error = finch(capsys, "sweep", grid({"method": ["sft"]}, evaluate=evaluate))
+    assert (code, (tmp_path / "out").exists()) == (1, False)
+    assert f"--data-root={tmp_path}/nowhere is not a folder" in error
+
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    code, _, error = finch(capsys, "sweep", grid({"method": ["sft", "dft"]}, overrides={"epochs": 3}))
+    assert (code, (tmp_path / "out").exists()) == (1, False)
+    assert "has 1.0 kB free, the 6 models of 2 cells need" in error
+
+
+def test_failures_with_one_cause_are_one_line(grid, capsys, monkeypatch):
+    file = grid({"method": ["sft", "dft"]})
+    monkeypatch.setattr("finch.sweep.job.FINCH", ["/bin/false"])
+    code, printed, error = finch(capsys, "sweep", file)
+    assert code == 1
+    [line] = [line for line in error.splitlines() if line.startswith("finch: error: ")]
+    assert line.startswith("finch: error: sft and 1 more: no output")
+    assert "2 of 2 cells failed" in printed
+
+
+@pytest.mark.parametrize(("keep", "left"), [("best", "epoch_1"), ("last", "epoch_2")])
+def test_kept_model_is_the_best_or_the_last(tmp_path, keep, left):
+    for name in ("epoch_0", "epoch_1", "epoch_2", "checkpoints/step_9"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "best").symlink_to("epoch_1")
+    cell, grid = SimpleNamespace(folder=tmp_path, kind="run"), SimpleNamespace(keep=keep)
+    Job(grid, cell, "", None).remove_surplus()
+    assert {path.name for path in tmp_path.iterdir()} == {left, *(["best"] if keep == "best" else [])}

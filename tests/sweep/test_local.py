@@ -67,7 +67,9 @@ def sweep(tmp_path, monkeypatch):
     def start(cells, *, num_parallel=1, **changes):
         for name, value in changes.items():
             monkeypatch.setattr(SmallJob, name, value)
-        grid = SimpleNamespace(task=None, evaluation="yes" if SmallJob.is_evaluated_too else None, overwrites=False)
+        grid = SimpleNamespace(
+            task=None, evaluation="yes" if SmallJob.is_evaluated_too else None, overwrites=False, keep="all"
+        )
         jobs = [
             SmallJob(
                 grid,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from finch.config.instantiate import did_you_mean
+from finch.errors import UserError
 from finch.evaluation.results import NEW, OLD, RELIABILITY
 from finch.evaluation.tasks import (
     confidence,
@@ -189,3 +192,30 @@ for _task in TASKS.values():
 
 ALL = ("forgetting", "reliability", "knowledge", "science", "language")
 """The suites that are evaluated after tuning; those of validation rows choose a checkpoint or a setting."""
+
+
+def select_tasks(
+    suites: Sequence[str], names: Sequence[str], suites_key: str, names_key: str
+) -> tuple[list[Task], list[str]]:
+    """The tasks of finch, and the names of those that only lm-eval can have; without ``names`` all tasks of the suites.
+
+    Args:
+        suites_key, names_key: what stands before a suite and a name in errors.
+
+    Raises:
+        UserError: an unknown suite; with suites, a task of none of them.
+    """
+    for suite in suites:
+        if suite not in (known := [*SUITES, "all"]):
+            hint = did_you_mean(suite, known) or f"; there are {', '.join(known)}"
+            raise UserError(f"{suites_key}{suite} is unknown{hint}")
+    chosen = [each for suite in suites for each in (ALL if suite == "all" else [suite])]
+    of_suites = [task for suite in dict.fromkeys(chosen) for task in SUITES[suite]]
+    for name in names if suites else ():
+        if name not in of_suites:
+            hint = did_you_mean(name, of_suites) or f": it has {', '.join(of_suites)}"
+            raise UserError(
+                f"{names_key}{name} is not in {suites_key}{','.join(suites)}{hint}; without suites any task can be given"
+            )
+    names = list(dict.fromkeys(names or of_suites))
+    return [TASKS[name] for name in names if name in TASKS], [name for name in names if name not in TASKS]
