@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests are dealt in two halves, so that files stay whole; a worker that is done takes tests from the other.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install quickstart quickstart-sweep study test test-slow lint format wheel clean
+.PHONY: install quickstart quickstart-sweep study test test-slow lint format docs dist wheel clean
 
 install: $(VENV)/.installed
 
@@ -45,6 +45,17 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, into out/site; a dead link is an error. `.venv/bin/mkdocs serve` shows it while pages are written.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: install
+	$(BIN)/python -m mkdocs build --quiet
+
+# What a release uploads, checked as PyPI would.
+dist: install
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 wheel: install
 	$(BIN)/python -m build --wheel

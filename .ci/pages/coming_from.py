@@ -179,7 +179,8 @@ def torchtune_page() -> str:
         for name, key in UNSUPPORTED_KEYS.items()
     )
     aliases = "\n".join(f"| `{alias}` | `{name}` |" for alias, name in ALIASES.items())
-    ours = ", ".join(f"`{name}`" for name in LoraFinetuneKeys.model_fields if name not in torchtune_names())
+    theirs = torchtune_names()
+    ours = ", ".join(f"`{name}`" for name in LoraFinetuneKeys.model_fields if name not in theirs)
     return f"""# Coming from torchtune
 
 finch's recipes read torchtune's configs. The text configs of full fine-tuning that torchtune ships pass unchanged
@@ -221,7 +222,7 @@ def torchtune_names() -> set[str]:
     spec = importlib.util.find_spec("torchtune")
     assert spec is not None and spec.origin is not None
     files = (Path(spec.origin).parents[1] / "recipes" / "configs").glob("**/*.yaml")
-    return {name for file in files for name in yaml.safe_load(file.read_text(encoding="utf-8"))}
+    return {name for file in files if re.search("full|lora", file.name) for name in re.findall(r"^(\w+):", file.read_text(encoding="utf-8"), re.MULTILINE)}
 
 
 def unknown_key(name: str, value: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import generated
 from mkdocs.structure.files import File, Files
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
 LOG = getLogger("mkdocs.plugins.finch")
@@ -29,6 +30,14 @@ PICTURES = {".png", ".svg"}
 _CODE = re.compile(r"(^ *(```+|~~~+).*?^ *\2 *$|`+[^`\n]+`+)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _ROLE = re.compile(r":(?:class|meth|func|attr|mod):(?=<code>)")
+
+
+def on_config(config: Any) -> Any:
+    """Anchors are GitHub's. Where mike builds, the header lists the versions."""
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
