@@ -238,7 +238,7 @@ def marked(text: str) -> str:
     return text.removeprefix("use ")
 
 
-def wrapped(command: str, width: int = 88) -> str:
+def wrapped(command: str, width: int = 76) -> str:
     lines = [""]
     for word in command.split():
         if len(lines[-1]) + len(word) > width:

@@ -52,8 +52,8 @@ def keys_page() -> str:
 
 
 def table(rows: dict[str, Key]) -> str:
-    lines = [f"| `{name}` | {key.expected} | {format_default(key)} | {key.help} |" for name, key in rows.items()]
-    return "\n".join(["| key | values | default | |", "|---|---|---|---|", *lines]).replace("<", "&lt;") + "\n"
+    lines = [f"| `{name}` | {key.help} | {key.expected} | {format_default(key)} |" for name, key in rows.items()]
+    return "\n".join(["| key | | values | default |", "|---|---|---|---|", *lines]).replace("<", "&lt;") + "\n"
 
 
 def commands_page() -> str:
@@ -89,7 +89,7 @@ def python_page() -> str:
     exported = [getattr(finch.objectives, name) for name in finch.objectives.__all__]
     objectives = [each for each in exported if isinstance(each, type) and issubclass(each, finch.objectives.Objective)]
     parts = {
-        "Schedules": ["finch.optim.finch_lr.FinchLR", "finch.optim.replay_lr.ReplayLR", "finch.cosine.cosine_with_warmup"],
+        "Schedules": ["finch.FinchLR", "finch.ReplayLR", "finch.cosine.cosine_with_warmup"],
         "Callbacks": [
             "finch.integrations.transformers.FinchCallback",
             "finch.integrations.transformers.SelfReplay",
@@ -101,13 +101,12 @@ def python_page() -> str:
             "finch.integrations.self_replay.own_answers",
             "finch.integrations.self_replay.replay_kl",
         ],
-        "Objectives": [f"{each.__module__}.{each.__name__}" for each in objectives],
+        "Objectives": [f"finch.objectives.{each.__name__}" for each in objectives],
         "Penalties": ["finch.regularization.L2", "finch.regularization.KL"],
         "Hooks": ["finch.training.hooks.Hook", "finch.training.hooks.Trainer"],
     }
     text = [
-        "# Python\n\nClasses for loops and configs of your own, from their docstrings. `finch.FinchLR` and `finch.ReplayLR` are short names, "
-        "as is `finch.objectives.NAME`.\n"
+        "# Python\n\nWhat loops and configs of your own use, from the docstrings.\n"
     ]
     for title, names in parts.items():
         text += [f"## {title}\n", *(f"::: {name}\n" for name in names)]

@@ -43,7 +43,8 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that do not lie in docs/, and the pictures of the studies."""
     for uri, name in FROM_THE_ROOT.items():
-        files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+        head = "---\nhide: [navigation]\n---\n" if uri == "index.md" else ""  # it has no neighbours
+        files.append(File.generated(config, uri, content=head + (ROOT / name).read_text(encoding="utf-8")))
     for uri, text in generated.pages().items():
         files.append(File.generated(config, uri, content=text))
     for path in ROOT.glob("studies/*/results/**/*"):
