@@ -118,8 +118,15 @@ def fields(package: str, *files: str) -> set[str]:
     names: set[str] = set()
     for file in files:
         path = Path(spec.origin).parent / file
-        classes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)]
-        names |= {x.target.id for each in classes for x in each.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)}
+        classes = [
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+        ]
+        names |= {
+            x.target.id
+            for each in classes
+            for x in each.body
+            if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
+        }
     return names
 
 
@@ -220,9 +227,15 @@ With the value in the second column they do nothing, and are accepted.
 def torchtune_names() -> set[str]:
     """The keys of the configs of torchtune's full and LoRA fine-tuning."""
     spec = importlib.util.find_spec("torchtune")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     files = (Path(spec.origin).parents[1] / "recipes" / "configs").glob("**/*.yaml")
-    return {name for file in files if re.search("full|lora", file.name) for name in re.findall(r"^(\w+):", file.read_text(encoding="utf-8"), re.MULTILINE)}
+    return {
+        name
+        for file in files
+        if re.search("full|lora", file.name)
+        for name in re.findall(r"^(\w+):", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
 
 
 def unknown_key(name: str, value: str) -> str:
@@ -232,7 +245,11 @@ def unknown_key(name: str, value: str) -> str:
 def marked(text: str) -> str:
     """``text`` with keys of finch and assignments as code."""
     names = {name for name in keys(LoraFinetuneKeys)} | {"--nproc_per_node N"}
-    words = r"\b[\w.]+=[\w.]+\b|--nproc_per_node N|\b[a-z]\w*(?:[._]\w+)+\b|\b(?:" + "|".join(sorted(n for n in names if n.isalpha())) + r")\b"
+    words = (
+        r"\b[\w.]+=[\w.]+\b|--nproc_per_node N|\b[a-z]\w*(?:[._]\w+)+\b|\b(?:"
+        + "|".join(sorted(n for n in names if n.isalpha()))
+        + r")\b"
+    )
     prose = {"compile", "model", "optimizer", "loss", "device", "average", "hooks", "profiler", "shuffle"}
     text = re.sub(words, lambda m: m[0] if m[0] in prose and not text.startswith(f"use {m[0]}") else f"`{m[0]}`", text)
     return text.removeprefix("use ")

@@ -34,7 +34,9 @@ def keys_page() -> str:
     ]
     for title, model in {**SECTIONS, "LoRA": Lora}.items():
         text += [f"## {title}\n", table(shown_keys(model))]
-    text.append("## Arguments of finch's components\n\nA component is a block with a `_component_`, the path of a class or function.\n")
+    text.append(
+        "## Arguments of finch's components\n\nA component is a block with a `_component_`, the path of a class or function.\n"
+    )
     for model in COMPONENTS:
         text += [
             f"### `{model.component}`\n\nUnder `{model.key}`.\n",
@@ -105,9 +107,7 @@ def python_page() -> str:
         "Penalties": ["finch.regularization.L2", "finch.regularization.KL"],
         "Hooks": ["finch.training.hooks.Hook", "finch.training.hooks.Trainer"],
     }
-    text = [
-        "# Python\n\nWhat loops and configs of your own use, from the docstrings.\n"
-    ]
+    text = ["# Python\n\nWhat loops and configs of your own use, from the docstrings.\n"]
     for title, names in parts.items():
         text += [f"## {title}\n", *(f"::: {name}\n" for name in names)]
     return "\n".join(text)

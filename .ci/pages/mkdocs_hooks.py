@@ -1,7 +1,7 @@
 """What mkdocs.yml cannot say: pages from outside docs/, generated pages, and links that hold on GitHub and on the site.
 
 Links are written as GitHub reads them, relative to the file in the repository. One to a page of the site becomes a link to that page, one to
-any other file of the repository a link to GitHub; a target that does not exist is a warning, and so an error in strict mode.
+any other file of the repository a link to GitHub; one to nothing stays as it is, for mkdocs to find.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from logging import getLogger
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,12 +17,13 @@ from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
-LOG = getLogger("mkdocs.plugins.finch")
 FROM_THE_ROOT = {
     "index.md": "README.md",
     "changes.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
-    **{f"studies/{path.parent.name}/index.md": str(path.relative_to(ROOT)) for path in ROOT.glob("studies/*/README.md")},
+    **{
+        f"studies/{path.parent.name}/index.md": str(path.relative_to(ROOT)) for path in ROOT.glob("studies/*/README.md")
+    },
 }
 """Pages of the site by the file of the repository that they show."""
 PICTURES = {".png", ".svg"}
@@ -69,9 +69,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = os.path.normpath(source.parent / path)
         if target in pages:
             path = os.path.relpath(pages[target], PurePosixPath(uri).parent)
-        elif target.startswith("..") or not (ROOT / target).exists():
-            LOG.warning("%s links to %s, which does not exist", source, link[2])
-        else:
+        elif not target.startswith("..") and (ROOT / target).exists():
             path = f"{config.repo_url}/{'tree' if (ROOT / target).is_dir() else 'blob'}/main/{target}"
         return f"{link[1]}{path}{mark}{anchor}{link[3]}"
 
