@@ -2,8 +2,11 @@
 # No container engine was at hand when this was written: its pip commands have run in an empty environment, the build has not.
 FROM python:3.11-slim
 
-# The build of torch; https://download.pytorch.org/whl/cpu for machines without a GPU.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cu128
+# Where torch comes from: PyPI has a build for CUDA, https://download.pytorch.org/whl/cpu one without.
+ARG TORCH_INDEX=https://pypi.org/simple
+
+# compile=True builds kernels when it runs.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/finch
 COPY constraints.txt pyproject.toml README.md LICENSE ./

@@ -27,6 +27,8 @@ _OTHER_VALUES = {
 }
 """Keys that finch and another trainer have under one name, but with other values."""
 
+_AUTO = {"use checkpointer.checkpoint_dir and model": "; with `--config auto` only `model_dir`"}
+
 # axolotl's src/axolotl/utils/schemas and LLaMA-Factory's src/llamafactory/hparams, July and August 2026, and transformers' TrainingArguments.
 _AXOLOTL = """activation_checkpointing adam_beta1 adam_beta2 adam_epsilon adapter attn_implementation base_model bf16
 dataloader_num_workers deepspeed eval_steps eval_strategy flash_attention fp16 fsdp gradient_checkpointing learning_rate load_in_4bit
@@ -144,7 +146,7 @@ def page(trainer: Trainer) -> str:
     other_values = sorted(known & trainer.names & set(_OTHER_VALUES))
     if missing := set(yaml.safe_load(trainer.theirs)) - translated.keys() - set(same) - set(other_values):
         raise RuntimeError(f"{trainer.title}: the example's {missing} are not on the page")
-    rows = [f"| `{name}` | {marked(remedy)} |" for name, remedy in translated.items()]
+    rows = [f"| `{name}` | {marked(remedy)}{_AUTO.get(remedy, '')} |" for name, remedy in translated.items()]
     rows += [f"| `{name}` | {_OTHER_VALUES[name]} |" for name in other_values]
     return f"""# Coming from {trainer.title}
 
@@ -239,7 +241,7 @@ def torchtune_names() -> set[str]:
 
 
 def unknown_key(name: str, value: str) -> str:
-    return f"error: unknown key {name}={value}; {OTHER_NAMES[name]}"
+    return f"finch: error: unknown key {name}={value}; {OTHER_NAMES[name]}"
 
 
 def marked(text: str) -> str:
