@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests are dealt in two halves, so that files stay whole; a worker that is done takes tests from the other.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install quickstart quickstart-sweep study test test-slow lint format wheel clean
+.PHONY: install quickstart quickstart-sweep study test test-slow lint format docs deploy-docs dist wheel clean
 
 install: $(VENV)/.installed
 
@@ -45,6 +45,24 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, into out/site; a dead link is an error. `.venv/bin/mkdocs serve` shows it while pages are written.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: install
+	$(BIN)/python -m mkdocs build --quiet
+
+# One folder per version on the branch gh-pages, pushed: TAG=v0.1.2 is 0.1 and latest, no TAG is dev. PUSH= only commits.
+TAG ?=
+PUSH ?= --push
+deploy-docs: install
+	$(BIN)/mike deploy $(PUSH) --update-aliases $(if $(TAG),$(basename $(TAG:v%=%)) latest,dev)
+	$(BIN)/mike set-default $(PUSH) $(if $(TAG),latest,$(shell git cat-file -e gh-pages:latest 2>/dev/null && echo latest || echo dev))
+
+# What a release uploads, checked as PyPI would.
+dist: install
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 wheel: install
 	$(BIN)/python -m build --wheel

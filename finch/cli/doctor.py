@@ -25,6 +25,7 @@ PURPOSES = {
     "lightning": "finch.integrations.lightning",
     "titan": "finch.titan: FINCH inside TorchTitan",
     "wandb": "metric_logger=torchtune.training.metric_logging.WandBLogger",
+    "docs": "make docs: the site, in a checkout",
     "tensorboard": "metric_logger=torchtune.training.metric_logging.TensorBoardLogger",
     "bitsandbytes": "the 8-bit optimizers of bitsandbytes, which torchtune's configs name",
 }

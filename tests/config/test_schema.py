@@ -18,7 +18,7 @@ from finch.sweep import grid
 
 KEYS = shown_keys(LoraFinetuneKeys)
 SCHEMAS = {path: json.loads(path.read_text()) for path in (ROOT / "finch" / "config").glob("*.schema.json")}
-SCRIPT = runpy.run_path(str(ROOT / "docs" / "json_schema.py"))
+SCRIPT = runpy.run_path(str(ROOT / ".ci" / "pages" / "json_schema.py"))
 
 
 def accepts(model, key, value):

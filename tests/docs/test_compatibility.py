@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_compatibility_page_is_current():
-    script = runpy.run_path(str(ROOT / "docs" / "compatibility.py"))
+    script = runpy.run_path(str(ROOT / ".ci" / "pages" / "compatibility.py"))
     page = script["page"]()
     text_configs = [name for _, name in script["torchtune_configs"]() if "vision" not in name]
     assert len(text_configs) == page.count("| runs |") == 41
-    assert script["PAGE"].read_text() == page, "run python docs/compatibility.py"
+    assert script["PAGE"].read_text() == page, "run python .ci/pages/compatibility.py"

@@ -23,7 +23,7 @@ from finch.training.config_checks import check_combinations, check_schedule, che
 
 CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
 RECIPES = {"full_finetune_single_device": "single device", "full_finetune_distributed": "distributed"}
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
 def torchtune_configs() -> list[tuple[str, str]]:
@@ -90,7 +90,7 @@ def page() -> str:
 
 TEMPLATE = """# torchtune's configs on finch
 
-Written by `python docs/compatibility.py` for torchtune {version}; a test compares. {runs} of {all} configs of the two full
+Written by `python .ci/pages/compatibility.py` for torchtune {version}; a test compares. {runs} of {all} configs of the two full
 fine-tuning recipes pass every check unchanged. Start one by its path, or copy it with `tune cp`:
 
 ```bash

@@ -22,7 +22,7 @@ from finch.config.schema import (
     PositiveInt,
 )
 
-FOLDER = Path(__file__).parents[1] / "finch" / "config"
+FOLDER = Path(__file__).parents[2] / "finch" / "config"
 
 
 class Evaluate(Keys):
