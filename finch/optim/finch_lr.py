@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,11 @@ ETA_MAX = 5e-5
 
 _AUTO_ETA_MAX_RATIO = 2.5
 _NO_LOSS: Any = object()
+_HYPERPARAMETERS = ("eta_base", "eta_max", "ema", "eps", "warmup_steps")
+_LARGEST_LOSS = 1000.0  # nats per token; a uniform guess among 256,000 tokens has 12.5
+_PATIENCE = 3  # GradScaler leaves out single updates, and FinchLR's calls before them count as one too many
+_COMBINED = "SequentialLR and ChainedScheduler"
+_WARM_UP = "FinchLR(optimizer, warmup_steps=100) warms up by itself"
 
 
 class FinchLR:
@@ -51,20 +57,26 @@ class FinchLR:
     rate stay on its device, ``lr`` is written in place, and a non-finite loss makes the optimizer skip its update by
     itself. In all other cases the loss is read at each step.
 
+    **Warnings**, each once: the optimizer steps first; it is stepped once for several calls of ``step``, as where each micro-batch's loss
+    is passed; a loss so large that it must be GradScaler's (where the host reads it).
+
     Args:
         eta_max: cap of the learning rate. The paper has 5e-5 in all its experiments, for eta_base from 5e-6 to 1e-4
             (Section 3.3). ``"auto"`` is 2.5 x eta_base: finch's own rule, for other scales of learning rates.
         init: Lbar_0 in nats. A number (the authors take the pretrained model's mean loss over the training set), or
-            ``"first_batch"``, which starts from the first loss seen. ``"dataset"`` is for finch's recipes, which
-            replace it by that mean.
+            ``"first_batch"``, which starts from the first loss seen. ``"dataset"`` is for finch's recipes and its
+            callbacks, which replace it by that mean.
         eta_base: learning rate at a loss of 1 nat; None takes the first param group's ``initial_lr``, else its ``lr``.
         ema: weight of the past in the moving average, in [0, 1).
         eps: added to the loss under the root, in nats.
+        warmup_steps: of these first updates the i-th takes i / warmup_steps of the rate. The paper's FINCH has none. In place of
+            ``SequentialLR``, which steps without a loss.
         on_nonfinite: ``"raise"``, or ``"skip"``: leave the state unchanged, count, and raise after ``max_nonfinite`` in
             a row.
 
     Raises:
         ValueError: an argument is out of range.
+        TypeError: the optimizer is a class, or something else.
         FloatingPointError: from ``step``, or from the next read where the state lives on a device.
     """
 
@@ -73,10 +85,11 @@ class FinchLR:
         optimizer: Optimizer | Iterable[Optimizer],
         *,
         eta_max: float | str = ETA_MAX,
-        init: float | str,
+        init: float | str = "first_batch",
         eta_base: float | None = None,
         ema: float = 0.9,
         eps: float = 1e-8,
+        warmup_steps: int = 0,
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
@@ -84,6 +97,9 @@ class FinchLR:
         is_auto = eta_max == "auto"
         _check_arguments(ETA_MAX if is_auto else eta_max, init, eta_base, ema, eps)
         check_nonfinite_options(on_nonfinite, max_nonfinite)
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps!r} must be a number of updates, 0 or more")
+        self.warmup_steps = warmup_steps
         self.optimizers, self._groups = groups.optimizers, groups
         self.eta_base = groups.base_lr if eta_base is None else float(eta_base)
         self.eta_max = _AUTO_ETA_MAX_RATIO * self.eta_base if is_auto else float(eta_max)
@@ -99,6 +115,8 @@ class FinchLR:
         self._longest_row: int | torch.Tensor = 0  # remembered, since the host may look after a row has ended
         self._reported = 0
 
+        self._order = _StepOrder(self.optimizers[0])
+        self._warns_of_size = True
         self._warn_of_constant_rate(init)
         if not isinstance(init, str):
             self._write(self._eta_of(self._ema_loss))
@@ -122,19 +140,55 @@ class FinchLR:
         if loss is _NO_LOSS:
             raise TypeError(
                 "FinchLR.step() needs the loss of the step, before optimizer.step(). transformers' Trainer(optimizers=...) calls it "
-                "afterwards and without a loss: pass finch.integrations.transformers.FinchCallback to the Trainer instead"
+                "afterwards and without a loss: pass finch.integrations.transformers.FinchCallback to the Trainer instead; torch's "
+                f"{_COMBINED} do as well: {_WARM_UP}"
+            )
+        if isinstance(loss, int):
+            raise TypeError(
+                f"FinchLR.step({loss}): it takes the loss of the step in nats, a float or a tensor, not a number of epochs or steps"
             )
         if isinstance(loss, torch.Tensor):
-            loss = loss.detach()
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"FinchLR.step(loss): the loss has the shape {list(loss.shape)}; pass one number, the mean over the batch's target tokens"
+                )
+            loss = loss.detach().reshape(())
             if self._stays_on_device():
                 self._step_on_device(loss, targets)
+                self._order.scheduled()
                 return True
-        return self._step_on_host(float(loss), 1.0 if targets is None else float(targets))
+        is_taken = self._step_on_host(float(loss), 1.0 if targets is None else float(targets))
+        if is_taken:
+            self._order.scheduled()
+        return is_taken
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each param group as last set, optimizer by optimizer. Reads the device."""
         self._raise_if_nonfinite()
         return self._groups.rates(float(self._eta))
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The first optimizer."""
+        return self.optimizers[0]
+
+    @property
+    def base_lrs(self) -> list[float]:
+        """The learning rate of each param group at a loss of 1 nat, optimizer by optimizer."""
+        return self._groups.rates(self.eta_base)
+
+    @property
+    def last_epoch(self) -> int:
+        """How many losses have set the rate; torch's name. Reads the device."""
+        return int(self._num_steps)
+
+    @last_epoch.setter
+    def last_epoch(self, value: int) -> None:
+        raise TypeError(f"FinchLR cannot be a part of torch's {_COMBINED}, which step without a loss: {_WARM_UP}")
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={getattr(self, name):g}" for name in (*_HYPERPARAMETERS, "last_epoch"))
+        return f"FinchLR({values}, lr={float(self._eta):g})"
 
     @property
     def ema_loss(self) -> float | None:
@@ -162,21 +216,24 @@ class FinchLR:
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """The EMA and the counters, as plain numbers. Reads the device.
-
-        Not kept: eta_base, eta_max, ema, eps and the groups' ratios. They come from the config, and a resumed run may
-        change them on purpose.
-        """
+        """The EMA, the counters and the hyper-parameters, as plain numbers. Reads the device."""
         self._raise_if_nonfinite()
         return {
             "ema_loss": self.ema_loss,
             "num_steps": int(self._num_steps),
             "nonfinite": int(self._nonfinite),
             "nonfinite_in_a_row": int(self._in_a_row),
+            **{name: getattr(self, name) for name in _HYPERPARAMETERS},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores ``state_dict`` and sets the learning rate that belongs to it."""
+        """Restores the EMA and the counters, and sets the learning rate that belongs to them. Hyper-parameters and the groups' ratios stay
+        as they were built, since a resumed run may change them on purpose; a changed one is a warning.
+        """
+        changed = [name for name in _HYPERPARAMETERS if state.get(name, getattr(self, name)) != getattr(self, name)]
+        if changed:
+            texts = ", ".join(f"{name}={getattr(self, name):g} in place of {state[name]:g}" for name in changed)
+            warnings.warn(f"FinchLR continues with {texts}, which its state was saved with", stacklevel=2)
         self._ema_loss = math.nan if state["ema_loss"] is None else float(state["ema_loss"])
         self._num_steps = int(state["num_steps"])
         self._nonfinite = self._reported = int(state["nonfinite"])
@@ -192,7 +249,7 @@ class FinchLR:
             self._reported = total
             raise FloatingPointError(
                 f"the loss was not finite at {'a step' if new == 1 else f'{new} steps'} after step {int(self._num_steps)}; EMA and learning "
-                "rate are unchanged: lower eta_base, check the data, or set on_nonfinite: skip"
+                "rate are unchanged: lower eta_base, check the data, or set on_nonfinite=skip"
             )
         if longest >= self.max_nonfinite:
             raise FloatingPointError(
@@ -208,14 +265,16 @@ class FinchLR:
         return honours_found_inf and all(isinstance(group["lr"], torch.Tensor) for group in self._groups)
 
     def _eta_of(self, ema_loss: Scalar) -> Scalar:
-        """eta_i = min(eta_base / sqrt(Lbar_i + eps), eta_max), Section 3.3."""
+        """eta_i = min(eta_base / sqrt(Lbar_i + eps), eta_max), Section 3.3; of the first ``warmup_steps`` a share."""
         if isinstance(ema_loss, torch.Tensor):
-            return (self.eta_base / (ema_loss + self.eps).sqrt()).clamp(max=self.eta_max)
-        return (
-            min(self.eta_base / math.sqrt(ema_loss + self.eps), self.eta_max)
-            if ema_loss + self.eps > 0
-            else self.eta_max
-        )
+            eta: Scalar = (self.eta_base / (ema_loss + self.eps).sqrt()).clamp(max=self.eta_max)
+        else:
+            under_root = ema_loss + self.eps
+            eta = min(self.eta_base / math.sqrt(under_root), self.eta_max) if under_root > 0 else self.eta_max
+        if not self.warmup_steps:
+            return eta
+        share = self._num_steps / self.warmup_steps
+        return eta * (share.clamp(max=1) if isinstance(share, torch.Tensor) else min(share, 1.0))
 
     def _step_on_host(self, loss: float, targets: float) -> bool:
         for optimizer in self.optimizers:  # left by an earlier step on the device path
@@ -229,6 +288,12 @@ class FinchLR:
             self._longest_row = max(int(self._longest_row), int(self._in_a_row))
             self._raise_if_nonfinite()
             return False
+        if loss > _LARGEST_LOSS and self._warns_of_size:
+            self._warns_of_size = False
+            warnings.warn(
+                f"FinchLR.step({loss:.4g}): no mean cross-entropy per token is that large; pass the loss before GradScaler.scale, and no sum",
+                stacklevel=3,
+            )
         self._in_a_row = 0
         self._num_steps += 1
         past = float(self._ema_loss)
@@ -283,6 +348,45 @@ class FinchLR:
             )
 
 
+class _StepOrder:
+    """Warns where an optimizer and its schedule are not stepped in turn, the schedule first. Counts calls; reads no tensor."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._losses = 0  # since the last update
+        self._is_started = False
+        self._first_updates = 0  # before the first loss
+        self._rows = 0  # updates, one after the other, that several losses preceded
+        order = weakref.ref(self)  # an optimizer outlives the schedules of a notebook's cell
+
+        def count(*_: Any) -> None:
+            if not torch.compiler.is_compiling() and (live := order()) is not None:
+                live._updated()
+
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not a wrapper such as Accelerate's
+            optimizer.register_step_post_hook(count)
+
+    def scheduled(self) -> None:
+        """After each call of ``step`` that asks for an update."""
+        self._losses += 1
+        if not self._is_started and self._first_updates == 1:  # more are another schedule's, which has come first
+            warnings.warn(
+                "optimizer.step() has come before FinchLR.step(loss): a batch's loss sets the rate of its own update, step FinchLR first",
+                stacklevel=3,
+            )
+        self._is_started = True
+
+    def _updated(self) -> None:
+        self._first_updates += not self._is_started
+        self._rows = self._rows + 1 if self._losses > 1 else 0
+        if self._rows == _PATIENCE:
+            warnings.warn(
+                f"FinchLR.step(loss) is called {self._losses} times for each optimizer.step(): with gradient accumulation call it once, with the "
+                "mean loss over all micro-batches",
+                stacklevel=3,
+            )
+        self._losses = 0
+
+
 def _check_arguments(eta_max: float | str, init: float | str, eta_base: float | None, ema: float, eps: float) -> None:
     for name, value in (("ema", ema), ("eta_max", eta_max), ("eps", eps), ("eta_base", eta_base)):
         if not isinstance(value, (int, float)) and not (name == "eta_base" and value is None):
@@ -323,6 +427,10 @@ class ParamGroups:
     """
 
     def __init__(self, optimizer: Optimizer | Iterable[Optimizer]) -> None:
+        if isinstance(optimizer, type):
+            raise TypeError(
+                f"optimizer={optimizer.__name__} is a class; pass {optimizer.__name__}(model.parameters(), lr=...)"
+            )
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         bases = [float(group.setdefault("initial_lr", float(group["lr"]))) for group in self]
         if not bases:
