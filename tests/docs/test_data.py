@@ -22,7 +22,7 @@ from finch.data.formats import FIELDS, detect
 from finch.errors import UserError
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-COMMAND = ["tune", "run", "finch_full_finetune", "--config", "auto", "model_dir=DIR"]
+COMMAND = ["finch", "run", "--config", "auto", "model_dir=DIR"]
 
 
 def blocks(heading: str) -> dict[str, str]:
