@@ -15,7 +15,7 @@ from finch.report.front import RESAMPLES, Front, Setting, TradeOff, points_by_me
 from finch.report.measures import Comparison, Estimate
 from finch.report.selection import Measure
 from finch.report.tables import Names, equal_score, estimate, number
-from finch.sweep.grid import EVALUATED, FINISHED, METHOD
+from finch.sweep.grid import EVALUATED, FINISHED
 
 Paragraph = tuple[str, Sequence[str]]
 """Its text, and the items below it."""
@@ -247,8 +247,7 @@ def commands(comparison: Comparison, options: Sequence[str]) -> list[str]:
     lines = []
     run = next((one for one in comparison.runs if one.config), None)
     if run is not None:
-        recipe = "finch_lora_finetune" if "lora" in str(run.values[METHOD]).split("+") else "finch_full_finetune"
-        lines.append(f"tune run {recipe} --config {shlex.quote(str(run.folder / run_files.CONFIG))}")
+        lines.append(f"finch run --config {shlex.quote(str(run.folder / run_files.CONFIG))}")
     evaluated = next((one for one in comparison.runs if not SUITES.keys().isdisjoint(one.results)), None)
     suites = sorted(SUITES.keys() & evaluated.results.keys()) if evaluated is not None else []
     base = next((comparison.bases[suite].model for suite in suites if suite in comparison.bases), None)
