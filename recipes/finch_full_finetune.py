@@ -1,7 +1,7 @@
 """Full fine-tuning with FINCH's loss-adaptive learning rate, on one process or many.
 
-tune run finch_full_finetune --config stories260k/tofu_finch data_root=DATA
-tune run --nproc_per_node 2 finch_full_finetune --config stories260k/tofu_finch data_root=DATA
+finch run --config stories260k/tofu_finch data_root=DATA
+finch run --nproc_per_node 2 --config stories260k/tofu_finch data_root=DATA
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def main() -> None:
     quiet_dependencies()
     limit_spinning(os.environ)  # before torch is imported
 
-    from examples.quickstart.base import finch, prepare, tune_run
+    from examples.quickstart.base import finch, prepare, run_side_by_side
     from examples.quickstart.evaluate import Scores, evaluate, tokenize
     from examples.quickstart.figure import Curves, draw
     from examples.quickstart.world import new_world, old_world
@@ -50,7 +50,7 @@ def main() -> None:
     print(f"{SFT}, {FINCH} and {REPLAY}: 200 facts of the new world", flush=True)
     data = out / "data"
     overrides = [f"base={base}", f"rows={data / 'new.jsonl'}"]
-    tune_run(
+    run_side_by_side(
         ("quickstart/sft", out / FOLDERS[SFT], overrides),
         ("quickstart/finch", out / FOLDERS[FINCH], overrides),
         ("quickstart/self_replay", out / FOLDERS[REPLAY], [*overrides, f"data={data}"]),

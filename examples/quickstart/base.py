@@ -45,8 +45,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def tune_run(*runs: tuple[str, Path, list[str]]) -> None:
-    """``tune run finch_full_finetune --config CONFIG output_dir=OUTPUT OVERRIDE ...`` of each run, with stdout and stderr in OUTPUT.log.
+def run_side_by_side(*runs: tuple[str, Path, list[str]]) -> None:
+    """``finch run --config CONFIG output_dir=OUTPUT OVERRIDE ...`` of each run, with stdout and stderr in OUTPUT.log.
 
     The runs train side by side on one thread each: the model is too small for more, and the numbers do not depend on the machine's cores.
 
@@ -61,17 +61,17 @@ def tune_run(*runs: tuple[str, Path, list[str]]) -> None:
     processes: dict[Path, subprocess.Popen[bytes]] = {}
     try:
         for config, output, overrides in runs:
-            command = ["run", "finch_full_finetune", "--config", config, f"output_dir={output}", "overwrite=True"]
-            print("  tune " + " ".join([*command, *overrides]), flush=True)
+            command = ["run", "--config", config, f"output_dir={output}", "overwrite=True"]
+            print("  finch " + " ".join([*command, *overrides]), flush=True)
             log = output.with_name(output.name + ".log")
             log.parent.mkdir(parents=True, exist_ok=True)
-            tune = [sys.executable, "-m", "torchtune._cli.tune", *command, *overrides]
+            start = [sys.executable, "-m", "finch.cli", *command, *overrides]
             with log.open("w", encoding="utf-8") as file:
-                processes[log] = subprocess.Popen(tune, stdout=file, stderr=subprocess.STDOUT, env=environment)
+                processes[log] = subprocess.Popen(start, stdout=file, stderr=subprocess.STDOUT, env=environment)
         for log, process in processes.items():
             if (code := process.wait()) != 0:
                 last_lines = " | ".join(log.read_text(encoding="utf-8").strip().splitlines()[-5:])
-                raise UserError(f"tune run failed with code {code}; {log} ends with: {last_lines}")
+                raise UserError(f"finch run failed with code {code}; {log} ends with: {last_lines}")
     finally:
         for process in processes.values():
             process.kill()
@@ -130,7 +130,7 @@ def _prepare(folder: Path) -> Path:
     )
     _write_random_model(start)
     print("base model: a Llama of 0.9 M parameters learns 600 facts of the old world", flush=True)
-    tune_run(("quickstart/base", cache / "run", [f"start={start}", f"rows={data / 'old.jsonl'}"]))
+    run_side_by_side(("quickstart/base", cache / "run", [f"start={start}", f"rows={data / 'old.jsonl'}"]))
     last = max((cache / "run").glob("epoch_*"), key=lambda path: int(path.name.removeprefix("epoch_")))
     last.rename(cache / "model")
     shutil.rmtree(cache / "run")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from examples.quickstart.evaluate import Scores
 from finch.training.summary import tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = ("#b5533c", "#2c6e8f", "#4c8a3f")
 
@@ -26,32 +30,44 @@ def draw(runs: dict[str, Curves], averaged: dict[str, Scores], file: Path) -> No
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (rates, accuracy) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    figure, (rates, new, old) = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    rate_ends: list[tuple[float, str, str]] = []
     for colour, (name, run) in zip(COLOURS, runs.items(), strict=True):
-        rates.plot(range(1, len(run.learning_rates) + 1), run.learning_rates, color=colour, label=name)
-        steps = sorted(run.scores)
-        for world, style, marker in (("new", "-", "o"), ("old", "--", "s")):
+        rates.plot(range(1, len(run.learning_rates) + 1), run.learning_rates, color=colour)
+        rate_ends.append((run.learning_rates[-1], name, colour))
+    _label_ends(rates, len(run.learning_rates), rate_ends)
+    for axes, world in ((new, "new"), (old, "old")):
+        ends: list[tuple[float, str, str]] = []
+        for colour, (name, run) in zip(COLOURS, runs.items(), strict=True):
+            steps = sorted(run.scores)
             values = [100 * run.scores[step][world].accuracy for step in steps]
-            accuracy.plot(
-                steps, values, style, marker=marker, markersize=3.5, color=colour, label=f"{name}, {world} task"
-            )
-    for world, marker in (("new", "*"), ("old", "P")):
-        accuracy.plot(
-            max(steps) * 1.06,
-            100 * averaged[world].accuracy,
-            marker,
-            markersize=9,
-            color=colour,
-            label=f"its average, {world} task",
-        )
-    rates.set(xlabel="step", ylabel="learning rate", title="Learning rate")
+            axes.plot(steps, values, marker="o", markersize=3, color=colour)
+            ends.append((values[-1], name, colour))
+        average = 100 * averaged[world].accuracy
+        axes.plot(max(steps), average, "*", markersize=10, color=colour, markeredgecolor="white", zorder=3)
+        _label_ends(axes, max(steps), [*ends, (average, "★ and the average", colour)])
+        axes.set(xlabel="step", ylabel="exact match, %")
+    rates.set(xlabel="step", title="Learning rate", ylim=(0, None))
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    rates.set_ylim(bottom=0)
-    rates.legend(frameon=False)
-    accuracy.set(xlabel="step", ylabel="exact match, %", title="What is learned, what is kept", ylim=(-3, 103))
-    # Next to the curves, which fill the panel
-    accuracy.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 0.95))
-    for axes in (rates, accuracy):
+    new.set(title="New facts: what is learned", ylim=(-3, 103))
+    old.set_title("Old facts: what is kept")
+    for axes in (rates, new, old):
         tidy(axes)
-    figure.savefig(file, dpi=160)
+    figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def _label_ends(axes: Axes, x: float, ends: list[tuple[float, str, str]]) -> None:
+    """Names lines where they end: value, text and colour of each. Names that would overlap are moved apart."""
+    low, high = axes.get_ylim()
+    gap = 0.075 * (high - low)
+    ends = sorted(ends)
+    places = [value for value, _, _ in ends]
+    for index in range(1, len(places)):
+        places[index] = max(places[index], places[index - 1] + gap)
+    overshoot = max(0.0, places[-1] - high)
+    places[-1] -= overshoot
+    for index in range(len(places) - 2, -1, -1):
+        places[index] = min(places[index], places[index + 1] - gap)
+    for place, (_, text, colour) in zip(places, ends, strict=True):
+        axes.text(1.05 * x, place, text, color=colour, fontsize=9, va="center")

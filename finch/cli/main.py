@@ -99,7 +99,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     actions.add_parser("list", help="list the names with a description (the default)")
     show = actions.add_parser("show", help="print a config, references resolved and defaults filled in")
     show.add_argument("name")
-    show.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`, ~key included")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help="as for `finch run`, ~key included")
     copy = actions.add_parser("cp", help="copy a config to a file")
     copy.add_argument("name")
     copy.add_argument("file", type=Path)
@@ -333,7 +333,7 @@ def copy_config(parsed: argparse.Namespace) -> None:
         raise UserError(f"{parsed.file} cannot be written ({error.strerror}); give another path") from error
     missing_keys = re.findall(r"^(\w+): \?\?\?", text, re.MULTILINE)
     overrides = "".join(f" {key}=..." for key in missing_keys)
-    print(f"copied to {parsed.file}; start it with: tune run finch_full_finetune --config {parsed.file}{overrides}")
+    print(f"copied to {parsed.file}; start it with: finch run --config {parsed.file}{overrides}")
 
 
 _COMMANDS = {

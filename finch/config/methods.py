@@ -164,7 +164,7 @@ METHODS: dict[str, Method] = {
         {"self_replay": {}},
     ),
     "lora": Method(
-        "sft of low-rank adapters on all linear layers, rank 64, optimizer.lr=2e-4 unless it is given; with tune run finch_lora_finetune",
+        "sft of low-rank adapters on all linear layers, rank 64, optimizer.lr=2e-4 unless it is given; finch run takes the recipe finch_lora_finetune",
         {"model": LORA},
         _add_adapters,
     ),

@@ -89,8 +89,10 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
             f"a value in {' '.join(overrides)} cannot be read as YAML ({getattr(error, 'problem', None) or first_line(error)}); quote it"
         ) from error
     if "lora" in names and model is FullFinetuneKeys:
-        command = " ".join(["tune run finch_lora_finetune --config", parsed.config, *overrides])
-        raise UserError(f"method={'+'.join(names)} trains adapters, which needs the other recipe: {command}")
+        command = " ".join(["finch run --config", parsed.config, *overrides])
+        raise UserError(
+            f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
+        )
     user_keys = set(map(str, file_cfg)) if "auto" in file_cfg else referred_keys(file_cfg)
     cfg = check(cfg, model, user_keys=user_keys, on_error=on_error)
     for message in chosen:

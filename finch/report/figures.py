@@ -80,7 +80,7 @@ def draw_trade_off(
     for axis, invert in zip((axes.xaxis, axes.yaxis), sign, strict=True):
         axis.set_inverted(invert < 0)
     outside_text = (
-        f" Outside: {'a setting' if outside == 1 else f'{outside} settings'} that the pretrained model beats on both axes; "
+        f" Outside: {'a setting' if outside == 1 else f'{outside} settings'} that the pretrained model beats on the new task and on the old ones; "
         f"{'it is' if outside == 1 else 'they are'} in the table."
         if outside
         else ""
@@ -88,7 +88,7 @@ def draw_trade_off(
     intervals = f"Bars are 95% intervals over {trade_off.drawn}. " if trade_off.has_intervals else ""
     caption = (
         f"Up and to the right is better. A marker is the mean of a setting's seeds, small dots are single runs. {intervals}"
-        "Thin lines join a method's settings by learning rate. The dashed steps join the settings that no other one beats on both axes."
+        "Thin lines join a method's settings by learning rate. The dashed steps join the best settings: no other one learns more and forgets less."
         + outside_text
     )
     return save(figure, folder, "trade_off", "Learned against forgotten", caption)
@@ -193,7 +193,7 @@ def draw_front(
     axes.yaxis.set_inverted(sign[1] < 0)
     caption = (
         "Higher is better. Each group compares methods where they have learned equally much. A method that does not reach a score is absent there. "
-        "Hollow: between the pretrained model and the first setting on the method's front."
+        "Hollow markers are guesses, on a straight line from the pretrained model: the method has no setting that learned so little."
     )
     return save(figure, folder, "front", "Forgetting at equal new-task score", caption)
 

@@ -141,8 +141,9 @@ def _trade_off_sections(report: Report) -> list[Section]:
     )
     shown = [tables.front_table(front, names, points, new, old), tables.difference_table(front, names, new, old)]
     text = (
-        "A method that learned less has usually forgotten less: numbers of single settings do not say which method is better. Here each "
-        "method's change of the old tasks is read off its own front where the new-task score is the same."
+        "A method that has learned less has usually forgotten less too, so methods are compared where they have learned equally much. A method's "
+        "front is its best settings, those that none of its others beats both in learning and in keeping, joined by straight lines that begin at the "
+        "pretrained model. What the method forgets at a new-task score is read off these lines."
     )
     return [*sections, Section("front", "Forgetting at equal score", [text], [drawing], [one for one in shown if one])]
 
@@ -330,7 +331,7 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
             folder,
             name="loss",
             title="Training loss",
-            caption="FINCH: the EMA that sets its learning rate. Other methods: a running mean.",
+            caption="A moving average; for FINCH the one that sets its learning rate.",
             label="loss, nats per token",
             from_zero=True,
         ),
@@ -340,7 +341,7 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
             folder,
             name="eta_sqrt_loss",
             title="Learning rate x sqrt(loss)",
-            caption="The leading term of the bound on a step's forgetting (Theorem 1), a running mean: FINCH keeps it level until its cap.",
+            caption="The more a step can forget, the larger this is (the paper's Theorem 1); a running mean. FINCH keeps it level until its rate reaches the cap.",
             label="eta * sqrt(loss)",
             from_zero=True,
             is_scientific=True,

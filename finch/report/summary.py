@@ -15,21 +15,21 @@ from finch.report.front import RESAMPLES, Front, Setting, TradeOff, points_by_me
 from finch.report.measures import Comparison, Estimate
 from finch.report.selection import Measure
 from finch.report.tables import Names, equal_score, estimate, number
-from finch.sweep.grid import EVALUATED, FINISHED, METHOD
+from finch.sweep.grid import EVALUATED, FINISHED
 
 Paragraph = tuple[str, Sequence[str]]
 """Its text, and the items below it."""
 
 DEFINITIONS = (
-    "Change: tuned minus pretrained, paired by document. SE = sd(differences) / sqrt(n); the 95% interval is a bootstrap of 10,000 resamples; p is the "
-    "exact McNemar test's where scores are 0 or 1, else that of sign flips. Documents of one cluster, such as two orders of a question, count as one. Holm's "
-    "correction is over the tasks of one run, not over runs.",
+    "Change: tuned minus pretrained, document by document. The standard error (SE) is sd(differences) / sqrt(n), the 95% interval a bootstrap of 10,000 "
+    "resamples. p is from the exact McNemar test where scores are 0 or 1, else from sign flips. Documents that belong together, such as two orders of a "
+    "question, count as one. Holm's correction is over the tasks of one run, not over runs.",
     "Mean of the old tasks: unweighted, of tasks of one unit; for a run SE = sqrt(sum of SE^2) / number of tasks.",
-    f"Intervals of settings and of the front: percentiles of {RESAMPLES:,} draws of the documents of each task and of seeds, the same for all runs, so that "
-    "differences are paired. A bootstrap of k seeds has too little variance: their weights are stretched by sqrt(k / (k - 1)). With two or three seeds an "
-    "interval is still a rough one.",
-    "The front of a method: its settings that no other of its settings beats on both axes, and the pretrained model, joined by straight lines. A draw whose "
-    "front ends below a score has its last value there.",
+    f"Intervals of settings and of fronts: the documents of each task, and the seeds, are drawn anew {RESAMPLES:,} times, the same ones for all runs; the interval "
+    "holds the middle 95% of the results. Few seeds vary too little when they are drawn anew: the weights of k seeds are stretched by sqrt(k / (k - 1)). With "
+    "two or three seeds an interval is still a rough one.",
+    "The front of a method: its settings that none of its others beats both on the new task and on the old ones, and the pretrained model, joined by straight "
+    "lines. Where it ends below a score, its last value counts.",
 )
 
 
@@ -147,14 +147,14 @@ def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> 
     probes = [measure.name for measure in (comparison.new, *comparison.old) if measure is not None and measure.is_probe]
     if probes:
         found.append(
-            f"{join(probes)}: probes take the place of evaluations. They are small and have no intervals over documents. Their numbers are those at the "
-            "best epoch, else the last."
+            f"{join(probes)}: probes take the place of evaluations: small sets of rows that the runs measured while they trained. They have no intervals over "
+            "documents. Their numbers are those at the best epoch, else the last."
         )
     precisions = sorted({str(run.config["dtype"]) for run in runs if run.config.get("dtype")})
     if len(precisions) > 1:
         found.append(
-            f"The runs were trained in different precisions ({join(precisions)}): rounding in bf16 acts like a smaller learning rate, so compare fronts, "
-            "not equal rates."
+            f"The runs were trained in different precisions ({join(precisions)}): rounding in bf16 acts like a smaller learning rate, so compare them at equal "
+            "new-task scores, not at equal rates."
         )
     results = [result for run in runs for result in run.results.values()]
     versions: dict[str, set[str]] = {}
@@ -182,7 +182,7 @@ def _which_old_tasks(comparison: Comparison) -> str:
     has_no_common_unit = {one.unit for one in old}.isdisjoint(one.unit for one in others)
     return (
         f"The trade-off's old {'tasks are' if len(old) > 1 else 'task is'} {by_unit(old)}. Only in the tables of changes: {by_unit(others)}"
-        + (", since points and nats have no common mean" if has_no_common_unit else "")
+        + (", since a mean of points and nats says nothing" if has_no_common_unit else "")
         + ". The option --old-tasks chooses others."
     )
 
@@ -229,7 +229,7 @@ def provenance(comparison: Comparison) -> Mapping[str, Sequence[str]]:
             shown = [f"{key}={value}" for key, value in dataset.items() if key not in hidden and value is not None]
             data[", ".join(shown) or str(dataset.get("_component_"))] = None
     divergences = ", ".join(measure.name for measure in measures if measure.metric == "kl")
-    explained = f"{divergences}: a divergence from the pretrained model, 0 before tuning and never below it. Its change is its value, and its p only says that the model has changed."
+    explained = f"{divergences}: how far the model's next-token probabilities have moved from the pretrained model's: 0 before tuning, never less. A small p says only that they have moved."
     return {
         "Tasks and their definitions": [f"{one.name} ({one.role}, {one.metric}): {one.definition}" for one in measures],
         "Evaluations": evaluations,
@@ -247,8 +247,7 @@ def commands(comparison: Comparison, options: Sequence[str]) -> list[str]:
     lines = []
     run = next((one for one in comparison.runs if one.config), None)
     if run is not None:
-        recipe = "finch_lora_finetune" if "lora" in str(run.values[METHOD]).split("+") else "finch_full_finetune"
-        lines.append(f"tune run {recipe} --config {shlex.quote(str(run.folder / run_files.CONFIG))}")
+        lines.append(f"finch run --config {shlex.quote(str(run.folder / run_files.CONFIG))}")
     evaluated = next((one for one in comparison.runs if not SUITES.keys().isdisjoint(one.results)), None)
     suites = sorted(SUITES.keys() & evaluated.results.keys()) if evaluated is not None else []
     base = next((comparison.bases[suite].model for suite in suites if suite in comparison.bases), None)

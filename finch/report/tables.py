@@ -220,7 +220,7 @@ def front_table(front: Front, names: Names, trade_off: TradeOff, new: Measure, o
         ["method", "settings", "runs", *(f"at {equal_score(score, new)}" for score in front.scores)],
         rows,
         (f"[95% intervals of a bootstrap over {trade_off.drawn}.] " if trade_off.has_intervals else "")
-        + "† between the pretrained model and the first setting on the method's front, where a straight line is a guess.",
+        + "† is a guess, on a straight line from the pretrained model: the method has no setting that learned so little.",
     )
 
 
@@ -237,7 +237,7 @@ def difference_table(front: Front, names: Names, new: Measure, old: Sequence[Mea
         f"Difference from {names.styles[front.reference].label}, {old[0].change_unit}",
         ["method", *(f"at {equal_score(score, new)}" for score in front.scores)],
         rows,
-        f"{'Above' if old[0].sign > 0 else 'Below'} 0: forgets less. Paired: the same documents and seeds are drawn for both. An interval that "
+        f"{'Above' if old[0].sign > 0 else 'Below'} 0: forgets less. Both methods are compared on the same documents and seeds. An interval that "
         "includes 0 shows no difference.",
     )
 
@@ -283,7 +283,7 @@ def changes_table(comparison: Comparison, names: Names) -> Table:
         "Changes by run",
         ["run", "seed", *titles, *([_mean_title(comparison.old, comparison.other_old)] if has_mean else [])],
         rows,
-        "Tuned minus pretrained, paired by document, [95% intervals]. * differs from 0 after Holm's correction over the run's tasks (p < 0.05).",
+        "Tuned minus pretrained on the same documents, [95% intervals]. * differs from 0: p < 0.05, Holm's correction for the number of the run's tasks.",
         is_long=len(rows) > LONG,
     )
 
@@ -315,7 +315,8 @@ def tests_table(comparison: Comparison, names: Names) -> Table:
         "Every change, with its tests",
         ["run", "seed", "task", "pretrained", "tuned", "change", "SE", "p", "p, Holm", "test"],
         rows,
-        "Scores in percent, changes in points. Losses and divergences are in nats per token; they, and Brier's error, are better when lower.",
+        "Scores in percent, changes in points. Losses and divergences are in nats per token, the natural logarithm's unit: a token of probability one half has a loss of "
+        "0.69 nats. They, and Brier's error, are better when lower.",
         text_columns=(0, 2, 9),
         is_long=len(rows) > LONG,
     )
@@ -347,7 +348,8 @@ def tasks_table(comparison: Comparison) -> Table:
         "Tasks",
         ["task", "role", "metric", "from", "documents", "half-width", "chance", "pretrained"],
         rows,
-        "Half-width of a 95% interval of one score at 50%, in points (losses have none): unpaired differences smaller than this mean nothing.",
+        "How far chance may move a score of 50% either way, in points (half of its 95% interval; losses have none). Between models that answered different "
+        "documents a smaller difference means nothing.",
         text_columns=(0, 1, 2, 3),
     )
 

@@ -22,7 +22,7 @@ from finch.data.formats import FIELDS, detect
 from finch.errors import UserError
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-COMMAND = ["tune", "run", "finch_full_finetune", "--config", "auto", "model_dir=DIR"]
+COMMAND = ["finch", "run", "--config", "auto", "model_dir=DIR"]
 
 
 def blocks(heading: str) -> dict[str, str]:
@@ -58,11 +58,11 @@ def overrides_of(heading: str) -> list[str]:
 
 
 def write_files(heading: str, overrides: list[str]) -> list[str]:
-    """Writes an example's rows into each file that its command names, in the working directory."""
+    """Writes an example's rows, or those of the first one, into each file that its command names, in the working directory."""
     names = yaml.safe_load(next(text for text in overrides if text.startswith("data_files=")).partition("=")[2])
     names = [names] if isinstance(names, str) else names
     for name in names:
-        Path(name).write_text(blocks(heading)["json"])
+        Path(name).write_text(blocks(heading).get("json") or blocks("Question/answer")["json"])
     return names
 
 

@@ -25,8 +25,8 @@ def out(tmp_path_factory):
     short = folder / "short.py"
     short.write_text(
         "from examples.quickstart import base\n"
-        "tune_run = base.tune_run\n"
-        "base.tune_run = lambda *runs: tune_run(*((config, out, [*words, 'epochs=2']) for config, out, words in runs))\n"
+        "run_side_by_side = base.run_side_by_side\n"
+        "base.run_side_by_side = lambda *runs: run_side_by_side(*((config, out, [*words, 'epochs=2']) for config, out, words in runs))\n"
         "import runpy, sys\n"
         f"sys.argv = ['quickstart', '--out', {str(folder / 'out')!r}]\n"
         "runpy.run_module('examples.quickstart', run_name='__main__')\n"
@@ -53,7 +53,7 @@ def test_quickstart_prints_the_scores_of_its_runs(out):
 
 def test_base_model_is_cached_and_loads_in_transformers(out, capsys, monkeypatch):
     folder, _ = out
-    monkeypatch.setattr(base, "tune_run", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(base, "run_side_by_side", lambda *_: pytest.fail("trained again"))
     model = base.prepare(folder)
     assert "cached in" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(model).num_parameters() == pytest.approx(1.05e6, rel=0.05)
@@ -84,6 +84,6 @@ def test_prepare_refuses_a_full_or_read_only_folder(tmp_path, monkeypatch):
         base.prepare(tmp_path / "file" / "out")
 
 
-def test_tune_run_error_names_the_log(tmp_path):
+def test_error_names_the_log(tmp_path):
     with pytest.raises(UserError, match=r"run\.log ends with: .*finch: error: --config nothing"):
-        base.tune_run(("nothing", tmp_path / "run", []))
+        base.run_side_by_side(("nothing", tmp_path / "run", []))

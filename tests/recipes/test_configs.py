@@ -27,7 +27,7 @@ def test_config_is_valid_and_its_header_has_commands(name):
     text = find_config(name).read_text()
     given = [f"{key}=GIVEN" for key in re.findall(r"\n(\w+): \?\?\?", text)]
     assert read(["--config", name, *given], FullFinetuneKeys).output_dir == f"out/{name}"
-    words = ["tune run", "--nproc_per_node", "Override:", "Memory"]
+    words = ["finch run", "--nproc_per_node", "Override:", "Memory"]
     words += ["Download:", "One 80 GB GPU:", "Two nodes", "--rdzv_endpoint"] * (name in LARGE)
     assert [word for word in words if word not in text.split("\n\n")[0]] == []
 
@@ -70,7 +70,7 @@ def test_config_trains_a_shrunk_model(name, tmp_path, rows_file):
 
 def two_node_command(name):
     header = find_config(name).read_text().split("\n\n")[0].replace("#", "")
-    return re.search(r"tune run --nnodes 2 .*?\\\n.*?$", header, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ")
+    return re.search(r"finch run --nnodes 2 .*?\\\n.*?$", header, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ")
 
 
 @pytest.mark.slow
@@ -89,9 +89,9 @@ def test_two_node_command_of_the_header(tmp_path, rows_file):
     for words, result in (("nproc_per_node 8", "nproc_per_node 1"), ("HOST:29500", endpoint), (name, str(file))):
         assert command.count(words) == 1, command
         command = command.replace(words, result)
-    tune = [sys.executable, "-m", "torchtune._cli.tune", *shlex.split(command)[1:]]
+    start = [sys.executable, "-m", "finch.cli", *shlex.split(command)[1:]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    nodes = [subprocess.Popen(tune, cwd=tmp_path, env=environment(), **pipes) for _ in range(2)]
+    nodes = [subprocess.Popen(start, cwd=tmp_path, env=environment(), **pipes) for _ in range(2)]
     outputs = [node.communicate(timeout=600)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs[0][-2000:] + outputs[1][-2000:]
     assert sum("2 ranks on cpu" in output for output in outputs) == 1  # only rank 0 speaks

@@ -36,7 +36,7 @@ def test_report_in_nats(nats):
     assert "compared with SFT (95% intervals" in text
     assert "change of own_answers_kl, nats per token" in (nats / "figures" / "trade_off.svg").read_text()
     assert "--old-tasks own_answers_kl" in text
-    assert "its p only says that the model has changed" in text
+    assert "A small p says only that they have moved" in text
     assert f"| own_answers_kl | old | kl | losses | 30 | {NONE} | {NONE} | 0.000 [0.000, 0.000] |" in text
 
 
@@ -61,6 +61,6 @@ def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, sweep):
     assert "1 of 8 runs lacks tofu and own_answers_kl and is absent from the trade-off: SFT, lr 3e-5." in text
     write_report([sweep], sweep / "points", new_task="tofu")
     text = (sweep / "points" / "report.md").read_text()
-    assert "own_answers and own_answers_kl in nats, since points and nats have no common mean" in text
+    assert "own_answers and own_answers_kl in nats, since a mean of points and nats says nothing" in text
     assert "2 of 8 runs lack tofu, hellaswag, winogrande, mmlu and ifeval and are absent" in text
     assert "SFT, lr 3e-5 (2 seeds)." in text
