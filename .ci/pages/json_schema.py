@@ -51,6 +51,8 @@ class Grid(Keys):
     """a file, or a name of `finch configs`"""
     out: str
     """each cell is a folder in it"""
+    keep: Literal["all", "best", "last"] = "all"
+    """best or last: of a trained cell's models only that one, and no state to resume from"""
     overrides: dict[str, Any] | None = None
     """keys of all cells"""
     grid: dict[str, Any] | list[dict[str, Any]]

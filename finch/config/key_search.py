@@ -19,7 +19,7 @@ _FOREIGN_NAMES = {
     "use optimizer.weight_decay": "wd",
     "use clip_grad_norm": "max_grad_norm gradient_clipping",
     "use method=sft (cosine), method=finch, or the block lr_scheduler": "lr_scheduler_type",
-    "use lr_scheduler.warmup_fraction, which method=sft has; FINCH has no warm-up": "warmup_ratio warmup_steps num_warmup_steps",
+    "use lr_scheduler.warmup_steps of FINCH, lr_scheduler.warmup_fraction of method=sft": "warmup_ratio warmup_steps num_warmup_steps",
     # length of the run
     "use epochs": "num_train_epochs num_epochs max_epochs",
     "use max_steps_per_epoch with epochs=1": "max_steps",

@@ -378,6 +378,8 @@ class FinchLR(Arguments):
     """weight of the past in the moving average of the loss"""
     eps: Annotated[float, Field(ge=0)] = 1e-8
     """added to the loss under the root, in nats"""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """of these first updates the i-th takes i / warmup_steps of the rate; 0 in the paper"""
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """if a loss is not finite: raise an error, or skip the update; the recipe's key on_nonfinite overrides it"""
     max_nonfinite: PositiveInt = 10

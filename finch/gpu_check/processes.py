@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -69,6 +70,9 @@ class Ranks:
 
     def abort(self) -> None:
         """Ends the processes; those of Python print the stacks of their threads before."""
+        if self._leads:  # first what they have started, which dies with them and might not finish its stacks
+            for process in self.processes:
+                _abort_children(process.pid)
         self._signal(signal.SIGABRT)
         self._wait_until(time.time() + _GRACE_S)
         self.kill()
@@ -100,6 +104,18 @@ class Ranks:
                     os.killpg(process.pid, number)
                 elif process.poll() is None:
                     process.send_signal(number)
+
+
+def _abort_children(process: int) -> None:
+    end = time.time() + _GRACE_S
+    with contextlib.suppress(OSError):  # one has ended by itself
+        listed = [path.read_text().split() for path in Path(f"/proc/{process}/task").glob("*/children")]
+        children = [os.pidfd_open(int(child)) for children in listed for child in children]
+        for child in children:
+            signal.pidfd_send_signal(child, signal.SIGABRT)
+        for child in children:
+            select.select([child], [], [], max(0.0, end - time.time()))
+            os.close(child)
 
 
 def environment_of(ranks: int = 1) -> dict[str, str]:

@@ -57,7 +57,7 @@ class FinchCallback(TrainerCallback):
     """Sets the learning rate of each optimizer step from that step's loss, on the Trainer's own optimizer.
 
         args = TrainingArguments(..., learning_rate=2e-5, lr_scheduler_type="constant")
-        Trainer(model, args, ..., callbacks=[FinchCallback(eta_max=5e-5, init="dataset")])
+        Trainer(model, args, ..., callbacks=[FinchCallback(eta_max=5e-5)])
 
     - **Loss.** A forward hook on the model sums the cross-entropies of the target tokens over the micro-batches, only in training;
       ``on_pre_optimizer_step`` adds up the ranks and sets the learning rate. With label smoothing, or with an objective, FINCH still
@@ -71,10 +71,10 @@ class FinchCallback(TrainerCallback):
 
     Args:
         eta_max: see :class:`finch.FinchLR`.
-        init: where the moving average starts, in nats: a number, ``"first_batch"``, or ``"dataset"``: the model's mean loss over the
-            training rows, by one pass before the first step, as in the paper.
+        init: where the moving average starts, in nats: ``"dataset"``, the model's mean loss over the training rows, by one pass before the
+            first step, as in the paper; ``"first_batch"``; or a number.
         eta_base: learning rate at a loss of 1 nat; None takes the first param group's, ``TrainingArguments.learning_rate``.
-        ema, eps, on_nonfinite, max_nonfinite: see :class:`finch.FinchLR`.
+        ema, eps, warmup_steps, on_nonfinite, max_nonfinite: see :class:`finch.FinchLR`.
         compute_loss_func: the :class:`ObjectiveLoss` that the Trainer was given, if any.
         check_loss: end the run after the first step if the Trainer's loss is not the mean over target tokens, since FINCH follows
             that mean. False for a loss that differs on purpose.
@@ -96,10 +96,11 @@ class FinchCallback(TrainerCallback):
         self,
         *,
         eta_max: float | str = ETA_MAX,
-        init: float | str,
+        init: float | str = "dataset",
         eta_base: float | None = None,
         ema: float = 0.9,
         eps: float = 1e-8,
+        warmup_steps: int = 0,
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
         compute_loss_func: ObjectiveLoss | None = None,
@@ -108,7 +109,7 @@ class FinchCallback(TrainerCallback):
     ) -> None:
         self._init = init
         self._options: dict[str, Any] = {"eta_max": eta_max, "eta_base": eta_base, "ema": ema, "eps": eps}
-        self._options |= {"on_nonfinite": on_nonfinite, "max_nonfinite": max_nonfinite}
+        self._options |= {"warmup_steps": warmup_steps, "on_nonfinite": on_nonfinite, "max_nonfinite": max_nonfinite}
         self._check_options()
         self._objective_loss = compute_loss_func
         self._checks_loss = check_loss and compute_loss_func is None
@@ -136,6 +137,11 @@ class FinchCallback(TrainerCallback):
         # Accelerate's wrapper hides what the optimizer supports.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         self.schedule = FinchLR(optimizer, init=init, **self._options)
+        if self.schedule.eta_base == self.schedule.eta_max == ETA_MAX:
+            logger.warning(
+                f"FINCH: learning_rate={args.learning_rate:g}, the Trainer's default, equals eta_max: below a loss of 1 nat the rate is constant. "
+                "The paper's is 2e-5"
+            )
         if resumed is not None:
             self.schedule.load_state_dict(resumed)
         self._attach(model, optimizer, loader)
@@ -550,7 +556,7 @@ class _AddLabels:
         return batch
 
 
-_CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler object"
+_CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler object; for warm-up FinchCallback(warmup_steps=)"
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

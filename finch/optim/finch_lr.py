@@ -349,7 +349,7 @@ class FinchLR:
 
 
 class _StepOrder:
-    """Warns where an optimizer and its schedule are not stepped in turn, the schedule first. Counts calls; reads no tensor."""
+    """Warns where an optimizer and its schedule are not stepped in turn, the schedule first. Counts calls; reads no tensor after the first loss."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._losses = 0  # since the last update
@@ -358,9 +358,9 @@ class _StepOrder:
         self._rows = 0  # updates, one after the other, that several losses preceded
         order = weakref.ref(self)  # an optimizer outlives the schedules of a notebook's cell
 
-        def count(*_: Any) -> None:
+        def count(optimizer: Optimizer, *_: Any) -> None:
             if not torch.compiler.is_compiling() and (live := order()) is not None:
-                live._updated()
+                live._updated(optimizer)
 
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not a wrapper such as Accelerate's
             optimizer.register_step_post_hook(count)
@@ -375,8 +375,9 @@ class _StepOrder:
             )
         self._is_started = True
 
-    def _updated(self) -> None:
-        self._first_updates += not self._is_started
+    def _updated(self, optimizer: Optimizer) -> None:
+        if not self._is_started:  # at a rate of 0 torch.distributed.checkpoint makes the moments it loads into
+            self._first_updates += any(float(group["lr"]) > 0 for group in optimizer.param_groups)
         self._rows = self._rows + 1 if self._losses > 1 else 0
         if self._rows == _PATIENCE:
             warnings.warn(

@@ -54,9 +54,9 @@ def _check_schedule(config: Any) -> None:
     defaults = FinchLRSchedulersContainer.FINCHConfig()
     for field in fields(LRSchedulersContainer.Config):
         value, default = getattr(settings, field.name), getattr(defaults, field.name)
-        if value != default:
+        if value != default and field.name != "warmup_steps":
             raise UserError(
-                f"lr_scheduler.{field.name}={value} is not supported: FINCH has neither warmup nor decay; leave it at {default}"
+                f"lr_scheduler.{field.name}={value} is not supported: FINCH has no decay; leave it at {default}"
             )
     groups = config.optimizer.param_groups
     lr = groups[0].optimizer_kwargs.get("lr") if groups else None

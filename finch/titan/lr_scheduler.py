@@ -32,9 +32,10 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class FINCHConfig(LRSchedulersContainer.Config):
-        """FINCH has neither warmup nor decay: the fields of TorchTitan's schedule keep their defaults."""
+        """FINCH has no decay: except for ``warmup_steps`` the fields of TorchTitan's schedule keep their defaults."""
 
         warmup_steps: int = 0
+        """Of these first updates the i-th takes i / warmup_steps of the rate; the paper's FINCH has none."""
 
         eta_max: float | Literal["auto"] = ETA_MAX
         """Cap of the learning rate; ``auto`` is 2.5 x eta_base. The paper's 5e-5 is for rates around 2e-5."""
@@ -141,6 +142,7 @@ def build_schedule(
                 eta_base=config.eta_base if eta_base is None else eta_base,
                 ema=config.ema,
                 eps=config.eps,
+                warmup_steps=config.warmup_steps,
                 on_nonfinite=config.on_nonfinite,
                 max_nonfinite=config.max_nonfinite,
             )

@@ -30,7 +30,7 @@ def error_of(key):
         ("learning_rate", "use optimizer.lr"),
         ("Learning-Rate", "use optimizer.lr"),
         ("max_steps", "use max_steps_per_epoch with epochs=1"),
-        ("lr_scheduler.warmup_ratio", "use lr_scheduler.warmup_fraction, which"),
+        ("lr_scheduler.warmup_ratio", "use lr_scheduler.warmup_steps of FINCH"),
         # misspelt, or cut short
         ("batchsize", "did you mean batch_size?"),
         ("dataset_va", "did you mean dataset_validation?"),

@@ -66,6 +66,19 @@ def test_rates_equal_the_scalar_reference(init, tmp_path):
     assert logged(trainer, "ema_loss")[-1] == pytest.approx((ETA_BASE / expected[-1]) ** 2, rel=1e-5)
 
 
+def test_warmup_and_defaults(tmp_path, caplog):
+    warm = train(tmp_path / "warm", finch(warmup_steps=4))
+    shares = [0.25, 0.5, 0.75, 1, 1, 1]
+    expected = finch_rates(logged(warm), ETA_BASE, ETA_MAX, 4.0)
+    assert logged(warm, "learning_rate") == pytest.approx([a * b for a, b in zip(shares, expected, strict=True)], rel=1e-6)
+    assert not caplog.records
+    rate = TrainingArguments(str(tmp_path)).learning_rate
+    callback = FinchCallback()
+    train(tmp_path / "default", callback, learning_rate=rate, max_steps=1)
+    assert [record.getMessage() for record in caplog.records if "equals eta_max" in record.getMessage()]
+    assert callback.schedule.ema_loss == pytest.approx(mean_loss(make_model(), ROWS), rel=1e-2)
+
+
 def test_optimizer_takes_the_logged_rate(tmp_path):
     taken = []
 

@@ -56,7 +56,7 @@ def check(finch_config):
     [
         ("parallelism.spmd_backend", "full_dtensor", "parallelism.spmd_backend=full_dtensor is not supported"),
         ("parallelism.pipeline_parallel_degree", 2, "parallelism.pipeline_parallel_degree=2 is not supported"),
-        ("lr_scheduler.warmup_steps", 5, "lr_scheduler.warmup_steps=5 is not supported: FINCH has neither warmup"),
+        ("lr_scheduler.decay_ratio", 0.5, "lr_scheduler.decay_ratio=0.5 is not supported: FINCH has no decay"),
         ("lr_scheduler.ema", 1.5, "lr_scheduler: ema=1.5"),
         ("hf_assets_path", "/nowhere", "hf_assets_path=/nowhere is not a folder"),
         ("loss", {"objective": "TALR"}, "loss.tau=None"),
