@@ -90,12 +90,13 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 class LossReader:
     """Sums the unweighted cross-entropies of a batch, without a second pass over the logits where the model's own loss will do.
 
-    The first batch with targets decides: if the model's loss equals the mean cross-entropy of its logits it is used from then on, else
-    (an auxiliary loss of experts, a model with another loss) the logits are.
+    The first batches decide: if the model's loss equals the mean cross-entropy of its logits it is used from then on, else (an auxiliary
+    loss of experts, a model with another loss) the logits are. ``read`` may be a part of a compiled graph; ``decide`` waits for the device.
     """
 
     def __init__(self) -> None:
         self._is_model_loss_plain: bool | None = None
+        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each batch: whether it is, and whether there were targets
 
     @torch.no_grad()
     def read(self, output: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,8 +126,16 @@ class LossReader:
         if model_sum is not None and self._is_model_loss_plain:
             return model_sum, num_targets
         exact = token_losses(logits, targets).double().sum()
-        if model_sum is not None and self._is_model_loss_plain is None and int(num_targets) > 0:
-            self._is_model_loss_plain = bool((model_sum - exact).abs() <= _AGREEMENT * exact.abs())
-            if self._is_model_loss_plain:  # as for the batches after it: a resumed run has another first batch
-                return model_sum, num_targets
+        if model_sum is not None and self._is_model_loss_plain is None:
+            has_targets = num_targets > 0
+            is_plain = has_targets & ((model_sum - exact).abs() <= _AGREEMENT * exact.abs())
+            self._seen.append((is_plain, has_targets))
+            # As for the batches after it: a resumed run has other first batches.
+            return torch.where(is_plain, model_sum, exact), num_targets
         return exact, num_targets
+
+    def decide(self) -> None:
+        """After the first batches, outside of the model."""
+        if any(has_targets for _, has_targets in self._seen):
+            self._is_model_loss_plain = all(is_plain for is_plain, has_targets in self._seen if has_targets)
+        self._seen.clear()

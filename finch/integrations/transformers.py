@@ -155,6 +155,7 @@ class FinchCallback(TrainerCallback):
                 if self._objective_loss is not None
                 else "model: no forward pass of this step went through it, so that FINCH has no loss; the Trainer must call the model it was given"
             )
+        self._reader.decide()
         self._loss, num_targets = self._step_loss.compute()
         self._was_stepped = False
         if not self.schedule.step(self._loss, num_targets):
@@ -493,6 +494,7 @@ def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: to
     for share, batch in zip(shares, rows, strict=True):
         batch = send_to_device(batch, device)
         loss_sum, num_targets = reader.read(model(**batch), batch)
+        reader.decide()
         step_loss.update(loss_sum, num_targets if share else 0)
     model.train(was_training)
     loss, num_targets = step_loss.compute()

@@ -18,6 +18,7 @@ def read(reader, rows, **changes):
     output = make_model()(**batch)
     output = SimpleNamespace(**{"loss": output.loss, "logits": output.logits, **changes})
     loss_sum, num_targets = reader.read(output, batch)
+    reader.decide()
     return float(loss_sum / num_targets)
 
 

@@ -79,6 +79,15 @@ def test_warmup_and_defaults(tmp_path, caplog):
     assert callback.schedule.ema_loss == pytest.approx(mean_loss(make_model(), ROWS), rel=1e-2)
 
 
+def test_compiled_model_has_no_graph_break(tmp_path):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = train(tmp_path / "compiled", finch(), torch_compile=True, torch_compile_backend="eager")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert logged(compiled, "ema_loss") == pytest.approx(logged(train(tmp_path / "eager", finch()), "ema_loss"), rel=1e-5)
+
+
 def test_optimizer_takes_the_logged_rate(tmp_path):
     taken = []
 
