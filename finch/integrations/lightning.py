@@ -35,7 +35,7 @@ class FinchCallback(Callback):
     """
 
     def __init__(
-        self, *, init: float | str, count_targets: Callable[[Any], Any] = count_targets, **options: Any
+        self, *, init: float | str = "first_batch", count_targets: Callable[[Any], Any] = count_targets, **options: Any
     ) -> None:
         self._options, self._count_targets = {"init": init, **options}, count_targets
         self._step_loss = MeanLoss()
