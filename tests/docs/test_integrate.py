@@ -170,7 +170,7 @@ def test_loop_follows_the_equation():
     names = {"model": model, "optimizer": Recorded([weight], lr=2e-5), "loader": torch.rand(6, 3).unbind()}
     exec(block("python", "Any PyTorch loop: three lines"), names)
     assert len(rates) == 6
-    assert rates == pytest.approx(finch_rates(losses, 2e-5, 5e-5, init=3.6), rel=1e-12)
+    assert rates == pytest.approx(finch_rates(losses, 2e-5, 5e-5, init=None), rel=1e-12)
 
 
 @pytest.fixture(scope="module")
