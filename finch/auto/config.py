@@ -33,6 +33,9 @@ MIN_ROWS_TO_SPLIT = 10
 GLOBAL_BATCH = 16
 """Samples per optimizer step: the smaller of the paper's two (Appendix B.2)."""
 
+LR, LR_PARAMETERS, LR_STEPS, MAX_LR = 2e-5, 4e9, 60, 1e-3
+"""The paper's eta_base and the size of its smaller model; steps behind the rates of smaller ones; the rate of the smallest that was measured."""
+
 _NUM_PROMPTS, _MIN_CONTEXT = 16, 256
 
 _MICRO_BATCH = 4
@@ -55,7 +58,7 @@ Blocks = dict[str, Any]
 
 
 def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[str]]:
-    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, output_dir and a probe of own answers.
+    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers.
 
     It runs before the command line is merged, so that each key of these blocks can be overridden there. A block is left out
     if the command line names another component for it.
@@ -107,6 +110,14 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     chosen.update(device)
     chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
+    if "optimizer" in blocks and OmegaConf.select(given, "optimizer.lr") is None:
+        steps = None if num_rows is None else math.ceil(num_rows / GLOBAL_BATCH) * int(given.get("epochs") or 1)
+        rate = learning_rate(num_parameters, steps)
+        blocks["optimizer"] = {**blocks["optimizer"], "lr": rate}
+        messages.append(
+            f"optimizer.lr={rate:g}, for {num_parameters / 1e6:,.1f} M parameters{'' if steps is None else f' and about {steps:,} steps'}; "
+            "double it if the validation loss still gains (docs/choose.md)"
+        )
     if "dtype" in device and device["dtype"] != "fp32" and not any(given.get(key) is not None for key in _BATCH_KEYS):
         batch, message = _fitting_batch(blocks, overrides, num_rows)
         blocks.update(batch)
@@ -114,6 +125,13 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     keys = ("dtype", "batch_size", "gradient_accumulation_steps", "output_dir")
     messages.append(" ".join(f"{key}={blocks[key] if given.get(key) is None else given[key]}" for key in keys))
     return blocks, messages
+
+
+def learning_rate(num_parameters: int, num_steps: int | None) -> float:
+    """eta_base by measured points: 2e-5 at 4 B parameters and more (the paper); in 60 steps 1e-4 at 135 M and 1e-3 at 0.29 M (docs/choose.md).
+    In five times the steps 0.29 M want a fifth of it. Rounded to one digit."""
+    rate = LR * max(1.0, LR_PARAMETERS / num_parameters) ** 0.4 * min(1.0, LR_STEPS / (num_steps or 1))
+    return float(f"{min(max(LR, rate), MAX_LR):.0e}")
 
 
 def _user_values(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
@@ -182,6 +200,8 @@ def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None) -
         values = (micro_batch, max(1, rows // micro_batch), is_recomputed, is_recomputed)
         candidates.append(dict(zip(_BATCH_KEYS, values, strict=True)))
     rest = {key: value for key, value in blocks.items() if key not in _BATCH_KEYS}
+    if "optimizer" in rest:
+        rest["optimizer"] = {**rest["optimizer"], "lr": LR}  # a step's memory does not depend on it, nor the answer that is kept
     memory = torch.cuda.get_device_properties(parallel.local_device(str(blocks.get("device", "auto")))).total_memory
     return choose(rest, overrides, candidates, ranks=ranks, memory=memory, rows=_long_row(merge(blocks, overrides)[0]))
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_text import WORDS
 from finch.auto import trial
+from finch.auto.config import learning_rate
 from finch.config.instantiate import find_config
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
@@ -48,7 +49,15 @@ def test_auto_config_names_builder_rows_and_batch(folder, rows_file):
     assert OmegaConf.to_container(cfg.dataset_validation, resolve=True) == {**rows, "part": "validation"}
     assert (cfg.dtype, cfg.batch_size, cfg.gradient_accumulation_steps) == ("fp32", 4, 4)
     assert cfg.output_dir == "out/auto/Tiny_Qwen3-rows"
-    assert (cfg.optimizer.lr, cfg.lr_scheduler.eta_max, cfg.epochs) == (2e-5, "auto", 5)  # the paper's
+    assert (cfg.optimizer.lr, cfg.lr_scheduler.eta_max, cfg.epochs) == (1e-3, "auto", 5)
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "num_steps", "rate"),
+    [(8e9, 10, 2e-5), (4e9, 1000, 2e-5), (135e6, 60, 8e-5), (135e6, None, 8e-5), (0.29e6, 60, 9e-4), (0.29e6, 300, 2e-4), (135e6, 5000, 2e-5)],
+)
+def test_learning_rate_is_the_measured_one(num_parameters, num_steps, rate):
+    assert learning_rate(num_parameters, num_steps) == rate
 
 
 def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch):
@@ -113,9 +122,11 @@ def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog
     ],
 )
 def test_auto_config_tries_three_batches(codes, expected, message, on_gpu, monkeypatch, caplog):
-    answers = iter(codes)
+    answers, elsewhere = iter(codes), subprocess.run
 
-    def run(command, *, timeout, **_):
+    def run(command, *, timeout=None, **options):
+        if timeout is None:  # a library asks what machine this is
+            return elsewhere(command, **options)
         assert 0 < timeout <= 30
         code = next(answers)
         if code == "late":
