@@ -167,7 +167,7 @@ class Report:
     def _check_rows(self, cfg: Any, key: str, tokenizer: Any) -> tuple[Any, DatasetStats]:
         from finch.data.dataset import load_dataset
         from finch.data.mixture import mix
-        from finch.data.stats import collect_stats, name_rows
+        from finch.data.stats import NUM_SHOWN, collect_stats, empty_texts, name_rows
 
         limit = getattr(tokenizer, "max_seq_len", None)
         samples = load_dataset(cfg, key, tokenizer)
@@ -188,6 +188,9 @@ class Report:
         if stats.num_without_targets:
             rows = name_rows(stats.without_targets, stats.num_without_targets)
             self._print(f"{stats.num_without_targets:,} samples without target tokens, which teach nothing ({rows})")
+        if empty := empty_texts(samples):
+            rows = name_rows(empty[:NUM_SHOWN], len(empty))
+            self._print(f"{len(empty):,} rows with an empty text, which the model learns to answer or to write ({rows})")
         if not stats.bad:
             self._refuse_replayed(key, samples)
         for reason, bad in stats.bad.items():

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
-from finch.data.formats import AUTO, FIELDS, RowFormat, RowToMessages, detect, detect_columns
+from finch.data.formats import AUTO, FIELDS, TURN_KEYS, RowFormat, RowToMessages, detect, detect_columns
 from finch.data.row_files import PARTS, SOURCES, csv_columns, local_files, part_indices, read_rows, source_of
 from finch.errors import UserError
 
@@ -51,6 +51,14 @@ class Rows(Dataset[Any]):
         for transform in self._transforms:
             sample = transform(sample)
         return sample
+
+    def has_empty_text(self, index: int) -> bool:
+        """Whether a text or turn of the row is empty or spaces only; an instruction's input may be."""
+        row, columns = self._data[index], self.row_format.columns
+        values = [row.get(column) for field, column in columns.items() if field != "input"]
+        turns = [turn for value in values if isinstance(value, list) for turn in value if isinstance(turn, dict)]
+        texts = [*values, *(turn.get(key) for turn in turns for _, key in TURN_KEYS.values())]
+        return any(isinstance(text, str) and not text.strip() for text in texts)
 
     def origin(self, index: int) -> tuple[str | None, int]:
         """The file that a row of this part comes from, and its number there, from 1; where there are not several files, None and its

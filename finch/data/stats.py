@@ -11,6 +11,7 @@ import torch
 from torchtune.datasets import PackedDataset, TextCompletionDataset
 
 from finch.data.dataset import Row, Samples, row_lengths
+from finch.data.rows import Rows
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
@@ -180,6 +181,13 @@ def collect_stats(
                     stats.truncated.append(samples.row(index, position))
     samples.lengths = sample_lengths
     return stats + DatasetStats()  # sorted, and digests modulo 2^64
+
+
+def empty_texts(samples: Samples) -> list[Row]:
+    """The rows with an empty text, of those in files of rows."""
+    parts = ((index, *samples.part_of(index)) for index in samples.rows)
+    found = [samples.row(index) for index, data, local, _ in parts if isinstance(data, Rows) and data.has_empty_text(local)]
+    return sorted(found, key=lambda row: (row.source, row.number))
 
 
 def name_rows(rows: Sequence[Row], total: int) -> str:

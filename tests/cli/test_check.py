@@ -128,6 +128,16 @@ def test_check_groups_bad_rows(check, rows_file, tmp_path):
     assert re.fullmatch(rf"dataset: 4 rows cannot be used \(.*\), {rows}", problem)
 
 
+def test_check_names_rows_with_empty_texts(check, tmp_path):
+    rows = [{"messages": [{"role": role, "content": "a b c"} for role in ("user", "assistant")]} for _ in range(16)]
+    for number, text in ((3, ""), (9, " \n")):
+        rows[number]["messages"][number % 2]["content"] = text
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    _, out = check(dataset={"_component_": "finch.data.rows.rows_dataset", "data_files": str(file)})
+    assert "2 rows with an empty text, which the model learns to answer or to write (rows 4, 10)\n" in out
+
+
 def test_check_reads_the_rows_of_probes(check, rows_file):
     held_out = (f"probes.facts.data_files={rows_file}", "probes.facts.rows=5")
     code, out = check(*held_out)
