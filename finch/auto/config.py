@@ -201,7 +201,8 @@ def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None) -
         candidates.append(dict(zip(_BATCH_KEYS, values, strict=True)))
     rest = {key: value for key, value in blocks.items() if key not in _BATCH_KEYS}
     if "optimizer" in rest:
-        rest["optimizer"] = {**rest["optimizer"], "lr": LR}  # a step's memory does not depend on it, nor the answer that is kept
+        # A step's memory does not depend on the rate, nor does the answer that is kept.
+        rest["optimizer"] = {**rest["optimizer"], "lr": LR}
     memory = torch.cuda.get_device_properties(parallel.local_device(str(blocks.get("device", "auto")))).total_memory
     return choose(rest, overrides, candidates, ranks=ranks, memory=memory, rows=_long_row(merge(blocks, overrides)[0]))
 

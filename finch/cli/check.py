@@ -190,7 +190,9 @@ class Report:
             self._print(f"{stats.num_without_targets:,} samples without target tokens, which teach nothing ({rows})")
         if empty := empty_texts(samples):
             rows = name_rows(empty[:NUM_SHOWN], len(empty))
-            self._print(f"{len(empty):,} rows with an empty text, which the model learns to answer or to write ({rows})")
+            self._print(
+                f"{len(empty):,} rows with an empty text, which the model learns to answer or to write ({rows})"
+            )
         if not stats.bad:
             self._refuse_replayed(key, samples)
         for reason, bad in stats.bad.items():

@@ -186,7 +186,9 @@ def collect_stats(
 def empty_texts(samples: Samples) -> list[Row]:
     """The rows with an empty text, of those in files of rows."""
     parts = ((index, *samples.part_of(index)) for index in samples.rows)
-    found = [samples.row(index) for index, data, local, _ in parts if isinstance(data, Rows) and data.has_empty_text(local)]
+    found = [
+        samples.row(index) for index, data, local, _ in parts if isinstance(data, Rows) and data.has_empty_text(local)
+    ]
     return sorted(found, key=lambda row: (row.source, row.number))
 
 

@@ -96,7 +96,9 @@ class LossReader:
 
     def __init__(self) -> None:
         self._is_model_loss_plain: bool | None = None
-        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each batch: whether it is, and whether there were targets
+        self._seen: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # of each batch: whether it is, and whether there were targets
 
     @torch.no_grad()
     def read(self, output: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

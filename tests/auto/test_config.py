@@ -54,7 +54,15 @@ def test_auto_config_names_builder_rows_and_batch(folder, rows_file):
 
 @pytest.mark.parametrize(
     ("num_parameters", "num_steps", "rate"),
-    [(8e9, 10, 2e-5), (4e9, 1000, 2e-5), (135e6, 60, 8e-5), (135e6, None, 8e-5), (0.29e6, 60, 9e-4), (0.29e6, 300, 2e-4), (135e6, 5000, 2e-5)],
+    [
+        (8e9, 10, 2e-5),
+        (4e9, 1000, 2e-5),
+        (135e6, 60, 8e-5),
+        (135e6, None, 8e-5),
+        (0.29e6, 60, 9e-4),
+        (0.29e6, 300, 2e-4),
+        (135e6, 5000, 2e-5),
+    ],
 )
 def test_learning_rate_is_the_measured_one(num_parameters, num_steps, rate):
     assert learning_rate(num_parameters, num_steps) == rate

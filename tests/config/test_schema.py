@@ -92,7 +92,10 @@ def test_arguments_are_those_of_the_component(model):
     assert set(keys(model)) == set(parameters) - given_by_finch
     for name, key in keys(model).items():
         default = parameters[name].default
-        if (model.component, name) == ("finch.FinchLR", "init"):  # loops of one's own start without a pass over the rows
+        if (model.component, name) == (
+            "finch.FinchLR",
+            "init",
+        ):  # loops of one's own start without a pass over the rows
             assert (key.default, default) == ("dataset", "first_batch")
         elif default is inspect.Parameter.empty:
             assert key.default is REQUIRED

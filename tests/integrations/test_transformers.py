@@ -70,7 +70,9 @@ def test_warmup_and_defaults(tmp_path, caplog):
     warm = train(tmp_path / "warm", finch(warmup_steps=4))
     shares = [0.25, 0.5, 0.75, 1, 1, 1]
     expected = finch_rates(logged(warm), ETA_BASE, ETA_MAX, 4.0)
-    assert logged(warm, "learning_rate") == pytest.approx([a * b for a, b in zip(shares, expected, strict=True)], rel=1e-6)
+    assert logged(warm, "learning_rate") == pytest.approx(
+        [a * b for a, b in zip(shares, expected, strict=True)], rel=1e-6
+    )
     assert not caplog.records
     rate = TrainingArguments(str(tmp_path)).learning_rate
     callback = FinchCallback()
@@ -85,7 +87,9 @@ def test_compiled_model_has_no_graph_break(tmp_path):
     compiled = train(tmp_path / "compiled", finch(), torch_compile=True, torch_compile_backend="eager")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert logged(compiled, "ema_loss") == pytest.approx(logged(train(tmp_path / "eager", finch()), "ema_loss"), rel=1e-5)
+    assert logged(compiled, "ema_loss") == pytest.approx(
+        logged(train(tmp_path / "eager", finch()), "ema_loss"), rel=1e-5
+    )
 
 
 def test_optimizer_takes_the_logged_rate(tmp_path):
