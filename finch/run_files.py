@@ -45,6 +45,7 @@ AVERAGE = "average"
 CELL = "cell.json"
 REQUEUE = "REQUEUE"
 LOCK = ".lock"
+HF_CONFIG = "config.json"
 
 _EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
 
@@ -60,6 +61,17 @@ def chosen_model(run: Path) -> Path | None:
         return run / BEST
     epochs = epoch_folders(run)
     return epochs[max(epochs)] if epochs else None
+
+
+def models_in(folder: Path) -> list[Path]:
+    """What a folder stands for where a model is asked for: RUN/average for its model, a sweep for its trained cells, what `finch wise-ft` wrote for
+    its models; else itself."""
+    if (folder / "model" / HF_CONFIG).is_file() and not (folder / HF_CONFIG).is_file():
+        return [folder / "model"]
+    if any((folder / name).is_file() for name in (CONFIG, HF_CONFIG, CELL)):
+        return [folder]
+    cells = [cell.parent for cell in sorted(folder.glob(f"*/{CELL}")) if chosen_model(cell.parent) is not None]
+    return cells or sorted(path.parent for path in folder.glob(f"alpha_*/{HF_CONFIG}")) or [folder]
 
 
 def epoch_folders(run: Path) -> dict[tuple[int, bool], Path]:

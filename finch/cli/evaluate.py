@@ -16,6 +16,7 @@ from finch.errors import UserError, exit_without_teardown
 from finch.evaluation.results import SuiteResult, TaskResult, read_samples
 from finch.evaluation.tasks.registry import ALL, select_tasks
 from finch.extras import require_extras
+from finch.run_files import models_in
 
 if TYPE_CHECKING:
     from finch.evaluation.model_folders import ModelFolder
@@ -141,7 +142,7 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
                 f"--new-task {name} is not one of the lm-eval tasks of --tasks; finch knows the role of its own tasks"
             )
     base = find_base(parsed.base)
-    tuned = [find_tuned(path, base) for path in parsed.tuned]
+    tuned = [find_tuned(path, base) for given in parsed.tuned for path in models_in(given)]
     check_data(tasks, parsed.data_root)
     for folder in tuned:
         if folder.is_adapter:

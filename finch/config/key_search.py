@@ -158,5 +158,6 @@ keys, described by `finch keys`; `finch keys WORD` searches them:
 
 def all_keys() -> list[str]:
     """Every key of both recipes and of finch's components, as it is written on the command line."""
-    names = [name for model in [*SECTIONS.values(), Lora] for name in shown_keys(model)]
+    sections: list[type[Keys]] = [*SECTIONS.values(), Lora]
+    names = [name for model in sections for name in shown_keys(model)]
     return names + [f"{model.key}.{name}" for model in COMPONENTS for name in keys(model)]

@@ -50,7 +50,8 @@ class ModelFolder:
     @property
     def label(self) -> str:
         """What a table calls it: the run's or the folder's name."""
-        return (self.run or self.path).resolve().name
+        path = (self.run or self.path).resolve()
+        return f"{path.parents[1].name}/average" if path.parent.name == run_files.AVERAGE else path.name
 
     def __str__(self) -> str:
         return f"{self.option}={self.path}"

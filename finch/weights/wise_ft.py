@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from finch.errors import UserError
 from finch.files import atomic_folder
 from finch.models.hf_config import check_folder, read_config
+from finch.run_files import HF_CONFIG, chosen_model, models_in
 from finch.weights.files import (
     ADAPTER_CONFIG,
     SAFETENSORS,
@@ -42,7 +43,7 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
     embedding is used; where the tuned folder does not, the base's must be a copy of its embedding.
 
     Args:
-        base, tuned: the folders of the pretrained and the tuned model, with safetensors.
+        base, tuned: the folders of the pretrained and the tuned model, with safetensors; the latter may be a run's.
         alphas: weights of the tuned model, each in [0, 1]; 0.5 in the paper.
         out: parent of the folders; created if it does not exist.
 
@@ -52,6 +53,11 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
     shapes or settings, or OUT cannot be written.
     """
     base, tuned, out = Path(base), Path(tuned), Path(out)
+    [tuned, *more] = models_in(tuned)
+    if more:
+        raise UserError(f"--tuned={tuned.parent} has {1 + len(more)} models; give one of them, such as {tuned}")
+    if not (tuned / HF_CONFIG).is_file():
+        tuned = chosen_model(tuned) or tuned
     targets = _targets(alphas, out)
     theta_0, theta_ft = _Weights("--base", base), _Weights("--tuned", tuned)
     _check_configs(base, tuned)
