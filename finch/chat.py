@@ -23,6 +23,7 @@ from finch.distributed.precision import precision_of
 from finch.errors import UserError
 from finch.integrations.self_replay import uniform_draws
 from finch.models.lora import without_lora
+from finch.run_files import CONFIG, HF_CONFIG
 from finch.training import model as models
 from finch.training.chunked_loss import TokenLoss
 from finch.training.own_answers import generate
@@ -34,6 +35,7 @@ class Chat:
     """Both models of a run in memory, in the run's dtype (bf16 for bf16_mixed); an adapter is merged.
 
     Args:
+        run: its folder, or its ``average``.
         base: the pretrained folder, where it has moved; None: that of RUN/config.yaml.
         temperature: 0: the likeliest token.
 
@@ -41,7 +43,9 @@ class Chat:
     """
 
     def __init__(self, run: Path, base: Path | None, *, max_new_tokens: int, temperature: float) -> None:
-        cfg = check(read_config(run, base), schema.LoraFinetuneKeys)
+        average = run / "model"  # of RUN/average
+        is_average = (average / HF_CONFIG).is_file() and not (run / CONFIG).is_file()
+        cfg = check(read_config(run.resolve().parent if is_average else run, base), schema.LoraFinetuneKeys)
         pretrained = Path(cfg.checkpointer.checkpoint_dir)
         if not pretrained.is_dir():
             raise UserError(
@@ -52,9 +56,9 @@ class Chat:
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._place = Parallel(distributed.local_device(cfg.device))
         self._tokenizer = build(cfg.tokenizer, "tokenizer")
-        folder = tuned_folder(run)
+        folder = average if is_average else tuned_folder(run)
         with tempfile.TemporaryDirectory(prefix="finch_chat_") as merged:
-            if not (folder / "config.json").is_file():
+            if not (folder / HF_CONFIG).is_file():
                 merge_adapter(pretrained, folder, Path(merged) / "model")
                 folder = Path(merged) / "model"
             self._models = [self._load(each) for each in (pretrained, folder)]

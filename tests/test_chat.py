@@ -65,3 +65,10 @@ def test_adapter_is_merged_and_the_base_may_have_moved(tiny, trained, base_folde
     assert "finch: error: /gone, which" in error
     assert "give the one it has moved to with --base DIR" in error
     assert Chat(run, moved, **OPTIONS).answers(PROMPT) == Chat(full, None, **OPTIONS).answers(PROMPT)
+
+
+def test_an_average_is_asked_as_its_run(run, tmp_path):
+    (tmp_path / "run/average").mkdir(parents=True)
+    shutil.copy(run / "config.yaml", tmp_path / "run")
+    shutil.copytree(run / "epoch_0", tmp_path / "run/average/model")
+    assert Chat(tmp_path / "run/average", None, **OPTIONS).answers(PROMPT) == Chat(run, None, **OPTIONS).answers(PROMPT)

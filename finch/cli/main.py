@@ -145,7 +145,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     )
 
     chat_parser = add("chat")
-    chat_parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    chat_parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, or its average")
     chat_parser.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
     chat_parser.add_argument("--prompt", metavar="TEXT", help="answer this one and end; default: those that are typed")
     chat_parser.add_argument(

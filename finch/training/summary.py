@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from finch import files, run_files
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _GREY, _BLUE, _ORANGE, _BLACK = "#9a9a9a", "#0072B2", "#D55E00", "#000000"
 _PROBE_COLOURS = ("#009E73", "#CC79A7", "#0072B2", "#E69F00", "#56B4E9", "#D55E00", "#000000")
 _MAX_STEPS_WITH_MARKERS = 60
+_HARDLY_FELL = 0.95
 
 
 class Summary(Hook):
@@ -79,12 +81,19 @@ def epoch_to_use(run: Path, best: Mapping[str, Any] | None, *, last: str, select
 
 
 def learning(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How far the loss of the training rows fell."""
+    """How far the loss of the training rows fell, and what to try if it did not, by the first and last tenth of the steps."""
+    steps = [line for line in steps if line["loss"] is not None]
     if len(steps) < 2:
         return []
-    return [
-        f"loss {steps[0]['loss']:.4f} nats at step {steps[0]['step']}, {steps[-1]['loss']:.4f} at step {steps[-1]['step']}"
-    ]
+    losses = [line["loss"] for line in steps]
+    lines = [f"loss {losses[0]:.4f} nats at step {steps[0]['step']}, {losses[-1]:.4f} at step {steps[-1]['step']}"]
+    few = max(1, len(losses) // 10)
+    ratio = fmean(losses[-few:]) / max(fmean(losses[:few]), 1e-12)
+    if ratio > 1 / _HARDLY_FELL:
+        lines.append("the loss rose: halve optimizer.lr (docs/choose.md)")
+    elif ratio > _HARDLY_FELL:
+        lines.append("the loss hardly fell: double optimizer.lr, or train for more epochs (docs/choose.md)")
+    return lines
 
 
 def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> list[str]:

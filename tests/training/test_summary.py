@@ -10,12 +10,12 @@ import pytest
 
 from finch.training import summary
 from finch.training.hooks import Hook
-from finch.training.summary import Summary, forgetting
+from finch.training.summary import Summary, forgetting, learning
 
 
 @pytest.fixture
 def run(tmp_path):
-    steps = [{"step": number, "loss": 1.0, "num_target_tokens": 1000} for number in (1, 2, 3)]
+    steps = [{"step": number, "loss": 1 / number, "num_target_tokens": 1000} for number in (1, 2, 3)]
     lines = [*steps, {"step": 3, "validation_loss": 2.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
@@ -48,7 +48,7 @@ def test_summary_names_the_best_epoch_and_how_to_load_it(run, caplog):
     assert summary_of(run, caplog, {"epoch": "epoch_1", "validation_loss": 2.5}) == [
         "best epoch: 2 of 3, validation loss 2.5000 nats",
         f'its model: transformers.AutoModelForCausalLM.from_pretrained("{run}/best")',
-        "loss 1.0000 nats at step 1, 1.0000 at step 3",
+        "loss 1.0000 nats at step 1, 0.3333 at step 3",
         "3 steps, 3,000 target tokens; 1:02:05 since this start",
         f"next: finch chat {run}; finch average {run}; finch evaluate --base BASE --tuned {run} --suite forgetting",
     ]
@@ -148,3 +148,12 @@ def test_failure_to_draw_is_a_warning(tmp_path, monkeypatch, caplog):
     summary.update_loss_figure(tmp_path)
     assert "loss.png could not be drawn (ZeroDivisionError: division by zero)" in caplog.text
     assert (tmp_path / "loss.png").read_bytes() == b"the last one"
+
+
+@pytest.mark.parametrize(
+    ("last", "advice"), [(1.5, []), (1.98, ["the loss hardly fell: double"]), (2.5, ["the loss rose: halve"])]
+)
+def test_loss_that_did_not_fall_comes_with_what_to_try(last, advice):
+    first, *others = learning([{"step": 1, "loss": 2.0}, {"step": 2, "loss": last}, {"step": 3, "loss": None}])
+    assert first == f"loss 2.0000 nats at step 1, {last:.4f} at step 2"
+    assert [line.split(" optimizer.lr")[0] for line in others] == advice
