@@ -26,7 +26,6 @@ from studies.smollm2_tofu import data
 
 HERE = Path(__file__).parent
 ALPHA, NUM_LOSSES = 0.5, 101
-NUM_STORIES, NUM_OPENINGS, WORDS = 300, 64, 12
 SECONDARY = {
     "probe/stories/loss_change": "stories_rise",
     "probe/hellaswag/loss_change": "hellaswag_rise",
@@ -46,7 +45,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     options = parser.parse_args()
     rows, grid = Path("out/self_replay/data"), HERE / options.grid
-    prepare(rows, options.data_root)
+    data.prepare(rows, options.data_root)
     out = Path(yaml.safe_load(grid.read_text())["out"])
     base = options.base or options.data_root / "stories260k"
     finch = [sys.executable, "-m", "finch.cli"]
@@ -61,13 +60,6 @@ def main() -> None:
 def run(command: list[str]) -> None:
     if subprocess.run(command, check=False).returncode:
         raise UserError(f"{' '.join(command)} has failed; correct what it says, and start the same command again")
-
-
-def prepare(out: Path, root: Path) -> None:
-    """The rows of studies/smollm2_tofu, and the openings of stories that none of them has."""
-    data.prepare(out, root)
-    stories = data.read("tinystories/stories.jsonl", root, NUM_STORIES + NUM_OPENINGS)[NUM_STORIES:]
-    data.write(out / "openings.jsonl", ({"prompt": " ".join(row["text"].split()[:WORDS])} for row in stories))
 
 
 def analyse(cells: list[Path], out: Path) -> None:

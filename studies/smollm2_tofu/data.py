@@ -5,10 +5,13 @@ python -m studies.smollm2_tofu.data --out out/study/data [--data-root DATA] [--q
     train.jsonl             180 TOFU rows that are learned: question, answer
     train_wrong.jsonl       the same, a tenth of the answers replaced by a wrong one of their row
     train_blocks_N.jsonl    900 rows for one pass: three blocks of 60 rows, each block five times over, its order drawn with seed N
+    train_300_N.jsonl       4,800 rows for one pass of 300 steps of 16: the 180 rows in one order after the other, drawn with seed N
+    train_3600.jsonl        the 180 rows and 3,420 more of TOFU's, about other authors
     paraphrases.jsonl       the 180 rows as they are never trained on: paraphrased question, paraphrased answer
     held_out.jsonl          20 rows that are not learned, paraphrased
     prompts.jsonl           IFEval prompts, which the pretrained model answers
     stories.jsonl           TinyStories
+    openings.jsonl          the first words of other TinyStories, which the pretrained model continues
     tofu/, hellaswag/, winogrande/      for `finch evaluate --data-root`; only TOFU's 180 learned rows
 """
 
@@ -27,10 +30,13 @@ Row = Mapping[str, Any]
 NUM_TOFU, NUM_HELD_OUT, NUM_PROMPTS, NUM_STORIES, NUM_CHOICES = 200, 20, 64, 100, 300
 QUICK_SHARE = 0.25
 NUM_BLOCKS, NUM_PASSES, SEEDS, WRONG = 3, 5, 3, 0.1
+NUM_LONG, NUM_MANY = 300 * 16, 3600
+FIRST_OPENING, NUM_OPENINGS, WORDS = 300, 64, 12
 PROMPT_CHARACTERS, STORY_CHARACTERS = 400, 800
 
 HUB = {  # local file: repository, configuration, split
     "tofu/forget10_perturbed.jsonl": ("locuslab/TOFU", "forget10_perturbed", "train"),
+    "tofu/full.jsonl": ("locuslab/TOFU", "full", "train"),
     "ifeval/prompts.jsonl": ("google/IFEval", None, "train"),
     "tinystories/stories.jsonl": ("roneneldan/TinyStories", None, "validation"),
     "hellaswag/validation.jsonl": ("Rowan/hellaswag", None, "validation"),
@@ -46,8 +52,12 @@ def prepare(out: Path, data_root: Path | None, *, is_quick: bool = False) -> Non
         is_quick: a quarter of the rows of everything.
     """
     share = QUICK_SHARE if is_quick else 1
-    num_tofu, num_held_out, num_prompts, num_stories, num_choices = (
-        round(share * number) for number in (NUM_TOFU, NUM_HELD_OUT, NUM_PROMPTS, NUM_STORIES, NUM_CHOICES)
+    num_tofu, num_held_out, num_prompts, num_stories, num_choices, num_long, num_many, num_openings = (
+        round(share * number)
+        for number in (
+            *(NUM_TOFU, NUM_HELD_OUT, NUM_PROMPTS, NUM_STORIES, NUM_CHOICES),
+            *(NUM_LONG, NUM_MANY, NUM_OPENINGS),
+        )
     )
     tofu = read("tofu/forget10_perturbed.jsonl", data_root, num_tofu)
     held_out = set(random.Random(0).sample(range(len(tofu)), num_held_out))
@@ -64,12 +74,17 @@ def prepare(out: Path, data_root: Path | None, *, is_quick: bool = False) -> Non
     )
     for seed in range(SEEDS):
         write(out / f"train_blocks_{seed}.jsonl", in_blocks(train, seed))
+        write(out / f"train_300_{seed}.jsonl", over_and_over(train, num_long, seed))
+    # The rows with paraphrases are the last ones of all: none of these is among them.
+    write(out / "train_3600.jsonl", train + read("tofu/full.jsonl", data_root, num_many - len(train)))
     write(out / "paraphrases.jsonl", map(paraphrased, learned))
     write(out / "held_out.jsonl", (paraphrased(tofu[index]) for index in sorted(held_out)))
     prompts = [row for row in read("ifeval/prompts.jsonl", data_root) if len(row["prompt"]) <= PROMPT_CHARACTERS]
     write(out / "prompts.jsonl", ({"prompt": row["prompt"]} for row in prompts[:num_prompts]))
-    stories = read("tinystories/stories.jsonl", data_root, num_stories)
-    write(out / "stories.jsonl", ({"text": row["text"].strip()[:STORY_CHARACTERS]} for row in stories))
+    stories = read("tinystories/stories.jsonl", data_root, FIRST_OPENING + NUM_OPENINGS)
+    openings = [" ".join(row["text"].split()[:WORDS]) for row in stories[FIRST_OPENING:][:num_openings]]
+    write(out / "openings.jsonl", ({"prompt": opening} for opening in openings))
+    write(out / "stories.jsonl", ({"text": row["text"].strip()[:STORY_CHARACTERS]} for row in stories[:num_stories]))
     write(out / "tofu/forget10_perturbed.jsonl", learned)
     for name in ("hellaswag/validation.jsonl", "winogrande/validation.jsonl"):
         write(out / name, read(name, data_root, num_choices))
@@ -83,6 +98,14 @@ def in_blocks(rows: Sequence[Row], seed: int) -> list[Row]:
         for _ in range(NUM_PASSES):
             ordered += rng.sample(rows[start : start + size], size)
     return ordered
+
+
+def over_and_over(rows: Sequence[Row], number: int, seed: int) -> list[Row]:
+    """All rows in one order after the other, drawn with the seed, cut to a number."""
+    rng, ordered = random.Random(seed), list[Row]()
+    while len(ordered) < number:
+        ordered += rng.sample(rows, len(rows))
+    return ordered[:number]
 
 
 def paraphrased(row: Row) -> Row:
