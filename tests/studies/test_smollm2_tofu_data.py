@@ -8,7 +8,7 @@ import pytest
 from studies.smollm2_tofu.data import HUB, prepare
 
 KINDS = (("", ""), ("paraphrased_", "other "))
-TRAINING = ("train", "train_wrong", "train_blocks_0", "train_blocks_1", "train_blocks_2")
+TRAINING = ("train", "train_wrong", *(f"train_{kind}_{seed}" for kind in ("blocks", "300") for seed in range(3)))
 
 
 def read(path):
@@ -24,17 +24,18 @@ def data_root(tmp_path_factory):
             | {"perturbed_answer": [f"wrong answer {number}.{choice}" for choice in range(5)]}
             for number in range(250)
         ],
+        "tofu/full.jsonl": [{"question": f"full {number}", "answer": f"answer {number}"} for number in range(3700)],
         # every second prompt is too long
         "ifeval/prompts.jsonl": [
             {"key": number, "prompt": f"prompt {number}" + number % 2 * 400 * "x"} for number in range(200)
         ],
-        "tinystories/stories.jsonl": [{"text": f" story {number} é" + 1000 * "x"} for number in range(120)],
+        "tinystories/stories.jsonl": [{"text": f" story {number} é" + 1000 * "x"} for number in range(400)],
         "hellaswag/validation.jsonl": [{"ctx": f"context {number}"} for number in range(310)],
         "winogrande/validation.jsonl": [{"sentence": f"sentence {number}"} for number in range(310)],
     }
     assert rows.keys() == HUB.keys()
     for name, lines in rows.items():
-        (folder / name).parent.mkdir()
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -51,11 +52,13 @@ def count(folder):
 
 
 def test_numbers_of_rows(data):
-    blocks = {f"train_blocks_{seed}.jsonl": 900 for seed in range(3)}
+    orders = {
+        f"train_{name}_{seed}.jsonl": rows for name, rows in (("blocks", 900), ("300", 4800)) for seed in range(3)
+    }
     learned = dict.fromkeys(("train", "train_wrong", "paraphrases", "tofu/forget10_perturbed"), 180)
-    others = {"held_out": 20, "prompts": 64, "stories": 100}
+    others = {"held_out": 20, "prompts": 64, "stories": 100, "openings": 64, "train_3600": 3600}
     others |= {"hellaswag/validation": 300, "winogrande/validation": 300}
-    assert count(data) == {**blocks, **{f"{name}.jsonl": number for name, number in (learned | others).items()}}
+    assert count(data) == {**orders, **{f"{name}.jsonl": number for name, number in (learned | others).items()}}
 
 
 def test_quick_is_a_quarter(data, data_root, tmp_path):
@@ -86,6 +89,28 @@ def test_a_tenth_of_wrong_is_wrong(data):
     for row, wrong in changed:
         assert wrong["question"] == row["question"]
         assert wrong["answer"].partition(".")[0] == f"wrong {row['answer']}"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_long_runs_have_every_row_once_before_any_twice_as_often(data, seed):
+    train, rows = (Counter(map(json.dumps, read(data / f"{name}.jsonl"))) for name in ("train", f"train_300_{seed}"))
+    assert rows.keys() == train.keys()
+    assert set(rows.values()) == {26, 27}
+    rows = read(data / f"train_300_{seed}.jsonl")
+    assert Counter(map(json.dumps, rows[180:360])) == train
+    assert rows[:180] != rows[180:360]
+    assert rows != read(data / f"train_300_{(seed + 1) % 3}.jsonl")
+
+
+def test_many_rows_have_those_that_are_measured(data):
+    rows = [row["question"] for row in read(data / "train_3600.jsonl")]
+    assert len(set(rows)) == 3600
+    assert {row["question"] for row in read(data / "train.jsonl")} < set(rows)
+
+
+def test_openings_are_of_stories_that_are_not_measured(data):
+    openings = [row["prompt"] for row in read(data / "openings.jsonl")]
+    assert [opening.split()[:2] for opening in openings] == [["story", str(number)] for number in range(300, 364)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -1,0 +1,87 @@
+"""The grids of studies/long_runs, and its measure of each step against plain torch."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.runs import ROOT
+from torch.nn import functional as F
+
+from finch.config.parser import read
+from finch.config.schema import FullFinetuneKeys
+from finch.sweep.grid import cells_of, read_grid
+from studies.long_runs.step_sizes import StepSizes
+
+STUDY = Path("studies/long_runs")
+CELLS = {
+    "GRID_300.yaml": {"finch": 12, "sft": 18, "constant": 12, "constant_mean": 12, "finch_cap": 9},
+    "GRID_1125.yaml": {"finch": 6, "sft": 9, "constant": 6, "constant_mean": 6},
+    "GRID_rounding.yaml": {"finch": 4, "sft": 4, "constant": 4},
+    "GRID_steps.yaml": {"finch": 1, "constant_mean": 1},
+    "GRID_smollm2.yaml": {"finch": 2, "constant_mean": 2},
+}
+
+
+def arm(cell):
+    return cell.values.get("label", cell.values["method"])
+
+
+@pytest.fixture(autouse=True)
+def _in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)  # from where the grids name their config
+
+
+def test_every_grid_is_listed():
+    assert {path.name for path in STUDY.glob("GRID*.yaml")} == set(CELLS)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_are_the_protocols(name, tmp_path):
+    grid = read_grid(str(STUDY / name), [f"model_dir={tmp_path}", f"data={tmp_path}"], str(tmp_path))
+    cells = {cell.folder: cell for cell in cells_of(grid)}
+    assert Counter(map(arm, cells.values())) == CELLS[name]
+    for cell in cells.values():
+        if arm(cell) == "constant_mean":  # of the FINCH of its seed
+            source = cells[cell.source].values
+            assert (arm(cells[cell.source]), cell.values["lr_scheduler.shape"]) == ("finch", "mean")
+            assert all(source[key] == cell.values[key] for key in ("optimizer.lr", "seed"))
+    for cell in {arm(cell): cell for cell in cells.values()}.values():
+        cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FullFinetuneKeys)
+        assert cfg.dataset.data_files.startswith(f"{tmp_path}/train_3")
+        assert (cfg.lr_scheduler is None) == (arm(cell) == "constant")
+        assert cfg.epochs == (5 if "1125" in name else 1)
+
+
+def test_early_constants_are_finchs_first_rates():
+    cells = cells_of(read_grid(str(STUDY / "GRID_300.yaml")))
+    rates = {
+        name: sorted({c.values["optimizer.lr"] for c in cells if arm(c) == name}) for name in ("finch", "constant")
+    }
+    assert rates["constant"] == pytest.approx([rate / 4.458**0.5 for rate in rates["finch"]], rel=1e-3)
+
+
+def test_step_sizes_are_those_of_plain_torch(tmp_path):
+    torch.manual_seed(0)
+    (tmp_path / "stories.jsonl").write_text('{"text": "abcd"}\n{"text": "dcbab"}\n{"text": "unused"}\n')
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 6), torch.nn.Linear(6, 8))
+    tokens = torch.tensor([[1, 2, 3], [4, 3, 2]])
+    hook = StepSizes(str(tmp_path / "stories.jsonl"), rows=2, max_tokens=3)
+    tokenizer = SimpleNamespace(encode=lambda text: [ord(letter) - ord("a") + 1 for letter in text])
+    hook.start(SimpleNamespace(decoder=model, tokenizer=tokenizer))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        hook.before_step(None)
+        before = [weight.detach().clone() for weight in model.parameters()]
+        p = F.softmax(model(tokens), dim=-1).detach()
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens).flatten(0, 1), torch.zeros(6, dtype=torch.int64)).backward()
+        optimizer.step()
+        q = F.softmax(model(tokens), dim=-1).detach()
+        found = hook.after_step(None)
+        squares = sum(
+            (one - other.detach()).square().sum() for one, other in zip(before, model.parameters(), strict=True)
+        )
+        assert found["update_norm"] == pytest.approx(float(squares.sqrt()), rel=1e-5)
+        assert found["step_kl"] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3)
