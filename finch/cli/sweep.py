@@ -351,7 +351,7 @@ def add_select_lr_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def select_lr(args: argparse.Namespace) -> None:
-    """Prints a line for each rate, then the chosen rate and its runs.
+    """Prints a line for each rate, with 95% intervals, then the chosen rate and its runs.
 
     Raises:
         UserError: no run of the method is evaluated, or no rate forgets little enough.
@@ -360,17 +360,20 @@ def select_lr(args: argparse.Namespace) -> None:
 
     rates = rates_of(sweep_runs(args.out), args.method)
     chosen = select_rate(rates, args.max_forgetting)
-    print(f"{'optimizer.lr':<14}{'forgetting':>12}{'runs':>6}  other values")
+    print(f"{'optimizer.lr':<14}{'forgetting':<22}{'on the other half':<22}{'runs':<6}other values")
     for rate in rates:
         other = ", ".join(f"{key}={value}" for key, value in rate.values.items())
         mark = "  <-" if rate is chosen else ""
-        print(f"{rate.lr:<14g}{rate.forgetting:>12.2f}{len(rate.runs):>6}  {other}{mark}".rstrip())
+        row = f"{rate.lr:<14g}{rate.forgetting!s:<22}{rate.reported!s:<22}{len(rate.runs):<6}{other}{mark}"
+        print(row.rstrip())
     if chosen is None:
-        least = min(rates, key=lambda rate: rate.forgetting)
+        least = min(rates, key=lambda rate: rate.forgetting.mean)
         raise UserError(
-            f"--max-forgetting {args.max_forgetting:g}: no rate of {args.method} forgets less on average, the least is {least.forgetting:.2f} points at "
+            f"--max-forgetting {args.max_forgetting:g}: no rate of {args.method} forgets less on average, the least is {least.forgetting.mean:.2f} points at "
             f"optimizer.lr={least.lr:g}; add smaller rates to the grid"
         )
-    print(f"\noptimizer.lr={chosen.lr:g}, {chosen.forgetting:.2f} points of average forgetting")
+    print(
+        f"\noptimizer.lr={chosen.lr:g}: {chosen.reported} points of average forgetting on the documents that did not choose it"
+    )
     for run in chosen.runs:
         print(run)

@@ -186,7 +186,7 @@ class LocalSweep:
             self._fail(state, str(error))
             return
         if rate is None:
-            text = ", ".join(f"{each.lr:g}: {each.forgetting:.1f}" for each in rates) or "none is evaluated"
+            text = ", ".join(f"{each.lr:g}: {each.forgetting.mean:.1f}" for each in rates) or "none is evaluated"
             self._fail(state, f"no rate of sft has less than {MAX_FORGETTING:g} points of average forgetting ({text})")
             return
         seed = job.cell.values.get("seed")

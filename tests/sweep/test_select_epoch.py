@@ -111,8 +111,8 @@ def sweep(folder, num_parallel=1, **content):
     return LocalSweep(jobs, num_parallel=num_parallel).run()
 
 
-def write_tofu(folder, number=40):
-    """Rows of the tiny tokenizer's words, of which the first are in the data set of questions on what was forgotten."""
+def write_tofu(folder, number=120):
+    """Rows of the tiny tokenizer's words; a tenth are validation rows."""
     rng = random.Random(0)
     rows = [
         {key: " ".join(rng.choices(WORDS, k=4)) for key in ("question", "answer", "paraphrased_question")}
@@ -260,6 +260,7 @@ def test_real_results_of_the_chosen_epoch_are_the_runs(base_folder, tmp_path, ca
     values = {name: result.tasks["tofu_validation"].score for name, result in scores.items()}
     job.select_epoch()
     best = max(values, key=values.get)
+    assert len(set(values.values())) == 2, values
     assert (run / "best").readlink() == Path(best)
     assert job.evaluate_commands() == [of_run]
     assert finch(capsys, *of_run[3:])[0] == 0
