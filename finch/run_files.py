@@ -3,7 +3,7 @@
 RUN/config.yaml                   the resolved config
 RUN/metrics.jsonl                 a line per step, and one for each validation and evaluation of the probes
 RUN/epoch_N/                      a Hugging Face folder
-RUN/best                          a link to the epoch with the lowest validation loss, or the best by select_by
+RUN/best                          a link to the epoch with the lowest validation loss, or the best by select_by, a config's or a grid's
 RUN/within_budget                 a link to the last model inside forgetting_budget: an epoch's, or within_budget_step_N
 RUN/checkpoints/step_N/           the state to resume from
 RUN/loss.png                      loss, EMA, validation loss, the probes' changes and learning rate over steps
@@ -12,7 +12,7 @@ RUN/pretrained.safetensors        the pretrained model's losses on the training 
 RUN/pretrained_top_k.safetensors  its most likely tokens there, for a KL penalty with ``reference: cached``
 RUN/own_answers_NAME.safetensors  its answers to the prompts of the probe NAME, of kind self
 RUN/self_replay.safetensors       its answers that self_replay trains on
-RUN/evaluation/                   results of `finch evaluate`: a JSON for each suite, and its samples
+RUN/evaluation/                   results of `finch evaluate`: a JSON for each suite, and its samples; in epoch_N/ those of an epoch
 RUN/average/                      the model averaged with the pretrained one, by `finch average`, and how its alpha was chosen
 RUN/cell.json                     in a sweep: the values of the grid that the run has
 RUN/REQUEUE                       empty; there while the run should be started again
@@ -72,6 +72,11 @@ def models_in(folder: Path) -> list[Path]:
         return [folder]
     cells = [cell.parent for cell in sorted(folder.glob(f"*/{CELL}")) if chosen_model(cell.parent) is not None]
     return cells or sorted(path.parent for path in folder.glob(f"alpha_*/{HF_CONFIG}")) or [folder]
+
+
+def is_epoch(name: str) -> bool:
+    """Whether a folder's name is that of an epoch's model or adapter."""
+    return _EPOCH.fullmatch(name) is not None
 
 
 def epoch_folders(run: Path) -> dict[tuple[int, bool], Path]:

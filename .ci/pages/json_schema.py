@@ -40,6 +40,8 @@ class Evaluate(Keys):
     """a folder with tasks of your own"""
     new_task: str | None = None
     """which of the tasks the runs learn"""
+    select_by: str | None = None
+    """a suite of the task's validation rows, such as knowledge_validation: RUN/best is the epoch that scores best on it; null: the run's own best"""
 
 
 class Grid(Keys):

@@ -99,7 +99,7 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
     if grid.evaluation is not None and any(job.evaluate_commands() for job in jobs):
         check_needs(grid.evaluation.suites, grid.evaluation.tasks, grid.evaluation.data_root)
     if not args.skip_training:
-        _check_disk(grid, jobs)
+        _check_disk(grid, jobs, args.jobs or 1)
     try:
         make_folder(grid.out)
     except OSError as error:
@@ -120,8 +120,9 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
     print(f"all {len(jobs)} cells are done", flush=True)
 
 
-def _check_disk(grid: Grid, jobs: Sequence[Job]) -> None:
-    """Raises UserError if the models that the grid keeps do not fit; they are taken to be of the first cell's size."""
+def _check_disk(grid: Grid, jobs: Sequence[Job], num_parallel: int) -> None:
+    """Raises UserError if the models that the grid keeps do not fit, and the epochs of the cells that are trained or scored at a time; they
+    are taken to be of the first cell's size."""
     from finch.distributed.precision import precision_of
     from finch.training.run import exported_bytes, num_exports
 
@@ -132,12 +133,16 @@ def _check_disk(grid: Grid, jobs: Sequence[Job]) -> None:
     dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
     decoder, _ = build_model(runs[0].recipe, cfg)
     a_model = exported_bytes(decoder, dtype, adapter_only=bool(cfg.get("save_adapter_weights_only", False)))
-    number = sum(num_exports(job.cfg) if grid.keep == "all" else 1 for job in runs)
+    exports = sorted((num_exports(job.cfg) for job in runs), reverse=True)
+    number = sum(exports)
+    if grid.keep != "all":
+        number = len(runs) + sum(each - 1 for each in exports[:num_parallel])
     free = shutil.disk_usage(existing_part(grid.out)).free
     if number * a_model > free:
         raise UserError(
             f"out={grid.out} has {gigabytes(free)} free, the {number} models of {len(runs)} cells need {gigabytes(number * a_model)}; "
-            "keep: best in the grid keeps one of each cell, --out gives another disk"
+            + ("keep: best in the grid keeps one of each cell, " if grid.keep == "all" else "")
+            + "--out gives another disk"
         )
 
 
@@ -220,6 +225,10 @@ def _compose(
         for check in machine_checks(recipe, cfg, num_ranks or 1, waits=True):
             check()
     job = Job(grid, cell, recipe, cfg, launcher)
+    if job.select_by is not None and cfg.save_last_epoch_only:
+        raise UserError(
+            "save_last_epoch_only=True leaves no epochs to choose from by evaluate.select_by; set it to False, and keep: best in the grid"
+        )
     if not grid.overwrites and (different := different_key(cell.folder, cfg)):
         key, saved, given = different
         raise UserError(
@@ -342,7 +351,7 @@ def add_select_lr_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def select_lr(args: argparse.Namespace) -> None:
-    """Prints a line for each rate, then the chosen rate and its runs.
+    """Prints a line for each rate, with 95% intervals, then the chosen rate and its runs.
 
     Raises:
         UserError: no run of the method is evaluated, or no rate forgets little enough.
@@ -351,17 +360,20 @@ def select_lr(args: argparse.Namespace) -> None:
 
     rates = rates_of(sweep_runs(args.out), args.method)
     chosen = select_rate(rates, args.max_forgetting)
-    print(f"{'optimizer.lr':<14}{'forgetting':>12}{'runs':>6}  other values")
+    print(f"{'optimizer.lr':<14}{'forgetting':<22}{'on the other half':<22}{'runs':<6}other values")
     for rate in rates:
         other = ", ".join(f"{key}={value}" for key, value in rate.values.items())
         mark = "  <-" if rate is chosen else ""
-        print(f"{rate.lr:<14g}{rate.forgetting:>12.2f}{len(rate.runs):>6}  {other}{mark}".rstrip())
+        row = f"{rate.lr:<14g}{rate.forgetting!s:<22}{rate.reported!s:<22}{len(rate.runs):<6}{other}{mark}"
+        print(row.rstrip())
     if chosen is None:
-        least = min(rates, key=lambda rate: rate.forgetting)
+        least = min(rates, key=lambda rate: rate.forgetting.mean)
         raise UserError(
-            f"--max-forgetting {args.max_forgetting:g}: no rate of {args.method} forgets less on average, the least is {least.forgetting:.2f} points at "
+            f"--max-forgetting {args.max_forgetting:g}: no rate of {args.method} forgets less on average, the least is {least.forgetting.mean:.2f} points at "
             f"optimizer.lr={least.lr:g}; add smaller rates to the grid"
         )
-    print(f"\noptimizer.lr={chosen.lr:g}, {chosen.forgetting:.2f} points of average forgetting")
+    print(
+        f"\noptimizer.lr={chosen.lr:g}: {chosen.reported} points of average forgetting on the documents that did not choose it"
+    )
     for run in chosen.runs:
         print(run)

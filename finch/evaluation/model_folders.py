@@ -53,6 +53,15 @@ class ModelFolder:
         path = (self.run or self.path).resolve()
         return f"{path.parents[1].name}/average" if path.parent.name == run_files.AVERAGE else path.name
 
+    @property
+    def results(self) -> Path | None:
+        """Where a run keeps the results of its model, or of one of its epochs that was given itself; None: the model is no run's."""
+        if self.run is not None:
+            return self.run / run_files.EVALUATION
+        if self.option == "--tuned" and run_files.is_epoch(self.path.name) and is_run(self.path.parent):
+            return self.path.parent / run_files.EVALUATION / self.path.name
+        return None
+
     def __str__(self) -> str:
         return f"{self.option}={self.path}"
 

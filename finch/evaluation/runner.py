@@ -17,7 +17,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 import finch
-from finch import run_files
 from finch.errors import UserError
 from finch.evaluation.harness import Harness
 from finch.evaluation.judge import answers_definition
@@ -261,8 +260,8 @@ class Evaluation:
 
     def _output(self, folder: ModelFolder, weights: str) -> Path:
         """The folder of a model's results: another one for other settings, so that a model keeps the results of both."""
-        if folder.run is not None:
-            return folder.run / run_files.EVALUATION
+        if (own := folder.results) is not None:
+            return own
         name = "base" if folder.option == "--base" else folder.label
         return self._options.out / f"{name}-{hash_values(weights, self.settings)[:SHORT]}"
 

@@ -24,12 +24,11 @@ from finch.report.paper import (
     paper_results,
 )
 from finch.report.runs import Run
-from finch.report.selection import Measure, task_probes
+from finch.report.selection import Measure, choose_by, task_probes
 from finch.report.style import Drawing
 from finch.report.summary import commands, provenance
 from finch.report.tables import Names, Table
 
-BEST_SETTINGS = "Of each method the setting with the best new-task score"
 PROBE_METRICS = {
     "accuracy": ("Accuracy", "accuracy, %", 100.0),
     "loss": ("Loss", "loss, nats per token", 1.0),
@@ -85,10 +84,24 @@ class Report:
         """A model of the paper's, where the runs' model is one."""
         return next((model for run in self.comparison.runs if (model := paper_model(run)) is not None), None)
 
+    @property
+    def which_settings(self) -> str:
+        """What ``shown_runs`` are."""
+        return f"Of each method the setting with the best {self._chosen_by()[1]}"
+
+    def _chosen_by(self) -> tuple[dict[int, float], str]:
+        """By a setting's first run the score that chooses it, and what the scores are."""
+        points, new = self.trade_off.points, self.comparison.new
+        if new is None or not points:
+            return {}, "new-task score"
+        settings = [point.setting.runs for point in points]
+        scores, name = choose_by(self.comparison.runs, new, settings, [point.new.value for point in points])
+        return {numbers[0]: score for numbers, score in zip(settings, scores, strict=True)}, name
+
     def shown_runs(self) -> list[Run]:
-        """For curves: of each method the setting with the best new-task score, else its first one with metrics."""
+        """For curves: of each method the best setting, else its first one with metrics."""
         runs = self.comparison.runs
-        scores = {point.setting.runs[0]: point.new.value for point in self.trade_off.points}
+        scores, _ = self._chosen_by()
         shown = []
         for method in self.names.styles:
             settings = [
@@ -172,7 +185,7 @@ def _reliability_section(report: Report) -> list[Section]:
     drawings = [one for measure in comparison.reliability if (one := _reliability_drawing(report, measure)) is not None]
     answers = _stated_answers(report)
     if answers:
-        chosen = f"{BEST_SETTINGS}, its seeds together."
+        chosen = f"{report.which_settings}, its seeds together."
         drawings.append(figures.draw_calibration(answers, report.names.styles, report.folder, chosen=chosen))
     text = []
     if any("pick_longer" in one.others for outcomes in comparison.outcomes for one in outcomes.values()):
@@ -247,7 +260,7 @@ def _curves_section(report: Report) -> list[Section]:
     if not drawings:
         return []
     is_chosen = len(runs) < sum(bool(run.metrics) for run in report.comparison.runs)
-    text = [f"{BEST_SETTINGS} (else its first), a curve per seed."] if is_chosen else []
+    text = [f"{report.which_settings} (else its first), a curve per seed."] if is_chosen else []
     return [Section("training", "Training", text, drawings)]
 
 

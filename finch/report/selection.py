@@ -5,12 +5,14 @@ Tasks come from evaluations. Where no run has an evaluated task of a role, the p
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from finch.errors import UserError
 from finch.evaluation.custom_tasks import CUSTOM
 from finch.evaluation.results import NATS, NEW, OLD, POINTS, RELIABILITY
+from finch.evaluation.tasks.registry import VALIDATION
 from finch.report.runs import Run, check_equal
 
 PROBE = "probe"
@@ -128,6 +130,28 @@ def select_measures(
     )
 
 
+def choose_by(
+    runs: Sequence[Run], new: Measure, settings: Sequence[Sequence[int]], reported: Sequence[float]
+) -> tuple[Sequence[float], str]:
+    """The scores by which a method's best setting is chosen, more is better, and what they are, in words.
+
+    As in the paper they are those on the new task's validation rows, mean over the seeds that have them; where a setting has none, the
+    reported ones.
+
+    Args:
+        settings: positions of each one's runs.
+        reported: the score of each on the new task.
+    """
+    chosen = []
+    for numbers in settings:
+        suites = [suite for number in numbers if (suite := runs[number].results.get(f"{new.source}{VALIDATION}"))]
+        scores = [task.score for suite in suites for task in suite.tasks.values() if task.score is not None]
+        if not scores:
+            return reported, f"reported score on {new.name}"
+        chosen.append(new.sign * statistics.fmean(scores))
+    return chosen, f"score on the validation rows of {new.name}"
+
+
 def _named_old(names: Sequence[str], known: Mapping[str, Measure], new: Measure | None) -> list[Measure]:
     option = f"--old-tasks={','.join(names)}"
     if not names:
@@ -233,8 +257,8 @@ def _find_new_task(runs: Sequence[Run], new_task: str | None, probes: Iterable[s
     if len(learned) == 1:
         return learned.pop()
     of_run: dict[str, set[str]] = {}
-    for run, _, name, role in tasks:
-        if role == NEW:
+    for run, suite, name, role in tasks:
+        if role == NEW and not suite.endswith(VALIDATION):
             of_run.setdefault(str(run.folder), set()).add(name)
     if not of_run:
         _check_training_data(runs)

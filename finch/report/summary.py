@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from finch import run_files
 from finch.evaluation.tasks.registry import SUITES
-from finch.report.front import RESAMPLES, Front, Setting, TradeOff, points_by_method
+from finch.report.front import RESAMPLES, Front, Point, Setting, TradeOff, points_by_method
 from finch.report.measures import Comparison, Estimate
-from finch.report.selection import Measure
+from finch.report.selection import Measure, choose_by
 from finch.report.tables import Names, equal_score, estimate, number
-from finch.sweep.grid import EVALUATED, FINISHED
+from finch.sweep.grid import EVALUATED, FINISHED, SMALL_LR
 
 Paragraph = tuple[str, Sequence[str]]
 """Its text, and the items below it."""
@@ -48,8 +48,12 @@ def summarize(comparison: Comparison, trade_off: TradeOff, front: Front, names: 
         score = number(new.sign * trade_off.base.new.value, new.places)
         opening += f" Before tuning the model has {score}{_unit(new)} on {new.name} ({new.metric})."
     tasks = f"the mean change of {len(old)} old tasks" if len(old) > 1 else f"the change of {old[0].name}"
-    opening += f" For each method, its setting with the best score there, and {tasks}:"
-    learned = opening, _learned(new, old, trade_off, names)
+    points = trade_off.points
+    scores, chosen_by = choose_by(
+        comparison.runs, new, [point.setting.runs for point in points], [point.new.value for point in points]
+    )
+    opening += f" For each method, its setting with the best {chosen_by}, and {tasks}:"
+    learned = opening, _learned(new, old, trade_off, dict(zip(points, scores, strict=True)), names)
     if len(front.methods) < 2:
         return [learned]
     return [learned, _at_equal_score(new, old[0], front, names, has_intervals=trade_off.has_intervals)]
@@ -73,11 +77,13 @@ def _what_is_missing(comparison: Comparison) -> str:
     return "No run has both the new task and all old tasks yet, so there is no trade-off."
 
 
-def _learned(new: Measure, old: Sequence[Measure], trade_off: TradeOff, names: Names) -> list[str]:
+def _learned(
+    new: Measure, old: Sequence[Measure], trade_off: TradeOff, scores: Mapping[Point, float], names: Names
+) -> list[str]:
     points = points_by_method(trade_off)
     lines = []
     for method in (one for one in names.styles if one in points):
-        point = max(points[method], key=lambda one: one.new.value)
+        point = max(points[method], key=scores.__getitem__)
         learned = estimate(point.new.times(new.sign), new.places, unit=_unit(new))
         change = estimate(point.old.times(old[0].sign), old[0].places, sign=True, unit=f" {old[0].change_unit}")
         low, high = point.old.low, point.old.high
@@ -144,6 +150,11 @@ def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> 
     if waiting:
         found.append(f"{len(waiting)} of {len(runs)} runs {'have' if len(waiting) > 1 else 'has'} no steps yet.")
     found += _absent_runs(comparison, settings, names)
+    if any(run.method == SMALL_LR for run in runs) and any(not measure.is_probe for measure in comparison.old):
+        found.append(
+            "small_lr's learning rate was chosen on half of the old tasks' documents, which are among those reported here; finch select-lr shows the other "
+            "half alone."
+        )
     probes = [measure.name for measure in (comparison.new, *comparison.old) if measure is not None and measure.is_probe]
     if probes:
         found.append(

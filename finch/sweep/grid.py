@@ -14,6 +14,7 @@ grid:                                a mapping, or a list of them: the union of 
     seed: [0, 1]
 evaluate:                            arguments of `finch evaluate`, after training
   suites: [knowledge, forgetting]
+  select_by: knowledge_validation    optional: each epoch is scored on this suite, and `best` is the best one
   data_root: data
 """
 
@@ -24,7 +25,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from finch.config.methods import METHODS, split_name
 from finch.errors import UserError
 from finch.evaluation.custom_tasks import CUSTOM
 from finch.evaluation.results import NEW
-from finch.evaluation.tasks.registry import ALL, SUITES, TASKS, select_tasks
+from finch.evaluation.tasks.registry import ALL, SUITES, TASKS, VALIDATION, select_tasks
 from finch.files import atomic_file, make_folder, write_text
 
 METHOD = "method"
@@ -205,6 +206,8 @@ class Evaluation:
         base: the pretrained model's folder. None: the config's ``checkpointer.checkpoint_dir``.
         suites, tasks: at least one of both. Both: the tasks are those of the suites that are wanted. Tasks alone may be any of lm-eval's, and
             the user's own in ``include_path``.
+        select_by: the suite of the new task's validation rows that chooses a run's epoch; it is one of ``suites``, or its task of ``tasks``.
+            None: the run's own ``best``.
     """
 
     base: str | None = None
@@ -214,10 +217,17 @@ class Evaluation:
     limit: int | None = None
     include_path: str | None = None
     new_task: str | None = None
+    select_by: str | None = None
+
+    @property
+    def task(self) -> str | None:
+        """What the runs learn: a suite, or the name of a task of the user's."""
+        tasks = [task for names in self.results().values() for task in names if task in TASKS]
+        return next((TASKS[task].suite for task in tasks if TASKS[task].role == NEW), self.new_task)
 
     def results(self) -> dict[str, set[str]]:
         """The suites, each a JSON file in RUN/evaluation, and their tasks."""
-        suites = ALL if "all" in self.suites else self.suites
+        suites = [each for suite in self.suites for each in (ALL if suite == "all" else (suite,))]
         tasks = self.tasks or [task for suite in suites for task in SUITES[suite]]
         results: dict[str, set[str]] = {}
         for task in tasks:
@@ -250,10 +260,7 @@ class Grid:
     @property
     def task(self) -> str | None:
         """What the runs learn: a suite, or the name of a task of the user's."""
-        if self.evaluation is None:
-            return None
-        tasks = [task for names in self.evaluation.results().values() for task in names if task in TASKS]
-        return next((TASKS[task].suite for task in tasks if TASKS[task].role == NEW), self.evaluation.new_task)
+        return None if self.evaluation is None else self.evaluation.task
 
     @property
     def overwrites(self) -> bool:
@@ -303,6 +310,9 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
     for key in fixed:
         if key in _OWN_KEYS:
             raise UserError(f"{path}: overrides.{key}: {_OWN_KEYS[key]}; leave it out")
+    evaluation = _evaluation(content.get("evaluate"), overrides, path)
+    if keep == "last" and evaluation is not None and evaluation.select_by is not None:
+        raise UserError(f"{path}: keep=last removes the epochs that evaluate.select_by chooses from; give best or all")
     return Grid(
         path=path,
         recipe=recipe,
@@ -310,7 +320,7 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
         out=Path(os.path.abspath(out or content["out"])),
         overrides=(*override_words(fixed), *run_overrides),
         mappings=mappings,
-        evaluation=_evaluation(content.get("evaluate"), overrides, path),
+        evaluation=evaluation,
         keep=keep,
     )
 
@@ -509,7 +519,27 @@ def _evaluation(block: Any, overrides: Sequence[str], path: Path) -> Evaluation 
     limit = content.get("limit")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise UserError(f"{path}: evaluate.limit={limit} must be a number of documents of at least 1")
-    for key in ("base", "data_root", "include_path", "new_task"):
+    for key in ("base", "data_root", "include_path", "new_task", "select_by"):
         if content.get(key) is not None:
             content[key] = str(content[key])
-    return Evaluation(**content)
+    evaluation = Evaluation(**content)
+    return evaluation if evaluation.select_by is None else _with_validation(evaluation, evaluation.select_by, path)
+
+
+def _with_validation(evaluation: Evaluation, suite: str, path: Path) -> Evaluation:
+    """The same, with ``select_by`` among its suites or tasks."""
+    expected = f"{evaluation.task}{VALIDATION}"
+    if suite != expected or suite not in SUITES:
+        known = [name for name in SUITES if name.endswith(VALIDATION)]
+        remedy = (
+            f"give {expected}" if expected in known else f"leave it out: only {', '.join(known)} can choose an epoch"
+        )
+        raise UserError(
+            f"{path}: evaluate.select_by={suite} has no validation rows of the task {evaluation.task}; {remedy}"
+        )
+    suites, tasks = evaluation.suites, evaluation.tasks
+    return replace(
+        evaluation,
+        suites=tuple(dict.fromkeys((*suites, suite))) if suites else (),
+        tasks=tuple(dict.fromkeys((*tasks, *SUITES[suite]))) if tasks else (),
+    )

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finch import run_files
 from finch.errors import UserError
+from finch.evaluation.results import read_result, read_samples, write_result
+from finch.evaluation.tasks.registry import SUITES
 from finch.files import atomic_file
 from finch.sweep.grid import (
     ALPHA,
     DEFAULT_ALPHA,
     EVALUATED,
     FINISHED,
+    RUN,
     SMALL_LR,
     WISE_FT,
     Cell,
@@ -80,7 +84,56 @@ class Job:
     @property
     def has_validation(self) -> bool:
         """Whether the checkpoint is chosen by validation. Without, it is the last epoch's."""
-        return self.cfg.dataset_validation is not None or self.cfg.select_by is not None
+        return self.cfg.dataset_validation is not None or self.cfg.select_by is not None or self.select_by is not None
+
+    @property
+    def select_by(self) -> str | None:
+        """The suite that the sweep scores each epoch on, to choose ``best`` (the paper, Section 4.1); None: the run has chosen."""
+        evaluation = self.grid.evaluation
+        return None if evaluation is None or self.cell.kind != RUN else evaluation.select_by
+
+    def is_selected(self) -> bool:
+        """Whether nothing is missing to choose the trained run's model."""
+        epochs = self._epochs()
+        return self.select_by is None or (bool(epochs) and all(self._is_scored(epoch) for epoch in epochs))
+
+    def select_epoch(self) -> None:
+        """Links ``best`` to the epoch with the best score on ``select_by``, of equal ones to the first, and makes its result the run's.
+
+        Depends only on the epochs that are there and on their results, so that it can be repeated after an interruption.
+        """
+        run, suite = self.cell.folder, self.select_by
+        if suite is None or not self.is_selected():
+            return
+        [task] = SUITES[suite]
+
+        def score(epoch: Path) -> float:
+            result = read_result(_result_path(run, suite, epoch.name)).tasks[task]
+            value = -math.inf if result.score is None else result.score
+            return value if result.is_higher_better else -value
+
+        best = max(self._epochs(), key=score)
+        _link(run / run_files.BEST, Path(best.name))
+        assert self.grid.evaluation is not None
+        if suite in missing_results(run, self.grid.evaluation):
+            own, path = _result_path(run, suite), _result_path(run, suite, best.name)
+            result = read_result(path)
+            base = None if result.base is None else os.path.relpath(path.parent / result.base, own.parent)
+            samples = {task: read_samples(path.parent, result.tasks[task])}
+            write_result(own.parent, replace(result, base=base, tasks={task: result.tasks[task]}), samples)
+
+    def _epochs(self) -> list[Path]:
+        """The models of the epochs that are there, the first epoch's first; a complete model rather than its adapter."""
+        return list(
+            {number: path for (number, _), path in sorted(run_files.epoch_folders(self.cell.folder).items())}.values()
+        )
+
+    def _is_scored(self, epoch: Path) -> bool:
+        evaluation, suite = self.grid.evaluation, self.select_by
+        assert evaluation is not None
+        assert suite is not None
+        path = _result_path(self.cell.folder, suite, epoch.name)
+        return _is_result(path, set(SUITES[suite]), evaluation.limit, _written(epoch))
 
     def is_trained(self) -> bool:
         run = self.cell.folder
@@ -100,21 +153,42 @@ class Job:
         return [*FINCH, "run", *self.launcher, *run_words(self.grid, self.cell)]
 
     def evaluate_commands(self) -> list[list[str]]:
-        """`finch evaluate` where results are missing: once."""
-        evaluation = self.grid.evaluation
-        if evaluation is None or not missing_results(self.cell.folder, evaluation):
+        """`finch evaluate` where results are missing: of the epochs, if the model is not chosen yet, then of the model."""
+        evaluation, run = self.grid.evaluation, self.cell.folder
+        if evaluation is None:
             return []
-        command = [*FINCH, "evaluate", "--base", evaluation.base or self.pretrained, "--tuned", str(self.cell.folder)]
-        command += ["--out", str(self.grid.out), *_options(data_root=evaluation.data_root, limit=evaluation.limit)]
-        names = {"suite": ",".join(evaluation.suites), "tasks": ",".join(evaluation.tasks)}
-        command += _options(**{name: value for name, value in names.items() if value})
-        return [[*command, *_options(include_path=evaluation.include_path, new_task=evaluation.new_task)]]
+        commands = []
+        if not self.is_selected():
+            epochs = self._epochs() or [run / f"epoch_{number}" for number in range(self.cfg.epochs)]
+            commands.append([*self._evaluate(epochs), *_options(suite=self.select_by)])
+        if missing_results(run, evaluation):
+            names = {"suite": ",".join(evaluation.suites), "tasks": ",".join(evaluation.tasks)}
+            options = _options(**{name: value for name, value in names.items() if value})
+            options += _options(include_path=evaluation.include_path, new_task=evaluation.new_task)
+            commands.append([*self._evaluate([run]), *options])
+        return commands
 
-    def end_evaluation(self) -> None:
+    def _evaluate(self, models: Sequence[Path]) -> list[str]:
+        evaluation = self.grid.evaluation
+        assert evaluation is not None
+        command = [*FINCH, "evaluate", "--base", evaluation.base or self.pretrained, "--tuned", *map(str, models)]
+        return [
+            *command,
+            "--out",
+            str(self.grid.out),
+            *_options(data_root=evaluation.data_root, limit=evaluation.limit),
+        ]
+
+    def end_evaluation(self, *, of_epochs: bool = False) -> None:
         """Marks the results as new: `finch evaluate` leaves a result as it is where the model's weights are those that it was made with."""
-        assert self.grid.evaluation is not None
-        for suite in self.grid.evaluation.results():
-            if (path := _result_path(self.cell.folder, suite)).exists():
+        evaluation, run = self.grid.evaluation, self.cell.folder
+        assert evaluation is not None
+        if of_epochs:
+            paths = [_result_path(run, str(self.select_by), epoch.name) for epoch in self._epochs()]
+        else:
+            paths = [_result_path(run, suite) for suite in evaluation.results()]
+        for path in paths:
+            if path.exists():
                 path.touch()
 
     def prepare(self) -> None:
@@ -129,9 +203,9 @@ class Job:
             _link(self.cell.folder / run_files.BEST, Path(f"alpha_{self.alpha:g}"))
 
     def remove_surplus(self) -> None:
-        """With ``keep`` best or last, a trained run's other models and the state to resume from."""
+        """With ``keep`` best or last, a trained run's other models and the state to resume from, once its model is chosen."""
         run, keep = self.cell.folder, self.grid.keep
-        if keep == "all" or self.cell.kind in (WISE_FT, SMALL_LR):
+        if keep == "all" or self.cell.kind in (WISE_FT, SMALL_LR) or not self.is_selected():
             return
         epochs = run_files.epoch_folders(run)
         kept = run_files.chosen_model(run) if keep == "best" else epochs[max(epochs)]
@@ -151,9 +225,8 @@ class Job:
 
     def _is_older_than_source(self) -> bool:
         assert self.cell.source is not None
-        model = run_files.chosen_model(self.cell.source)
         own = self.cell.folder / f"alpha_{self.alpha:g}"
-        return model is not None and own.exists() and model.stat().st_mtime > own.stat().st_mtime
+        return own.exists() and _chosen_at(self.cell.source) > own.stat().st_mtime
 
 
 def run_words(grid: Grid, cell: Cell) -> list[str]:
@@ -183,8 +256,7 @@ def is_trained(run: Path, cfg: DictConfig) -> bool:
 
 def missing_results(run: Path, evaluation: Evaluation) -> list[str]:
     """The suites whose results are absent, lack a task, are older than the run's model, or are of another limit."""
-    model = run_files.chosen_model(run)
-    written = 0.0 if model is None else max((path.stat().st_mtime for path in model.iterdir()), default=0.0)
+    written = _chosen_at(run)
     return [
         suite
         for suite, tasks in evaluation.results().items()
@@ -255,8 +327,21 @@ def _is_stopped_by_budget(state: dict[str, Any], cfg: DictConfig) -> bool:
     return not last["value"] <= budget.max_increase  # a NaN is outside
 
 
-def _result_path(run: Path, suite: str) -> Path:
-    return run / run_files.EVALUATION / f"{suite}.json"
+def _result_path(run: Path, suite: str, epoch: str = "") -> Path:
+    return run / run_files.EVALUATION / epoch / f"{suite}.json"
+
+
+def _written(model: Path) -> float:
+    return max((path.stat().st_mtime for path in model.iterdir()), default=0.0)
+
+
+def _chosen_at(run: Path) -> float:
+    """When the run's model was written or, if that was later, linked as its best one. A link to another run, as small_lr's, says nothing."""
+    model = run_files.chosen_model(run)
+    if model is None:
+        return 0.0
+    is_own_link = model.is_symlink() and len(model.readlink().parts) == 1
+    return max(_written(model), model.lstat().st_mtime if is_own_link else 0.0)
 
 
 def _is_result(path: Path, tasks: set[str], limit: int | None, written: float) -> bool:
@@ -276,6 +361,8 @@ def _options(**values: str | int | None) -> list[str]:
 
 def _link(link: Path, target: Path) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink() and link.readlink() == target:
+        return
     if link.is_dir() and not link.is_symlink():
         os.rmdir(link)  # empty: an evaluation that wrote nothing
     with atomic_file(link) as partial:

@@ -16,7 +16,7 @@ from types import FrameType
 
 from finch.distributed.processes import die_with_parent, share_cores
 from finch.errors import UserError
-from finch.sweep.grid import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, write_cell
+from finch.sweep.grid import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, WISE_FT, write_cell
 from finch.sweep.job import Job, slurm_error
 from finch.sweep.select_lr import MAX_FORGETTING, rates_of, select_rate
 from finch.training.run import RunLock
@@ -26,7 +26,8 @@ _PROGRESS_S = 1.0
 _LINE_INTERVAL_S = 60.0
 _PROGRESS = re.compile(r"(\w+ [\d,]+ of [\d,]+)\b.*?(\d+:\d\d:\d\d) left")
 _TAIL_BYTES = 20_000
-_EVALUATING = "evaluating"
+_SCORING, _EVALUATING = "scoring", "evaluating"
+"""Of the epochs, which chooses the cell's model; of the model."""
 
 
 class _Stopped(BaseException):
@@ -52,7 +53,7 @@ class _State:
     job: Job
     status: str = WAITING
     reason: str = ""
-    is_trained: bool = False
+    has_model: bool = False  # it is trained and its model is chosen
     running: _Running | None = None
     commands: list[list[str]] = field(default_factory=list)  # evaluations that are left
 
@@ -64,7 +65,8 @@ class LocalSweep:
     """Trains and evaluates the cells of a grid.
 
     A cell that is finished is skipped and one that was cut off resumed, by what its folder holds. A cell that fails does not stop the
-    others, nor does one in whose folder another process runs: it is started when that has ended. Until the pretrained model has been evaluated on all suites, one evaluation runs at a time, since it is evaluated once for all.
+    others, nor does one in whose folder another process runs: it is started when that has ended. The pretrained model is evaluated once for
+    all: until it has results, one evaluation of a kind runs at a time. At most ``num_parallel`` cells have all of their epochs at a time.
 
     Args:
         jobs: the cells, each after those that it depends on.
@@ -76,7 +78,7 @@ class LocalSweep:
     def __init__(self, jobs: Sequence[Job], *, num_parallel: int, num_gpus: int = 0, trains: bool = True) -> None:
         self._states = {job.cell.folder: _State(job) for job in jobs}
         self._num_parallel, self._num_gpus, self._trains = num_parallel, num_gpus, trains
-        self._is_base_evaluated = False
+        self._base_results: set[str] = set()  # kinds of evaluations that the pretrained model has results of
         self._shown_at = 0.0
         self._display = _Display()
 
@@ -106,6 +108,8 @@ class LocalSweep:
             return
         if job.grid.overwrites and self._trains:
             return
+        if job.cell.kind == WISE_FT and not self._states[job.cell.dependencies[0]].has_model:
+            return  # what it is made of may change
         if job.is_trained():
             self._set_trained(state)
         elif not self._trains and job.cell.kind == RUN:
@@ -123,8 +127,14 @@ class LocalSweep:
         self._show()
         return bool(self._running()) or any(state.status == WAITING for state in self._states.values())
 
-    def _is_any_evaluating(self) -> bool:
-        return any(state.running is not None and state.status == _EVALUATING for state in self._states.values())
+    def _is_any(self, status: str) -> bool:
+        return any(state.running is not None and state.status == status for state in self._states.values())
+
+    def _has_room_for_epochs(self) -> bool:
+        held = [
+            state for state in self._states.values() if state.status not in (WAITING, FAILED) and not state.has_model
+        ]
+        return len(held) < self._num_parallel
 
     def _running(self) -> list[_Running]:
         return [state.running for state in self._states.values() if state.running is not None]
@@ -139,14 +149,18 @@ class LocalSweep:
                 return
             if job.cell.kind == SMALL_LR:
                 self._select(state)
-            elif not all(other.is_trained for other in needed):
+            elif not all(other.has_model for other in needed):
                 self._fail(state, f"{needed[0].job.cell.name}, which it needs, has failed")
-            else:
-                job.prepare()
-                state.write(RUNNING)
-                self._start(state, job.run_command(), RUNNING)
-        elif state.commands and (self._is_base_evaluated or not self._is_any_evaluating()):
-            self._start(state, state.commands[0], _EVALUATING)
+            elif self._has_room_for_epochs():
+                self._poll_run(state)  # WiSE-FT's model may be that of the source's chosen epoch already
+                if state.status == WAITING:
+                    job.prepare()
+                    state.write(RUNNING)
+                    self._start(state, job.run_command(), RUNNING)
+            return
+        kind = _EVALUATING if state.has_model else _SCORING
+        if state.commands and (kind in self._base_results or not self._is_any(kind)):
+            self._start(state, state.commands[0], kind)
 
     def _is_free(self, state: _State) -> bool:
         """Whether the cell can be started: not while another process runs in its folder, nor if that one has finished it."""
@@ -158,8 +172,8 @@ class LocalSweep:
 
     @staticmethod
     def _is_finished(state: _State, job: Job) -> bool:
-        """Whether a cell that ``job`` depends on is trained (for small_lr also evaluated) or has failed."""
-        return state.status in (EVALUATED, FAILED) or (state.is_trained and job.cell.kind != SMALL_LR)
+        """Whether a cell that ``job`` depends on has its model (for small_lr also evaluated) or has failed."""
+        return state.status in (EVALUATED, FAILED) or (state.has_model and job.cell.kind != SMALL_LR)
 
     def _select(self, state: _State) -> None:
         """Links small_lr's folder to the SFT run of the rate that the paper's rule chooses, with this cell's seed where it has one."""
@@ -172,7 +186,7 @@ class LocalSweep:
             self._fail(state, str(error))
             return
         if rate is None:
-            text = ", ".join(f"{each.lr:g}: {each.forgetting:.1f}" for each in rates) or "none is evaluated"
+            text = ", ".join(f"{each.lr:g}: {each.forgetting.mean:.1f}" for each in rates) or "none is evaluated"
             self._fail(state, f"no rate of sft has less than {MAX_FORGETTING:g} points of average forgetting ({text})")
             return
         seed = job.cell.values.get("seed")
@@ -208,16 +222,15 @@ class LocalSweep:
         if code != 0 and state.status == RUNNING and RunLock(job.cell.folder).holder() is not None:
             state.status = WAITING  # another process was there first
         elif code != 0:
-            what = "evaluation: " if state.status == _EVALUATING else ""
+            what = {_EVALUATING: "evaluation: ", _SCORING: "scoring its epochs: "}.get(state.status, "")
             killed = f"killed by {signal.Signals(-code).name}; " if code < 0 else ""
             self._fail(state, f"{what}{killed}{_last_error(job.cell.log, running.start)}; {job.cell.log}")
-        elif state.status == _EVALUATING:
-            state.commands.pop(0)
-            if not state.commands:
-                job.end_evaluation()
-                self._set_trained(state)
-                if state.commands:  # else it would be started again and again
-                    self._fail(state, f"evaluation: it has written no result to {job.cell.folder}; {job.cell.log}")
+        elif state.status in (_SCORING, _EVALUATING):
+            ended = state.commands[0]
+            job.end_evaluation(of_epochs=state.status == _SCORING)
+            self._set_trained(state)
+            if state.commands[:1] == [ended]:  # else it would be started again and again
+                self._fail(state, f"evaluation: it has written no result to {job.cell.folder}; {job.cell.log}")
         else:
             job.finish()
             if job.is_trained():
@@ -227,9 +240,12 @@ class LocalSweep:
 
     def _set_trained(self, state: _State) -> None:
         job = state.job
-        state.is_trained, state.commands = True, job.evaluate_commands()
+        job.select_epoch()
+        state.has_model, state.commands = job.is_selected(), job.evaluate_commands()
         is_evaluated = job.grid.evaluation is not None and not state.commands
-        self._is_base_evaluated |= is_evaluated
+        self._base_results |= {
+            kind for kind, is_there in ((_SCORING, state.has_model), (_EVALUATING, is_evaluated)) if is_there
+        }
         state.status, state.reason = EVALUATED if is_evaluated else FINISHED, ""
         state.write(state.status, source=_linked_source(job))
         job.remove_surplus()
@@ -237,7 +253,7 @@ class LocalSweep:
     def _fail(self, state: _State, reason: str) -> None:
         state.status, state.reason, state.commands = FAILED, reason, []
         if state.job.cell.folder.is_dir():
-            state.write(FAILED)
+            state.write(FINISHED if state.has_model else FAILED)  # of its models only the chosen one may be left
 
     def _show(self) -> None:
         now = time.monotonic()
@@ -315,7 +331,9 @@ class _Display:
         self._shown = states
         if time.monotonic() - self._last_time >= _LINE_INTERVAL_S:
             self._last_time = time.monotonic()
-            done = sum(not state.startswith(("waiting", "running", "evaluating")) for state in states.values())
+            done = sum(
+                not state.startswith(("waiting", "running", "scoring", "evaluating")) for state in states.values()
+            )
             running = ", ".join(f"{name} {text}" for name, text in progress.items() if text)
             print(f"{done} of {len(states)} cells done{'; ' if running else ''}{running}", flush=True)
 

@@ -112,6 +112,20 @@ def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys
     assert tasks == f"{common} --tasks tofu,mine --include-path yaml --new-task mine"
 
 
+def test_epochs_that_are_chosen_from_are_scored_before_the_run(grid, tmp_path, base_folder, capsys):
+    evaluate = {"suites": ["knowledge"], "select_by": "knowledge_validation"}
+    file = grid({"method": ["sft"]}, evaluate=evaluate, overrides={"epochs": 2})
+    code, printed, error = finch(capsys, "sweep", file, "--dry-run")
+    assert code == 0, error
+    epochs, run = (line.partition("--base ")[2] for line in printed.splitlines() if " evaluate " in line)
+    out = tmp_path / "out"
+    models = f"{out}/sft/epoch_0 {out}/sft/epoch_1"
+    assert epochs == f"{base_folder} --tuned {models} --out {out} --suite knowledge_validation"
+    assert run == f"{base_folder} --tuned {out}/sft --out {out} --suite knowledge,knowledge_validation"
+    error = finch(capsys, "sweep", file, "--dry-run", "save_last_epoch_only=True")[2]
+    assert "cell sft: save_last_epoch_only=True leaves no epochs to choose from by evaluate.select_by" in error
+
+
 def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, capsys):
     mappings = [{"method": ["finch", "lora"], "seed": [0]}, {**REPLAY, "seed": [0]}]
     file = grid(mappings, evaluate={"suites": ["forgetting"]})
@@ -150,9 +164,14 @@ def test_what_an_evaluation_needs_is_checked_before_the_first_cell(grid, tmp_pat
 
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    code, _, error = finch(capsys, "sweep", grid({"method": ["sft", "dft"]}, overrides={"epochs": 3}))
+    cells = {"mappings": {"method": ["sft", "dft", "talr"]}, "overrides": {"epochs": 3}}
+    code, _, error = finch(capsys, "sweep", grid(**cells))
     assert (code, (tmp_path / "out").exists()) == (1, False)
-    assert "has 1.0 kB free, the 6 models of 2 cells need" in error
+    assert "has 1.0 kB free, the 9 models of 3 cells need" in error
+    error = finch(capsys, "sweep", grid(**cells, keep="best"), "--jobs", "2")[
+        2
+    ]  # two cells at a time have all of theirs
+    assert "the 7 models of 3 cells need" in error
 
 
 def test_failures_with_one_cause_are_one_line(grid, capsys, monkeypatch):
@@ -170,6 +189,6 @@ def test_kept_model_is_the_best_or_the_last(tmp_path, keep, left):
     for name in ("epoch_0", "epoch_1", "epoch_2", "checkpoints/step_9"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "best").symlink_to("epoch_1")
-    cell, grid = SimpleNamespace(folder=tmp_path, kind="run"), SimpleNamespace(keep=keep)
+    cell, grid = SimpleNamespace(folder=tmp_path, kind="run"), SimpleNamespace(keep=keep, evaluation=None)
     Job(grid, cell, "", None).remove_surplus()
     assert {path.name for path in tmp_path.iterdir()} == {left, *(["best"] if keep == "best" else [])}

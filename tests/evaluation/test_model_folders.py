@@ -36,6 +36,14 @@ def test_run_is_its_best_or_last_epoch(base, base_folder, tmp_path, epochs, best
     assert (tuned.path.resolve().name, tuned.run, tuned.label) == (chosen, run, "run")
 
 
+def test_epoch_of_a_run_has_its_results_in_the_run(base, base_folder, tmp_path):
+    run = make_run(tmp_path / "run", base_folder, "epoch_0", best="epoch_0")
+    tuned = find_tuned(run / "epoch_0", base)
+    assert (tuned.run, tuned.results) == (None, run / "evaluation" / "epoch_0")
+    assert find_tuned(run, base).results == run / "evaluation"
+    assert find_base(run / "epoch_0").results is None
+
+
 def test_sweeps_cell_without_config_is_a_run(base, base_folder, tmp_path):
     run = make_run(tmp_path / "run", base_folder, "epoch_0")
     (run / "config.yaml").rename(run / "cell.json")

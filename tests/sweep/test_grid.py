@@ -145,6 +145,24 @@ def test_command_line_overrides_runs_and_evaluation(read):
 
 
 @pytest.mark.parametrize(
+    ("given", "suites", "tasks"),
+    [
+        ({"suites": ["knowledge", "forgetting"]}, ("knowledge", "forgetting", "knowledge_validation"), ()),
+        ({"tasks": ["tofu"]}, (), ("tofu", "tofu_validation")),
+        (
+            {"suites": ["knowledge"], "tasks": ["tofu"]},
+            ("knowledge", "knowledge_validation"),
+            ("tofu", "tofu_validation"),
+        ),
+    ],
+)
+def test_suite_that_chooses_epochs_is_evaluated_too(read, given, suites, tasks):
+    grid = read(grid={"seed": [0]}, evaluate={**given, "select_by": "knowledge_validation"})
+    assert (grid.evaluation.suites, grid.evaluation.tasks, grid.task) == (suites, tasks, "knowledge")
+    assert grid.evaluation.results()["knowledge_validation"] == {"tofu_validation"}
+
+
+@pytest.mark.parametrize(
     ("grid", "message"),
     [
         ({"seed": 0}, "grid.seed=0 must be a list of values, such as [0]"),
@@ -184,6 +202,21 @@ def test_mistakes_in_a_grid_are_one_line(read, grid, message):
         ),
         ({"keep": "bst"}, "", "keep=bst is not known; give all, best, last"),
         ({"evaluate": {}}, "", "evaluate needs suites or tasks"),
+        (
+            {"evaluate": {"suites": ["science"], "select_by": "knowledge_validation"}},
+            "",
+            "select_by=knowledge_validation has no validation rows of the task science; give science_validation",
+        ),
+        (
+            {"evaluate": {"suites": ["language"], "select_by": "language_validation"}},
+            "",
+            "leave it out: only knowledge_validation, science_validation can choose an epoch",
+        ),
+        (
+            {"evaluate": {"suites": ["science"]}, "keep": "last"},
+            "evaluate.select_by=science_validation",
+            "keep=last removes the epochs that evaluate.select_by chooses from; give best or all",
+        ),
         ({"evaluate": {"tasks": "x"}}, "evaluate.limit=0", "evaluate.limit=0 must be a number"),
     ],
 )

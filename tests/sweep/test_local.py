@@ -56,7 +56,7 @@ class SmallJob(Job):
         is_missing = self.is_evaluated_too and not (self.cell.folder / "evaluated").exists()
         return [[sys.executable, "-c", EVALUATE, str(self.cell.folder)]] if is_missing else []
 
-    def end_evaluation(self):
+    def end_evaluation(self, *, of_epochs):
         pass
 
 
@@ -67,9 +67,8 @@ def sweep(tmp_path, monkeypatch):
     def start(cells, *, num_parallel=1, **changes):
         for name, value in changes.items():
             monkeypatch.setattr(SmallJob, name, value)
-        grid = SimpleNamespace(
-            task=None, evaluation="yes" if SmallJob.is_evaluated_too else None, overwrites=False, keep="all"
-        )
+        evaluation = SimpleNamespace(select_by=None) if SmallJob.is_evaluated_too else None
+        grid = SimpleNamespace(task=None, evaluation=evaluation, overwrites=False, keep="all")
         jobs = [
             SmallJob(
                 grid,

@@ -26,7 +26,9 @@ def test_grid_is_valid_and_its_header_says_what_it_takes(name):
         assert {cell.values[METHOD] for cell in cells} == METHODS
         assert len(cells) == 8 * 6 * 2 + 4 * 2 + 2
     assert grid.out.parts[-3:] == ("out", "sweeps", name.removeprefix("sweeps/"))
-    assert set(grid.evaluation.suites) == {"forgetting", task}
+    validation = {f"{task}_validation"} - {"language_validation"}  # the answers to Galician instructions have none
+    assert set(grid.evaluation.suites) == {"forgetting", task, *validation}
+    assert ({grid.evaluation.select_by} - {None}, grid.keep) == (validation, "best")
     assert grid.task == task
     first = {cell.values.get(METHOD): cell for cell in reversed(cells)}
     needed = {path for cell in first.values() for path in cell.dependencies}
@@ -48,5 +50,8 @@ def check_cost(header, cells):
     assert runs == len(trained)
     passes = sum(6 * 5 + 2 * (cell.values.get(METHOD) in NEED_A_PASS) for cell in trained)
     assert hours == round(passes * parameters * rows * tokens / (0.40 * 989e12) / 3600, 1)
-    bytes_ = len(trained) * (5 * 2 + 6) + sum(cell.kind == WISE_FT for cell in cells) * 2  # per parameter
-    assert f"Disk, computed: {bytes_ * parameters / 1e12:.1f} TB" in header
+    kept = 2 * (len(trained) + sum(cell.kind == WISE_FT for cell in cells))  # bytes per parameter
+    epochs_and_checkpoint = 4 * 2 + 6
+    num_parallel = 1 if "clip" in cells[0].folder.parent.name else 8
+    for num_complete, text in ((num_parallel, "Disk, computed:"), (len(trained), "With --slurm")):
+        assert f"{text} {(kept + num_complete * epochs_and_checkpoint) * parameters / 1e12:.1f} TB: " in header

@@ -190,6 +190,8 @@ SUITES: dict[str, tuple[str, ...]] = {}
 for _task in TASKS.values():
     SUITES[_task.suite] = (*SUITES.get(_task.suite, ()), _task.name)
 
+VALIDATION = "_validation"
+"""How the suites end that have the validation rows of another one's task."""
 ALL = ("forgetting", "reliability", "knowledge", "science", "language")
 """The suites that are evaluated after tuning; those of validation rows choose a checkpoint or a setting."""
 
