@@ -33,10 +33,12 @@ def test_config_is_valid_and_its_header_has_commands(name):
 
 
 @pytest.mark.parametrize("family", ["qwen3/4B", "llama3/8B", "smollm2/135M"])
-def test_finch_and_sft_configs_differ_in_the_schedule(family):
+def test_finch_and_sft_configs_differ_in_the_schedule_and_its_rate(family):
     finch, sft = (read(["--config", f"{family}_{kind}"], FullFinetuneKeys) for kind in ("finch", "sft"))
     different = {key for key in finch if finch[key] != sft[key]}
-    assert different <= {"lr_scheduler", "output_dir", "checkpointer", "metric_logger"}
+    assert different <= {"lr_scheduler", "optimizer", "output_dir", "checkpointer", "metric_logger"}
+    assert {**finch.optimizer, "lr": sft.optimizer.lr} == sft.optimizer
+    assert sft.optimizer.lr == (1e-4 if family == "smollm2/135M" else 5e-5)
     rates = (2.5e-4, 1e-4) if family == "smollm2/135M" else (5e-5, 2e-5)
     assert (finch.lr_scheduler.eta_max, finch.optimizer.lr, finch.lr_scheduler.ema) == (*rates, 0.9)
     assert finch.batch_size * finch.gradient_accumulation_steps == 16
