@@ -181,7 +181,9 @@ def with_default_thinking(source: str, thinking: bool) -> str:
     """A hybrid model's template that takes ``thinking`` where whoever renders it gives no ``enable_thinking``; another one as it is."""
     if "enable_thinking" not in source:
         return source
-    defaults = {each: f"{{%- set enable_thinking = enable_thinking | default({each}) %}}\n" for each in ("true", "false")}
+    defaults = {
+        each: f"{{%- set enable_thinking = enable_thinking | default({each}) %}}\n" for each in ("true", "false")
+    }
     for default in defaults.values():
         source = source.removeprefix(default)
     return defaults[str(thinking).lower()] + source
