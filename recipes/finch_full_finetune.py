@@ -83,6 +83,7 @@ class FinchFullFinetune(FTRecipeInterface):
         """Tokenizer, loss and rows; with them the run's identity is known."""
         cfg = self.cfg
         self.tokenizer = instantiate.build(cfg.tokenizer, "tokenizer")
+        self.base.chat_template = getattr(self.tokenizer, "chat_template", None)  # torchtune's tokenizers have none
         self.loss = StepLoss(cfg, self.decoder, self.parallel, self.run.scalars)
         needs_stats = self.loss.needs_stats
         self.data = TrainingData(cfg, self.tokenizer, self.parallel, seed=self.seed, needs_stats=needs_stats)

@@ -19,6 +19,8 @@ from finch.extras import require_extras
 from finch.run_files import models_in
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from finch.evaluation.model_folders import ModelFolder
     from finch.evaluation.runner import Evaluation
     from finch.evaluation.statistics import Mean
@@ -102,22 +104,24 @@ def evaluate(parsed: argparse.Namespace) -> None:
     """
     require_extras("finch evaluate", "evaluate")
     is_rank = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    base, tuned, tasks, others = _check(parsed)
+    base, tuned, tasks, others, tokenizer = _check(parsed)
     if parsed.nproc_per_node > 1 and not is_rank:
         _launch(parsed.nproc_per_node)
         return
     from finch.evaluation.harness import quiet_harness
 
     with quiet_harness():
-        evaluation, tasks = _prepare(parsed, base, tuned, tasks, others)
+        evaluation, tasks = _prepare(parsed, base, tuned, tasks, others, tokenizer)
         evaluation.run()
         if int(os.environ.get("RANK", "0")) == 0:
             print(_report(evaluation, tasks))
     exit_without_teardown()
 
 
-def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str]]:
-    from finch.evaluation.loading import check_adapter
+def _check(
+    parsed: argparse.Namespace,
+) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str], PreTrainedTokenizerBase]:
+    from finch.evaluation.loading import check_adapter, shared_tokenizer
     from finch.evaluation.model_folders import find_base, find_tuned
 
     check_harness()
@@ -147,8 +151,7 @@ def _check(parsed: argparse.Namespace) -> tuple[ModelFolder, list[ModelFolder], 
     for folder in tuned:
         if folder.is_adapter:
             check_adapter(folder.path, str(folder))
-    _check_tokenizers(base, tuned)
-    return base, tuned, tasks, others
+    return base, tuned, tasks, others, shared_tokenizer(base, tuned)
 
 
 def check_needs(suites: Sequence[str], tasks: Sequence[str], data_root: str | None) -> None:
@@ -190,19 +193,6 @@ def check_data(tasks: Sequence[Task], data_root: Path | None) -> None:
         _check_punkt()
 
 
-def _check_tokenizers(base: ModelFolder, tuned: Sequence[ModelFolder]) -> None:
-    """A tuned model's tokenizer must have the base's tokens."""
-    from finch.evaluation.loading import hash_vocabulary, load_tokenizer
-
-    expected = None
-    for folder in tuned:
-        if folder.is_adapter:  # it answers with the base's tokenizer
-            continue
-        expected = expected or hash_vocabulary(load_tokenizer(base.path, "--base"))
-        if hash_vocabulary(load_tokenizer(folder.path, "--tuned")) != expected:
-            raise UserError(f"{folder} has another vocabulary than {base}; give the model that was tuned as --base")
-
-
 def _check_punkt() -> None:
     """lm-eval would report a download that failed as done, and stop in the middle of IFEval."""
     import nltk
@@ -214,15 +204,19 @@ def _check_punkt() -> None:
 
 
 def _prepare(
-    parsed: argparse.Namespace, base: ModelFolder, tuned: list[ModelFolder], tasks: list[Task], others: list[str]
+    parsed: argparse.Namespace,
+    base: ModelFolder,
+    tuned: list[ModelFolder],
+    tasks: list[Task],
+    others: list[str],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Evaluation, list[Task]]:
     from finch.evaluation.custom_tasks import custom_task
     from finch.evaluation.harness import Harness, has_chat_template, task_manager
-    from finch.evaluation.loading import Ranks, load_tokenizer, resolve_dtype
+    from finch.evaluation.loading import Ranks, resolve_dtype
     from finch.evaluation.runner import Evaluation, Options
 
     ranks = Ranks()
-    tokenizer = load_tokenizer(base.path, "--base")
     manager = task_manager(parsed.data_root, has_chat_template(tokenizer), parsed.include_path, others)
     tasks = [*tasks, *(custom_task(name, manager, is_new=name in parsed.new_task) for name in others)]
     harness = Harness(manager, tasks, tokenizer, parsed.limit)

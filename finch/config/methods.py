@@ -56,6 +56,7 @@ LORA = {
     "lora_alpha": 64,
     "lora_dropout": 0.0,
 }
+"""Of FLOW's code: the paper's text names neither rank, alpha nor layers."""
 
 UNRESOLVED = "???"
 """OmegaConf's missing value: depends on the merged config, or must be given."""

@@ -484,6 +484,8 @@ class Dataset(Arguments):
     """of the permutation or hash that chooses the rows of a part"""
     split_by: Literal["order", "content"] = "order"
     """order: a permutation of the row numbers; content: the same rows whatever their order in the file, equal prompts together"""
+    questions: str | list[Any] | None = None
+    """sciknoweval_solutions_dataset: local rows of SciKnowEval, in place of source"""
     domain: str | None = None
     """sciknoweval_dataset: of the rows; null: any"""
     level: str | None = None

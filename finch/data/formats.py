@@ -67,7 +67,7 @@ def detect(
 
     Args:
         data_files: a path, a pattern such as ``rows/*.jsonl``, or a list of them: .jsonl, .json (an array or one object per line), .csv,
-            .parquet, each also with .gz except parquet.
+            .parquet, .arrow; the first three also with .gz.
         source: ``json``, ``csv`` or ``parquet``; None: by the files' extensions.
         column_map: from a format's fields to the files' columns, for columns with other names.
 

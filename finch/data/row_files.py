@@ -25,7 +25,7 @@ ALL = "all"
 PARTS = (ALL, "train", "validation", "test")
 _UNREADABLE = (OSError, EOFError, ValueError, csv.Error, datasets.exceptions.DatasetGenerationError)
 """What readers of broken files raise; pyarrow's errors are ValueErrors."""
-SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 def local_files(data_files: str | Iterable[str]) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -18,6 +18,7 @@ from finch.log import logger
 
 FIELDS = ("prompt", "question", "choices", "answerKey", "answer", "solution")
 REQUIRED = ("question", "choices", "answerKey", "answer")
+SOLUTION_FIELDS = ("messages", "output_text")
 _QUESTION_ANSWER = RowFormat("question_answer", {"question": "question", "answer": "answer"})
 
 
@@ -43,7 +44,7 @@ def sciknoweval_dataset(
     questions stay together, see :func:`finch.data.row_files.part_indices`. All rows are split, those without choices as well.
 
     The user's turn is ``prompt_of(row)``, the assistant's ``target_of(row)``: the row's ``solution`` where it has one, otherwise its
-    plain answer. A log line says how many rows have which. The paper trains on solutions that gpt-4o wrote and that are not public.
+    plain answer. A log line says how many rows have which. The paper trains on gpt-4o's solutions: :func:`sciknoweval_solutions_dataset`.
 
     Args:
         source: a hub name; ignored with ``data_files``.
@@ -66,13 +67,7 @@ def sciknoweval_dataset(
     table = load_table(reader, data_files, files, name=name if is_hub else None, split=split)
     columns = _columns(table.column_names, column_map)
     indices = _rows_of(table, domain, level)
-    if part != ALL:
-        questions, choices = (list(table[columns[field]]) for field in ("question", "choices"))
-        contents = [(questions[index], choices[index]) for index in indices]
-        chosen = part_indices(
-            contents, part, validation_fraction=validation_fraction, test_fraction=test_fraction, seed=split_seed
-        )
-        indices = [indices[index] for index in chosen]
+    indices = _part(table, columns, indices, part, validation_fraction, test_fraction, split_seed)
     table = table.select(indices)
     _log_targets(table, columns, part)
     return tokenized(
@@ -86,6 +81,88 @@ def sciknoweval_dataset(
         new_system_prompt=new_system_prompt,
         packed=packed,
     )
+
+
+def sciknoweval_solutions_dataset(
+    tokenizer: Any,
+    *,
+    data_files: str | list[str],
+    questions: str | list[str] | None = None,
+    source: str = "hicai-zju/SciKnowEval",
+    name: str | None = "v2",
+    domain: str | None = "Chemistry",
+    level: str | None = "L3",
+    part: str = "train",
+    validation_fraction: float = 0.05,
+    test_fraction: float = 0.25,
+    split_seed: int = 0,
+    packed: bool = False,
+) -> Rows | PackedDataset:
+    """Written solutions to one part's questions, in the form of Shenfeld et al.'s Self-Distillation repository (data/science_data/train_data,
+    by gpt-4o, no licence stated): ``messages``, the prompt's turns, and ``output_text``, the answer.
+
+    The parts are :func:`sciknoweval_dataset`'s, so that no question that is scored is trained on: a solution belongs to the longest of
+    SciKnowEval's questions that its user's turn contains, whatever the white space. Those to other questions are left out; a log line counts them.
+
+    Args:
+        data_files: the solutions, such as ``train_data/*.arrow``.
+        questions: local rows of SciKnowEval's fields, in place of ``source`` and ``name``.
+        The others are those of :func:`sciknoweval_dataset`.
+
+    Raises UserError for rows without the fields, an argument out of range, and a part without solutions.
+    """
+    check_part(part, PARTS)
+    check_packing(tokenizer, packed)
+    check_fractions(part, validation_fraction, test_fraction)
+    asked = _load_questions(source, name, questions)
+    columns = _columns(asked.column_names, None)
+    rows = _rows_of(asked, domain, level)
+    texts = [_plain(text) for text in asked[columns["question"]]]
+    chosen = {texts[row] for row in _part(asked, columns, rows, part, validation_fraction, test_fraction, split_seed)}
+    by_length = sorted({texts[row] for row in rows} - {""}, key=len, reverse=True)
+
+    files, reader = files_and_source(None, data_files)
+    table = load_table(reader, data_files, files, name=None, split="train")
+    if missing := [field for field in SOLUTION_FIELDS if field not in table.column_names]:
+        raise UserError(
+            f"dataset.data_files: the rows have no field {missing[0]!r}; solutions have {' and '.join(SOLUTION_FIELDS)}"
+        )
+    found = [_question_in(messages, by_length) for messages in table["messages"]]
+    indices = [index for index, question in enumerate(found) if question in chosen]
+    logger.info(
+        f"SciKnowEval, {part}: {len(indices):,} of {len(found):,} solutions; {found.count(None):,} are to none of its {len(rows):,} questions"
+    )
+    if not indices:
+        raise UserError(f"dataset.data_files={data_files} has no solution to a question of part={part}; check the file")
+    return tokenized(
+        tokenizer,
+        table.select(indices),
+        RowFormat("prompt_completion", dict(zip(("prompt", "completion"), SOLUTION_FIELDS, strict=True)), reader),
+        files,
+        indices=indices,
+        train_on_input=False,
+        new_system_prompt=None,
+        packed=packed,
+    )
+
+
+def _load_questions(source: str, name: str | None, questions: str | list[str] | None) -> datasets.Dataset:
+    if questions is None:
+        return load_table(source, None, [], name=name, split="test")
+    files, reader = files_and_source(None, questions)
+    return load_table(reader, questions, files, name=None, split="train")
+
+
+def _question_in(messages: Any, questions: Sequence[str]) -> str | None:
+    """The first of ``questions`` that a user's turn contains."""
+    turns = messages if isinstance(messages, list) else []
+    text = _plain("\n".join(str(turn.get("content")) for turn in turns if turn.get("role") == "user"))
+    return next((question for question in questions if question in text), None)
+
+
+def _plain(text: Any) -> str:
+    """With single spaces; a field without a value is empty."""
+    return " ".join(str(text or "").split())
 
 
 def to_question_answer(columns: Mapping[str, str], row: Mapping[str, Any]) -> dict[str, str]:
@@ -174,6 +251,26 @@ def _rows_of(table: datasets.Dataset, domain: str | None, level: str | None) -> 
         known = ", ".join(sorted({" ".join(str(name) for name in kind if name is not None) for kind in kinds}))
         raise UserError(f"dataset.domain={domain} dataset.level={level} has no rows; the rows are of {known}")
     return indices
+
+
+def _part(
+    table: datasets.Dataset,
+    columns: Mapping[str, str],
+    indices: list[int],
+    part: str,
+    validation_fraction: float,
+    test_fraction: float,
+    seed: int,
+) -> list[int]:
+    """The numbers of a part's rows, of those in ``indices``."""
+    if part == ALL:
+        return indices
+    questions, choices = (list(table[columns[field]]) for field in ("question", "choices"))
+    contents = [(questions[index], choices[index]) for index in indices]
+    chosen = part_indices(
+        contents, part, validation_fraction=validation_fraction, test_fraction=test_fraction, seed=seed
+    )
+    return [indices[index] for index in chosen]
 
 
 def _log_targets(table: datasets.Dataset, columns: Mapping[str, str], part: str) -> None:

@@ -215,6 +215,11 @@ class LanguageModel(HFLM):
         self._can_keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._sizes = model.config.get_text_config()
         self.num_batches_run = 0
+        self._answer_prefix, self._user_header = _plain_parts(tokenizer)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """With the spaces that the template puts before an answer: lm-eval gives them to an answer that it scores."""
+        return super().apply_chat_template(chat_history, add_generation_prompt) + self._answer_prefix
 
     def use_cache(self, cache: AnswerCache | None) -> None:
         """Of the next task's answers."""
@@ -312,11 +317,13 @@ class LanguageModel(HFLM):
         """
         self._progress.expect(count_requests(requests))
         answers: list[Any] = [None] * len(requests)
+        prompts = [request.args[0].removesuffix(self._answer_prefix) for request in requests]
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(index)
         for indices in groups.values():
             settings = dict(normalize_gen_kwargs(dict(requests[indices[0]].args[1]), self.max_gen_toks))
+            settings["until"] = [*settings["until"], *self._user_header]
             room = min(settings["max_gen_toks"], self.max_length // 2)
             if room < settings["max_gen_toks"] and self._ranks.is_first:
                 logger.warning(
@@ -324,18 +331,19 @@ class LanguageModel(HFLM):
                     f"{settings['max_gen_toks']}: the model's context has {self.max_length}"
                 )
             settings["max_gen_toks"] = room
-            lengths = {index: len(self.tok_encode(requests[index].args[0])) for index in indices}
+            lengths = {index: len(self.tok_encode(prompts[index])) for index in indices}
             max_prompt = self.max_length - room
             self._warn_of_truncated(sum(length > max_prompt for length in lengths.values()), len(indices))
             rows = [Row([index], min(lengths[index], max_prompt) + room) for index in indices]
-            rows.sort(key=lambda row: (-row.length, requests[row.indices[0]].args[0]))
+            rows.sort(key=lambda row: (-row.length, prompts[row.indices[0]]))
             for batch in form_batches(rows, self._limits(None, None), self._kept_bytes):
-                limited = [_with_settings(requests[row.indices[0]], settings) for row in batch]
+                chosen = [row.indices[0] for row in batch]
+                limited = [_limited(requests[index], prompts[index], settings) for index in chosen]
                 content = [request.args for request in limited]
-                number = count_requests(requests[row.indices[0]] for row in batch)
+                number = count_requests(requests[index] for index in chosen)
                 texts = self._cached(content, number, partial(_run_in_memory, self._generate, limited))
-                for row, text in zip(batch, texts, strict=True):
-                    answers[row.indices[0]] = text
+                for index, text in zip(chosen, texts, strict=True):
+                    answers[index] = text
         return answers
 
     def _generate(self, requests: list[Instance]) -> list[str]:
@@ -393,6 +401,25 @@ class LanguageModel(HFLM):
         )
 
 
+def _plain_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
+    """Of a chat template: the spaces between the generation prompt and an answer; and what begins the user's next turn where that is plain text,
+    such as a line ``User:``, with which a pretrained model goes on."""
+    if tokenizer.chat_template is None:
+        return "", []
+    user, answer = {"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}
+    try:
+        prompt = str(tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True))
+        whole = str(tokenizer.apply_chat_template([user, answer, user], tokenize=False))
+    except (
+        Exception
+    ):  # Jinja's errors of all kinds: a template for other conversations, which a task's own prompts may fit
+        return "", []
+    before, _, after = whole.partition("\ue001")
+    lead = before.removeprefix(prompt)
+    header = after.partition("\ue000")[0].rpartition("\n")[2]
+    return "" if lead.strip() else lead, [f"\n{header.strip()}"] if header.endswith(": ") else []
+
+
 def _run_in_memory(run: Callable[[list[Any]], list[Any]], batch: list[Any]) -> list[Any]:
     """The answers to a batch; from halves of it where the memory does not suffice."""
     try:
@@ -406,6 +433,6 @@ def _run_in_memory(run: Callable[[list[Any]], list[Any]], batch: list[Any]) -> l
     return _run_in_memory(run, batch[:half]) + _run_in_memory(run, batch[half:])
 
 
-def _with_settings(request: Instance, settings: dict[str, Any]) -> Instance:
+def _limited(request: Instance, prompt: str, settings: dict[str, Any]) -> Instance:
     metadata = (request.task_name, request.doc_id, request.repeats)
-    return Instance("generate_until", request.doc, (request.args[0], settings), request.idx, metadata)
+    return Instance("generate_until", request.doc, (prompt, settings), request.idx, metadata)

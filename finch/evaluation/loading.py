@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from finch.config.instantiate import first_line
 from finch.distributed.processes import die_with_parent
 from finch.errors import UserError
 from finch.evaluation.model_folders import ModelFolder, weight_files
-from finch.models.chat_template import try_template
+from finch.log import logger
+from finch.models.chat_template import read_chat_template, try_template
 from finch.models.hf_config import CONFIG, read_config, read_settings
 from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_tensors
 
@@ -155,6 +157,39 @@ def load_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:
         ) from error
     if isinstance(tokenizer.chat_template, str):
         try_template(tokenizer.chat_template, tokenizer.special_tokens_map, folder)
+    return tokenizer
+
+
+def shared_tokenizer(base: ModelFolder, tuned: Sequence[ModelFolder]) -> PreTrainedTokenizerBase:
+    """The base's tokenizer with the chat template that the tuned models were trained with, from which all models get their prompts.
+
+    A tuned folder without a template has the base's. The base's own template counts where nothing is tuned.
+
+    Raises:
+        UserError: a tuned model has other tokens than the base, or another template than the first tuned one.
+    """
+    tokenizer = load_tokenizer(base.path, str(base.option))
+    vocabulary = hash_vocabulary(tokenizer) if tuned else None
+    templates = []
+    for folder in tuned:
+        if folder.is_adapter:
+            template = read_chat_template(folder.path)
+            if template is not None:
+                try_template(template, tokenizer.special_tokens_map, folder.path)
+        else:
+            own = load_tokenizer(folder.path, folder.option)
+            template = own.chat_template
+            if hash_vocabulary(own) != vocabulary:
+                raise UserError(f"{folder} has another vocabulary than {base}; give the model that was tuned as --base")
+        templates.append(tokenizer.chat_template if template is None else template)
+        if templates[-1] != templates[0]:
+            raise UserError(
+                f"{folder} was trained with another chat template than {tuned[0]}, and a comparison needs one form of prompts; "
+                "evaluate them by separate commands"
+            )
+    if templates and templates[0] != tokenizer.chat_template:
+        logger.info(f"{base} and all others get prompts by the chat template of {tuned[0]}, which it was trained with")
+        tokenizer.chat_template = templates[0]
     return tokenizer
 
 

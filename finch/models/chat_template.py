@@ -20,6 +20,7 @@ from finch.models import chat_environment
 from finch.models.chat_environment import CPU_SECONDS, RENDER_ERRORS
 from finch.models.hf_config import read_settings
 
+CHAT_TEMPLATE = "chat_template.jinja"
 THINKING = ("<think>", "</think>")
 EMPTY_THINKING = "<think>\n\n</think>\n\n"
 Turn = Mapping[str, str]
@@ -62,7 +63,7 @@ class ChatTemplate:
 
 def read_chat_template(folder: Path) -> str | None:
     """A folder's chat template: chat_template.jinja, or the field of tokenizer_config.json; None without one."""
-    file = folder / "chat_template.jinja"
+    file = folder / CHAT_TEMPLATE
     if file.is_file():
         return file.read_text(encoding="utf-8")
     config = folder / "tokenizer_config.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,11 @@ class ChatTokenizer(ModelTokenizer, Transform):
         pad_token: pads. It may be a token with a meaning: targets are known by their place, not by their token.
         bos_token: begins a plain text; None: the model was not trained with one.
         max_seq_len: tokens after which a conversation is truncated; None: never.
-        prompt_style: ``chat``, or ``authors`` as in the FINCH paper's code: a conversation without a system turn gets an empty
-            one, instead of the template's default.
 
-    Raises UserError for another prompt_style, a special token that the tokenizer lacks, and a template that leaves an assistant turn out or
-    does not close it.
+    Attributes:
+        chat_template: Jinja source with which transformers renders conversations as this tokenizer does, ``enable_thinking`` left out.
+
+    Raises UserError for a special token that the tokenizer lacks, and a template that leaves an assistant turn out or does not close it.
     """
 
     def __init__(
@@ -48,11 +49,9 @@ class ChatTokenizer(ModelTokenizer, Transform):
         pad_token: str,
         bos_token: str | None = None,
         max_seq_len: int | None = None,
-        prompt_style: str = "chat",
     ) -> None:
-        if prompt_style not in PROMPT_STYLES:
-            raise UserError(f"tokenizer.prompt_style={prompt_style} must be {' or '.join(PROMPT_STYLES)}")
-        self._tokenizer, self._template, self._prompt_style = tokenizer, template, prompt_style
+        self._tokenizer, self._template = tokenizer, template
+        self.chat_template = with_default_thinking(template.source, template.thinking)
         self.special_tokens = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
         self.bos_id = None if bos_token is None else self.special_id(bos_token)
         self.eos_id, self.pad_id = self.special_id(eos_token), self.special_id(pad_token)
@@ -97,8 +96,6 @@ class ChatTokenizer(ModelTokenizer, Transform):
             {"role": "tool" if message.role == "ipython" else message.role, "content": message.text_content}
             for message in messages
         ]
-        if self._prompt_style == "authors" and turns[:1] and turns[0]["role"] != "system":
-            turns.insert(0, {"role": "system", "content": ""})
         text = self._template.render(turns, generation=not add_end_tokens)
         for turn in turns:
             if turn["content"].strip() not in text:
@@ -164,6 +161,33 @@ AUTHORS_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"""
 
+_EMPTY_SYSTEM_TURN = """\
+{%- if messages and messages[0].role != 'system' %}
+{%- set messages = [{'role': 'system', 'content': ''}] + messages %}
+{%- endif %}
+"""
+
+
+def styled(source: str, prompt_style: str) -> str:
+    """A template in a prompt style: ``authors`` gives conversations without a system turn an empty one, instead of the template's default.
+    Raises UserError for another style than ``chat`` and ``authors``."""
+    if prompt_style not in PROMPT_STYLES:
+        raise UserError(f"tokenizer.prompt_style={prompt_style} must be {' or '.join(PROMPT_STYLES)}")
+    is_done = prompt_style == "chat" or _EMPTY_SYSTEM_TURN in source
+    return source if is_done else _EMPTY_SYSTEM_TURN + source
+
+
+def with_default_thinking(source: str, thinking: bool) -> str:
+    """A hybrid model's template that takes ``thinking`` where whoever renders it gives no ``enable_thinking``; another one as it is."""
+    if "enable_thinking" not in source:
+        return source
+    defaults = {
+        each: f"{{%- set enable_thinking = enable_thinking | default({each}) %}}\n" for each in ("true", "false")
+    }
+    for default in defaults.values():
+        source = source.removeprefix(default)
+    return defaults[str(thinking).lower()] + source
+
 
 def auto_tokenizer(
     path: str, max_seq_len: int | None = None, thinking: bool = False, prompt_style: str = "chat"
@@ -200,16 +224,16 @@ def auto_tokenizer(
         logger.info(
             f"tokenizer: {folder} has no chat template; prompts are plain text, 'User: ...' and 'Assistant: ...' on separate lines"
         )
-        template = AUTHORS_TEMPLATE if prompt_style == "authors" else PLAIN_TEMPLATE
-        special |= {"bos_token": bos or ""}
+        tokens = {"bos_token": bos or "", "eos_token": special["eos_token"]}
+        template = "".join(f"{{%- set {name} = {json.dumps(token)} %}}\n" for name, token in tokens.items())
+        template += AUTHORS_TEMPLATE if prompt_style == "authors" else PLAIN_TEMPLATE
     return ChatTokenizer(
         tokenizer,
-        ChatTemplate(template, folder, special, thinking=thinking),
+        ChatTemplate(styled(template, prompt_style), folder, special, thinking=thinking),
         bos_token=bos,
         eos_token=special["eos_token"],
         pad_token=special.get("pad_token", special["eos_token"]),
         max_seq_len=max_seq_len,
-        prompt_style=prompt_style,
     )
 
 
@@ -292,7 +316,7 @@ def qwen3_tokenizer(
     if file.name != TOKENIZER:
         file = file.with_name(TOKENIZER)
     loaded = load_tokenizer(file)
-    source = read_chat_template(file.parent) or CHATML
+    source = styled(read_chat_template(file.parent) or CHATML, prompt_style)
     template = ChatTemplate(source, file.parent, {"eos_token": IM_END, "pad_token": END_OF_TEXT}, thinking=thinking)
     tokenizer = ChatTokenizer(
         loaded,
@@ -300,7 +324,6 @@ def qwen3_tokenizer(
         eos_token=IM_END,
         pad_token=END_OF_TEXT,
         max_seq_len=max_seq_len,
-        prompt_style=prompt_style,
     )
     for token in (IM_START, *(token for token in THINKING if token in source)):
         tokenizer.special_id(token)

@@ -19,8 +19,9 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 
 from finch.dtensor import each_shard, local_block, to_local
 from finch.errors import UserError, WriteFailed
-from finch.files import atomic_folder
+from finch.files import atomic_folder, write_text
 from finch.log import logger
+from finch.models.chat_template import CHAT_TEMPLATE, read_chat_template
 from finch.models.hf_config import CONFIG, FAMILIES, check_folder, is_tied, read_config, rope_settings
 from finch.models.lora import adapter_parameters
 from finch.torchtune_names import Gemma2Attention
@@ -55,10 +56,14 @@ Part = tuple[str, tuple[slice, ...], torch.Tensor]
 
 
 class PretrainedFolder(ABC):
-    """A folder that training starts from: checks the model against it, reads its weights from ``files``, writes a folder like it."""
+    """A folder that training starts from: checks the model against it, reads its weights from ``files``, writes a folder like it.
+
+    ``chat_template``: of the rows that are trained on, which written folders get; None: that of ``folder``, if any.
+    """
 
     folder: Path
     files: list[Path]
+    chat_template: str | None = None
 
     @abstractmethod
     def check_model(self, model: TransformerDecoder, component: str) -> None:
@@ -129,6 +134,11 @@ class PretrainedFolder(ABC):
                     with torch.no_grad():
                         to_local(parameter).copy_(stored.read_rows(rows[local_rows], tuple(columns)))
 
+    def write_chat_template(self, target: Path) -> None:
+        """Writes the trained chat template into a folder that has another one or none, where transformers looks first."""
+        if self.chat_template is not None and self.chat_template != read_chat_template(target):
+            write_text(target / CHAT_TEMPLATE, self.chat_template)
+
     def write(
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
@@ -173,6 +183,7 @@ class PretrainedFolder(ABC):
         try:
             with atomic_folder(target) as partial:
                 self._write_into(partial, like, parts)
+                self.write_chat_template(partial)
         except OSError as error:
             for _ in parts:  # the other ranks still send
                 pass

@@ -21,6 +21,7 @@ from finch.weights.files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     SAFETENSORS_METADATA,
+    copy_side_files,
     rewrite,
     write_json,
 )
@@ -82,6 +83,7 @@ class PeftFolder:
             with atomic_folder(target) as partial:
                 save_file(content, partial / ADAPTER_WEIGHTS, SAFETENSORS_METADATA)
                 write_json(partial / ADAPTER_CONFIG, config)
+                self._base.write_chat_template(partial)
         except (OSError, SafetensorError) as error:
             raise WriteFailed(str(error)) from error
 
@@ -138,5 +140,6 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> None:
     try:
         with atomic_folder(target) as partial:
             rewrite(base, partial, merged)
+            copy_side_files(adapter, partial, without=(ADAPTER_CONFIG,))  # the chat template
     except (OSError, SafetensorError) as error:
         raise UserError(f"{target} cannot be written ({error}); make room") from error

@@ -104,7 +104,13 @@ def test_arguments_are_those_of_the_component(model):
 
 
 def test_arguments_of_datasets_and_lora_builders_exist():
-    paths = ["rows.rows", "tofu.tofu", "sciknoweval.sciknoweval", "galician_alpaca.galician_alpaca"]
+    paths = [
+        "rows.rows",
+        "tofu.tofu",
+        "sciknoweval.sciknoweval",
+        "sciknoweval.sciknoweval_solutions",
+        "galician_alpaca.galician_alpaca",
+    ]
     datasets = [inspect.signature(locate(f"finch.data.{path}_dataset", "dataset")).parameters for path in paths]
     assert set(keys(Dataset)) == {name for parameters in datasets for name in parameters} - {"tokenizer"}
     defaults = {name: parameter.default for name, parameter in datasets[0].items() if name != "tokenizer"}

@@ -6,8 +6,9 @@ import datasets
 import pytest
 from helpers import rows as rows_helper
 from helpers.rows import membership
+from torchtune.data import Message
 
-from finch.data.sciknoweval import choices_of, sciknoweval_dataset, to_question_answer
+from finch.data.sciknoweval import choices_of, sciknoweval_dataset, sciknoweval_solutions_dataset, to_question_answer
 from finch.data.stats import collect_stats
 from finch.errors import UserError
 
@@ -105,6 +106,56 @@ def test_bad_row_has_its_number_and_a_reason(tokenizer, write, changes, message)
     parts = [rows_helper.load(tokenizer, file, _component_=component, source=None, part=part) for part in PARTS]
     bad = [entry for samples in parts for entry in collect_stats(samples, 0, 1, keep_bad_rows=True).bad.items()]
     assert [(reason, *map(str, rows.first)) for reason, rows in bad] == [(message, f"row 8 of {file}")]
+
+
+def solution(question, answer="a river"):
+    """As in the public file: the system's turn says how to answer, the user's has the question, its choices and a request."""
+    user = {"role": "user", "content": f"{question}\nA: a tree\nB: a river\nthe bird"}
+    return {"messages": [{"role": "system", "content": "the"}, user], "output_text": answer}
+
+
+@pytest.fixture
+def load_solutions(tokenizer, write, tmp_path):
+    """An Arrow file, as the datasets library saves it."""
+    questions = write(*ROWS, name="questions.jsonl")
+
+    def load(*rows, **arguments):
+        datasets.Dataset.from_list(list(rows)).save_to_disk(tmp_path / "solutions")
+        files = str(tmp_path / "solutions" / "*.arrow")
+        return sciknoweval_solutions_dataset(tokenizer, data_files=files, questions=questions, **arguments)
+
+    return load
+
+
+def test_solutions_belong_to_the_parts_of_their_questions(load, load_solutions, tokenizer, caplog):
+    solved = [solution(f"the  tree\n{number}") for number in (*range(40), 17)]  # "the tree 1" is in "the tree 17"
+    others = [solution("who sleeps?"), {"messages": [{"role": "system", "content": "the tree 1"}], "output_text": "a"}]
+    for part in (*PARTS, "all"):
+        asked = questions(load(*ROWS, part=part))
+        with caplog.at_level("INFO", logger="finch"):
+            data = load_solutions(*solved, *others, part=part)
+        found = [" ".join(row["messages"][1]["content"].split()[:3]) for row in data._data]
+        assert sorted(found) == sorted([*asked, *["the tree 17"] * ("the tree 17" in asked)])
+        assert f"{part}: {len(found)} of 43 solutions; 2 are to none of its 40 questions" in caplog.text
+    assert data.origin(3) == (None, 4)
+
+
+def test_a_solution_is_the_target_of_its_own_prompt(load_solutions, tokenizer):
+    [sample] = load_solutions(solution("the tree 1", "the fox"), part="all")
+    target = [label for label in sample["labels"] if label != -100]
+    assert target == tokenizer.encode("the fox", add_bos=False)
+    turns = [Message(**turn) for turn in solution("the tree 1")["messages"]]
+    prompt = tokenizer.tokenize_messages(turns, add_end_tokens=False)[0]
+    assert list(sample["tokens"])[: len(prompt)] == prompt
+
+
+def test_solutions_without_a_part_or_a_field_are_refused(load_solutions):
+    with pytest.raises(UserError, match=r"solutions/\*\.arrow has no solution to a question of part=train; check"):
+        load_solutions(solution("who sleeps?"))
+    with pytest.raises(
+        UserError, match="the rows have no field 'output_text'; solutions have messages and output_text"
+    ):
+        load_solutions({"messages": solution("the tree 1")["messages"]})
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ def model(base_folder):
 
 @pytest.fixture
 def make(base_folder, model):
-    def make_model(batch_size="auto"):
+    def make_model(batch_size="auto", **options):
         return LanguageModel(
             model,
-            AutoTokenizer.from_pretrained(base_folder),
+            AutoTokenizer.from_pretrained(base_folder, **options),
             name="--base=here",
             batch_size=batch_size,
             ranks=Ranks(),
@@ -97,6 +97,29 @@ def test_texts_equal_transformers_greedy(make, model):
         with torch.no_grad():
             answer = model.generate(tokens, max_new_tokens=7, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :]
         assert text == lm.tok_decode(answer.tolist()).split("\n")[0]
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role | capitalize ~ ': ' ~ m.content }}{% if not loop.last %}{{ '\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\nAssistant:' }}{% endif %}"
+)
+
+
+def test_space_before_an_answer_is_the_templates(make, model):
+    """It is scored with an answer, as it was trained, and left to the model where that writes the answer."""
+    lm = make(chat_template=PLAIN)
+    prompt, bare = lm.apply_chat_template([{"role": "user", "content": "the fox"}]), "User: the fox\nAssistant:"
+    [value] = log_likelihoods(lm, [(prompt, "bird")])
+    assert value == pytest.approx(reference(model, lm.tokenizer, bare, " bird"), abs=1e-4)
+    assert generate(lm, prompt, max_gen_toks=7) == generate(make(), bare, until=["\nUser:"], max_gen_toks=7)
+
+
+@pytest.mark.parametrize(("template", "ends"), [(PLAIN, ["\nUser:"]), (PLAIN.replace("': '", "'\n'"), [])])
+def test_answer_ends_where_a_plain_user_turn_begins(make, monkeypatch, template, ends):
+    lm, seen = make(chat_template=template), []
+    monkeypatch.setattr(lm, "_generate", lambda requests: seen.extend(requests) or [""])
+    generate(lm, "the fox", until=["."], max_gen_toks=7)
+    assert [request.args[1]["until"] for request in seen] == [[".", *ends]]
 
 
 def test_short_context_limits_the_answer(make, caplog):

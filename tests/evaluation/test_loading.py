@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finch.errors import UserError
-from finch.evaluation.loading import load_model, merge_adapter, resolve_dtype
+from finch.evaluation.loading import load_model, merge_adapter, resolve_dtype, shared_tokenizer
 from finch.evaluation.model_folders import ModelFolder
 
 CPU = torch.device("cpu")
@@ -50,6 +50,30 @@ def test_automatic_dtype_is_the_bases_on_a_gpu(base_folder):
     assert resolve_dtype("auto", base_folder, torch.device("cuda")) == "fp32"
     assert resolve_dtype("auto", base_folder, CPU) == "fp32"
     assert resolve_dtype("bf16", base_folder, CPU) == "bf16"
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_all_models_get_the_template_that_the_tuned_ones_were_trained_with(base_folder, tmp_path, is_adapter, caplog):
+    base, template = ModelFolder("--base", base_folder), "{{ messages[0].content }}"
+    tuned = []
+    for name in ("a", "b"):
+        path = tmp_path / name
+        if is_adapter:
+            path.mkdir()
+        else:
+            shutil.copytree(base_folder, path)
+        (path / "chat_template.jinja").write_text(template)
+        tuned.append(ModelFolder("--tuned", path, base=base_folder if is_adapter else None))
+    with caplog.at_level("INFO", logger="finch"):
+        assert shared_tokenizer(base, tuned).chat_template == template
+    assert (
+        f"--base={base_folder} and all others get prompts by the chat template of --tuned={tuned[0].path}"
+        in caplog.text
+    )
+    assert shared_tokenizer(base, []).chat_template != template
+    (tuned[1].path / "chat_template.jinja").write_text(template + "!")
+    with pytest.raises(UserError, match=r"--tuned=.*b was trained with another chat template than --tuned=.*a, and a"):
+        shared_tokenizer(base, tuned)
 
 
 def save_adapter(base_folder, folder, **options):

@@ -135,6 +135,27 @@ def test_folder_without_a_template_has_plain_prompts(tmp_path, name, caplog):
     assert tokenize(tokenizer, messages[:1], add_end_tokens=False)[0] == prompt
 
 
+@pytest.mark.parametrize("style", ["chat", "authors"])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("llama2", {"template": None}), ("qwen2", {"template": None}), ("qwen2", {}), ("qwen3", {})]
+)
+def test_transformers_renders_the_trained_template_alike(tmp_path, name, changes, style):
+    """Without the variables that finch gives: a BOS that no text gets, thinking, the system turn."""
+    write(tmp_path, name, **changes)
+    tokenizer = finch.models.auto_tokenizer(str(tmp_path), prompt_style=style)
+    messages = turns("who?", "a bird", "and?", "a fox")
+    expected = [tokenize(tokenizer, messages)[0], tokenize(tokenizer, messages[:1], add_end_tokens=False)[0]]
+    (tmp_path / "chat_template.jinja").write_text(tokenizer.chat_template)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    rendered = [
+        reference.apply_chat_template(given, return_dict=True, add_generation_prompt=given[-1]["role"] == "user")
+        for given in (messages, messages[:1])
+    ]
+    assert [each["input_ids"] for each in rendered] == expected
+    again = finch.models.auto_tokenizer(str(tmp_path), prompt_style=style)
+    assert (again.chat_template, tokenize(again, messages)[0]) == (tokenizer.chat_template, expected[0])
+
+
 @pytest.mark.parametrize("name", ["llama2", "llama3", "smollm2", "qwen2"])
 def test_plain_text_begins_as_in_transformers(tmp_path, name):
     write(tmp_path, name, adds_bos=name != "smollm2")  # there <|im_start|> begins a turn, not a text

@@ -59,3 +59,10 @@ def test_recipe_equals_the_authors_program(template, tmp_path, rows_file, tiny):
     for column in ("loss", "lr"):
         assert done.column(column) == pytest.approx(reference[column], rel=1e-6)
     assert len(set(reference["lr"])) == STEPS
+    exported = AutoTokenizer.from_pretrained(done.folder / "epoch_0")
+    turns = [
+        {"role": role, "content": rows[0][field]} for role, field in (("user", "question"), ("assistant", "answer"))
+    ]
+    expected = prompt_and_text(AutoTokenizer.from_pretrained(folder), rows[0])
+    prompt = exported.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=False)
+    assert (prompt, exported.apply_chat_template(turns, tokenize=False).rstrip()) == expected

@@ -11,7 +11,7 @@ import torch
 import yaml
 from helpers.models import FAMILIES, save
 from helpers.runs import Run, environment, finished
-from helpers.tokenizers import write_llama3_tokenizer, write_qwen3_tokenizer
+from helpers.tokenizers import write_qwen3_tokenizer, write_tokenizer
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_text import WORDS
@@ -33,10 +33,12 @@ def test_config_is_valid_and_its_header_has_commands(name):
 
 
 @pytest.mark.parametrize("family", ["qwen3/4B", "llama3/8B", "smollm2/135M"])
-def test_finch_and_sft_configs_differ_in_the_schedule(family):
+def test_finch_and_sft_configs_differ_in_the_schedule_and_its_rate(family):
     finch, sft = (read(["--config", f"{family}_{kind}"], FullFinetuneKeys) for kind in ("finch", "sft"))
     different = {key for key in finch if finch[key] != sft[key]}
-    assert different <= {"lr_scheduler", "output_dir", "checkpointer", "metric_logger"}
+    assert different <= {"lr_scheduler", "optimizer", "output_dir", "checkpointer", "metric_logger"}
+    assert {**finch.optimizer, "lr": sft.optimizer.lr} == sft.optimizer
+    assert sft.optimizer.lr == (1e-4 if family == "smollm2/135M" else 5e-5)
     rates = (2.5e-4, 1e-4) if family == "smollm2/135M" else (5e-5, 2e-5)
     assert (finch.lr_scheduler.eta_max, finch.optimizer.lr, finch.lr_scheduler.ema) == (*rates, 0.9)
     assert finch.batch_size * finch.gradient_accumulation_steps == 16
@@ -48,13 +50,13 @@ def test_finch_and_sft_configs_differ_in_the_schedule(family):
 def shrunk(name, folder, rows, run):
     """The shipped file with the model, the rows and the device changed, nothing else."""
     config = yaml.safe_load(find_config(name).read_text())
-    family, vocab_size = ("qwen3 tied", 320) if name.startswith("qwen3") else ("llama 3", 128_256)
-    config["model"] = FAMILIES[family].config(vocab_size=vocab_size)
-    save(family, folder, vocab_size=vocab_size)
+    family = "qwen3 tied" if name.startswith("qwen3") else "llama 3"
+    config["model"] = FAMILIES[family].config(vocab_size=512)
+    save(family, folder, vocab_size=512)
     if name.startswith("qwen3"):
         write_qwen3_tokenizer(folder, WORDS)
     else:
-        write_llama3_tokenizer(folder)
+        write_tokenizer(folder, WORDS, bos="<|begin_of_text|>", eos="<|end_of_text|>", special=[])
     config["dataset"]["data_files"] = str(rows)  # the validation rows follow
     config["tokenizer"]["max_seq_len"] = 64
     return {**config, "model_dir": str(folder), "output_dir": str(run), "device": "cpu", "max_steps_per_epoch": 1}

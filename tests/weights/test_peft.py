@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from finch.config.instantiate import locate
 from finch.errors import UserError
+from finch.models.chat_template import read_chat_template
 from finch.models.lora import adapter_layers, adapter_parameters, initialize_adapters, merged
 from finch.weights.formats import NativeFolder
 from finch.weights.huggingface import HuggingFaceFolder
@@ -120,6 +121,15 @@ def test_folder_is_replaced_by_the_writer_only(tmp_path):
     folder.write(decoder, target, is_writer=True)
     assert sorted(path.name for path in target.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert not (tmp_path / "adapter.partial").exists()
+
+
+def test_adapter_and_merged_folder_have_the_trained_chat_template(tmp_path):
+    base, decoder = random_adapter("qwen3", tmp_path / "base")
+    base.chat_template = "{{ messages }}"
+    PeftFolder(decoder, base).write(decoder, tmp_path / "adapter", is_writer=True)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert {read_chat_template(tmp_path / name) for name in ("adapter", "merged")} == {"{{ messages }}"}
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
 
 
 def test_what_pefts_format_cannot_hold_is_refused(tmp_path):

@@ -163,6 +163,13 @@ TASKS: dict[str, Task] = {
         _SCIKNOWEVAL,
         replace(
             _SCIKNOWEVAL,
+            name="sciknoweval_120",
+            suite="science_120",
+            measure=f"{_SCIKNOWEVAL_ROWS} of the 25% test part, 120 of them drawn with a seed: the paper's number, 5% of all rows",
+            lm_eval_names=("finch_sciknoweval_120", "finch_sciknoweval_120_letters"),
+        ),
+        replace(
+            _SCIKNOWEVAL,
             name="sciknoweval_validation",
             suite="science_validation",
             measure=f"{_SCIKNOWEVAL_ROWS} of the 5% validation part",
@@ -193,7 +200,8 @@ for _task in TASKS.values():
 VALIDATION = "_validation"
 """How the suites end that have the validation rows of another one's task."""
 ALL = ("forgetting", "reliability", "knowledge", "science", "language")
-"""The suites that are evaluated after tuning; those of validation rows choose a checkpoint or a setting."""
+"""The suites that are evaluated after tuning; those of validation rows choose a checkpoint or a setting, science_120
+has rows of science."""
 
 
 def select_tasks(

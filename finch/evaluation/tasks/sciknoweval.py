@@ -31,7 +31,7 @@ VALIDATION_FRACTION, TEST_FRACTION = 0.05, 0.25
 
 
 def dataset(
-    data_root: str | None = None, has_chat_template: bool = False, part: str = "test", **_: Any
+    data_root: str | None = None, has_chat_template: bool = False, part: str = "test", rows: int | None = None, **_: Any
 ) -> dict[str, Any]:
     """The multiple-choice rows of a part, as documents with ``prompt``, ``choices`` (letters) and ``gold``.
 
@@ -41,19 +41,20 @@ def dataset(
         data_root: None: rows of the hub.
         has_chat_template: whether the prompt becomes a user's turn.
         part: ``test`` or ``validation``.
+        rows: only so many, the first in the split's seeded order; None: all.
     """
     from finch.data.row_files import part_indices
 
-    rows = [row for row in ROWS.load(data_root) if row["domain"] == "Chemistry" and row["details"]["level"] == "L3"]
+    given = [row for row in ROWS.load(data_root) if row["domain"] == "Chemistry" and row["details"]["level"] == "L3"]
     indices = part_indices(
-        [(row["question"], row["choices"]) for row in rows],
+        [(row["question"], row["choices"]) for row in given],
         part,
         validation_fraction=VALIDATION_FRACTION,
         test_fraction=TEST_FRACTION,
         seed=SEED,
     )
-    chosen = [rows[index] for index in indices]
-    return {"test": table([_document(row, has_chat_template) for row in chosen if (row["choices"] or {}).get("label")])}
+    chosen = [given[index] for index in indices if (given[index]["choices"] or {}).get("label")]
+    return {"test": table([_document(row, has_chat_template) for row in chosen[:rows]])}
 
 
 def _document(row: Row, has_chat_template: bool) -> Row:

@@ -13,7 +13,7 @@ from helpers.rows import write_lines
 
 from finch.evaluation.tasks.registry import TASKS
 
-OWN = ("tofu", "tofu_validation", "sciknoweval", "sciknoweval_validation", "halueval")
+OWN = ("tofu", "tofu_validation", "sciknoweval", "sciknoweval_120", "sciknoweval_validation", "halueval")
 
 
 def right_choice(document: dict[str, Any]) -> int:

@@ -144,6 +144,20 @@ def test_sciknoweval_rows_are_those_of_the_training_split(
     assert len(prompts) == number
 
 
+def test_sciknoweval_120_is_a_draw_of_the_test_rows(shared_data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sciknoweval" / "chemistry_l3.jsonl"
+    file.parent.mkdir()
+    rows = lines(shared_data / "sciknoweval" / "chemistry_l3.jsonl")
+    file.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    drawn, given_order = (documents("sciknoweval_120", root) for root in (tmp_path, shared_data))
+    assert drawn == given_order
+    prompts = {document["prompt"] for document in drawn}
+    assert len(drawn) == 120 == len(rows) * 0.05
+    assert prompts <= {document["prompt"] for document in documents("sciknoweval", shared_data)}
+    kinds = {row["details"]["subtask"] for row in rows if prompt_of(row) in prompts}
+    assert len(kinds) > 3  # not the first rows of the file, which are sorted by kind
+
+
 @pytest.mark.parametrize("name", [name for name in SUITES["reliability"] + SUITES["knowledge"] if name != "truthfulqa"])
 def test_plain_prompt_is_question_and_answer(name: str, shared_data: Path) -> None:
     chat, plain = (documents(name, shared_data, is_chat)[0]["prompt"] for is_chat in (True, False))
