@@ -12,6 +12,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from finch.models.lora import without_lora
 from finch.probes.evaluation import evaluate
 from finch.probes.probes import own_answers, read_probes, selection_key
 from finch.probes.rows import read_rows
+from finch.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, STYLES, new_panels
 from finch.training import model as models
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
@@ -422,26 +424,25 @@ def _write_front(averages: Averages, front: Front, chosen: Point, lines: list[st
 
 def _draw(front: Front, chosen: Point, file: Path) -> None:
     """Without matplotlib nothing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    if find_spec("matplotlib") is None:
         return
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_panels((5, 4), 1, 1)
+    style = STYLES["wise_ft"]
     points = list(front)
-    x, y = [[100 * share(point) for point in points] for share in (front.forgotten_share, front.learned_share)]
-    axes.plot(x, y, "o-", color="#0072B2")
+    x, y = [[100 * share(point) for point in points] for share in (front.learned_share, front.forgotten_share)]
+    axes.plot(x, y, marker=style.marker, color=style.hex)
     for point, left, top in zip(points, x, y, strict=True):
         weight = "bold" if point == chosen else "normal"
-        axes.annotate(f"{point.alpha:g}", (left, top), (6, -10), textcoords="offset points", fontweight=weight)
+        axes.annotate(f"{point.alpha:g}", (left, top), (6, 4), textcoords="offset points", fontweight=weight)
         if point == chosen:
-            axes.plot(left, top, "o", markersize=12, markerfacecolor="none", color="#D55E00")
+            axes.plot(left, top, "o", markersize=14, markerfacecolor="none", color=COLOURS["ink"])
+    axes.yaxis.set_inverted(True)
     axes.set(
-        xlabel="forgotten, % of the tuned model's", ylabel="learned, % of the tuned model's", title="Averages by alpha"
+        xlabel=f"learned, % of the tuned model's\n{MORE_LEARNED}",
+        ylabel=f"forgotten, % of the tuned model's\n{LESS_FORGOTTEN}",
+        title="Averages by alpha",
     )
-    axes.spines[["top", "right"]].set_visible(False)
-    FigureCanvasAgg(figure).print_png(file)
+    figure.savefig(file, format="png")
 
 
 class Average(Hook):

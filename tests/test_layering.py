@@ -18,7 +18,7 @@ LAYERS = (
     ("extras",),
     ("optim", "objectives"),
     ("torchtune_names", "cosine", "regularization", "integrations"),
-    ("config", "progress"),
+    ("config", "progress", "style"),
     ("distributed",),
     ("models", "checkpoint", "data", "metrics"),
     ("weights",),

@@ -66,7 +66,7 @@ def main() -> None:
             scores[last_step] = evaluate(run / f"epoch_{epoch}", batches)
         runs[name] = Curves([line["lr"] for line in steps], scores)
     averaged = evaluate(out / FOLDERS[REPLAY] / AVERAGE_FOLDER / "model", batches)
-    draw(runs, averaged, out / "figure.png")
+    draw({name.lower().replace(" ", ""): run for name, run in runs.items()}, averaged, out / "figure.png")
 
     print(f"\n{'':20}{'new accuracy':>14}{'old accuracy':>14}{'old loss':>10}{'tokens/s':>10}")
     last_scores = {name: run.scores[max(run.scores)] for name, run in runs.items()}

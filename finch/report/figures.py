@@ -14,13 +14,24 @@ import numpy as np
 from finch.evaluation.statistics import confidence_bins
 from finch.report.front import Front, Point, TradeOff, on_front, points_by_method, with_base
 from finch.report.measures import Estimate
-from finch.report.style import COLOURS, Drawing, Style, new_figure, save
+from finch.style import (
+    COLOURS,
+    LESS_FORGOTTEN,
+    MORE_LEARNED,
+    PRETRAINED,
+    Drawing,
+    Name,
+    Style,
+    name_ends,
+    name_places,
+    new_figure,
+    save,
+)
 from finch.sweep.grid import LR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PRETRAINED = Style("pretrained", "ink", "*")
 MANY_SETTINGS = 16
 """From this number of settings on, the bars of intervals are fainter."""
 MANY_METHODS = 7
@@ -46,9 +57,10 @@ def draw_trade_off(
     Args:
         sign: of what is shown on each axis: -1 for a loss, whose axis is inverted, so that up and right are better on every figure.
     """
-    figure, axes = new_figure(4.2, new_label, old_label)
+    figure, axes = new_figure(4.2, f"{new_label}\n{MORE_LEARNED}", f"{old_label}\n{LESS_FORGOTTEN}")
     points = list(trade_off.points)
     by_method = points_by_method(trade_off)
+    names = []
     for point in points:
         for new, old in point.runs if len(point.setting.runs) > 1 else ():
             colour = styles[point.setting.method].hex
@@ -60,7 +72,7 @@ def draw_trade_off(
             axes.plot(x, y, color=style.hex, linewidth=0.8, alpha=0.45, zorder=2)
         for point in group:
             _draw_point(axes, point, sign, style, alpha=0.7 if len(points) <= MANY_SETTINGS else 0.35)
-        _add_key(axes, style)
+        names.append(Name(style.label, style.hex, [_place(point, sign) for point in group]))
     front = on_front(with_base(points, trade_off.base))
     axes.step(
         [sign[0] * one.new.value for one in front],
@@ -70,15 +82,15 @@ def draw_trade_off(
         linewidth=1.0,
         linestyle=(0, (4, 2)),
         zorder=1,
-        label="not dominated",
     )
     axes.axhline(0, color=COLOURS["muted"], linewidth=0.7, zorder=1)
     if trade_off.base is not None:
         _draw_point(axes, trade_off.base, sign, PRETRAINED, size=10)
-        _add_key(axes, PRETRAINED, size=9)
+        names.append(Name(PRETRAINED.label, PRETRAINED.hex, [_place(trade_off.base, sign)]))
     outside = _leave_out(axes, trade_off, sign)
     for axis, invert in zip((axes.xaxis, axes.yaxis), sign, strict=True):
         axis.set_inverted(invert < 0)
+    name_places(axes, reversed(names))
     outside_text = (
         f" Outside: {'a setting' if outside == 1 else f'{outside} settings'} that the pretrained model beats on the new task and on the old ones; "
         f"{'it is' if outside == 1 else 'they are'} in the table."
@@ -87,7 +99,7 @@ def draw_trade_off(
     )
     intervals = f"Bars are 95% intervals over {trade_off.drawn}. " if trade_off.has_intervals else ""
     caption = (
-        f"Up and to the right is better. A marker is the mean of a setting's seeds, small dots are single runs. {intervals}"
+        f"A marker is the mean of a setting's seeds, small dots are single runs. {intervals}"
         "Thin lines join a method's settings by learning rate. The dashed steps join the best settings: no other one learns more and forgets less."
         + outside_text
     )
@@ -98,9 +110,8 @@ def _draw_marker(axes: Axes, x: float, y: float, style: Style, **options: Any) -
     axes.plot(x, y, marker=style.marker, linestyle="none", color=style.hex, **options)
 
 
-def _add_key(axes: Axes, style: Style, size: float = 6) -> None:
-    """To the legend."""
-    axes.plot([], [], marker=style.marker, linestyle="none", color=style.hex, markersize=size, label=style.label)
+def _place(point: Point, sign: tuple[int, int]) -> tuple[float, float]:
+    return sign[0] * point.new.value, sign[1] * point.old.value
 
 
 def _leave_out(axes: Axes, trade_off: TradeOff, sign: tuple[int, int]) -> int:
@@ -121,8 +132,9 @@ def _leave_out(axes: Axes, trade_off: TradeOff, sign: tuple[int, int]) -> int:
     limits = [(low - 0.05 * (high - low), high + 0.05 * (high - low)) for low, high in (new[0], old[0])]
     axes.set_xlim(*limits[0])
     axes.set_ylim(*limits[1])
-    places = [(sign[0] * one.new.value, sign[1] * one.old.value) for one in points]
-    return sum(any(not low <= at <= high for at, (low, high) in zip(place, limits, strict=True)) for place in places)
+    return sum(
+        any(not low <= at <= high for at, (low, high) in zip(_place(one, sign), limits, strict=True)) for one in points
+    )
 
 
 def _extent(estimates: Sequence[Estimate], sign: int) -> tuple[float, float]:
@@ -134,7 +146,7 @@ def _extent(estimates: Sequence[Estimate], sign: int) -> tuple[float, float]:
 def _draw_point(
     axes: Axes, point: Point, sign: tuple[int, int], style: Style, size: float = 6, alpha: float = 0.7
 ) -> None:
-    x, y = sign[0] * point.new.value, sign[1] * point.old.value
+    x, y = _place(point, sign)
     for one, other, is_vertical in ((point.new, y, False), (point.old, x, True)):
         if one.low is None or one.high is None:
             continue
@@ -167,14 +179,15 @@ def draw_front(
     sign: tuple[int, int],
     places: int,
 ) -> Drawing:
-    figure, axes = new_figure(3.9, f"at equal {new_label}", old_label)
+    figure, axes = new_figure(3.9, f"at equal {new_label}\n{MORE_LEARNED}", f"{old_label}\n{LESS_FORGOTTEN}")
     methods = [method for method in styles if method in front.methods]
     width = 0.7 / max(1, len(methods))
     size = 5.5 if len(methods) <= MANY_METHODS else 4.5
+    names = []
     for order, method in enumerate(methods):
         style = styles[method]
         shift = (order - (len(methods) - 1) / 2) * width
-        _add_key(axes, style)
+        marks = []
         for number, value in enumerate(front.methods[method]):
             if value.change is None:
                 continue
@@ -184,6 +197,9 @@ def draw_front(
                 axes.plot([x, x], ends, color=style.hex, linewidth=1.2, alpha=0.8)
             face = COLOURS["page"] if value.is_extrapolated else style.hex
             _draw_marker(axes, x, y, style, markerfacecolor=face, markersize=size, markeredgewidth=1.1)
+            marks.append((x, y))
+        axes.plot(*zip(*marks, strict=True), color=style.hex, linewidth=0.8, alpha=0.35, zorder=1)
+        names.append(Name(style.label, style.hex, marks))
     for number in range(1, len(front.scores)):
         axes.axvline(number - 0.5, color=COLOURS["grid"], linewidth=0.8)
     axes.grid(visible=False, axis="x")
@@ -191,8 +207,9 @@ def draw_front(
     axes.set_xticks(range(len(front.scores)), [f"{sign[0] * score:.{places}f}" for score in front.scores])
     axes.set_xlim(-0.5, len(front.scores) - 0.5)
     axes.yaxis.set_inverted(sign[1] < 0)
+    name_places(axes, names)
     caption = (
-        "Higher is better. Each group compares methods where they have learned equally much. A method that does not reach a score is absent there. "
+        "Each group compares methods where they have learned equally much. A method that does not reach a score is absent there. "
         "Hollow markers are guesses, on a straight line from the pretrained model: the method has no setting that learned so little."
     )
     return save(figure, folder, "front", "Forgetting at equal new-task score", caption)
@@ -228,19 +245,28 @@ def draw_scores(
         levels: horizontal lines by their labels, such as chance, in the scores' unit.
     """
     figure, axes = new_figure(3.6, x_label, y_label)
+    places: dict[str, list[tuple[float, float]]] = {}
     for method, x, score in marks:
         style = styles[method]
         if score.low is not None and score.high is not None:
             axes.plot([x, x], [scale * score.low, scale * score.high], color=style.hex, linewidth=1.0, alpha=0.6)
-        _draw_marker(axes, x, scale * score.value, style, markersize=5.5, **_EDGE, label=style.label)
+        _draw_marker(axes, x, scale * score.value, style, markersize=5.5, **_EDGE)
+        places.setdefault(method, []).append((x, scale * score.value))
+    names = [Name(styles[method].label, styles[method].hex, those) for method, those in places.items()]
+    lines = {text: ("muted", value) for text, value in levels.items()}
     if base is not None:
         if base.low is not None and base.high is not None:
             axes.axhspan(scale * base.low, scale * base.high, color=COLOURS["muted"], alpha=0.15, linewidth=0)
-        axes.axhline(scale * base.value, color=COLOURS["ink"], linewidth=1.2, label="pretrained, 95%")
-    for (text, value), pattern in zip(levels.items(), (":", "--"), strict=False):
-        axes.axhline(scale * value, color=COLOURS["muted"], linewidth=1.0, linestyle=pattern, label=text)
+        axes.axhline(scale * base.value, color=COLOURS["ink"], linewidth=1.2)
+        lines["pretrained, 95%"] = "ink", base.value
+    for value, pattern in zip(levels.values(), (":", "--"), strict=False):
+        axes.axhline(scale * value, color=COLOURS["muted"], linewidth=1.0, linestyle=pattern)
     if is_log:
         axes.set_xscale("log")
+    ends = axes.get_xlim()
+    axes.set_xlim(ends)
+    names += [Name(text, COLOURS[ink], [(x, scale * value) for x in ends]) for text, (ink, value) in lines.items()]
+    name_places(axes, names)
     return save(figure, folder, name, title, caption)
 
 
@@ -260,7 +286,8 @@ def draw_calibration(answers: Sequence[Answers], styles: Mapping[str, Style], fo
         chosen: which runs are shown, for the caption.
     """
     figure, axes = new_figure(4.2, "stated confidence, %", "right answers, %")
-    axes.plot([0, 100], [0, 100], color=COLOURS["muted"], linewidth=1.0, linestyle=":", label="calibrated")
+    axes.plot([0, 100], [0, 100], color=COLOURS["muted"], linewidth=1.0, linestyle=":")
+    names = [Name("calibrated", COLOURS["muted"], [(at, at) for at in range(10, 100, 10)])]
     for one in answers:
         style = styles[one.method] if one.method is not None else PRETRAINED
         bins = bin_answers(one)
@@ -275,8 +302,11 @@ def draw_calibration(answers: Sequence[Answers], styles: Mapping[str, Style], fo
         for confidence, accuracy, count in bins:
             size = 3 + 5 * (count / most) ** 0.5
             axes.plot(100 * confidence, 100 * accuracy, marker=style.marker, color=style.hex, markersize=size)
-        axes.plot([], [], marker=style.marker, color=style.hex, markersize=6, label=style.label)
+        names.append(
+            Name(style.label, style.hex, [(100 * confidence, 100 * accuracy) for confidence, accuracy, _ in bins])
+        )
     axes.set(xlim=(-3, 103), ylim=(-3, 103))
+    name_places(axes, names)
     caption = f"Answers in ten bins by their stated confidence; below the dotted line, a model is overconfident. Larger markers have more answers. {chosen}"
     return save(figure, folder, "calibration", "Stated confidence against accuracy", caption)
 
@@ -319,14 +349,16 @@ def draw_curves(
     label: str,
     from_zero: bool = False,
     is_scientific: bool = False,
+    is_inverted: bool = False,
 ) -> Drawing:
     """
     Args:
-        curves: with a few markers each, since methods share colours.
+        curves: with a few markers each; their names stand where they end.
+        is_inverted: less is better, so that less is up.
     """
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = new_figure(3.4, "step", label)
+    figure, axes = new_figure(3.0, "step", label)
     for curve in sorted(curves, key=lambda one: one.is_paper):
         style = styles[curve.method]
         steps, values = thin(curve.steps, curve.values)
@@ -350,5 +382,7 @@ def draw_curves(
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         axes.yaxis.get_offset_text().set(color=COLOURS["ink"], fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, max((curve.steps[-1] for curve in curves), default=0) or 1)
+    axes.yaxis.set_inverted(is_inverted)
+    name_ends(axes)
     return save(figure, folder, name, title, caption)

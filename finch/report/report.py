@@ -17,9 +17,9 @@ from finch.report.front import compare_fronts, group_settings, trade_off
 from finch.report.measures import compare
 from finch.report.runs import read_runs, sort_runs
 from finch.report.sections import Report, make_sections
-from finch.report.style import COLOURS, method_styles
 from finch.report.summary import join, notes, summarize
 from finch.report.tables import make_names, summary_csv
+from finch.style import COLOURS, method_styles
 
 FIGURES = "figures"
 """Folder of the figures, next to report.md."""

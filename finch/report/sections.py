@@ -25,9 +25,9 @@ from finch.report.paper import (
 )
 from finch.report.runs import Run
 from finch.report.selection import Measure, choose_by, task_probes
-from finch.report.style import Drawing
 from finch.report.summary import commands, provenance
 from finch.report.tables import Names, Table
+from finch.style import LESS_FORGOTTEN, MORE_LEARNED, Drawing
 
 PROBE_METRICS = {
     "accuracy": ("Accuracy", "accuracy, %", 100.0),
@@ -285,6 +285,7 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
             if not curves:
                 continue
             role = "new" if name in learned else "old"
+            arrow = MORE_LEARNED if role == "new" else LESS_FORGOTTEN
             paper: list[Curve] = []
             if metric == "accuracy" and has_figure(report.task, report.model):
                 paper = accuracy_curves(role)
@@ -297,7 +298,8 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
                     title=f"Probe {name}, {role} task",
                     caption=f"{caption} on the probe's rows while training; step 0 is the pretrained model."
                     + (" Dotted: the paper's Figure 1." if paper else ""),
-                    label=label,
+                    label=f"{label}\n{arrow}",
+                    is_inverted=metric != "accuracy",
                 )
             )
     return drawings

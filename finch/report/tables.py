@@ -18,7 +18,7 @@ from finch.report.measures import Comparison, Estimate, Outcome
 from finch.report.paper import METRICS
 from finch.report.runs import BATCH_SIZE, Run
 from finch.report.selection import Measure
-from finch.report.style import Style
+from finch.style import Style
 from finch.sweep.grid import LR
 
 MINUS, NONE = "\N{MINUS SIGN}", "\N{EN DASH}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finch import files, run_files
 from finch.log import logger
 from finch.progress import duration
+from finch.style import COLOURS, LESS_FORGOTTEN, name_ends, new_panels
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
 from finch.training.run import describe_best
@@ -21,9 +22,7 @@ from finch.training.run import describe_best
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A palette that is safe for colour-blind readers (Okabe and Ito, 2008)
-_GREY, _BLUE, _ORANGE, _BLACK = "#9a9a9a", "#0072B2", "#D55E00", "#000000"
-_PROBE_COLOURS = ("#009E73", "#CC79A7", "#0072B2", "#E69F00", "#56B4E9", "#D55E00", "#000000")
+_PROBE_COLOURS = [COLOURS[name] for name in ("green", "pink", "amber", "sky", "violet", "brown", "ink")]
 _MAX_STEPS_WITH_MARKERS = 60
 _HARDLY_FELL = 0.95
 
@@ -138,67 +137,63 @@ def update_loss_figure(run: Path) -> None:
 
 
 def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draws lines of a metrics.jsonl into a PNG file. Nothing of pyplot's is used: a notebook keeps its backend and figures."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Draws lines of a metrics.jsonl into a PNG file."""
     from matplotlib.ticker import MaxNLocator
 
     steps = [line for line in lines if "loss" in line]
-    changes = _changes(lines)
-    figure = Figure(figsize=(8, 8.0 if changes else 5.6))
-    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(3 if changes else 2, 1, sharex=True, height_ratios=(3, 2.4, 2) if changes else (3, 2))
+    lost = _lost(lines)
+    heights = (3, 2.4, 2) if lost else (3, 2)
+    figure, panels = new_panels((8, 8.0 if lost else 5.6), len(heights), 1, sharex=True, height_ratios=heights)
     losses, rates = panels[0], panels[-1]
 
     x = [line["step"] for line in steps]
-    few = {"marker": "."} if len(steps) <= _MAX_STEPS_WITH_MARKERS else {}
+    few: dict[str, Any] = {"marker": "."} if len(steps) <= _MAX_STEPS_WITH_MARKERS else {}
     ema = _column(steps, "ema_loss")
     has_ema = not all(math.isnan(value) for value in ema)
-    colour, width = (_GREY, 0.8) if has_ema else (_BLUE, 1.4)
-    losses.plot(x, _column(steps, "loss"), color=colour, linewidth=width, label="loss of the step", **few)
+    colour, width = ("grey", 0.8) if has_ema else ("blue", 1.4)
+    losses.plot(x, _column(steps, "loss"), color=COLOURS[colour], linewidth=width, label="loss of the step", **few)
     if has_ema:
-        losses.plot(x, ema, color=_BLUE, linewidth=1.8, label="EMA")
+        losses.plot(x, ema, color=COLOURS["blue"], linewidth=1.8, label="EMA")
     for key, style in zip(_validation_keys(lines), itertools.cycle(("-", "--", ":", "-."))):
         validations = [line for line in lines if line.get(key) is not None]
         at = [line["step"] for line in validations]
         label = "validation" if key == "validation_loss" else key.removesuffix("/loss")
-        values = _column(validations, key)
-        losses.plot(at, values, color=_ORANGE, linewidth=1.4, linestyle=style, marker="o", markersize=5, label=label)
+        values, colour = _column(validations, key), COLOURS["vermilion"]
+        losses.plot(at, values, color=colour, linewidth=1.4, linestyle=style, marker="o", markersize=5, label=label)
     losses.set_ylabel("loss, nats per token")
 
-    if changes:
-        _draw_changes(panels[1], changes)
-    rates.plot(x, _column(steps, "lr"), color=_BLUE, linewidth=1.4, **few)
+    if lost:
+        _draw_lost(panels[1], lost)
+    rates.plot(x, _column(steps, "lr"), color=COLOURS["blue"], linewidth=1.4, **few)
     caps = [line["lr"] for line in steps if line.get("lr_is_capped")]
     if caps:
-        rates.axhline(max(caps), color=_BLACK, linestyle="--", linewidth=1.0, label=f"eta_max = {max(caps):.3g}")
+        cap, label = [max(caps)] * 2, f"eta_max = {max(caps):.3g}"
+        rates.plot([x[0], x[-1]], cap, color=COLOURS["ink"], linestyle="--", linewidth=1.0, label=label)
     rates.set(xlabel="step", ylabel="learning rate")
     rates.set_ylim(0, 1.08 * max([line["lr"] for line in steps], default=1.0) or 1.0)
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     rates.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     for axes in panels:
-        tidy(axes)
-        if axes.get_legend_handles_labels()[
-            0
-        ]:  # above the curves; on the left there is the exponent of the learning rate
-            axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, ncols=3)
+        name_ends(axes)
     with files.atomic_file(file) as partial:
         figure.savefig(partial, format="png", dpi=130)
 
 
-def _draw_changes(axes: Axes, changes: Mapping[str, tuple[list[int], list[float]]]) -> None:
-    """The probes' changes since step 0; losses and KL divergences on the left axis, accuracies with a dashed line, in the same numbers."""
-    for (label, (at, values)), colour in zip(changes.items(), itertools.cycle(_PROBE_COLOURS)):
+def _draw_lost(axes: Axes, lost: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    """What the probes lost since step 0, more of it further down; accuracies with a dashed line, in the same numbers."""
+    for (label, (at, values)), colour in zip(lost.items(), itertools.cycle(_PROBE_COLOURS)):
         style = "--" if label.endswith("accuracy") else "-"
         axes.plot(at, values, color=colour, linewidth=1.4, linestyle=style, marker="o", markersize=4, label=label)
-    axes.axhline(0, color=_BLACK, linewidth=0.8)
-    has_accuracy = any(label.endswith("accuracy") for label in changes)
-    axes.set_ylabel("change since step 0,\nnats per token" + (" or accuracy" if has_accuracy else ""))
+    axes.axhline(0, color=COLOURS["ink"], linewidth=0.8)
+    axes.yaxis.set_inverted(True)
+    has_accuracy = any(label.endswith("accuracy") for label in lost)
+    fall = " or fall of accuracy" if has_accuracy else ""
+    axes.set_ylabel(f"rise since step 0, nats per token{fall}\n{LESS_FORGOTTEN}")
 
 
-def _changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and changes since step 0 of each probe's metrics, by ``NAME loss`` and the like; empty without probes."""
+def _lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and, since step 0, the rises of each probe's losses and KL and the falls of its accuracy, by ``NAME loss`` and the like; empty without
+    probes."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for line in lines:
         for key, value in line.items():
@@ -210,19 +205,14 @@ def _changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], l
                 label = key.removeprefix("probe/").removesuffix("_change").replace("/", " ")
                 at, values = found.setdefault(label, ([], []))
                 at.append(line["step"])
-                values.append(value if key.endswith(("_change", "/kl")) else 0.0)
+                rise = value if key.endswith(("_change", "/kl")) else 0.0
+                values.append(-rise if label.endswith("accuracy") else rise)
     return found
 
 
 def _validation_keys(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = {key: None for line in lines for key, value in line.items() if value is not None}
     return [key for key in keys if key == "validation_loss" or key.startswith("validation/")]
-
-
-def tidy(axes: Axes) -> None:
-    """A light grid, and no frame above and to the right."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
 
 
 def _column(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:

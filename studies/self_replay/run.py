@@ -20,8 +20,8 @@ import numpy as np
 import yaml
 
 from finch.errors import UserError, report_user_errors
-from finch.report.style import method_styles, new_figure, save
 from finch.run_files import AVERAGE, CELL, METRICS, read_metrics
+from finch.style import LESS_FORGOTTEN, MORE_LEARNED, Name, method_styles, name_places, new_figure, save
 from studies.smollm2_tofu import data
 
 HERE = Path(__file__).parent
@@ -32,7 +32,16 @@ SECONDARY = {
     "probe/paraphrases/accuracy": "paraphrases_accuracy",
     "probe/paraphrases/loss": "paraphrases_loss",
 }
-LABELS = {"sft": "cosine SFT", "constant": "constant rate", "replay_0.3": "with self-replay"}
+ARMS = {
+    "sft": ("sft", "cosine SFT"),
+    "constant": ("constant", "constant rate"),
+    "finch": ("finch", "FINCH"),
+    "kl_0.1": ("kl", "KL penalty"),
+    "replay_0.3": ("self_replay", "self_replay, 0.3"),
+    "replay_0.1": ("replay_0.1", "self_replay, 0.1"),
+    "replay_file": ("replay_file", "self_replay of a file"),
+}
+"""Method and name in the figure of each arm."""
 FAMILIES = {"replay": ("replay_0.3",), "others": ("sft", "finch", "constant", "kl_0.1")}
 
 
@@ -104,20 +113,18 @@ def analyse(cells: list[Path], out: Path) -> None:
 
 def draw(points: list[dict[str, Any]], out: Path) -> None:
     """front.png: forgetting over learning, a line from a run to its average with the pretrained weights."""
-    figure, axes = new_figure(3.4, "training loss, nats per token", "KL on own answers, nats per token")
-    styles = method_styles(dict.fromkeys(point["arm"] for point in points))
+    x_label = f"training loss, nats per token\n{MORE_LEARNED}"
+    figure, axes = new_figure(3.8, x_label, f"KL on own answers, nats per token\n{LESS_FORGOTTEN}")
+    styles = method_styles(method for method, _ in ARMS.values())
+    places: dict[str, list[tuple[float, float]]] = {}
     for (arm, *_), run in groupby(points, key=lambda point: (point["arm"], point["rate"], point["seed"])):
-        x, y = zip(*((point["training_loss"], point["own_kl"]) for point in run), strict=True)
-        axes.plot(
-            x,
-            y,
-            color=styles[arm].hex,
-            marker=styles[arm].marker,
-            label=LABELS.get(arm, arm),
-            markersize=6,
-            linewidth=1,
-        )
+        style, line = styles[ARMS[arm][0]], [(point["training_loss"], point["own_kl"]) for point in run]
+        axes.plot(*zip(*line, strict=True), color=style.hex, marker=style.marker, markersize=5, linewidth=1)
+        places.setdefault(arm, []).extend(line)
     axes.set_yscale("log")
+    axes.xaxis.set_inverted(True)
+    axes.yaxis.set_inverted(True)
+    name_places(axes, [Name(ARMS[arm][1], styles[ARMS[arm][0]].hex, those) for arm, those in places.items()])
     save(figure, out, "front", "Forgetting over learning", "The end of each line with the larger loss is the average")
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib", reason="the report extra is not installed")
 from finch.report.figures import draw_trade_off
 from finch.report.front import Point, Setting, TradeOff
 from finch.report.measures import Estimate
-from finch.report.style import STYLES
+from finch.style import STYLES
 
 
 def draw(folder, places):

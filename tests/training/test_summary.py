@@ -144,7 +144,7 @@ def test_missing_matplotlib_is_a_debug_line(tmp_path, monkeypatch, caplog):
 def test_failure_to_draw_is_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(steps(1)[0]) + "\n")
     (tmp_path / "loss.png").write_bytes(b"the last one")
-    monkeypatch.setattr(summary, "tidy", lambda axes: 1 / 0)
+    monkeypatch.setattr(summary, "name_ends", lambda axes: 1 / 0)
     summary.update_loss_figure(tmp_path)
     assert "loss.png could not be drawn (ZeroDivisionError: division by zero)" in caplog.text
     assert (tmp_path / "loss.png").read_bytes() == b"the last one"
