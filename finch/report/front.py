@@ -30,6 +30,10 @@ FOLDER = "folder"
 MIN_SEEDS = 5
 """For an interval over seeds only: of two or three, the bootstrap's interval is their range."""
 NUM_SCORES = 5
+NUM_READINGS = 101
+"""Scores at which two methods' fronts are read for their mean ratio."""
+_MAX_WITHOUT_RATIO = 0.01
+"""Share of the draws that may have no quotient: where a method has forgotten nothing there is none."""
 _CHUNK = 200  # draws at a time
 _ROUNDING = 1e-6  # a score of 40.0 is 400 steps of 0.1, not 401
 
@@ -306,16 +310,73 @@ class Front:
         scores: on the new task, rising.
         methods: values at each score, by method.
         highest: each method's highest score.
+        pairs: each other method against the reference; without those that share no score with it.
     """
 
     scores: Sequence[float]
     methods: Mapping[str, Sequence[FrontValue]]
     highest: Mapping[str, float]
+    pairs: Mapping[str, Pair] = field(default_factory=dict)
 
     @property
     def reference(self) -> str:
         """The method that differences are from: the first one."""
         return next(iter(self.methods))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What two methods have forgotten at an equal new-task score, or on average over several.
+
+    Attributes:
+        difference: the one's forgetting minus the other's, in the unit of the old tasks.
+        ratio: the one's forgetting divided by the other's, below 1 where the one forgets less, a geometric mean over scores; None where one of them
+            forgets nothing at one of the scores, or only one of them does so in more than 1% of the draws.
+    """
+
+    difference: Estimate
+    ratio: Estimate | None
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two methods where they have learned equally much.
+
+    Attributes:
+        scores: on the new task, rising, evenly spaced; from where the measured parts of both fronts have begun to the highest that both reach.
+        is_guess: these parts do not overlap: the only score is the highest one, where a line from the pretrained model is read.
+        mean: over the scores.
+        lowest, highest: at the first score and at the last one.
+        without_one: the means with one setting of either method left out, and the common range found again, without intervals: what straight lines
+            between rates are worth. Without those that leave no common range.
+        draws: [draws] the mean log of the ratio in each draw, NaN where it has none.
+    """
+
+    scores: Array
+    is_guess: bool
+    mean: Reading
+    lowest: Reading
+    highest: Reading
+    without_one: Sequence[Reading]
+    draws: Array
+
+    @property
+    def ratios_without_one(self) -> tuple[float, float] | None:
+        """The smallest and the largest of ``without_one``."""
+        found = [one.ratio.value for one in self.without_one if one.ratio is not None]
+        return (min(found), max(found)) if found else None
+
+    @property
+    def verdict(self) -> int | None:
+        """-1: the one forgets less, 1: more, by the mean's interval and with any one setting left out; 0: neither can be shown; None: no interval, or
+        a guess."""
+        has_ratio = self.mean.ratio is not None
+        mean, neutral = (self.mean.ratio, 1.0) if self.mean.ratio is not None else (self.mean.difference, 0.0)
+        if self.is_guess or mean.low is None or mean.high is None:
+            return None
+        readings = [one.ratio if has_ratio else one.difference for one in self.without_one]
+        values = [mean.low, mean.high, *(one.value for one in readings if one is not None)]
+        return -1 if max(values) < neutral else 1 if min(values) > neutral else 0
 
 
 def non_dominated(new: Sequence[float], old: Sequence[float]) -> list[int]:
@@ -330,9 +391,9 @@ def non_dominated(new: Sequence[float], old: Sequence[float]) -> list[int]:
 
 
 def interpolate(new: Sequence[float], old: Sequence[float], scores: Sequence[float] | Array) -> Array:
-    """[scores] the changes at ``scores`` on the front through the points; below its first point and above its last one, theirs."""
+    """[scores] the changes at ``scores`` on the front through the points; below its first point, that one's; above its last one NaN."""
     kept = non_dominated(new, old)
-    return np.interp(scores, [new[index] for index in kept], [old[index] for index in kept])
+    return np.interp(scores, [new[index] for index in kept], [old[index] for index in kept], right=math.nan)
 
 
 def common_scores(points: Mapping[str, Sequence[Point]], resolution: float, base: Point | None = None) -> list[float]:
@@ -391,17 +452,112 @@ def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[st
             if score > highest[method]:
                 values.append(FrontValue(None))
                 continue
-            value, spread, difference = _value(every[method], score), draws[method][:, number], None
+            value, spread, difference = float(_values(every[method], [score])[0]), draws[method][:, number], None
             if method != reference and score <= highest[reference]:
                 difference = _estimate(
-                    value - _value(every[reference], score),
+                    value - float(_values(every[reference], [score])[0]),
                     spread - draws[reference][:, number],
                     trade_off.has_intervals,
                 )
             change = _estimate(value, spread, trade_off.has_intervals)
             values.append(FrontValue(change, score < first - resolution, difference))
         methods[method] = values
-    return Front(scores, methods, highest)
+    pairs = {
+        method: compare_pair(points, groups[reference], trade_off.base, has_intervals=trade_off.has_intervals)
+        for method, points in groups.items()
+        if method != reference
+    }
+    return Front(scores, methods, highest, pairs)
+
+
+def compare_pair(
+    one: Sequence[Point],
+    other: Sequence[Point],
+    base: Point | None,
+    *,
+    num_scores: int = NUM_READINGS,
+    has_intervals: bool = True,
+) -> Pair:
+    """Two methods' forgetting at equal new-task scores over the range that both have measured.
+
+    In a draw of the bootstrap a score beyond one of that draw's fronts is left out.
+
+    Args:
+        one, other: the settings of each.
+        base: the pretrained model, a point of both fronts.
+        num_scores: that are read.
+        has_intervals: whether the draws are of enough to have any.
+    """
+    found = _common_range(one, other, base)
+    low, high = found or (math.inf, min(max(point.new.value for point in group) for group in (one, other)))
+    scores = np.linspace(low, high, num_scores) if low < high else np.array([high])
+    forgotten = [-_values(with_base(group, base), scores) for group in (one, other)]
+    drawn = [-front_draws(group, base, scores) for group in (one, other)]
+    mean, draws = _reading(forgotten, drawn, has_intervals)
+    lowest, highest = (
+        _reading([values[[at]] for values in forgotten], [values[:, [at]] for values in drawn], has_intervals)[0]
+        for at in (0, -1)
+    )
+    without = []
+    for left_out in (*one, *other) if found is not None else ():
+        fewer, others = ([point for point in group if point is not left_out] for group in (one, other))
+        ends = _common_range(fewer, others, base) if fewer and others else None
+        if ends is not None:
+            values = [-_values(with_base(group, base), np.linspace(*ends, num_scores)) for group in (fewer, others)]
+            without.append(_reading(values, [each[None] for each in values], False)[0])
+    return Pair(scores, found is None, mean, lowest, highest, without, draws)
+
+
+def seed_points(method: str, runs: Sequence[Sequence[tuple[float, float]]] | Array) -> list[Point]:
+    """Settings from numbers alone, for ``compare_pair``: means over seeds; the draws are the seeds, each by itself.
+
+    Args:
+        runs: [rates, seeds, 2] the score on the new task and the change of the old ones, in units where more is better: minus a loss.
+    """
+    points = []
+    for seeds in np.asarray(runs, dtype=float):
+        new, old = (Estimate(float(value)) for value in seeds.mean(axis=0))
+        points.append(Point(Setting(method, {}, []), new, old, seeds[:, 0], seeds[:, 1]))
+    return points
+
+
+def _common_range(one: Sequence[Point], other: Sequence[Point], base: Point | None) -> tuple[float, float] | None:
+    """From where the measured parts of both fronts have begun to the highest score that both reach; None: there is none."""
+    starts = []
+    for group in (one, other):
+        front = on_front(with_base(group, base))
+        if front == [base]:
+            return None
+        # Where the pretrained model itself is beaten, a score below the first setting on the front is reached by that setting.
+        starts.append(front[1].new.value if front[0] is base else min(point.new.value for point in group))
+    low, high = max(starts), min(max(point.new.value for point in group) for group in (one, other))
+    return (low, high) if low <= high else None
+
+
+def _reading(forgotten: Sequence[Array], drawn: Sequence[Array], has_intervals: bool) -> tuple[Reading, Array]:
+    """Means over the scores, and the mean log of the ratio in each draw.
+
+    Args:
+        forgotten, drawn: of both methods, [scores] and [draws, scores].
+    """
+    differences = _row_means(drawn[0] - drawn[1])
+    difference = _estimate(float((forgotten[0] - forgotten[1]).mean()), differences, has_intervals)
+    # A score that neither pays for says nothing and is left out: NaN.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        draws = _row_means(np.log(drawn[0].clip(0)) - np.log(drawn[1].clip(0)))
+    is_infinite = np.isinf(draws)
+    draws[is_infinite] = math.nan
+    if min(forgotten[0].min(), forgotten[1].min()) <= 0 or is_infinite.mean() > _MAX_WITHOUT_RATIO:
+        return Reading(difference, None), draws
+    ratio = math.exp(float(np.log(forgotten[0] / forgotten[1]).mean()))
+    return Reading(difference, _estimate(ratio, np.exp(draws), has_intervals)), draws
+
+
+def _row_means(table: Array) -> Array:
+    """Of what is known in each row; NaN: nothing is."""
+    is_known = ~np.isnan(table)
+    count = is_known.sum(axis=1)
+    return np.where(count > 0, np.where(is_known, table, 0.0).sum(axis=1) / np.maximum(count, 1), math.nan)
 
 
 def with_base(points: Sequence[Point], base: Point | None) -> list[Point]:
@@ -415,12 +571,12 @@ def on_front(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def _value(points: Sequence[Point], score: float) -> float:
-    return float(interpolate([one.new.value for one in points], [one.old.value for one in points], [score])[0])
+def _values(points: Sequence[Point], scores: Sequence[float] | Array) -> Array:
+    return interpolate([one.new.value for one in points], [one.old.value for one in points], scores)
 
 
 def front_draws(points: Sequence[Point], base: Point | None, scores: Sequence[float] | Array) -> Array:
-    """[draws, scores]: the change at each score on the front of each draw of the bootstrap."""
+    """[draws, scores]: the change at each score on the front of each draw of the bootstrap; NaN beyond it."""
     every = with_base(points, base)
     new = np.stack([point.new_draws for point in every], axis=1)
     old = np.stack([point.old_draws for point in every], axis=1)
@@ -431,4 +587,5 @@ def front_draws(points: Sequence[Point], base: Point | None, scores: Sequence[fl
 
 
 def _estimate(value: float, draws: Array, has_intervals: bool) -> Estimate:
-    return Estimate(value, *(interval(draws) if has_intervals and np.ptp(draws) > 0 else (None, None, None)))
+    known = draws[~np.isnan(draws)]
+    return Estimate(value, *(interval(known) if has_intervals and len(known) and np.ptp(known) > 0 else (None,) * 3))

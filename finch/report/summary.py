@@ -1,6 +1,7 @@
 """What the report says in words: its summary, the notes before its numbers, and where these come from.
 
-Only a difference whose 95% interval leaves 0 out is called one.
+Methods are compared at equal new-task scores only, never at their own best settings. A difference is called one where the 95% interval and the range
+without any one setting leave out none.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from finch import run_files
 from finch.evaluation.tasks.registry import SUITES
-from finch.report.front import RESAMPLES, Front, Point, Setting, TradeOff, points_by_method
-from finch.report.measures import Comparison, Estimate
+from finch.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, Setting, TradeOff, points_by_method
+from finch.report.measures import Comparison
 from finch.report.selection import Measure, choose_by
 from finch.report.tables import Names, equal_score, estimate, number
 from finch.sweep.grid import EVALUATED, FINISHED, SMALL_LR
@@ -29,7 +30,10 @@ DEFINITIONS = (
     "holds the middle 95% of the results. Few seeds vary too little when they are drawn anew: the weights of k seeds are stretched by sqrt(k / (k - 1)). With "
     "two or three seeds an interval is still a rough one.",
     "The front of a method: its settings that none of its others beats both on the new task and on the old ones, and the pretrained model, joined by straight "
-    "lines. Where it ends below a score, its last value counts.",
+    f"lines. Two methods' fronts are read at {NUM_READINGS} scores, from the lowest that both have settings around to the highest that both reach. A ratio is of the "
+    "one's forgetting to the other's, below 1 where the one forgets less, on average a geometric mean; where one of both forgets nothing there is a difference only. A "
+    "score beyond the front of a draw is left out of that draw. The range without any one setting shows what straight lines between settings are worth: a difference is "
+    "called one only if it also holds there.",
 )
 
 
@@ -47,16 +51,18 @@ def summarize(comparison: Comparison, trade_off: TradeOff, front: Front, names: 
     if trade_off.base is not None:
         score = number(new.sign * trade_off.base.new.value, new.places)
         opening += f" Before tuning the model has {score}{_unit(new)} on {new.name} ({new.metric})."
-    tasks = f"the mean change of {len(old)} old tasks" if len(old) > 1 else f"the change of {old[0].name}"
-    points = trade_off.points
-    scores, chosen_by = choose_by(
-        comparison.runs, new, [point.setting.runs for point in points], [point.new.value for point in points]
-    )
-    opening += f" For each method, its setting with the best {chosen_by}, and {tasks}:"
-    learned = opening, _learned(new, old, trade_off, dict(zip(points, scores, strict=True)), names)
+    forgotten = f"the mean change of {len(old)} old tasks" if len(old) > 1 else f"the change of {old[0].name}"
     if len(front.methods) < 2:
-        return [learned]
-    return [learned, _at_equal_score(new, old[0], front, names, has_intervals=trade_off.has_intervals)]
+        points = trade_off.points
+        scores, chosen_by = choose_by(
+            comparison.runs, new, [point.setting.runs for point in points], [point.new.value for point in points]
+        )
+        learned = _learned(new, old, trade_off, dict(zip(points, scores, strict=True)), names)
+        return [(f"{opening} Its setting with the best {chosen_by}, and {forgotten}:", learned)]
+    text = f"{forgotten[0].upper()}{forgotten[1:]}, of each method and {names.styles[front.reference].label} where both have learned equally much"
+    text += " (95% intervals, each for one comparison):" if trade_off.has_intervals else ":"
+    items = [_pair_text(names.styles[one].label, pair, new, old[0]) for one, pair in front.pairs.items()]
+    return [(f"{opening} {_conclusion(front, new, names)}", []), (text, items)]
 
 
 def join(words: Sequence[str]) -> str:
@@ -95,37 +101,47 @@ def _learned(
     return lines
 
 
-def _at_equal_score(new: Measure, old: Measure, front: Front, names: Names, *, has_intervals: bool) -> Paragraph:
-    """At the highest score where half of the methods that can be compared with the reference at all can be."""
-    comparable = [
-        sum(values[position].difference is not None for values in front.methods.values())
-        for position in range(len(front.scores))
-    ]
-    if not any(comparable):
-        return "No two methods reach a common new-task score, so their forgetting cannot be compared.", []
-    position = max(index for index, count in enumerate(comparable) if 2 * count >= max(comparable))
-    lines = []
-    for method, values in front.methods.items():
-        label, value = names.styles[method].label, values[position]
-        if value.change is None:
-            lines.append(f"{label} does not reach this score.")
-        elif value.difference is not None:
-            lines.append(_difference_text(label, value.difference, old))
+def _conclusion(front: Front, new: Measure, names: Names) -> str:
+    """One sentence, of the means over the common ranges."""
+    labels: dict[str, list[str]] = {}
+    for method, pair in front.pairs.items():
+        verdict = "apart" if pair.is_guess else {-1: "less", 1: "more", 0: "alike", None: "unknown"}[pair.verdict]
+        labels.setdefault(verdict, []).append(names.styles[method].label)
     reference = names.styles[front.reference].label
-    score = equal_score(front.scores[position], new)
-    note = " (95% intervals, each for one comparison)" if has_intervals else ""
-    return f"At an equal {score} on {new.name}, compared with {reference}{note}:", lines
+    parts = []
+    for word in ("less", "more"):
+        if those := labels.get(word):
+            parts.append(f"{join(those)} {'forget' if len(those) > 1 else 'forgets'} {word} than {reference}")
+    if those := labels.get("alike"):
+        parts.append(f"of {join(those)} no difference from {reference} can be shown")
+    if those := labels.get("unknown"):
+        parts.append(f"of {join(those)} nothing is concluded, since there are no intervals")
+    if those := labels.get("apart"):
+        parts.append(f"{join(those)} and {reference} were measured at no common score")
+    return f"At an equal score on {new.name}: {'; '.join(parts)}."
 
 
-def _difference_text(label: str, one: Estimate, old: Measure) -> str:
-    unit = f" {old.change_unit}"
-    if one.low is None or one.high is None:
-        text = estimate(one.times(old.sign), old.places, sign=True, unit=unit)
-        return f"{label}: its change of the old tasks differs by {text}, with no interval."
-    if one.low <= 0 <= one.high:
-        return f"{label}: no difference can be shown."
-    is_less = one.low > 0
-    return f"{label} forgets {'less' if is_less else 'more'}, by {estimate(one if is_less else one.times(-1), old.places, unit=unit)}."
+def _pair_text(label: str, pair: Pair, new: Measure, old: Measure) -> str:
+    """The mean over the common range, and the highest score that both reach."""
+
+    def text(one: Reading) -> str:
+        if one.ratio is not None:
+            return f"{estimate(one.ratio, 2)} times as much"
+        more = one.difference.value > 0
+        shown = estimate(one.difference if more else one.difference.times(-1), old.places, unit=f" {old.change_unit}")
+        return f"{shown} {'more' if more else 'less'}"
+
+    end = equal_score(pair.scores[-1], new)
+    at_end = f"at {end}, the highest score that both reach, {text(pair.highest)}"
+    if pair.is_guess:
+        return f"{label} forgets {at_end}: a guess, on a straight line from the pretrained model."
+    if len(pair.scores) == 1:
+        return f"{label} forgets {at_end}."
+    without = pair.ratios_without_one
+    rates = "" if without is None else f", {without[0]:.2f} to {without[1]:.2f} without any one setting"
+    if pair.mean.ratio is None:
+        rates = ""
+    return f"{label} forgets {text(pair.mean)}, from {equal_score(pair.scores[0], new)} to {end} on average{rates}; {at_end}."
 
 
 def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> list[str]:

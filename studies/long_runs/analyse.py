@@ -11,7 +11,7 @@ import argparse
 import csv
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,9 @@ def read_points(sweep: Path) -> Iterable[Row]:
             found, pretrained = _scores(cell / EVALUATION), _scores(sweep / "base_losses")
         else:
             measured = [line for line in lines if PROBES["own_kl"] in line]
-            found, pretrained = ({name: line[key] for name, key in PROBES.items()} for line in (measured[-1], measured[0]))
+            found, pretrained = (
+                {name: line[key] for name, key in PROBES.items()} for line in (measured[-1], measured[0])
+            )
         if not base:
             base = {"runs": sweep.name, "arm": "pretrained", **pretrained}
             yield base

@@ -56,7 +56,13 @@ def draw_steps(steps: Sequence[dict[str, Any]], out: Path) -> None:
         for arm in dict.fromkeys(row["arm"] for row in steps):
             method, label = ARMS[arm]
             rows = [row for row in steps if row["arm"] == arm]
-            axes.plot([row["step"] for row in rows], [row[key] for row in rows], color=STYLES[method].hex, label=label, linewidth=1)
+            axes.plot(
+                [row["step"] for row in rows],
+                [row[key] for row in rows],
+                color=STYLES[method].hex,
+                label=label,
+                linewidth=1,
+            )
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step")
         axes.set_yscale("log" if key == "step_kl" else "linear")

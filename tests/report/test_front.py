@@ -14,9 +14,11 @@ from finch.report.front import (
     _correct_bootstrap_variance,
     common_scores,
     compare_fronts,
+    compare_pair,
     group_settings,
     interpolate,
     non_dominated,
+    seed_points,
     trade_off,
 )
 from finch.report.measures import Estimate, compare
@@ -130,6 +132,7 @@ def test_interpolate_between_neighbours():
     assert interpolate(new, old, 65.0) == pytest.approx(-6.0)  # a quarter of the way from 60 to 80: 70 is dominated
     assert interpolate(new, old, 40.0) == pytest.approx(-2.0)
     assert interpolate(new, old, 30.0) == pytest.approx(-2.0)
+    assert np.isnan(interpolate(new, old, 80.1))
 
 
 def test_common_scores_are_reached_by_two_methods():
@@ -203,3 +206,92 @@ def test_interval_of_a_difference_is_paired():
     assert (value.change.low, value.change.high) == pytest.approx((-4.85, 0.85), abs=0.02)
     assert value.difference.value == pytest.approx(6.0)
     assert value.difference.low in (None, pytest.approx(6.0))
+
+
+def test_pair_by_hand():
+    """Lines from (20, 0): the one forgets 1 per 10 points up to 60 and 2 per 10 from there, the other 2 per 10 everywhere."""
+    one = [point("a", 40.0, -2), point("a", 60.0, -4), point("a", 80.0, -8)]
+    other = [point("b", 50.0, -6), point("b", 70.0, -10)]
+    pair = compare_pair(one, other, BASE, num_scores=3)
+    assert pair.scores.tolist() == [50, 60, 70]
+    assert pair.mean.difference.value == pytest.approx((3 - 6 + 4 - 8 + 6 - 10) / 3)
+    assert pair.mean.ratio.value == pytest.approx((3 / 6 * 4 / 8 * 6 / 10) ** (1 / 3))
+    assert (pair.lowest.ratio.value, pair.highest.ratio.value) == pytest.approx((0.5, 0.6))
+    assert not pair.is_guess
+    # Without 40 the range begins at 60; without 60 the one has 3.5, 5 and 6.5; without 80 it ends at 60; without 50 or 70 one score is common.
+    expected = [(4 / 8 * 5 / 9 * 6 / 10) ** (1 / 3), (3.5 / 6 * 5 / 8 * 6.5 / 10) ** (1 / 3), 0.5, 0.6, 0.5]
+    assert [reading.ratio.value for reading in pair.without_one] == pytest.approx(expected)
+    assert pair.ratios_without_one == pytest.approx((0.5, expected[1]))
+    assert len(compare_pair(one, other, BASE).scores) == 101
+
+
+def test_scores_beyond_a_draws_front_are_left_out():
+    """In the second draw the one ends at 60: of 50, 60 and 70 only two count, with other ratios than the third; in the third draw at 40."""
+    draws = [(70, -10), (60, -2), (40, -1)]
+    one = [point("a", 50.0, -3, [(50, -3), (50, -1), (40, -1)]), point("a", 70.0, -10, draws)]
+    other = [point("b", 50.0, -6, [(50, -6)] * 3), point("b", 70.0, -10, [(70, -10)] * 3)]
+    base = point("pretrained", 20.0, 0.0, [(20.0, 0.0)] * 3)
+    pair = compare_pair(one, other, base, num_scores=3)
+    first = np.log(3 / 6) + np.log(6.5 / 8) + np.log(10 / 10)
+    assert pair.draws[:2] == pytest.approx([first / 3, (np.log(1 / 6) + np.log(2 / 8)) / 2])
+    assert np.isnan(pair.draws[2])
+    assert pair.mean.ratio.low > np.exp(pair.draws[:2].min())
+    assert pair.mean.ratio.high < np.exp(pair.draws[:2].max())
+
+
+@pytest.mark.parametrize("old", [0.0, 2.0])
+def test_no_ratio_where_nothing_is_forgotten(old):
+    one = [point("a", 40.0, old), point("a", 60.0, -4)]
+    other = [point("b", 40.0, -2), point("b", 60.0, -4)]
+    pair = compare_pair(one, other, BASE)
+    assert pair.lowest.ratio is pair.mean.ratio is None
+    assert pair.lowest.difference.value == -2 - old
+    assert pair.highest.ratio.value == 1
+
+
+def test_no_ratio_where_a_draw_in_fifty_has_none():
+    for bad, has_ratio in ((1, True), (2, False)):
+        draws = [(50.0, 0.0)] * bad + [(50.0, -2.0)] * (100 - bad)
+        other, base = (point("b", new, old, [(new, old)] * 100) for new, old in ((50.0, -4.0), (20.0, 0.0)))
+        pair = compare_pair([point("a", 50.0, -2, draws)], [other], base)
+        assert (pair.mean.ratio is not None) == has_ratio
+
+
+def test_pair_without_a_common_range_is_a_guess():
+    pair = compare_pair([point("a", 30.0, -1)], [point("b", 60.0, -8)], BASE)
+    assert (pair.is_guess, pair.scores.tolist(), pair.verdict) == (True, [30.0], None)
+    assert pair.mean.ratio.value == pytest.approx(1 / 2)  # a quarter of the way to 60 is -2
+
+
+def test_verdict_needs_the_interval_and_every_rate():
+    def seeds(*olds):
+        return [[(new, old + shift) for shift in (-0.2, 0.0, 0.2)] for new, old in zip((40, 50, 60), olds, strict=True)]
+
+    base = point("pretrained", 20.0, 0.0, [(20.0, 0.0)] * 3)
+    straight, lower = seed_points("b", seeds(-4, -6, -8)), seed_points("a", seeds(-2, -3, -4))
+    pair = compare_pair(lower, straight, base)
+    assert pair.verdict == -1
+    assert compare_pair(straight, lower, base).verdict == 1
+    assert compare_pair(straight, straight, base, has_intervals=False).verdict is None
+    # Less on average, and in each seed, but only by one setting.
+    bent = seed_points("a", seeds(-4.3, -4.5, -8.3))
+    pair = compare_pair(bent, straight, base)
+    assert pair.mean.ratio.high < 1 < pair.ratios_without_one[1]
+    assert pair.verdict == 0
+
+
+def test_draws_of_seed_points_are_the_seeds():
+    one = seed_points("a", [[(-2.0, -0.1), (-2.0, -0.3)], [(-1.0, -0.4), (-1.0, -0.6)]])
+    other = seed_points("b", np.array([[(-2.0, -0.2), (-2.0, -0.2)], [(-1.0, -0.4), (-1.0, -0.4)]]))
+    base = seed_points("pretrained", [[(-3.0, 0.0), (-3.0, 0.0)]])[0]
+    pair = compare_pair(one, other, base, num_scores=2)
+    assert pair.mean.ratio.value == pytest.approx((0.2 / 0.2 * 0.5 / 0.4) ** 0.5)
+    assert np.exp(pair.draws) == pytest.approx([(0.1 / 0.2 * 0.4 / 0.4) ** 0.5, (0.3 / 0.2 * 0.6 / 0.4) ** 0.5])
+
+
+def test_front_has_each_method_against_the_reference():
+    front = fronts(
+        point("sft", 40.0, -4.0), point("sft", 80.0, -20.0), point("finch", 60.0, -3.0), point("finch", 70.0, -5.0)
+    )
+    assert list(front.pairs) == ["finch"]
+    assert front.pairs["finch"].highest.ratio.value == pytest.approx(5 / 16)

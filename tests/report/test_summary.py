@@ -1,14 +1,19 @@
 """A report whose old tasks are in nats, and what it says of them and of runs without all evaluations."""
 
 import csv
+import re
 
 import pytest
 from helpers.evaluated_runs import add_losses, make_sweep
 
 pytest.importorskip("matplotlib", reason="the report extra is not installed")
 
+from finch.report.front import Front, compare_pair, seed_points
 from finch.report.report import write_report
-from finch.report.tables import NONE
+from finch.report.selection import Measure
+from finch.report.summary import _conclusion, _pair_text
+from finch.report.tables import NONE, Names
+from finch.style import method_styles
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +35,15 @@ def nats(sweep):
 
 def test_report_in_nats(nats):
     text = (nats / "report.md").read_text()
-    assert "and the change of own_answers_kl:" in text
-    value = 2 * 0.75 * (1 + 29 / 60)  # of the two runs with the highest rates
-    assert f"; own_answers_kl +{value:.3f} nats per token [" in text
-    assert "compared with SFT (95% intervals" in text
+    assert (
+        "The change of own_answers_kl, of each method and SFT where both have learned equally much (95% intervals"
+        in text
+    )
+    [line] = [line for line in text.splitlines() if line.startswith("- FINCH forgets ")]
+    assert (
+        re.search(r"forgets at [\d.]+%, the highest score that both reach, \d\.\d\d \[", line) or " on average" in line
+    )
+    assert len(re.findall(r"At an equal score on tofu: [^.]*\.", text)) == 1
     assert "change of own_answers_kl, nats per token" in (nats / "figures" / "trade_off.svg").read_text()
     assert "--old-tasks own_answers_kl" in text
     assert "A small p says only that they have moved" in text
@@ -64,3 +74,49 @@ def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, sweep):
     assert "own_answers and own_answers_kl in nats, since a mean of points and nats says nothing" in text
     assert "2 of 8 runs lack tofu, hellaswag, winogrande, mmlu and ifeval and are absent" in text
     assert "SFT, lr 3e-5 (2 seeds)." in text
+
+
+NEW = Measure("tofu", "new", "knowledge", "acc", "")
+BASE = seed_points("pretrained", [[(20.0, 0.0)] * 5])[0]
+
+
+def setting(method, new, old):
+    """Of five seeds around a point, SFT's and the others' on opposite sides of it."""
+    sides = (-2, -1, 0, 1, 2) if method == "sft" else (2, 1, 0, -1, -2)
+    return seed_points(method, [[(new, old * (1 + side / 100)) for side in sides]])[0]
+
+
+def test_methods_are_compared_at_equal_scores_in_words():
+    sft = [setting("sft", 40.0, -0.4), setting("sft", 60.0, -0.8), setting("sft", 80.0, -1.2)]
+    methods = {
+        "finch": [setting("finch", 40.0, -0.2), setting("finch", 60.0, -0.4), setting("finch", 70.0, -0.5)],
+        "l2": [setting("l2", 50.0, -0.9)],
+        "dft": [setting("dft", 40.0, -0.4), setting("dft", 60.0, -0.79), setting("dft", 80.0, -1.2)],
+        "stm": [setting("stm", 30.0, -0.1)],
+    }
+    pairs = {method: compare_pair(points, sft, BASE) for method, points in methods.items()}
+    front = Front([], dict.fromkeys(("sft", *methods), ()), {}, pairs)
+    assert _conclusion(front, NEW, Names(method_styles(front.methods), [])) == (
+        "At an equal score on tofu: FINCH forgets less than SFT; L2 forgets more than SFT; of DFT no difference from SFT can be shown; "
+        "STM and SFT were measured at no common score."
+    )
+    kl, points = (
+        Measure("kl", "old", "losses", "kl", "", "nats", False),
+        Measure("mmlu", "old", "forgetting", "acc", ""),
+    )
+    assert re.fullmatch(
+        r"FINCH forgets 0\.50 \[0\.\d+, 0\.\d+\] times as much, from 40\.0% to 70\.0% on average, 0\.50 to 0\.50 without any one setting; "
+        r"at 70\.0%, the highest score that both reach, 0\.50 \[0\.\d+, 0\.\d+\] times as much\.",
+        _pair_text("FINCH", pairs["finch"], NEW, kl),
+    )
+    assert re.fullmatch(
+        r"L2 forgets at 50\.0%, the highest score that both reach, 1\.50 \[1\.\d+, 1\.\d+\] times as much\.",
+        _pair_text("L2", pairs["l2"], NEW, kl),
+    )
+    assert _pair_text("STM", pairs["stm"], NEW, kl).endswith(
+        "times as much: a guess, on a straight line from the pretrained model."
+    )
+    gains = [setting("finch", 40.0, 3.0), setting("finch", 80.0, 1.0)]
+    text = _pair_text("FINCH", compare_pair(gains, sft, BASE, has_intervals=False), NEW, points)
+    assert text.endswith("at 80.0%, the highest score that both reach, 2.2 points less.")
+    assert " points less, from 40.0% to 80.0% on average; at" in text
