@@ -187,11 +187,14 @@ def name_ends(axes: Axes) -> None:
     """Names the lines that have labels where they end, in the margin at the right; lines of one label have one name, and names that would overlap
     are moved apart. The limits of the axes have to be final.
     """
+    from matplotlib.colors import to_hex
+
+    axes.autoscale_view()
     ends: dict[str, list[tuple[float, float, str]]] = {}
     for line in axes.lines:
         known = [(x, y) for x, y in np.asarray(line.get_xydata(), dtype=float).tolist() if math.isfinite(y)]
         if known and not str(line.get_label()).startswith("_"):
-            ends.setdefault(str(line.get_label()), []).append((*known[-1], str(line.get_color())))
+            ends.setdefault(str(line.get_label()), []).append((*known[-1], to_hex(line.get_color())))
     last = {label: max(x for x, _, _ in those) for label, those in ends.items()}
     means = {label: fmean(y for x, y, _ in those if x == last[label]) for label, those in ends.items()}
     to_shares = axes.transData + axes.transAxes.inverted()
@@ -219,9 +222,14 @@ def name_places(axes: Axes, names: Iterable[Name]) -> None:
     The figure has to be complete.
     """
     figure = axes.figure
+    grid = [line for line in (*axes.get_xgridlines(), *axes.get_ygridlines()) if line.get_visible()]
+    for line in grid:
+        line.set_visible(False)
     figure.canvas.draw()
+    for line in grid:
+        line.set_visible(True)
     pixels = np.asarray(figure.canvas.buffer_rgba())  # type: ignore[attr-defined]
-    ink = (pixels[::-1, :, :3].min(axis=2) < 215).astype(float)  # from the bottom up; the grid is lighter
+    ink = (pixels[::-1, :, :3].min(axis=2) < 245).astype(float)  # from the bottom up
     unit = figure.dpi / 72  # pixels of a point
     frame = axes.get_window_extent()
 

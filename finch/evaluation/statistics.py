@@ -57,7 +57,8 @@ class Mean:
 @dataclass(frozen=True)
 class Delta(Mean):
     """The change of a task's score from the base model to the tuned one: ``mean`` of tuned minus base over the documents with both scores,
-    always with a bootstrap's interval.
+    always with a bootstrap's interval; without one, and without a standard error (NaN), where all differences are equal: they do not say how far
+    others might lie.
 
     Attributes:
         p_value: two-sided, for the hypothesis of no change.
@@ -95,7 +96,8 @@ def paired_delta(base: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str,
     differences = _cluster_means(scores[:, 1] - scores[:, 0], [one for one, _ in pairs])
     is_binary = bool(np.isin(scores, (0, 1)).all()) and len(differences) == len(scores)
     p_value, test = (_mcnemar(differences), MCNEMAR) if is_binary else (_sign_flip(differences), SIGN_FLIP)
-    return Delta(float(differences.mean()), *_bootstrap(differences), len(pairs), len(differences), p_value, test)
+    spread = _bootstrap(differences) if np.ptp(differences) > 0 else (math.nan, math.nan, math.nan)
+    return Delta(float(differences.mean()), *spread, len(pairs), len(differences), p_value, test)
 
 
 def mean_interval(samples: Sequence[Mapping[str, Any]], *, is_share: bool = True) -> Mean:

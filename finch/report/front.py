@@ -214,7 +214,8 @@ def _mean_over_seeds(
         limits: of the mean.
     """
     drawn = (weights * draws[:, columns]).sum(axis=1).clip(*limits)
-    return Estimate(float(values[list(columns)].mean()), *((None, None, None) if is_fixed else interval(drawn))), drawn
+    is_known = not is_fixed and np.ptp(drawn) > 0
+    return Estimate(float(values[list(columns)].mean()), *(interval(drawn) if is_known else (None, None, None))), drawn
 
 
 def interval(draws: Array) -> tuple[float, float, float]:

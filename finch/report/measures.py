@@ -108,7 +108,8 @@ def compare(
     """
     Args:
         new_task: the name of the new task or probe, where the evaluations have several.
-        old_tasks: names of the trade-off's old tasks and probes; None: all old tasks, of those with different units the ones in points.
+        old_tasks: names of the trade-off's old tasks and probes; None: all old tasks, of those with different units the ones in points,
+            without those at chance unless all are.
         base: folder of the pretrained model's results, where they are no longer where the runs' results say; or the folder that it is in.
 
     Raises:
@@ -123,7 +124,19 @@ def compare(
     chosen = select_measures(runs, new_task=new_task, old_tasks=old_tasks)
     samples: BaseSamples = {}
     outcomes = [_outcomes_of_run(run, chosen.measures, bases, base, samples) for run in runs]
-    return Comparison(chosen.new, chosen.old, chosen.other_old, chosen.reliability, runs, outcomes, bases)
+    old, others = ([_with_chance(one, outcomes) for one in those] for those in (chosen.old, chosen.other_old))
+    if old_tasks is None and not all(one.is_at_chance for one in old):
+        others = [*(one for one in old if one.is_at_chance), *others]
+        old = [one for one in old if not one.is_at_chance]
+    return Comparison(chosen.new, old, others, chosen.reliability, runs, outcomes, bases)
+
+
+def _with_chance(measure: Measure, outcomes: Sequence[Mapping[str, Outcome]]) -> Measure:
+    """Says whether the pretrained model is at chance, from where there is nothing to forget."""
+    base = next((one[measure.name].base for one in outcomes if measure.name in one), None)
+    if measure.chance is None or base is None or base.low is None or not measure.is_higher_better:
+        return measure
+    return replace(measure, is_at_chance=base.low <= measure.chance)
 
 
 def probe_values(run: Run, key: str) -> list[tuple[int, float]]:

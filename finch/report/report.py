@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from finch.report.front import compare_fronts, group_settings, trade_off
 from finch.report.measures import compare
 from finch.report.runs import read_runs, sort_runs
 from finch.report.sections import Report, make_sections
-from finch.report.summary import join, notes, summarize
+from finch.report.summary import facts, join, left_out, notes, summarize
 from finch.report.tables import make_names, summary_csv
 from finch.style import COLOURS, method_styles
 
@@ -70,9 +71,11 @@ def write_report(
         page = {
             "title": f"Learned and forgotten: {join(methods) if len(methods) <= 4 else f'{len(methods)} methods'}"
             + (f" on {new.name}" if new is not None else ""),
+            "facts": facts(comparison, date.today()),
             "summary": summarize(comparison, points, front, names),
-            "notes": notes(comparison, settings, names),
+            "notes": notes(comparison),
             "sections": make_sections(Report(comparison, settings, points, front, names, figures), options),
+            "left_out": left_out(comparison, settings, names),
             "footer": f"Written by finch report {__version__}. Figures: {FIGURES}/*.svg and *.png; numbers: summary.csv.",
         }
         texts = {"summary.csv": summary_csv(comparison)} | {name: _render(name, page) for name in ("report.md", PAGE)}

@@ -146,10 +146,9 @@ def _trade_off_sections(report: Report) -> list[Section]:
         points, names.styles, report.folder, new_label=new_label, old_label=old_label, sign=sign
     )
     settings = tables.settings_table(points, names, new, old)
-    sections = [Section("trade-off", "The trade-off", drawings=[drawing], tables=[settings])]
     if not front.scores:
-        return sections
-    drawing = figures.draw_front(
+        return [Section("trade-off", "The trade-off", drawings=[drawing], tables=[settings])]
+    beside = figures.draw_front(
         front, names.styles, report.folder, new_label=new_label, old_label=old_label, sign=sign, places=new.places
     )
     shown = [tables.front_table(front, names, points, new, old), tables.difference_table(front, names, new, old)]
@@ -158,7 +157,10 @@ def _trade_off_sections(report: Report) -> list[Section]:
         "front is its best settings, those that none of its others beats both in learning and in keeping, joined by straight lines that begin at the "
         "pretrained model. What the method forgets at a new-task score is read off these lines."
     )
-    return [*sections, Section("front", "Forgetting at equal score", [text], [drawing], [one for one in shown if one])]
+    return [
+        Section("trade-off", "The trade-off", drawings=[drawing, beside]),
+        Section("front", "Forgetting at equal score", [text], tables=[one for one in (*shown, settings) if one]),
+    ]
 
 
 def _axis_label(new: Measure) -> str:

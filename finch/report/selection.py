@@ -33,6 +33,7 @@ class Measure:
         unit: ``points`` (scores are fractions, shown in percent) or ``nats`` (losses and divergences in nats per token).
         is_higher_better: False for losses, divergences and Brier's error.
         key: of a probe's values in metrics.jsonl; empty for a task.
+        is_at_chance: the pretrained model is not above chance: the 95% interval of its score includes it, or lies below.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Measure:
     is_higher_better: bool = True
     chance: float | None = None
     key: str = ""
+    is_at_chance: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name in a table's header."""
+        return f"{self.name} (at chance)" if self.is_at_chance else self.name
 
     @property
     def scale(self) -> float:
@@ -80,7 +87,7 @@ class Selection:
     Attributes:
         new: what was learned; None where neither an evaluation nor a probe measures it.
         old: the old tasks of the trade-off, all of one unit.
-        other_old: old tasks that have their changes only in the tables.
+        other_old: old tasks that have their changes only in the tables: of another unit, at chance, or not named.
     """
 
     new: Measure | None

@@ -9,13 +9,17 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
 
 from finch import run_files
 from finch.evaluation.tasks.registry import SUITES
 from finch.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, Setting, TradeOff, points_by_method
 from finch.report.measures import Comparison
+from finch.report.runs import base_builder
 from finch.report.selection import Measure, choose_by
-from finch.report.tables import Names, equal_score, estimate, number
+from finch.report.tables import FEW_DOCUMENTS, Names, equal_score, estimate, number
 from finch.sweep.grid import EVALUATED, FINISHED, SMALL_LR
 
 Paragraph = tuple[str, Sequence[str]]
@@ -144,7 +148,7 @@ def _pair_text(label: str, pair: Pair, new: Measure, old: Measure) -> str:
     return f"{label} forgets {text(pair.mean)}, from {equal_score(pair.scores[0], new)} to {end} on average{rates}; {at_end}."
 
 
-def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> list[str]:
+def notes(comparison: Comparison) -> list[str]:
     """What a reader has to know before comparing numbers."""
     runs = comparison.runs
     found = []
@@ -162,15 +166,26 @@ def notes(comparison: Comparison, settings: Sequence[Setting], names: Names) -> 
         found.append(
             f"{len(unfinished)} of {len(runs)} runs have not ended their last epoch; their numbers are the current ones."
         )
-    waiting = [run for run in runs if not run.metrics and not run.results]
-    if waiting:
-        found.append(f"{len(waiting)} of {len(runs)} runs {'have' if len(waiting) > 1 else 'has'} no steps yet.")
-    found += _absent_runs(comparison, settings, names)
     if any(run.method == SMALL_LR for run in runs) and any(not measure.is_probe for measure in comparison.old):
         found.append(
             "small_lr's learning rate was chosen on half of the old tasks' documents, which are among those reported here; finch select-lr shows the other "
             "half alone."
         )
+    for measure in (*comparison.old, *comparison.other_old):
+        if measure.is_at_chance:
+            place = "" if measure in comparison.old else ", and it is not in the mean"
+            found.append(
+                f"{measure.name}: the pretrained model is not above chance ({number(measure.scale * (measure.chance or 0), measure.places)}%), so it can forget nothing there{place}."
+            )
+    few = {
+        name: one.n
+        for outcomes in comparison.outcomes
+        for name, one in outcomes.items()
+        if one.n and one.n < FEW_DOCUMENTS
+    }
+    if few:
+        counts = join([f"{name} ({n})" for name, n in few.items()])
+        found.append(f"Caution: fewer than {FEW_DOCUMENTS} documents, so rough intervals: {counts}.")
     probes = [measure.name for measure in (comparison.new, *comparison.old) if measure is not None and measure.is_probe]
     if probes:
         found.append(
@@ -206,7 +221,7 @@ def _which_old_tasks(comparison: Comparison) -> str:
         return ", ".join(f"{join(those)} in {unit}" for unit, those in names.items())
 
     old, others = comparison.old, comparison.other_old
-    has_no_common_unit = {one.unit for one in old}.isdisjoint(one.unit for one in others)
+    has_no_common_unit = {one.unit for one in old}.isdisjoint(one.unit for one in others if not one.is_at_chance)
     return (
         f"The trade-off's old {'tasks are' if len(old) > 1 else 'task is'} {by_unit(old)}. Only in the tables of changes: {by_unit(others)}"
         + (", since a mean of points and nats says nothing" if has_no_common_unit else "")
@@ -214,17 +229,19 @@ def _which_old_tasks(comparison: Comparison) -> str:
     )
 
 
-def _absent_runs(comparison: Comparison, settings: Sequence[Setting], names: Names) -> list[str]:
-    """Runs that have no place in the trade-off, by what they lack."""
+def left_out(comparison: Comparison, settings: Sequence[Setting], names: Names) -> list[str]:
+    """Runs without steps, and runs that have no place in the trade-off, by what they lack."""
+    runs = comparison.runs
+    waiting = sum(not run.metrics and not run.results for run in runs)
+    found = [f"{waiting} of {len(runs)} runs {'have' if waiting > 1 else 'has'} no steps yet."] if waiting else []
     if comparison.new is None or not comparison.old:
-        return []
+        return found
     absent: dict[tuple[str, ...], Counter[str]] = {}
     for setting in settings:
         for run in setting.runs:
             missing = tuple(measure.name for measure in comparison.missing_measures(run))
             if missing:
                 absent.setdefault(missing, Counter())[names.setting(setting)] += 1
-    found = []
     for missing, counts in absent.items():
         those = "; ".join(name + (f" ({count} seeds)" if count > 1 else "") for name, count in counts.items())
         total = sum(counts.values())
@@ -233,6 +250,43 @@ def _absent_runs(comparison: Comparison, settings: Sequence[Setting], names: Nam
             f"{total} of {len(comparison.runs)} runs {verbs[0]} {join(missing)} and {verbs[1]} absent from the trade-off: {those}."
         )
     return found
+
+
+def facts(comparison: Comparison, today: date) -> list[tuple[str, str]]:
+    """Model, task, training rows and steps of the runs, and the report's date: (name, value)."""
+    configs = [run.config for run in comparison.runs if run.config]
+    models = dict.fromkeys(filter(None, map(_model, configs)))
+    rows = dict.fromkeys(filter(None, map(_training_rows, configs)))
+    steps = sorted({run.steps[-1]["step"] for run in comparison.runs if run.steps})
+    new = comparison.new
+    found = {
+        "Model": join(list(models)),
+        "Task": "" if new is None else new.name if new.is_probe else f"{new.name} ({new.source})",
+        "Rows": join(list(rows)),
+        "Steps": f"{steps[0]:,}" + (f" to {steps[-1]:,}" if len(steps) > 1 else "") if steps else "",
+        "Date": today.isoformat(),
+    }
+    return [(name, value) for name, value in found.items() if value]
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    """The builder's name, but for finch.models.auto, and the folder that the weights are from."""
+    model, checkpointer = config.get("model") or {}, config.get("checkpointer") or {}
+    builder = base_builder(config)
+    path = model.get("path") or checkpointer.get("checkpoint_dir")
+    return ", ".join(str(one) for one in (builder if builder != "auto" else "", path) if one)
+
+
+def _training_rows(config: Mapping[str, Any]) -> str:
+    """The lines of the file, where it is still there, else its name."""
+    file = (config.get("dataset") or {}).get("data_files")
+    if not isinstance(file, str):
+        return ""
+    path = Path(file)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return path.name
+    with path.open(encoding="utf-8") as lines:
+        return f"{sum(bool(line.strip()) for line in lines):,} of {path.name}"
 
 
 def provenance(comparison: Comparison) -> Mapping[str, Sequence[str]]:

@@ -25,6 +25,7 @@ MINUS, NONE = "\N{MINUS SIGN}", "\N{EN DASH}"
 SIGNIFICANT = 0.05
 LONG = 24
 """Rows of a table by run from which on it is folded."""
+FEW_DOCUMENTS = 100
 CSV_COLUMNS = (
     *("run", "method", "learning_rate", "batch_size", "seed", "task", "role", "source", "metric", "n"),
     *("score", "score_low", "score_high", "base_score", "delta", "standard_error", "delta_low", "delta_high"),
@@ -171,22 +172,22 @@ def settings_table(trade_off: TradeOff, names: Names, new: Measure, old: Sequenc
     rows = [
         [
             names.setting(point.setting),
-            str(len(point.runs)),
             _turned(point.new, new),
-            _range([new.sign * one for one, _ in point.runs], new.places),
             _turned(point.old, old[0], sign=True),
-            _range([old[0].sign * other for _, other in point.runs], old[0].places, sign=True),
             "yes" if point in front else "",
+            str(len(point.runs)),
+            _range([new.sign * one for one, _ in point.runs], new.places),
+            _range([old[0].sign * other for _, other in point.runs], old[0].places, sign=True),
         ]
         for point in trade_off.points
     ]
     if trade_off.base is not None:
-        rows.append(["pretrained", "", _turned(trade_off.base.new, new), "", number(0, old[0].places), "", ""])
+        rows.append(["pretrained", _turned(trade_off.base.new, new), number(0, old[0].places), "", "", "", ""])
     return Table(
         "Settings",
         [
-            *("setting", "seeds", f"{new.name}, {new.score_unit}", "range"),
-            *(f"old tasks, {old[0].change_unit}", "range", "not dominated"),
+            *("setting", f"{new.name}, {new.score_unit}", f"old tasks, {old[0].change_unit}", "not dominated"),
+            *("seeds", f"{new.name}: range", "old tasks: range"),
         ],
         rows,
         f"Means over seeds{_intervals_text(trade_off)}. Old tasks: "
@@ -214,10 +215,10 @@ def front_table(front: Front, names: Names, trade_off: TradeOff, new: Measure, o
             for value in values
         ]
         num_runs = sum(len(point.runs) for point in points[method])
-        rows.append([names.styles[method].label, str(len(points[method])), str(num_runs), *cells])
+        rows.append([names.styles[method].label, *cells, str(len(points[method])), str(num_runs)])
     return Table(
         f"Change of the old tasks, {old[0].change_unit}, at equal {new.name}",
-        ["method", "settings", "runs", *(f"at {equal_score(score, new)}" for score in front.scores)],
+        ["method", *(f"at {equal_score(score, new)}" for score in front.scores), "settings", "runs"],
         rows,
         (f"[95% intervals of a bootstrap over {trade_off.drawn}.] " if trade_off.has_intervals else "")
         + "† is a guess, on a straight line from the pretrained model: the method has no setting that learned so little.",
@@ -256,7 +257,7 @@ def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure], o
         if len(old) > 1:
             cells.append(_turned(point.old, old[0], sign=True))
         rows.append([names.setting(point.setting), *cells])
-    titles = [f"{one.name}, {one.change_unit}" for one in columns]
+    titles = [f"{one.title}, {one.change_unit}" for one in columns]
     return Table(
         "Old tasks by setting",
         ["setting", *titles, *([_mean_title(old, others)] if len(old) > 1 else [])],
@@ -278,7 +279,7 @@ def changes_table(comparison: Comparison, names: Names) -> Table:
         if has_mean:
             cells.append(_shown(average(comparison, position), comparison.old[0], sign=True))
         rows.append([names.run(run), _text(run.seed), *cells])
-    titles = [f"{one.name}, {one.change_unit}" for one in measures]
+    titles = [f"{one.title}, {one.change_unit}" for one in measures]
     return Table(
         "Changes by run",
         ["run", "seed", *titles, *([_mean_title(comparison.old, comparison.other_old)] if has_mean else [])],
@@ -334,11 +335,11 @@ def tasks_table(comparison: Comparison) -> Table:
         width = None if one.n_clusters is None or measure.unit != POINTS else 100 * half_width(0.5, one.n_clusters)
         rows.append(
             [
-                measure.name,
+                measure.title,
                 measure.role,
                 measure.metric,
                 measure.source,
-                NONE if one.n is None else f"{one.n:,}",
+                NONE if one.n is None else f"{one.n:,}" + (" (few)" if one.n < FEW_DOCUMENTS else ""),
                 NONE if width is None else f"±{width:.1f}",
                 NONE if measure.chance is None else number(100 * measure.chance, 1),
                 _shown(base, measure),
@@ -349,7 +350,8 @@ def tasks_table(comparison: Comparison) -> Table:
         ["task", "role", "metric", "from", "documents", "half-width", "chance", "pretrained"],
         rows,
         "How far chance may move a score of 50% either way, in points (half of its 95% interval; losses have none). Between models that answered different "
-        "documents a smaller difference means nothing.",
+        "documents a smaller difference means nothing. (few): under 100, so intervals are rough. (at chance): the pretrained model's interval is not above "
+        "chance, so there is nothing to forget.",
         text_columns=(0, 1, 2, 3),
     )
 
@@ -436,7 +438,8 @@ def paper_table(
     reliability = [
         one for one in comparison.reliability if any(METRICS.get(one.name, one.name) in row for row in paper.values())
     ]
-    columns = [*comparison.old, *reliability]
+    at_chance = [one for one in comparison.other_old if one.is_at_chance]
+    columns = [*comparison.old, *at_chance, *reliability]
     titles = [METRICS.get(one.name, one.name) for one in columns]
     labels = {run.label for run in comparison.runs}
     points = points_by_method(trade_off)
@@ -462,7 +465,12 @@ def paper_table(
         "The paper's numbers and those measured here",
         ["setting", "from", f"{new.name if new else 'new task'}, %", *titles, "mean of old tasks"],
         rows,
-        "New-task score in percent, changes in points. The paper's are of its tables, each method at its own learning rate.",
+        "New-task score in percent, changes in points. The paper's are of its tables, each method at its own learning rate."
+        + (
+            f" The mean measured here is without {', '.join(one.name for one in at_chance)}, at chance."
+            if at_chance
+            else ""
+        ),
         text_columns=(0, 1),
     )
 

@@ -187,8 +187,8 @@ def _draw_lost(axes: Axes, lost: Mapping[str, tuple[list[int], list[float]]]) ->
     axes.axhline(0, color=COLOURS["ink"], linewidth=0.8)
     axes.yaxis.set_inverted(True)
     has_accuracy = any(label.endswith("accuracy") for label in lost)
-    fall = " or fall of accuracy" if has_accuracy else ""
-    axes.set_ylabel(f"rise since step 0, nats per token{fall}\n{LESS_FORGOTTEN}")
+    rise = "rise of losses, fall of accuracy\nsince step 0" if has_accuracy else "rise since step 0,\nnats per token"
+    axes.set_ylabel(f"{rise}\n{LESS_FORGOTTEN}")
 
 
 def _lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:

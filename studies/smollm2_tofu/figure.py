@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ def draw(by_score: TradeOff, by_loss: TradeOff, path: Path) -> None:
             ordered = sorted(methods[method], key=lambda point: -point.old.value)
             new, old = [abs(point.new.value) for point in ordered], [-point.old.value for point in ordered]
             axes.plot(new, old, marker=style.marker, color=style.hex, markersize=5, linewidth=1.2)
-            bars = {"yerr": _bars([point.old for point in ordered], -1)}
+            bars: dict[str, Any] = {"yerr": _bars([point.old for point in ordered], -1)}
             if points is by_score:
                 bars["xerr"] = _bars([point.new for point in ordered], 1)
             axes.errorbar(new, old, **bars, fmt="none", ecolor=style.hex, alpha=0.3, linewidth=1)

@@ -64,16 +64,19 @@ def test_interval_covers_as_often_as_it_says():
 
 
 @pytest.mark.parametrize("change", [0.0, 0.25])
-def test_equal_differences_have_no_width(change):
+def test_equal_differences_have_no_interval(change):
     base = np.arange(20) / 32
     result = paired_delta(samples(base), samples(base + change))
-    assert (result.mean, result.standard_error, result.low, result.high) == (change, 0.0, change, change)
+    assert result.mean == change
+    assert np.isnan([result.standard_error, result.low, result.high]).all()
     assert result.p_value == (1.0 if change == 0 else pytest.approx(1e-4, rel=0.01))
 
 
 def test_interval_is_ordered_and_finite():
     for n, ones in itertools.product((2, 3, 10, 400), (1, 2)):
         values = [1.0] * ones + [0.0] * (n - ones)
+        if ones == n:
+            continue
         result = paired_delta(samples([0.0] * n), samples(values))
         assert 0 <= result.low <= result.mean <= result.high <= 1
 

@@ -13,7 +13,6 @@ from finch.report.front import compare_fronts, group_settings, trade_off
 from finch.report.measures import compare
 from finch.report.report import write_report
 from finch.report.runs import read_runs, sort_runs
-from finch.style import STYLES, method_styles
 
 RATES = (3e-5, 1e-4)
 METHODS = ["sft", "finch", "dft", "Cap", "constant"]
@@ -61,17 +60,6 @@ def test_labels_have_rows_and_curves_in_the_report(labelled, tmp_path):
         svg = (tmp_path / "figures" / f"{name}.svg").read_text()
         assert "constant" in svg
         assert "Cap" in svg
-
-
-def test_labels_have_the_colours_that_the_methods_leave():
-    styles = method_styles(["sft", "finch", "constant", "mean", "sft"])
-    assert styles["sft"] == STYLES["sft"]
-    assert (styles["constant"].label, styles["mean"].label) == ("constant", "mean")
-    assert len({style.colour for style in styles.values()}) == 4
-    assert len({style.marker for style in styles.values()}) == 4
-    many = method_styles(["sft", "finch", "lr_replay", *"abcdefgh"])
-    assert len({(style.colour, style.marker) for style in many.values()}) == len(many)
-    assert len({(style.colour, style.marker) for style in STYLES.values()}) == len(STYLES)
 
 
 def test_paper_has_no_numbers_for_a_label(tmp_path):

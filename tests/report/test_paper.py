@@ -64,9 +64,10 @@ def test_paper_is_next_to_the_run(run, tmp_path):
     text = (tmp_path / "out" / "report.md").read_text()
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "| paper |" in line]
     minus = "\N{MINUS SIGN}"
-    numbers = ["83.3", f"{minus}0.6", "+1.4", f"{minus}0.8", "+0.5", f"{minus}2.6", "+3.3", "+9.1", "+0.1"]
+    numbers = ["83.3", f"{minus}0.6", f"{minus}0.8", "+1.4", "+0.5", f"{minus}2.6", "+3.3", "+9.1", "+0.1"]
     assert [row[0] for row in rows] == ["pretrained", "FINCH"]
     assert rows[1] == ["FINCH", "paper", *numbers]
+    assert "The mean measured here is without winogrande, ifeval, at chance." in text
     for name in ("learning_rate", "probe_facts_accuracy"):
         assert "FINCH, paper" in (tmp_path / "out" / "figures" / f"{name}.svg").read_text()
 

@@ -58,6 +58,24 @@ def test_page_in_chromium(page_at, report, width, scheme):
     assert problems == []
 
 
+def test_numbers_are_on_the_screen_of_a_phone(page_at):
+    page, _ = page_at(360, "light")
+    right = """[...document.querySelectorAll('#front ~ .scroll table')].map(
+        t => t.querySelector('tbody tr').children[1].getBoundingClientRect().right)"""
+    ends = page.evaluate(right)
+    assert len(ends) == 3
+    assert max(ends) <= 360
+
+
+def test_right_half_of_a_wide_page_is_used(page_at):
+    page, _ = page_at(1400, "light")
+    right = """[...document.querySelectorAll('main > section')].map(
+        s => Math.max(...[...s.querySelectorAll('figure svg, table, .summary > div')].map(e => e.getBoundingClientRect().right)))"""
+    assert min(page.evaluate(right)) > 1200
+    tables = "[...document.querySelectorAll('#front ~ .scroll')].map(s => s.scrollWidth - s.clientWidth)"
+    assert max(page.evaluate(tables)) == 0
+
+
 def test_page_in_print(page_at, report):
     page, problems = page_at(794, "dark")  # A4's width at 96 pixels per inch
     page.emulate_media(media="print")
@@ -65,6 +83,15 @@ def test_page_in_print(page_at, report):
     assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fill") == "rgb(31, 35, 40)"
     assert len(page.pdf(format="A4")) > 10_000
     assert problems == []
+
+
+def test_facts_are_at_the_top(report):
+    facts = "Model: llama2, stories260k; Task: tofu (knowledge); Rows: tofu.jsonl; Steps: "
+    html, markdown = (report / "report.html").read_text(), (report / "report.md").read_text()
+    assert markdown.splitlines()[2].startswith(facts)
+    assert re.search(r"; Date: \d{4}-\d\d-\d\d$", markdown.splitlines()[2])
+    top = re.sub("<[^>]*>", " ", html[html.index("<dl>") : html.index("</dl>")]).split()
+    assert top[: len(facts.split())] == re.sub("[:;]", "", facts).split()
 
 
 def test_html_is_self_contained(report):

@@ -106,5 +106,5 @@ def test_best_setting_is_chosen_by_validation_where_all_settings_have_it(tmp_pat
     opening, _, lines = (
         (tmp_path / "report" / "report.md").read_text().partition(", and the mean change of 4 old tasks:")
     )
-    assert opening.endswith("its setting with the best score on the validation rows of tofu")
+    assert opening.endswith("Its setting with the best score on the validation rows of tofu")
     assert lines.strip().startswith("- SFT, lr 3e-5: ")

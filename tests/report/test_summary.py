@@ -1,12 +1,14 @@
 """A report whose old tasks are in nats, and what it says of them and of runs without all evaluations."""
 
 import csv
+import json
 import re
 
 import pytest
 from helpers.evaluated_runs import add_losses, make_sweep
 
 pytest.importorskip("matplotlib", reason="the report extra is not installed")
+from scipy.stats import binomtest
 
 from finch.report.front import Front, compare_pair, seed_points
 from finch.report.report import write_report
@@ -47,7 +49,7 @@ def test_report_in_nats(nats):
     assert "change of own_answers_kl, nats per token" in (nats / "figures" / "trade_off.svg").read_text()
     assert "--old-tasks own_answers_kl" in text
     assert "A small p says only that they have moved" in text
-    assert f"| own_answers_kl | old | kl | losses | 30 | {NONE} | {NONE} | 0.000 [0.000, 0.000] |" in text
+    assert f"| own_answers_kl | old | kl | losses | 30 (few) | {NONE} | {NONE} | 0.000 [0.000, 0.000] |" in text
 
 
 def test_summary_csv_has_units(nats):
@@ -72,7 +74,7 @@ def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, sweep):
     write_report([sweep], sweep / "points", new_task="tofu")
     text = (sweep / "points" / "report.md").read_text()
     assert "own_answers and own_answers_kl in nats, since a mean of points and nats says nothing" in text
-    assert "2 of 8 runs lack tofu, hellaswag, winogrande, mmlu and ifeval and are absent" in text
+    assert "2 of 8 runs lack tofu, hellaswag and mmlu and are absent" in text
     assert "SFT, lr 3e-5 (2 seeds)." in text
 
 
@@ -120,3 +122,29 @@ def test_methods_are_compared_at_equal_scores_in_words():
     text = _pair_text("FINCH", compare_pair(gains, sft, BASE, has_intervals=False), NEW, points)
     assert text.endswith("at 80.0%, the highest score that both reach, 2.2 points less.")
     assert " points less, from 40.0% to 80.0% on average; at" in text
+
+
+def test_tasks_at_chance_are_marked_and_stay_out_of_the_mean(sweep):
+    text = (sweep / "points" / "report.md").read_text()
+    base = json.loads(next(sweep.glob("base*/forgetting.json")).read_text())["tasks"]["winogrande"]
+    interval = binomtest(round(20 * base["score"]), 20).proportion_ci(method="wilson")
+    assert interval.low <= base["chance"] < base["score"]
+    assert (
+        "winogrande: the pretrained model is not above chance (25.0%), so it can forget nothing there, and it is not in the mean."
+        in text
+    )
+    assert "| winogrande (at chance) | old |" in text
+    assert (
+        "Caution: fewer than 100 documents, so rough intervals: own_answers (30), own_answers_kl (30), tofu (20), "
+        in text
+    )
+    write_report([sweep], sweep / "named", new_task="tofu", old_tasks=["winogrande"])
+    named = (sweep / "named" / "report.md").read_text()
+    assert "so it can forget nothing there." in named
+    assert "Old tasks: the change of winogrande." in named
+
+
+def test_runs_that_are_left_out_are_folded_at_the_end(nats):
+    for name in ("report.md", "report.html"):
+        text = (nats / name).read_text()
+        assert text.index("lacks tofu and is absent") > text.index("<summary>Left out") > text.index("finch report ")
