@@ -1,5 +1,7 @@
 """Which tasks and probes are compared, and which names of them are refused."""
 
+import re
+
 import pytest
 from helpers.evaluated_runs import add_losses, make_run, make_sweep, write_suite
 
@@ -103,8 +105,8 @@ def test_best_setting_is_chosen_by_validation_where_all_settings_have_it(tmp_pat
             assert chosen()[1:] == (reported, "reported score on tofu")
     assert chosen() == ("tofu", [0.75, 0.375], "score on the validation rows of tofu")
     write_report(cells, tmp_path / "report")
-    opening, _, lines = (
-        (tmp_path / "report" / "report.md").read_text().partition(", and the mean change of 4 old tasks:")
+    text = (tmp_path / "report" / "report.md").read_text()
+    found = re.search(
+        r"Its setting with the best score on the validation rows of tofu, and [^:]*:\s+- SFT, lr 3e-5: ", text
     )
-    assert opening.endswith("Its setting with the best score on the validation rows of tofu")
-    assert lines.strip().startswith("- SFT, lr 3e-5: ")
+    assert found is not None

@@ -199,23 +199,3 @@ def test_reliability_table(tables, rows, sweep):
                 bins[(one["confidence"] - 1) // 10].append(one["confidence"] / 100 - (one["letter"] == one["answer"]))
         error = sum(abs(sum(gaps)) for gaps in bins.values()) / sum(map(len, bins.values()))
         assert numbers(row["ECE"])[0] == percent(error)
-
-
-def test_summary_names_no_difference_with_0_inside(report, tables):
-    text = (report / "report.md").read_text()
-    [heading] = [line for line in text.splitlines() if line.startswith("At an equal ")]
-    at = f"at {re.search(r'equal ([0-9.]+%)', heading).group(1)}"
-    lines = text.partition(heading)[2].partition("##")[0]
-    rows = tables["Difference from SFT, points"]
-    assert 2 * sum(bool(numbers(row[at])) for row in rows) >= len(rows)
-    for row in rows:
-        method, cell = row["method"], numbers(row[at])
-        if not cell:
-            assert f"- {method} does not reach this score." in lines
-        elif cell[1] <= 0 <= cell[2]:
-            assert f"- {method}: no difference can be shown." in lines
-        else:
-            clause = re.search(rf"{method} forgets (\w+), by ({NUMBER}) points \[({NUMBER}), ({NUMBER})\]", lines)
-            assert clause.group(1) == ("less" if cell[0] > 0 else "more")
-            expected = [abs(cell[0]), *sorted(map(abs, cell[1:]))]
-            assert [float(one) for one in clause.groups()[1:]] == pytest.approx(expected)
