@@ -110,8 +110,11 @@ def read_points(sweep: Path, new_task: str, measure: str) -> tuple[Points, dict[
     return Points([], 0, of_new[:, -1:], np.zeros((len(of_new), 1))), methods
 
 
-def without(points: Points, position: int) -> Points:
-    return Points([], 0, np.delete(points.new, position, axis=1), np.delete(points.forgotten, position, axis=1))
+def of_means(points: Points, left_out: int | None = None) -> Points:
+    """Without the draws, and without one setting."""
+    gone: list[int] = [] if left_out is None else [left_out]
+    new, forgotten = (np.delete(table[:1], gone, axis=1) for table in (points.new, points.forgotten))
+    return Points([], 0, new, forgotten)
 
 
 def on_front(new: Array, forgotten: Array) -> NDArray[np.bool_]:
@@ -218,12 +221,13 @@ def check_comparisons(study: Path, results: Path) -> int:
                 expected[f"ratio_at_{end}"] = math.exp(found[end][0])
         if line["ratio_without_a_rate_low"]:
             ratios = []
-            for cut in (
-                *((without(one, number), other) for number in range(one.new.shape[1])),
-                *((one, without(other, number)) for number in range(other.new.shape[1])),
-            ):
-                if min(each.new.shape[1] for each in cut) and np.less_equal(*common(base, *cut)):
-                    each = compare(base, *cut, 101)
+            sizes = (one.new.shape[1], other.new.shape[1])
+            cuts = [(number, None) for number in range(sizes[0])] + [(None, number) for number in range(sizes[1])]
+            start = of_means(base)
+            for cut in cuts:
+                both = of_means(one, cut[0]), of_means(other, cut[1])
+                if min(points.new.shape[1] for points in both) and np.less_equal(*common(start, *both)):
+                    each = compare(start, *both, 101)
                     ratios += [math.exp(each["ratio"][0])] if each["has_ratio"][0] else []
             expected["ratio_without_a_rate_low"], expected["ratio_without_a_rate_high"] = min(ratios), max(ratios)
         if wrong := differs(line, expected):
