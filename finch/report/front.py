@@ -36,6 +36,7 @@ _MAX_WITHOUT_RATIO = 0.01
 """Share of the draws that may have no quotient: where a method has forgotten nothing there is none."""
 _CHUNK = 200  # draws at a time
 _ROUNDING = 1e-6  # a score of 40.0 is 400 steps of 0.1, not 401
+_TIE = 9  # decimals: accuracies are often equal, and means of equal ones differ in their last bits
 
 Array = NDArray[np.float64]
 
@@ -382,7 +383,7 @@ class Pair:
 
 def non_dominated(new: Sequence[float], old: Sequence[float]) -> list[int]:
     """Positions of the points that no other one beats, by rising ``new``; more is better on both axes."""
-    order = sorted(range(len(new)), key=lambda index: (-new[index], -old[index]))
+    order = sorted(range(len(new)), key=lambda index: (-round(new[index], _TIE), -old[index]))
     best, kept = -math.inf, []
     for index in order:
         if old[index] > best:
@@ -394,7 +395,9 @@ def non_dominated(new: Sequence[float], old: Sequence[float]) -> list[int]:
 def interpolate(new: Sequence[float], old: Sequence[float], scores: Sequence[float] | Array) -> Array:
     """[scores] the changes at ``scores`` on the front through the points; below its first point, that one's; above its last one NaN."""
     kept = non_dominated(new, old)
-    return np.interp(scores, [new[index] for index in kept], [old[index] for index in kept], right=math.nan)
+    found = np.interp(scores, [new[index] for index in kept], [old[index] for index in kept])
+    found[np.asarray(scores) > new[kept[-1]] + 10.0**-_TIE] = math.nan
+    return found
 
 
 def common_scores(points: Mapping[str, Sequence[Point]], resolution: float, base: Point | None = None) -> list[float]:

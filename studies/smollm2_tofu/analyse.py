@@ -1,4 +1,4 @@
-"""Reads the sweeps' evaluations and writes what the study reports: results.csv, comparisons.csv, comparisons.md and the figure of the fronts.
+"""Reads the sweeps' evaluations and writes what the study reports: results.csv, comparisons.csv and .md, selection.csv and .md, and the figures.
 
 python -m studies.smollm2_tofu.analyse out/study --out studies/smollm2_tofu/results
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from finch.report.front import Point, TradeOff, front_draws, group_settings, interpolate, points_by_method, trade_off
-from finch.report.measures import Comparison, compare
+from finch.evaluation.results import POINTS
+from finch.report.front import (
+    Pair,
+    Point,
+    TradeOff,
+    compare_pair,
+    group_settings,
+    interval,
+    points_by_method,
+    trade_off,
+)
+from finch.report.measures import Comparison, Estimate, compare
 from finch.report.runs import Run, read_runs, sort_runs
 from finch.report.selection import Measure
 from finch.sweep.grid import FINISHED
@@ -31,11 +41,16 @@ NEW = "tofu"
 EXPLORATORY = "train"
 """Not in the protocol: the loss of the learned answers in place of the six-way accuracy, which is noisy and has a ceiling."""
 PRIMARY = "own_answers_kl"
-OLD = (PRIMARY, "own_answers", "stories", "hellaswag", "winogrande")
+ACCURACY = "hellaswag"
+OLD = (PRIMARY, "own_answers", "stories", ACCURACY, "winogrande")
 OTHERS = ("train", "paraphrases", "held_out")
 NUM_SCORES = 5
-FLOOR = 1e-6
-"""Of a draw's forgetting in a quotient, in nats."""
+"""The protocol's; the report's ratios are of 101."""
+REFERENCE = "sft"
+SELECTED = ("finch", "constant", "wise_ft", "kl")
+SELECTED_BY = (NEW, "paraphrases", "held_out")
+TIE = 1e-9
+"""Scores that differ by less are equal."""
 PAIRS = (  # the one, the other: less forgetting of the one is a ratio below 1
     ("finch", "sft"),
     ("constant", "sft"),
@@ -46,6 +61,7 @@ PAIRS = (  # the one, the other: less forgetting of the one is a ratio below 1
     ("finch_cap_5e-5", "finch"),
     ("wise_ft", "sft"),
     ("wise_ft", "finch"),
+    ("wise_ft", "constant"),
     ("kl", "sft"),
     ("kl", "finch"),
 )
@@ -54,30 +70,13 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A number and its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, value: float, draws: Array) -> Interval:
-        return cls(value, *(float(one) for one in np.quantile(draws, (0.025, 0.975))))
-
-    def text(self, places: int) -> str:
-        return f"{self.value:.{places}f} [{self.low:.{places}f}, {self.high:.{places}f}]"
-
-
-@dataclass(frozen=True)
-class Pair:
+class Compared:
     """Two methods' forgetting at equal new-task score.
 
     Attributes:
         new: the task of the score.
-        lowest, highest: of the scores, in percent or nats.
-        difference: mean over the scores of the one's forgetting minus the other's, in nats or points.
-        ratio: exp of the mean log of the quotient of both; None where one is not above 0 at each score.
+        pair: over 101 scores.
+        protocol: over five.
         num_runs: of both methods.
     """
 
@@ -86,11 +85,14 @@ class Pair:
     measure: str
     one: str
     other: str
-    lowest: float
-    highest: float
-    difference: Interval
-    ratio: Interval | None
+    pair: Pair
+    protocol: Pair
     num_runs: tuple[int, int]
+
+    @property
+    def scores(self) -> list[float]:
+        """The lowest and the highest, in percent or nats: a loss has the sign of a score here."""
+        return sorted((abs(self.pair.scores[0]), abs(self.pair.scores[-1])))
 
 
 def analyse(study: Path, out: Path) -> None:
@@ -100,8 +102,9 @@ def analyse(study: Path, out: Path) -> None:
         out: for the files.
     """
     out.mkdir(parents=True, exist_ok=True)
-    pairs: list[Pair] = []
+    pairs: list[Compared] = []
     rows: list[dict[str, object]] = []
+    selected: list[dict[str, object]] = []
     fronts: dict[str, tuple[TradeOff, TradeOff]] = {}
     for setting in SETTINGS:
         if not any((study / setting).glob("*/evaluation/*.json")):
@@ -114,13 +117,18 @@ def analyse(study: Path, out: Path) -> None:
                 continue
             points = _trade_off(comparison, measure)
             pairs += [pair for names in PAIRS if (pair := _compare(setting, NEW, measure, points, names))]
-            if name == PRIMARY:
+            if name in (PRIMARY, "stories"):
                 by_loss = _trade_off(compare(comparison.runs, new_task=EXPLORATORY), measure)
                 pairs += [pair for names in PAIRS if (pair := _compare(setting, EXPLORATORY, measure, by_loss, names))]
-                fronts[setting] = points, by_loss
+                if name == PRIMARY:
+                    fronts[setting] = points, by_loss
+        for name in SELECTED_BY:
+            selected += select(setting, compare(comparison.runs, new_task=name))
     _write_csv(out / "results.csv", rows)
     _write_csv(out / "comparisons.csv", [_flat(pair) for pair in pairs])
     (out / "comparisons.md").write_text(_table(pairs), encoding="utf-8")
+    _write_csv(out / "selection.csv", selected)
+    (out / "selection.md").write_text(_selection_table(selected), encoding="utf-8")
     for name in PROBED:
         if any((study / name).glob("*/metrics.jsonl")):
             _write_csv(out / f"{name}.csv", probe_rows(study / name))
@@ -153,36 +161,86 @@ def _trade_off(comparison: Comparison, measure: Measure) -> TradeOff:
     return trade_off(cut, group_settings(cut))
 
 
-def _compare(setting: str, new: str, measure: Measure, points: TradeOff, names: tuple[str, str]) -> Pair | None:
+def _compare(setting: str, new: str, measure: Measure, points: TradeOff, names: tuple[str, str]) -> Compared | None:
     one, other = names
     methods = points_by_method(points)
     if one not in methods or other not in methods or points.base is None:
         return None
     both = (methods[one], methods[other])
-    lowest = max(min(point.new.value for point in group) for group in both)
-    highest = min(max(point.new.value for point in group) for group in both)
-    if lowest >= highest:
+    pair = compare_pair(*both, points.base)
+    if pair.is_guess or len(pair.scores) == 1:
         return None
-    scores = np.linspace(lowest, highest, NUM_SCORES)
-    (value, draws), (other_value, other_draws) = (_forgetting(group, points.base, scores) for group in both)
-    difference = Interval.of(float((value - other_value).mean()), (draws - other_draws).mean(axis=1))
-    ratio = None
-    # Of other measures a rise near 0 makes quotients meaningless; a score that the pretrained model has costs nothing.
-    if measure.name == PRIMARY and min(value.min(), other_value.min()) > 0:
-        log = np.log(draws.clip(FLOOR)) - np.log(other_draws.clip(FLOOR))
-        quotient = math.exp(float((np.log(value) - np.log(other_value)).mean()))
-        ratio = Interval.of(quotient, np.exp(log.mean(axis=1)))
+    protocol = compare_pair(*both, points.base, num_scores=NUM_SCORES)
+    if measure.unit == POINTS:  # of a few points of accuracy, which may rise, a quotient says nothing
+        pair, protocol = (_without_ratio(each) for each in (pair, protocol))
     counts = [sum(len(point.runs) for point in group) for group in both]  # runs that have both scores
-    ends = sorted((abs(lowest), abs(highest)))  # a loss has the sign of a score here
-    return Pair(setting, new, measure.name, one, other, ends[0], ends[1], difference, ratio, (counts[0], counts[1]))
+    return Compared(setting, new, measure.name, one, other, pair, protocol, (counts[0], counts[1]))
 
 
-def _forgetting(group: Sequence[Point], base: Point, scores: Array) -> tuple[Array, Array]:
-    """[scores] and [draws, scores]: a method's forgetting at each score, on the front through its settings and the pretrained model."""
-    every = [base, *group]
-    new, old = [point.new.value for point in every], [point.old.value for point in every]
-    value = interpolate(new, old, scores)
-    return -value, -front_draws(group, base, scores)
+def _without_ratio(pair: Pair) -> Pair:
+    readings = {name: replace(getattr(pair, name), ratio=None) for name in ("mean", "lowest", "highest")}
+    return replace(pair, **readings, without_one=[replace(one, ratio=None) for one in pair.without_one])
+
+
+def select(setting: str, comparison: Comparison) -> list[dict[str, object]]:
+    """What a comparison of methods at their own best rates would say: each at its rate with the best score, the smallest of equal ones.
+
+    Args:
+        comparison: by the score that selects; a method with a rate that lacks it is left out.
+
+    Returns:
+        Of each method that rate and what it has there, by means over seeds; how often each rate is the best one in the draws of the bootstrap; and
+        with each draw's best rate, the score less the reference's, the KL over the reference's, a geometric mean, and HellaSwag's mean change.
+    """
+    new = comparison.new
+    old = {one.name: one for one in (*comparison.old, *comparison.other_old) if one.name in (PRIMARY, ACCURACY)}
+    if new is None or PRIMARY not in old:
+        return []
+    points = {name: points_by_method(_trade_off(comparison, measure)) for name, measure in old.items()}
+    num_settings = Counter(one.method for one in group_settings(comparison))
+    rows: list[dict[str, object]] = []
+    reference: tuple[float, Array, Array] | None = None
+    for method in (REFERENCE, *SELECTED):
+        groups = {name: sorted(methods.get(method, []), key=_rate) for name, methods in points.items()}
+        group = groups[PRIMARY]
+        if len(group) < max(2, num_settings[method]):
+            continue
+        highest = max(point.new.value for point in group)
+        best = next(point for point in group if point.new.value > highest - TIE)
+        drawn = np.stack([point.new_draws for point in group], axis=1).argmax(axis=1)
+        counts = zip(group, np.bincount(drawn, minlength=len(group)), strict=True)
+        row: dict[str, object] = {
+            "setting": setting,
+            "selected_by": new.name,
+            "method": method,
+            "optimizer.lr": _rate(best),
+            "share_of_draws": ", ".join(f"{_rate(one):g} {count / len(drawn):.1%}" for one, count in counts if count),
+            "score": f"{new.sign * best.new.value:.4f}",
+        }
+        for name in (PRIMARY, ACCURACY):
+            same = [point for point in groups.get(name, []) if _rate(point) == _rate(best)]
+            row[name] = f"{old[name].sign * same[0].old.value:.4f}" if same else ""
+        score, kl = _of_draws(group, "new_draws", drawn), np.log(-_of_draws(group, "old_draws", drawn))
+        accuracies = groups.get(ACCURACY, [])
+        is_whole = len(accuracies) == len(group)
+        row[f"{ACCURACY}_drawn"] = f"{_of_draws(accuracies, 'old_draws', drawn).mean():.4f}" if is_whole else ""
+        reference = reference or (best.new.value, score, kl)
+        difference = Estimate(best.new.value - reference[0], *interval(score - reference[1])).times(new.sign)
+        ratio = np.exp([(kl - reference[2]).mean(), *np.quantile(kl - reference[2], (0.025, 0.975))])
+        is_reference = method == REFERENCE
+        row |= _numbers(f"score_minus_{REFERENCE}", None if is_reference else difference)
+        row |= _numbers(f"kl_over_{REFERENCE}", None if is_reference else Estimate(ratio[0], 0.0, ratio[1], ratio[2]))
+        rows.append(row)
+    return rows if rows and rows[0]["method"] == REFERENCE else []
+
+
+def _rate(point: Point) -> float:
+    return float(point.setting.values["optimizer.lr"])
+
+
+def _of_draws(points: Sequence[Point], name: str, drawn: Array) -> Array:
+    """[draws] of each draw's setting its ``new_draws`` or ``old_draws``."""
+    return np.stack([getattr(point, name) for point in points], axis=1)[np.arange(len(drawn)), drawn]
 
 
 def _row(setting: str, comparison: Comparison, number: int) -> dict[str, object]:
@@ -193,6 +251,7 @@ def _row(setting: str, comparison: Comparison, number: int) -> dict[str, object]
         "method": run.method,
         "optimizer.lr": run.learning_rate,
         "seed": run.seed,
+        "first_lr": f"{steps[0]['lr']:.4g}" if steps else "",
         "mean_lr": f"{np.mean([line['lr'] for line in steps]):.4g}" if steps else "",
         "last_lr": f"{steps[-1]['lr']:.4g}" if steps else "",
     }
@@ -205,53 +264,100 @@ def _row(setting: str, comparison: Comparison, number: int) -> dict[str, object]
     return row
 
 
-def _flat(pair: Pair) -> dict[str, object]:
-    ratio = pair.ratio
+def _numbers(name: str, one: Estimate | None) -> dict[str, str]:
+    values = (None, None, None) if one is None else (one.value, one.low, one.high)
+    keys = (name, f"{name}_low", f"{name}_high")
+    return {key: "" if value is None else f"{value:.4f}" for key, value in zip(keys, values, strict=True)}
+
+
+def _flat(one: Compared) -> dict[str, object]:
+    pair = one.pair
+    without = [reading.ratio for reading in pair.without_one if reading.ratio is not None]
+    ends = {
+        "ratio_at_lowest": pair.lowest.ratio,
+        "ratio_at_highest": pair.highest.ratio,
+        "ratio_without_a_rate_low": min(without, key=lambda each: each.value, default=None),
+        "ratio_without_a_rate_high": max(without, key=lambda each: each.value, default=None),
+    }
     return {
-        "setting": pair.setting,
-        "new": pair.new,
-        "measure": pair.measure,
-        "one": pair.one,
-        "other": pair.other,
-        "runs_of_one": pair.num_runs[0],
-        "runs_of_other": pair.num_runs[1],
-        "lowest_score": f"{pair.lowest:.2f}",
-        "highest_score": f"{pair.highest:.2f}",
-        "difference": f"{pair.difference.value:.4f}",
-        "difference_low": f"{pair.difference.low:.4f}",
-        "difference_high": f"{pair.difference.high:.4f}",
-        "ratio": "" if ratio is None else f"{ratio.value:.4f}",
-        "ratio_low": "" if ratio is None else f"{ratio.low:.4f}",
-        "ratio_high": "" if ratio is None else f"{ratio.high:.4f}",
+        "setting": one.setting,
+        "new": one.new,
+        "measure": one.measure,
+        "one": one.one,
+        "other": one.other,
+        "runs_of_one": one.num_runs[0],
+        "runs_of_other": one.num_runs[1],
+        "lowest_score": f"{one.scores[0]:.2f}",
+        "highest_score": f"{one.scores[1]:.2f}",
+        **_numbers("difference", pair.mean.difference),
+        **_numbers("ratio", pair.mean.ratio),
+        **{key: "" if value is None else f"{value.value:.4f}" for key, value in ends.items()},
+        **_numbers("five_difference", one.protocol.mean.difference),
+        **_numbers("five_ratio", one.protocol.mean.ratio),
     }
 
 
-def _table(pairs: Sequence[Pair]) -> str:
-    """The protocol's pairs: the primary measure, and the differences of all others; then the exploratory ones."""
-    lines = [
-        "| setting | pair | scores, % | KL, ratio | KL, nats | own answers, nats | stories, nats | HellaSwag, points | WinoGrande, points |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for pair in pairs:
-        if (pair.new, pair.measure) != (NEW, PRIMARY):
+def _text(one: Estimate | None, places: int = 2) -> str:
+    if one is None:
+        return ""
+    ends = "" if one.low is None else f" [{one.low:.{places}f}, {one.high:.{places}f}]"
+    return f"{one.value:.{places}f}{ends}"
+
+
+def _table(pairs: Sequence[Compared]) -> str:
+    """The ratios of the primary measure, then the differences of all measures."""
+    columns = "five scores (protocol) | 101 scores | without any one rate | at the lowest score | at the highest"
+    lines = [f"| setting | pair | at equal | runs | {columns} |", "|---|---|---|---|---|---|---|---|---|"]
+    for one in pairs:
+        if one.measure != PRIMARY:
             continue
-        same = {
-            other.measure: other
-            for other in pairs
-            if other.new == NEW and (other.setting, other.one, other.other) == (pair.setting, pair.one, pair.other)
-        }
-        ratio = "" if pair.ratio is None else pair.ratio.text(2)
+        scores = (
+            "{:.1f} to {:.1f}%".format(*one.scores) if one.new == NEW else "{:.2f} to {:.2f} nats".format(*one.scores)
+        )
+        without, pair = one.pair.ratios_without_one, one.pair
         cells = [
-            same[name].difference.text(1 if name in ("hellaswag", "winogrande") else 3) if name in same else ""
-            for name in OLD
+            one.setting,
+            f"{one.one} / {one.other}",
+            f"{one.new}, {scores}",
+            f"{one.num_runs[0]}, {one.num_runs[1]}",
+            _text(one.protocol.mean.ratio),
+            _text(pair.mean.ratio),
+            "" if without is None else "{:.2f} to {:.2f}".format(*without),
+            _text(pair.lowest.ratio),
+            _text(pair.highest.ratio),
         ]
-        scores = f"{pair.lowest:.1f} to {pair.highest:.1f}"
-        lines.append(f"| {pair.setting} | {pair.one} / {pair.other} | {scores} | {ratio} | " + " | ".join(cells) + " |")
-    lines += ["", "| setting | pair | loss of the learned answers, nats | runs | KL, ratio |", "|---|---|---|---|---|"]
-    for pair in pairs:
-        if pair.new == EXPLORATORY and pair.ratio is not None:
-            scores, runs = f"{pair.lowest:.2f} to {pair.highest:.2f}", f"{pair.num_runs[0]}, {pair.num_runs[1]}"
-            lines.append(f"| {pair.setting} | {pair.one} / {pair.other} | {scores} | {runs} | {pair.ratio.text(2)} |")
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| setting | pair | at equal | KL, nats | own answers, nats | stories, nats | HellaSwag, points | WinoGrande, points |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str, str, str], dict[str, Compared]] = {}
+    for one in pairs:
+        groups.setdefault((one.setting, one.one, one.other, one.new), {})[one.measure] = one
+    for (setting, first, other, new), same in groups.items():
+        places = {"hellaswag": 1, "winogrande": 1}
+        cells = [_text(same[name].pair.mean.difference, places.get(name, 3)) if name in same else "" for name in OLD]
+        lines.append(f"| {setting} | {first} / {other} | {new} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _selection_table(rows: Sequence[Mapping[str, object]]) -> str:
+    columns = "KL, nats | HellaSwag, points | rates of the draws | score less SFT's | KL over SFT's, of draws | HellaSwag, of draws"
+    lines = [
+        f"| setting | best by | method | rate | score | {columns} |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        keys = ("setting", "selected_by", "method", "optimizer.lr", "score", PRIMARY, ACCURACY, "share_of_draws")
+        numbers = [
+            "{} [{}, {}]".format(*(row[f"{key}_{REFERENCE}{end}"] for end in ("", "_low", "_high")))
+            if row[f"{key}_{REFERENCE}"]
+            else ""
+            for key in ("score_minus", "kl_over")
+        ]
+        cells = [*(str(row[key]) for key in keys), *numbers, str(row[f"{ACCURACY}_drawn"])]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -128,11 +128,19 @@ def test_non_dominated():
 
 def test_interpolate_between_neighbours():
     new, old = [40.0, 60.0, 80.0, 70.0], [-2.0, -4.0, -12.0, -20.0]
-    assert interpolate(new, old, 50.0) == pytest.approx(-3.0)
-    assert interpolate(new, old, 65.0) == pytest.approx(-6.0)  # a quarter of the way from 60 to 80: 70 is dominated
-    assert interpolate(new, old, 40.0) == pytest.approx(-2.0)
-    assert interpolate(new, old, 30.0) == pytest.approx(-2.0)
-    assert np.isnan(interpolate(new, old, 80.1))
+    found = interpolate(new, old, [50.0, 65.0, 40.0, 30.0, 80.0])
+    assert found == pytest.approx(
+        [-3.0, -6.0, -2.0, -2.0, -12.0]
+    )  # 65 is a quarter of the way from 60 to 80: 70 is dominated
+    assert np.isnan(interpolate(new, old, [80.1])).all()
+
+
+def test_equal_scores_are_equal_whatever_their_last_bits():
+    new, old = [0.1, 0.1 + 0.2, 0.3], [-9.0, -2.0, -1.0]
+    assert new[1] != new[2]
+    for scores in (new, [0.1, new[2], new[1]]):
+        assert non_dominated(scores, old) == [2]
+        assert interpolate(scores, old, [max(new[1:])]) == -1.0
 
 
 def test_common_scores_are_reached_by_two_methods():

@@ -7,7 +7,7 @@ import pytest
 
 from finch.evaluation.results import SuiteResult, TaskResult, write_result
 from studies.smollm2_tofu.analyse import analyse, probe_rows
-from studies.smollm2_tofu.check import check_comparisons, check_probes
+from studies.smollm2_tofu.check import check_comparisons, check_probes, check_selection
 
 BASE_SCORE = 20  # percent of the new task
 DOCUMENTS = 400
@@ -97,7 +97,7 @@ def numbers(line, *keys):
 @pytest.mark.parametrize(
     ("new", "measure", "scores", "difference"),
     [
-        # At 50, ..., 80 percent, 45 points above the pretrained model on average
+        # At 50 to 80 percent, 45 points above the pretrained model on average
         ("tofu", "own_answers_kl", (50, 80), 45 * (0.005 - 0.01)),
         ("tofu", "own_answers", (50, 80), 2 * 45 * (0.005 - 0.01)),
         ("tofu", "hellaswag", (50, 80), 100 / 2 * 45 * (0.005 - 0.01)),
@@ -113,11 +113,14 @@ def test_differences_of_known_lines(comparisons, new, measure, scores, differenc
     assert value == pytest.approx(difference, abs=6e-5)
     assert low < value < high
     if measure == "own_answers_kl":
-        ratio, low, high = numbers(line, "ratio", "ratio_low", "ratio_high")
-        assert ratio == 0.5
-        assert low < 0.5 < high < 1
-    else:
-        assert line["ratio"] == ""
+        for name in ("ratio", "five_ratio"):
+            ratio, low, high = numbers(line, name, f"{name}_low", f"{name}_high")
+            assert ratio == 0.5
+            assert low < 0.5 < high < 1
+        ends = "ratio_at_lowest", "ratio_at_highest", "ratio_without_a_rate_low", "ratio_without_a_rate_high"
+        assert numbers(line, *ends) == [0.5] * 4
+    elif measure == "hellaswag":  # quotients of points of accuracy are not given
+        assert line["ratio"] == line["ratio_at_highest"] == line["ratio_without_a_rate_low"] == ""
 
 
 def test_no_pair_without_common_scores(study, comparisons):
@@ -142,25 +145,42 @@ def test_results_have_every_run(study):
 
 def test_table_and_figure(study):
     table = (study / "results" / "comparisons.md").read_text()
-    line = next(line for line in table.splitlines() if line.startswith("| smooth | finch / sft | 50.0 to 80.0 |"))
+    line = next(line for line in table.splitlines() if line.startswith("| smooth | finch / sft | tofu |"))
     values = [cell.partition("[")[0].strip() for cell in line.split("|")[4:-1]]
-    assert values == ["0.50", "-0.225", "-0.450", "", "-11.2", ""]  # neither stories nor WinoGrande were evaluated
-    assert "| smooth | finch / sft | 1.50 to 2.25 | 6, 6 | 0.50 [" in table
+    assert values == ["-0.225", "-0.450", "", "-11.2", ""]  # neither stories nor WinoGrande were evaluated
+    assert "| smooth | finch / sft | tofu, 50.0 to 80.0% | 6, 6 | 0.50 [" in table
+    assert "| smooth | finch / sft | train, 1.50 to 2.25 nats | 6, 6 | 0.50 [" in table
     assert {path.name for path in (study / "results").glob("front*")} == {"front_smooth.svg", "front_smooth.png"}
 
 
-def test_no_ratio_at_scores_of_the_pretrained_model(tmp_path):
-    make_sweep(tmp_path / "blocks", {"sft": (0.01, (10, 60)), "finch": (0.005, (15, 60))})
+def test_range_begins_where_settings_have_learned_something(tmp_path):
+    make_sweep(tmp_path / "blocks", {"sft": (0.01, (10, 40, 60)), "finch": (0.005, (15, 50, 60))})
     analyse(tmp_path, tmp_path / "results")
     line = read(tmp_path / "results" / "comparisons.csv")[0]
-    assert (line["lowest_score"], line["ratio"]) == ("15.00", "")
+    assert (line["lowest_score"], line["ratio"]) == ("50.00", "0.5000")
     assert "nan" not in (tmp_path / "results" / "comparisons.csv").read_text()
-    assert "| blocks | finch / sft | 15.0 to 60.0 |  | -0." in (tmp_path / "results" / "comparisons.md").read_text()
     assert check_comparisons(tmp_path, tmp_path / "results") > 0  # finds the same numbers
 
 
-@pytest.mark.parametrize("factor", [1.001, float("nan")])
-@pytest.mark.parametrize("column", ["ratio", "difference", "lowest_score", "highest_score"])
+def test_selection_takes_each_methods_best_rate(study):
+    lines = {(one["selected_by"], one["method"]): one for one in read(study / "results" / "selection.csv")}
+    assert len(lines) == 9
+    sft, finch = lines["tofu", "sft"], lines["tofu", "finch"]
+    assert [finch[key] for key in ("optimizer.lr", "share_of_draws", "score")] == ["4e-05", "4e-05 100.0%", "90.0000"]
+    assert numbers(sft, "own_answers_kl", "hellaswag", "hellaswag_drawn") == pytest.approx([0.6, -30, -30], abs=0.1)
+    assert numbers(finch, "own_answers_kl", "score_minus_sft") == [0.35, 10.0]
+    value, low, high = numbers(finch, "kl_over_sft", "kl_over_sft_low", "kl_over_sft_high")
+    assert value == pytest.approx(0.35 / 0.6, abs=0.01)
+    assert low < value < high
+    assert float(lines["paraphrases", "finch"]["score_minus_sft"]) == -0.25  # a loss: FINCH's is lower
+    assert check_selection(study, study / "results") == 9
+
+
+@pytest.mark.parametrize("factor", [1.1, float("nan")])
+@pytest.mark.parametrize(
+    "column",
+    ["ratio", "five_ratio_low", "difference_high", "ratio_at_highest", "ratio_without_a_rate_low", "highest_score"],
+)
 def test_check_finds_a_changed_number(study, tmp_path, column, factor):
     lines = read(study / "results" / "comparisons.csv")
     changed = next(line for line in lines if line["ratio"])
