@@ -24,7 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, required=True, help="folder of local copies of the data sets")
     parser.add_argument("--base", type=Path, help="the pretrained folder; default: DATA/stories260k")
-    parser.add_argument("--grids", default=",".join(GRIDS), help=f"with commas; default: {','.join(GRIDS)}; or {SMOLLM2}")
+    parser.add_argument(
+        "--grids", default=",".join(GRIDS), help=f"with commas; default: {','.join(GRIDS)}; or {SMOLLM2}"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/long_runs"), help="default: out/long_runs")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     options = parser.parse_args()
