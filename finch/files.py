@@ -105,3 +105,11 @@ def existing_part(path: Path) -> Path:
 def is_disk_error(error: BaseException | None) -> bool:
     """Whether torch's writer failed on a file: it raises a RuntimeError that keeps nothing of the system's message."""
     return isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "inline_container" in str(error))
+
+
+def gigabytes(number: int) -> str:
+    """A size in bytes, for people."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB")):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number / 1000:,.1f} kB"

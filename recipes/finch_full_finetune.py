@@ -102,7 +102,7 @@ class FinchFullFinetune(FTRecipeInterface):
         last |= {"budget": budget.ForgettingBudget(self), "summary": summary.Summary()}
         last["final_average"] = average.Average()
         self.hooks = {**first, **hooks.user_hooks(cfg, first.keys() | last.keys()), **last}
-        self.run.check_disk_room(self.decoder, self.export_dtype)
+        self.run.check_disk_room(self.decoder)
         self.metrics_log = hooks.build_metrics_log(cfg, self.run.path, self.parallel, num_steps=self.num_steps)
         self.run.create()
         preemption.install(self.run)

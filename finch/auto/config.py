@@ -109,7 +109,9 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
     if "optimizer" in blocks and OmegaConf.select(given, "optimizer.lr") is None:
-        steps = None if num_rows is None else math.ceil(num_rows / GLOBAL_BATCH) * int(given.get("epochs") or 1)
+        epochs = given.get("epochs")
+        epochs = epochs if isinstance(epochs, int) else 1  # a wrong value is named when all keys are checked
+        steps = None if num_rows is None else math.ceil(num_rows / GLOBAL_BATCH) * epochs
         rate = learning_rate(num_parameters, steps)
         blocks["optimizer"] = {**blocks["optimizer"], "lr": rate}
         messages.append(

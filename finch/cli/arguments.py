@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from finch.config.instantiate import config_names, did_you_mean, grid_names
-from finch.errors import UsageError
+from finch.errors import UsageError, UserError
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         elif found := re.match(r"unrecognized arguments: (\S+)", message):
             known = [option for action in self._actions for option in action.option_strings]
             message = f"{self.prog} does not take {found[1]}{did_you_mean(found[1], known)}"
-        raise UsageError(f"{message}; see {self.prog} --help")
+        raise UsageError(f"{message}{'' if message.endswith('?') else ';'} see {self.prog} --help")
 
 
 class CommandsParser(Parser):
@@ -65,6 +65,14 @@ class CommandsParser(Parser):
         formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
+
+
+def containing(word: str, texts: Mapping[str, str], what: str) -> list[str]:
+    """The texts that contain a word, whatever its case. Raises UserError if none does; names the nearest name."""
+    found = [text for text in texts.values() if word.lower() in text.lower()]
+    if not found:
+        raise UserError(f"no {what} contains {word}{did_you_mean(word, texts) or f'; `finch {what}s` lists them'}")
+    return found
 
 
 def complete_in_shell(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]) -> None:

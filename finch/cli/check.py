@@ -16,7 +16,6 @@ from finch.cli.early_checks import (
     build_model,
     config_checks,
     device_of,
-    gigabytes,
     machine_checks,
     only_errors_logged,
     read_job,
@@ -25,7 +24,7 @@ from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
 from finch.config.resolved import format_value
 from finch.errors import UserError, one_line
-from finch.files import existing_part
+from finch.files import existing_part, gigabytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -263,37 +262,27 @@ class Report:
     def _list_output(
         self, recipe: str, cfg: DictConfig, decoder: Any, stats: DatasetStats | None, steps: int | None
     ) -> None:
-        from finch.distributed.precision import precision_of
-        from finch.estimate.formula import optimizer_bytes
         from finch.training.optimizer import uses_dataset_init
-        from finch.training.run import check_disk_room, exported_bytes, num_exports
+        from finch.training.run import check_disk_room, disk_use
 
-        run, precision = Path(cfg.output_dir), precision_of(cfg.dtype)
-        dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
+        run = Path(cfg.output_dir)
         free = shutil.disk_usage(existing_part(run)).free
         self._print(f"{run.absolute()}, {gigabytes(free)} free")
         adapter_only = bool(cfg.get("save_adapter_weights_only", False))
-        size = exported_bytes(decoder, dtype, adapter_only=adapter_only)
+        use = disk_use(cfg, decoder)
         name = "epoch_N_adapter/" if adapter_only else "epoch_N/"
         if recipe == LORA_RECIPE and not adapter_only:
             name = "epoch_N/ and epoch_N_adapter/"
-        exports = size * num_exports(cfg)
         number = "the last epoch alone" if cfg.save_last_epoch_only else f"{cfg.epochs} epochs"
-        self._print(f"{name}: {gigabytes(size)} an epoch, {number}: {gigabytes(exports)}")
-        trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
-        saved = trained if recipe == LORA_RECIPE else list(decoder.parameters())
-        number = sum(parameter.numel() for parameter in trained)
-        state = sum(each.numel() * each.itemsize for each in saved) + int(number * optimizer_bytes(cfg, precision))
-        kept = cfg.checkpoint.keep_last + 1
-        self._print(f"checkpoints/step_N/: {gigabytes(state)} each, at most {kept} while one is written")
+        self._print(f"{name}: {gigabytes(use.epoch)} an epoch, {number}: {gigabytes(use.exports)}")
+        self._print(f"checkpoints/step_N/: {gigabytes(use.state)} each, at most {use.num_states} while one is written")
         if uses_dataset_init(cfg) and stats is not None:
             self._print(f"pretrained.safetensors: {gigabytes(4 * stats.num_targets)}")
         if steps is not None:
             self._print(f"metrics.jsonl: {steps:,} lines")
-        needed = exports + state * kept
-        if needed > free:
-            self._print(f"the complete run needs about {gigabytes(needed)}, more than is free")
-        check_disk_room(cfg, decoder, dtype=dtype)
+        if use.total > free:
+            self._print(f"the complete run needs about {gigabytes(use.total)}, more than is free")
+        check_disk_room(cfg, decoder)
 
     def _estimate_memory(
         self, recipe: str, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from finch.cli.arguments import containing
 from finch.log import quiet_dependencies
 from finch.models.hf_config import FAMILIES
 
@@ -146,14 +147,17 @@ def _version(name: str) -> str | None:
         return None
 
 
-def list_models(_: argparse.Namespace) -> None:
+def list_models(parsed: argparse.Namespace) -> None:
     """Prints each family: config.json's model_type, models of the Hugging Face hub, builders, and whether it has LoRA."""
     width = max(map(len, FAMILIES))
-    for model_type, family in FAMILIES.items():
-        print(f"{model_type:<{width}}  {family.name}")
-        print(f"{'':<{width}}  models:   {', '.join(family.examples)}")
-        print(f"{'':<{width}}  builders: {', '.join(family.builders)}")
-        print(f"{'':<{width}}  training: full fine-tuning{' and method=lora' if family.has_lora else ''}")
+    texts = {
+        model_type: f"{model_type:<{width}}  {family.name}\n"
+        f"{'':<{width}}  models:   {', '.join(family.examples)}\n"
+        f"{'':<{width}}  builders: {', '.join(family.builders)}\n"
+        f"{'':<{width}}  training: full fine-tuning{' and method=lora' if family.has_lora else ''}"
+        for model_type, family in FAMILIES.items()
+    }
+    print("\n".join(containing(parsed.word, texts, "model")))
     print(
         "\nThe first column is model_type in a folder's config.json. model._component_=finch.models.auto with model.path=DIR "
         "builds any of them; `tune download ORG/NAME --output-dir DIR` downloads one."

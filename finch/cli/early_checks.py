@@ -127,11 +127,3 @@ def build_model(recipe: str, cfg: DictConfig) -> Any:
     if recipe == LORA_RECIPE:
         train_adapters_only(decoder, component_of(cfg.model) or "")
     return decoder, base
-
-
-def gigabytes(number: int) -> str:
-    """A size in bytes, for people."""
-    for size, unit in ((10**9, "GB"), (10**6, "MB")):
-        if number >= size:
-            return f"{number / size:,.2f} {unit}"
-    return f"{number / 1000:,.1f} kB"

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finch.cli.arguments import Parser
-from finch.cli.early_checks import gigabytes, only_errors_logged, read_job
+from finch.cli.early_checks import only_errors_logged, read_job
 from finch.cli.run import refuse_options, take_config
 from finch.config.instantiate import find_config
 from finch.errors import UsageError, UserError
+from finch.files import gigabytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -13,9 +13,9 @@ from typing import Any
 
 from finch import __version__
 from finch.cli import doctor, evaluate, gpu_check, judge, slurm, sweep
-from finch.cli.arguments import CommandsParser, Parser, complete_in_shell
+from finch.cli.arguments import CommandsParser, Parser, complete_in_shell, containing
 from finch.distributed.processes import limit_spinning
-from finch.errors import UserError, report_user_errors
+from finch.errors import UsageError, UserError, report_user_errors
 from finch.extras import require_extras
 from finch.log import quiet_dependencies
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     complete_in_shell(parser, {name: commands[name] for name in _WITH_CONFIG})
     parsed, rest = parser.parse_known_args(arguments)
     if rest and parsed.command not in _WITH_CONFIG:
-        commands[parsed.command].error(f"unrecognized arguments: {' '.join(rest)}")
+        commands.get(parsed.command, parser).error(f"unrecognized arguments: {' '.join(rest)}")
     if parsed.command in ("run", "check", "estimate"):
         require_extras(f"finch {parsed.command}", "torchtune")
         module = importlib.import_module(f"finch.cli.{parsed.command}")
@@ -99,7 +99,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     actions.add_parser("list", help="list the names with a description (the default)")
     show = actions.add_parser("show", help="print a config, references resolved and defaults filled in")
     show.add_argument("name")
-    show.add_argument("overrides", nargs="*", metavar="key=value", help="as for `finch run`, ~key included")
+    show.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as for `finch run`, ~key included")
     copy = actions.add_parser("cp", help="copy a config to a file")
     copy.add_argument("name")
     copy.add_argument("file", type=Path)
@@ -107,9 +107,11 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     keys = add("keys")
     keys.add_argument("word", nargs="?", metavar="WORD", help="only keys whose name or description contains it")
 
-    add("methods")
+    methods = add("methods")
+    methods.add_argument("word", nargs="?", default="", metavar="WORD", help="only methods whose line contains it")
 
-    add("models")
+    models = add("models")
+    models.add_argument("word", nargs="?", default="", metavar="WORD", help="only families whose lines contain it")
 
     diagnosis = add("doctor")
     diagnosis.add_argument(
@@ -221,12 +223,12 @@ def list_configs(_: argparse.Namespace) -> None:
         print(f"{name:<{max(map(len, names))}}  {header}")
 
 
-def list_methods(_: argparse.Namespace) -> None:
+def list_methods(parsed: argparse.Namespace) -> None:
     """Prints each method's name and summary."""
     from finch.config.methods import METHODS
 
-    for name, method in METHODS.items():
-        print(f"{name:<{max(map(len, METHODS))}}  {method.summary}")
+    lines = {name: f"{name:<{max(map(len, METHODS))}}  {method.summary}" for name, method in METHODS.items()}
+    print("\n".join(containing(parsed.word, lines, "method")))
 
 
 def list_keys(parsed: argparse.Namespace) -> None:
@@ -291,11 +293,18 @@ def show_config(parsed: argparse.Namespace) -> None:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from finch.config.instantiate import find_config
+    from finch.config.instantiate import find_config, grid_names
     from finch.config.parser import complete, merge, recipe_of
     from finch.config.schema import RECIPES
     from finch.config.validation import check, drop_null_blocks, fill_in
 
+    if parsed.name in grid_names():
+        if parsed.overrides:
+            raise UsageError(
+                f"{parsed.name} is a grid, shown as it is; finch sweep {parsed.name} --dry-run {' '.join(parsed.overrides)} lists its cells"
+            )
+        print(grid_names()[parsed.name].read_text(encoding="utf-8"), end="")
+        return
     try:
         file_cfg = DictConfig(OmegaConf.load(find_config(parsed.name)))
         cfg, is_changed = file_cfg, bool(parsed.overrides) or "method" in file_cfg
@@ -317,12 +326,13 @@ def show_config(parsed: argparse.Namespace) -> None:
 
 
 def copy_config(parsed: argparse.Namespace) -> None:
-    """Copies a config to a new file."""
-    from finch.config.instantiate import find_config
+    """Copies a config or a grid to a new file."""
+    from finch.config.instantiate import find_config, grid_names
 
-    source = find_config(parsed.name)
+    is_grid = parsed.name in grid_names()
+    source = grid_names()[parsed.name] if is_grid else find_config(parsed.name)
     text = source.read_text(encoding="utf-8")
-    schema = Path(__file__).parents[1] / "config" / "finch.schema.json"
+    schema = Path(__file__).parents[1] / "config" / f"{'grid' if is_grid else 'finch'}.schema.json"
     text = re.sub(r"^(# yaml-language-server: \$schema=).*", rf"\g<1>{schema}", text)
     if parsed.file.exists():
         raise UserError(f"{parsed.file} exists; give another name")
@@ -333,7 +343,8 @@ def copy_config(parsed: argparse.Namespace) -> None:
         raise UserError(f"{parsed.file} cannot be written ({error.strerror}); give another path") from error
     missing_keys = re.findall(r"^(\w+): \?\?\?", text, re.MULTILINE)
     overrides = "".join(f" {key}=..." for key in missing_keys)
-    print(f"copied to {parsed.file}; start it with: finch run --config {parsed.file}{overrides}")
+    start = "finch sweep" if is_grid else "finch run --config"
+    print(f"copied to {parsed.file}; start it with: {start} {parsed.file}{overrides}")
 
 
 _COMMANDS = {

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from finch import run_files
-from finch.cli.early_checks import build_model, config_checks, gigabytes, machine_checks, only_errors_logged, read_job
+from finch.cli.early_checks import build_model, config_checks, machine_checks, only_errors_logged, read_job
 from finch.cli.evaluate import check_needs
 from finch.cli.slurm import (
     SCRIPT,
@@ -28,7 +28,7 @@ from finch.cli.slurm import (
 from finch.config.instantiate import did_you_mean
 from finch.errors import UsageError, UserError
 from finch.extras import require_extras
-from finch.files import atomic_file, existing_part, make_folder, write_text
+from finch.files import atomic_file, existing_part, gigabytes, make_folder, write_text
 from finch.log import logger
 from finch.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Grid, cells_of, read_grid, write_cell
 from finch.sweep.job import Job, different_key, run_words
@@ -74,7 +74,7 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
         hint = did_you_mean(
             options[0], ["--nproc_per_node", *(f"--{name.replace('_', '-')}" for name in vars(args))], cutoff=0.8
         )
-        raise UsageError(f"{options[0]} is not an option of finch sweep{hint}; options of sbatch need --slurm")
+        raise UsageError(f"{options[0]} is not an option of finch sweep{hint or ';'} options of sbatch need --slurm")
     if not words:
         raise UsageError(f"GRID is missing: {USAGE}")
     if args.jobs is not None and args.jobs < 1:
@@ -123,16 +123,13 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
 def _check_disk(grid: Grid, jobs: Sequence[Job], num_parallel: int) -> None:
     """Raises UserError if the models that the grid keeps do not fit, and the epochs of the cells that are trained or scored at a time; they
     are taken to be of the first cell's size."""
-    from finch.distributed.precision import precision_of
-    from finch.training.run import exported_bytes, num_exports
+    from finch.training.run import disk_use, num_exports
 
     runs = [job for job in jobs if job.cell.kind == RUN and not job.is_trained()]
     if not runs:
         return
-    cfg = runs[0].cfg
-    dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
-    decoder, _ = build_model(runs[0].recipe, cfg)
-    a_model = exported_bytes(decoder, dtype, adapter_only=bool(cfg.get("save_adapter_weights_only", False)))
+    decoder, _ = build_model(runs[0].recipe, runs[0].cfg)
+    a_model = disk_use(runs[0].cfg, decoder).epoch
     exports = sorted((num_exports(job.cfg) for job in runs), reverse=True)
     number = sum(exports)
     if grid.keep != "all":

@@ -123,7 +123,9 @@ def format_keys(word: str | None = None) -> str:
             if (word or "").lower() in f"{name} {key.help} {component}".lower()
         }
     if not any(sections.values()):
-        raise UserError(f"no key contains {word}{key_hint(str(word), known) or '; `finch keys` lists them'}")
+        by_last_name = {name.rpartition(".")[2]: name for name in known}
+        hint = key_hint(str(word), [], by_last_name) or did_you_mean(str(word), known)
+        raise UserError(f"no key contains {word}{hint or '; `finch keys` lists them'}")
     width = max(len(name) for section in sections.values() for name in section)
     lines: list[str] = []
     for title, section in sections.items():

@@ -20,7 +20,7 @@ from finch.config.instantiate import component_of, find_config, first_line, load
 from finch.config.key_search import recipe_help
 from finch.config.schema import FullFinetuneKeys, Keys, keys
 from finch.config.validation import check, referred_keys
-from finch.errors import UserError, report_user_errors
+from finch.errors import UsageError, UserError, report_user_errors
 from finch.log import logger
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
@@ -59,10 +59,10 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     parser.add_argument("--config", nargs="?")
     parsed, overrides = parser.parse_known_args(arguments)
     if parsed.config is None:
-        raise UserError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
+        raise UsageError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
     path = find_config(parsed.config)
     if flags := [override for override in overrides if override.startswith("--")]:
-        raise UserError(f"{flags[0]} is no option; overrides are key=value, or ~key to remove one")
+        raise UsageError(f"{flags[0]} is no option; overrides are key=value, or ~key to remove one")
     if foreign := [override for override in overrides if re.search("[\ud800-\udfff]", override)]:
         raise UserError(f"{foreign[0]} is not UTF-8; overrides are key=value, or ~key to remove one")
     file_cfg = load_config(path)
@@ -83,7 +83,8 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
             f"{path}: {first_line(error)}; give the missing key on the command line or in the file"
         ) from error
     except ValueError as error:
-        raise UserError(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
+        kind = UsageError if "key=value" in str(error) else UserError
+        raise kind(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
     except Exception as error:  # the YAML reader's, whose classes omegaconf does not re-export
         raise UserError(
             f"a value in {' '.join(overrides)} cannot be read as YAML ({getattr(error, 'problem', None) or first_line(error)}); quote it"

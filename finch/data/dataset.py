@@ -228,9 +228,10 @@ def _check_columns(data: Any, key: str, source: str) -> None:
                 f"{key}: {source} has no field {str(column)[:40]!r}, which column_map names for {role!r}; its fields are "
                 f"{', '.join(table.column_names)}{_style_of(table[0], key)}"
             )
-        missing = next((row for row, value in enumerate(table[column]) if value is None), None)
-        if missing is not None:
-            raise UserError(f"{key}: row {missing + 1} of {source} has no field {column!r}; fix or remove that row")
+        if missing := [number for number, value in enumerate(table[column], start=1) if value is None]:
+            raise UserError(
+                f"{key}: {_name(missing, source)} no field {column!r}, or null in it; fix or remove {_them(missing)}"
+            )
     try:
         _message_transform(data)(table[0])
     except Exception as error:  # as in Samples
@@ -269,20 +270,33 @@ def _style_of(row: Any, key: str) -> str:
 def _check_json_lines(node: Any, key: str, cause: BaseException | None) -> None:
     """Names the row that the datasets library could not read, for its error ``cause``: 4.7 raises KeyError where a row lacks a field."""
     field = cause.args[0] if isinstance(cause, KeyError) else None
-    without_field, has_field = None, False
+    has_field, without_field, source = False, [], ""
     for file in _local_files(node):
         if SOURCES.get(extension_of(str(file))) != "json":
             continue
         try:
             for number, row in enumerate(read_rows(file, "json"), start=1):
-                if field in row:
-                    has_field = True
-                elif without_field is None:
-                    without_field = f"row {number} of {file}"
+                has_field |= field in row
+                if field not in row and source in ("", str(file)):
+                    without_field.append(number)
+                    source = str(file)
         except UserError as error:
             raise UserError(f"{key}.{error}") from error
-    if has_field and without_field is not None:  # else it is no field of these rows: another error
-        raise UserError(f"{key}: {without_field} has no field {field!r}; fix or remove that row")
+    if has_field and without_field:  # else it is no field of these rows: another error
+        raise UserError(
+            f"{key}: {_name(without_field, source)} no field {field!r}; fix or remove {_them(without_field)}"
+        )
+
+
+def _name(rows: Sequence[int], source: str) -> str:
+    """``row 3 of rows.jsonl has``, or how many have and the first of their numbers."""
+    if len(rows) == 1:
+        return f"row {rows[0]} of {source} has"
+    return f"{len(rows):,} rows of {source} ({', '.join(map(str, rows[:3]))}{', ...' if len(rows) > 3 else ''}) have"
+
+
+def _them(rows: Sequence[int]) -> str:
+    return "that row" if len(rows) == 1 else "them"
 
 
 def _reason(error: Exception) -> str:

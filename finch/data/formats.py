@@ -77,6 +77,7 @@ def detect(
     files = local_files(data_files)
     source = source or source_of(files)
     first: str | None = None
+    unknown: str | None = None
     names: dict[str, None] = {}
     num_rows = 0
     for file in files:
@@ -86,8 +87,8 @@ def detect(
             if first is None:
                 first = format_of_map(column_map) if column_map else format_of(row)
                 first_file = file
-                if first is None:
-                    raise UserError(f"data_files={file}: {_unknown(row)}")
+                if first is None:  # a row that is broken is named when all rows are read: together with those like it
+                    unknown = unknown or f"data_files={file}: {_unknown(row, number)}"
             elif not column_map and not _fits(first, row):
                 other = format_of(row)
                 if other not in (None, first):
@@ -99,7 +100,8 @@ def detect(
         if number == 0:
             raise UserError(f"data_files is empty: {file} has no rows; give another file")
         num_rows += number
-    assert first is not None
+    if first is None:
+        raise UserError(str(unknown))
     return _with_columns(first, names, column_map, source, num_rows)
 
 
@@ -211,23 +213,25 @@ def _fields_of_map(format: str, column_map: Mapping[str, str]) -> dict[str, str]
     return {field: str(column) for field, column in column_map.items()}
 
 
-def _unknown(row: Mapping[str, Any]) -> str:
-    """Why a file's first row has no known format."""
+def _unknown(row: Mapping[str, Any], number: int = 1) -> str:
+    """Why a row has no known format."""
     for format in FIELDS:
-        columns = _columns(format, frozenset(name for name, value in row.items() if value is not None))
+        columns = _columns(format, frozenset(row))
         named = [column for column in columns.values() if column is not None]
         if len(named) == len(columns):
-            wrong = next(column for column in named if not _has_type(format, row[column]))
+            wrong = next(column for column in named if row[column] is None or not _has_type(format, row[column]))
             needed = "a list of turns with " + " and ".join(TURN_KEYS[format]) if format in TURN_KEYS else "text"
-            return f"row 1: the field {wrong!r} is not {needed}; fix the rows"
+            return f"row {number}: the field {wrong!r} is {'null, ' if row[wrong] is None else ''}not {needed}; fix the rows"
     if {"chosen", "rejected"} <= row.keys():
+        has_turns = isinstance(row["chosen"], list) and not isinstance(row.get("prompt"), list)
+        columns = {"messages": "chosen"} if has_turns else {"prompt": "prompt", "completion": "chosen"}
         return (
-            "row 1 has the fields chosen and rejected: these are preferences, for DPO, which finch does not train; for fine-tuning on the chosen "
-            "answers: dataset.column_map.prompt=prompt dataset.column_map.completion=chosen"
+            f"row {number} has the fields chosen and rejected: these are preferences, for DPO, which finch does not train; for fine-tuning on the "
+            f"chosen answers: {' '.join(f'dataset.column_map.{field}={column}' for field, column in columns.items())}"
         )
     known = ", ".join(FIELDS)
     return (
-        f"row 1 has the fields {', '.join(row) or 'of no name'}, which are no known row format; known are {known}: name the columns, such as "
+        f"row {number} has the fields {', '.join(row) or 'of no name'}, which are no known row format; known are {known}: name the columns, such as "
         "dataset.column_map.question=COLUMN dataset.column_map.answer=COLUMN"
     )
 
@@ -353,7 +357,7 @@ def _content(value: Any, number: int) -> str | list[dict[str, str]]:
         return value
     if not isinstance(value, list):
         raise UserError(
-            f"the content of its turn {number} is {'missing' if value is None else type(value).__name__}, not text"
+            f"the content of its turn {number} is {'missing or null' if value is None else type(value).__name__}, not text"
         )
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):

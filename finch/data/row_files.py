@@ -117,7 +117,7 @@ def _read_json(file: Path) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(_array(content, file) if is_array else _lines(content, file), start=1):
             if not isinstance(row, dict):
                 raise UserError(
-                    f"data_files={file}: row {number} is not a JSON object, it has no fields; fix or remove that row"
+                    f"data_files={file}: row {number} is {'null, ' if row is None else ''}not a JSON object, it has no fields; fix or remove that row"
                 )
             yield row
 

@@ -66,7 +66,7 @@ class DatasetStats:
         if known is None and len(self.bad) >= MAX_REASONS:
             reason, known = _OTHER, self.bad.get(_OTHER)
         if known is not None:
-            rows = BadRows(known.number + rows.number, sorted(known.first + rows.first)[:NUM_SHOWN])
+            rows = BadRows(known.number + rows.number, sorted(known.first + rows.first, key=_by_number)[:NUM_SHOWN])
         self.bad[reason] = rows
 
     @property
@@ -189,7 +189,11 @@ def empty_texts(samples: Samples) -> list[Row]:
     found = [
         samples.row(index) for index, data, local, _ in parts if isinstance(data, Rows) and data.has_empty_text(local)
     ]
-    return sorted(found, key=lambda row: (row.source, row.number))
+    return sorted(found, key=_by_number)
+
+
+def _by_number(row: Row) -> tuple[str, int]:
+    return row.source, row.number
 
 
 def name_rows(rows: Sequence[Row], total: int) -> str:

@@ -38,7 +38,7 @@ from finch.distributed.parallel import MeshSizes, Parallel
 from finch.distributed.precision import Precision, precision_of
 from finch.dtensor import to_local
 from finch.errors import UserError
-from finch.estimate.formula import Rows, optimizer_bytes
+from finch.estimate.formula import Rows
 from finch.estimate.fused_norm import count_norms_as_one
 from finch.estimate.step_trace import (
     GRADIENTS,
@@ -56,7 +56,14 @@ from finch.objectives import IGNORE_INDEX, Objective
 from finch.optim.optimizers import optimizers_in_backward
 from finch.training.kl_penalty import build_kl
 from finch.training.model import allocate, decoder_on_meta, parallelize
-from finch.training.optimizer import Update, UpdateInBackward, build_optimizers, build_schedule, is_finch
+from finch.training.optimizer import (
+    Update,
+    UpdateInBackward,
+    build_optimizers,
+    build_schedule,
+    is_finch,
+    optimizer_bytes,
+)
 from finch.training.self_replay import replayed_rows
 from finch.training.step_loss import StepLoss
 

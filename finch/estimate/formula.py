@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from finch.config.instantiate import build
-from finch.distributed.precision import Precision, precision_of
-from finch.optim.optimizers import stochastic_optimizer
+from finch.distributed.precision import precision_of
 from finch.training.chunked_loss import chunks_for
 from finch.training.kl_penalty import build_kl, needs_reference
+from finch.training.optimizer import optimizer_bytes
 from finch.training.self_replay import replayed_rows
 from finch.training.step_loss import build_objective
 
 TOFU_TOKENS, TOFU_TARGETS = 85, 37
 """Mean tokens and target tokens of a TOFU row with SmolLM2's chat template."""
-
-_SAMPLE_SIZE = 4096  # elements of the parameter that an optimizer's states are counted on
-_BLOCK = 256  # elements that share one fp32 scale in the 8-bit optimizers of torchao and bitsandbytes; 4-bit: 128
 
 
 @dataclass(frozen=True)
@@ -101,23 +95,3 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
     """Parameters, and trained ones."""
     sizes = [(weight.numel(), weight.numel() * weight.requires_grad) for weight in module.parameters()]
     return sum(size for size, _ in sizes), sum(size for _, size in sizes)
-
-
-def optimizer_bytes(cfg: DictConfig, precision: Precision) -> float:
-    """Bytes of optimizer state per trained parameter: counted on a small parameter, by name for optimizers that compile a kernel."""
-    node: dict[str, Any] = {**cfg.optimizer}
-    if precision.stochastic:
-        component, arguments = stochastic_optimizer(node.pop("_component_"), node)
-        node = {"_component_": component, **arguments}
-    module, _, name = node["_component_"].rpartition(".")
-    for pattern, bits, block in (("8bit", 8, _BLOCK), ("fp8", 8, _BLOCK), ("4bit", 4, _BLOCK // 2)):
-        if pattern in name.lower():
-            return 2 * (bits / 8 + 4 / block)
-    if module.startswith("torchao"):  # its Adam has two moments
-        return 2 * (4 if precision.stochastic else precision.weights.itemsize)
-    parameter = nn.Parameter(torch.zeros(_SAMPLE_SIZE, dtype=precision.weights))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = build(node, "optimizer", [parameter])
-    optimizer.step()
-    states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor) and value.dim()]
-    return sum(state.numel() * state.itemsize for state in states) / _SAMPLE_SIZE

@@ -13,6 +13,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from torch.optim import Optimizer
 Scalar = float | torch.Tensor
 ETA_MAX = 5e-5
 """The paper's cap (Section 3.3)."""
+
+AUTO_ETA_MAX = "eta_max='auto'"
+"""The remedy that warnings name, in Python."""
 
 _AUTO_ETA_MAX_RATIO = 2.5
 _NO_LOSS: Any = object()
@@ -116,8 +120,8 @@ class FinchLR:
         self._reported = 0
 
         self._order = _StepOrder(self.optimizers[0])
-        self._warns_of_size = True
-        self._warn_of_constant_rate(init)
+        self._warns_of_size = self._warns_of_cap = True
+        self._warn_of_constant_rate(init, stacklevel=3)
         if not isinstance(init, str):
             self._write(self._eta_of(self._ema_loss))
 
@@ -143,9 +147,10 @@ class FinchLR:
                 "afterwards and without a loss: pass finch.integrations.transformers.FinchCallback to the Trainer instead; torch's "
                 f"{_COMBINED} do as well: {_WARM_UP}"
             )
-        if isinstance(loss, int):
+        is_loss = loss.is_floating_point() if isinstance(loss, torch.Tensor) else _is_float(loss)
+        if not is_loss:
             raise TypeError(
-                f"FinchLR.step({loss}): it takes the loss of the step in nats, a float or a tensor, not a number of epochs or steps"
+                f"FinchLR.step({loss!r}): it takes the loss of the step in nats, a float or a tensor of floats, not a number of epochs or steps"
             )
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
@@ -249,7 +254,7 @@ class FinchLR:
             self._reported = total
             raise FloatingPointError(
                 f"the loss was not finite at {'a step' if new == 1 else f'{new} steps'} after step {int(self._num_steps)}; EMA and learning "
-                "rate are unchanged: lower eta_base, check the data, or set on_nonfinite=skip"
+                "rate are unchanged: lower eta_base, check the data, or set on_nonfinite='skip'"
             )
         if longest >= self.max_nonfinite:
             raise FloatingPointError(
@@ -297,6 +302,8 @@ class FinchLR:
         self._in_a_row = 0
         self._num_steps += 1
         past = float(self._ema_loss)
+        if math.isnan(past):
+            self._warn_of_constant_rate(loss, stacklevel=4)
         self._ema_loss = loss if math.isnan(past) else self.ema * past + (1 - self.ema) * loss
         self._write(self._eta_of(self._ema_loss))
         return True
@@ -336,15 +343,16 @@ class FinchLR:
         self._eta = eta
         self._groups.set_lr(eta)
 
-    def _warn_of_constant_rate(self, init: float | str) -> None:
+    def _warn_of_constant_rate(self, init: float | str, stacklevel: int) -> None:
         limit = (self.eta_base / self.eta_max) ** 2 - self.eps  # in nats; the cap takes over below it
         # Without a first loss, 1 nat: where eta_base itself is above the cap.
-        if (1.0 if isinstance(init, str) else init) <= limit:
+        if self._warns_of_cap and (1.0 if isinstance(init, str) else init) <= limit:
+            self._warns_of_cap = False
             start = "" if isinstance(init, str) else f" (it is {init:.3g})"
             warnings.warn(
-                f"FINCH has no effect: eta_max={self.eta_max:g} caps the learning rate while the loss is below {limit:.3g} nats{start}; set eta_max to "
-                f"auto, {_AUTO_ETA_MAX_RATIO} times eta_base={self.eta_base:g}, or lower that",
-                stacklevel=3,
+                f"FINCH has no effect: eta_max={self.eta_max:g} caps the learning rate while the loss is below {limit:.3g} nats{start}; set "
+                f"{AUTO_ETA_MAX}, {_AUTO_ETA_MAX_RATIO} times eta_base={self.eta_base:g}, or lower that",
+                stacklevel=stacklevel,
             )
 
 
@@ -388,10 +396,16 @@ class _StepOrder:
         self._losses = 0
 
 
+def _is_float(value: Any) -> bool:
+    """Of any kind, NumPy's as well; no integer."""
+    return isinstance(value, Real) and not isinstance(value, Integral)
+
+
 def _check_arguments(eta_max: float | str, init: float | str, eta_base: float | None, ema: float, eps: float) -> None:
     for name, value in (("ema", ema), ("eta_max", eta_max), ("eps", eps), ("eta_base", eta_base)):
         if not isinstance(value, (int, float)) and not (name == "eta_base" and value is None):
-            raise ValueError(f"{name}={value!r} must be a number{', or auto' * (name == 'eta_max')}")
+            or_auto = ", or 'auto'" if name == "eta_max" else ""
+            raise ValueError(f"{name}={value!r} must be a number{or_auto}")
     if not 0 <= ema < 1:
         raise ValueError(f"ema={ema} must lie in [0, 1): it is the weight of the past losses, 0.9 in the paper")
     if not float(eta_max) > 0:
@@ -402,9 +416,9 @@ def _check_arguments(eta_max: float | str, init: float | str, eta_base: float | 
         raise ValueError(f"eps={eps} must not be negative: it is added to the loss under the root")
     if init == "dataset":
         raise ValueError(
-            "init='dataset' is resolved by finch's recipes; elsewhere pass the pretrained model's mean loss over the training set"
+            "init='dataset' is for finch's recipes and callbacks; elsewhere pass the pretrained model's mean loss over the training set, or 'first_batch'"
         )
-    if isinstance(init, str) and init != "first_batch":
+    if not isinstance(init, (Real, torch.Tensor)) and init != "first_batch":
         raise ValueError(
             f"init={init!r} must be a loss in nats above 0, 'first_batch', or in finch's recipes 'dataset'"
         )
@@ -432,7 +446,12 @@ class ParamGroups:
             raise TypeError(
                 f"optimizer={optimizer.__name__} is a class; pass {optimizer.__name__}(model.parameters(), lr=...)"
             )
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        for each in self.optimizers:
+            if not hasattr(each, "param_groups"):
+                raise TypeError(
+                    f"{type(each).__name__} is no optimizer; pass a torch.optim.Optimizer, or a list of them"
+                )
         bases = [float(group.setdefault("initial_lr", float(group["lr"]))) for group in self]
         if not bases:
             raise ValueError("optimizer holds no param group: there is no learning rate to set")

@@ -105,7 +105,7 @@ class ForgettingBudget(Hook):
         kept = (
             f"; {link} is {link.readlink()}"
             if link.is_symlink()
-            else "; no evaluation was inside, so that nothing is kept"
+            else "; no evaluation was inside, so that nothing is kept: evaluate earlier with probes_every_n_steps, or lower optimizer.lr"
         )
         return limit + kept
 

@@ -274,7 +274,8 @@ class LocalSweep:
     def _stop(self, number: int) -> None:
         """Sends the signal to the runs once and waits for them: they save. A second signal kills them."""
         processes = [running.process for running in self._running()]
-        print(f"\nstopping: {len(processes)} running cells save their state; once more to kill them", flush=True)
+        runs = "the running cell saves its" if len(processes) == 1 else f"{len(processes)} running cells save their"
+        print(f"\nstopping: {runs} state; once more to kill", flush=True)
         try:
             for process in processes:
                 _signal_group(process, number)

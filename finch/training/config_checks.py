@@ -21,7 +21,7 @@ from finch.objectives.regularization import KL
 from finch.optim.optimizers import stochastic_optimizer
 from finch.torchtune_names import PLAIN_CROSS_ENTROPY
 from finch.training.kl_penalty import build_kl
-from finch.training.optimizer import loss_schedule
+from finch.training.optimizer import finch_warning, loss_schedule
 
 _DEFAULT_LOSS_ARGUMENTS = (
     ("ignore_index", -100),
@@ -55,7 +55,7 @@ def check_schedule(cfg: DictConfig) -> str | None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
-    return str(caught[0].message) if caught else None
+    return finch_warning(caught[0].message) if caught else None
 
 
 def check_replay(cfg: DictConfig, num_steps: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from omegaconf import DictConfig
@@ -17,11 +17,15 @@ from finch.distributed import fsdp
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
 from finch.log import logger
+from finch.optim.finch_lr import AUTO_ETA_MAX
 from finch.optim.optimizers import adapt, optimizers_in_backward, stochastic_optimizer
 from finch.optim.torch_lr import TorchLR
 from finch.training.chunked_loss import TokenLoss
 
 Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
+
+_SAMPLE_SIZE = 4096  # elements of the parameter that an optimizer's states are counted on
+_BLOCK = 256  # elements that share one fp32 scale in the 8-bit optimizers of torchao and bitsandbytes; 4-bit: 128
 
 
 class Update:
@@ -213,10 +217,35 @@ def build_schedule(
         warnings.simplefilter("always")
         finch = build({**node, "init": init}, "lr_scheduler", optimizers)
     for warning in caught:
-        logger.warning(str(warning.message))
+        logger.warning(finch_warning(warning.message))
     start = f", EMA starts at {init:.4f} nats" if isinstance(init, float) else ""
     logger.info(
         f"FINCH: eta_base {finch.eta_base:g}, eta_max {finch.eta_max:g} "
         f"(reached below {(finch.eta_base / finch.eta_max) ** 2:.2g} nats), ema {finch.ema:g}{start}"
     )
     return finch
+
+
+def finch_warning(message: Warning | str) -> str:
+    """A warning of FinchLR as keys have it."""
+    return str(message).replace(AUTO_ETA_MAX, "lr_scheduler.eta_max=auto")
+
+
+def optimizer_bytes(cfg: DictConfig, precision: Precision) -> float:
+    """Bytes of optimizer state per trained parameter: counted on a small parameter, by name for optimizers that compile a kernel."""
+    node: dict[str, Any] = {**cfg.optimizer}
+    if precision.stochastic:
+        component, arguments = stochastic_optimizer(node.pop("_component_"), node)
+        node = {"_component_": component, **arguments}
+    module, _, name = node["_component_"].rpartition(".")
+    for pattern, bits, block in (("8bit", 8, _BLOCK), ("fp8", 8, _BLOCK), ("4bit", 4, _BLOCK // 2)):
+        if pattern in name.lower():
+            return 2 * (bits / 8 + 4 / block)
+    if module.startswith("torchao"):  # its Adam has two moments
+        return 2 * (4 if precision.stochastic else precision.weights.itemsize)
+    parameter = nn.Parameter(torch.zeros(_SAMPLE_SIZE, dtype=precision.weights))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = build(node, "optimizer", [parameter])
+    optimizer.step()
+    states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor) and value.dim()]
+    return sum(state.numel() * state.itemsize for state in states) / _SAMPLE_SIZE

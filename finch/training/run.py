@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,11 +30,13 @@ from finch.config.instantiate import component_of
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel, is_launched, launched_rank
+from finch.distributed.precision import precision_of
 from finch.distributed.processes import die_with_parent
 from finch.errors import UserError, WriteFailed
 from finch.log import logger
 from finch.models.lora import adapter_parameters
 from finch.training.config_checks import check_output_folder, is_objective
+from finch.training.optimizer import optimizer_bytes
 from finch.weights.files import is_whole
 
 ACQUIRE_TIMEOUT_S = 5.0  # a holder that has been killed may take a moment to exit
@@ -136,13 +139,13 @@ class Run:
                     checkpoint.remove_surplus(self.path, self.resumed_from, self._cfg.checkpoint.keep_last)
         return identity
 
-    def check_disk_room(self, decoder: TransformerDecoder, dtype: torch.dtype | None) -> None:
+    def check_disk_room(self, decoder: TransformerDecoder) -> None:
         """See :func:`check_disk_room`; on the rank that writes."""
         epoch = self.scalars.get("epoch", 0)
         if self.is_writer and epoch < self._cfg.epochs:
             paths = [] if not self._replace else [path for each in self._old_outputs() for path in _files_in(each)]
             freed = sum(path.lstat().st_size for path in paths)  # by `begin`
-            check_disk_room(self._cfg, decoder, dtype=dtype, freed_bytes=freed, first_epoch=epoch)
+            check_disk_room(self._cfg, decoder, freed_bytes=freed, first_epoch=epoch)
 
     def create(self) -> None:
         """Creates and locks the folder; what is in it stays. Raises UserError if another run holds the folder, or it cannot be written."""
@@ -343,42 +346,68 @@ class RunLock:
             return "another process"
 
 
+@dataclass(frozen=True)
+class DiskUse:
+    """Bytes that a run writes.
+
+    Attributes:
+        epoch: an epoch's export.
+        exports: those of all epochs that are written.
+        state: a state to resume from.
+        num_states: states that lie there while one is written.
+    """
+
+    epoch: int
+    exports: int
+    state: int
+    num_states: int
+
+    @property
+    def total(self) -> int:
+        """At the end, while the last state is written."""
+        return self.exports + self.num_states * self.state
+
+
+def disk_use(cfg: DictConfig, decoder: TransformerDecoder, first_epoch: int = 0) -> DiskUse:
+    """What a run will write, without logs and caches. ``decoder`` may be on the meta device; ``first_epoch``, from 0: those before it are written."""
+    dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
+    epoch = exported_bytes(decoder, dtype, adapter_only=bool(cfg.get("save_adapter_weights_only", False)))
+    trained = [weight for weight in decoder.parameters() if weight.requires_grad]
+    saved = trained if adapter_parameters(decoder) else list(decoder.parameters())
+    states = sum(weight.numel() for weight in trained) * optimizer_bytes(cfg, precision_of(cfg.dtype))
+    state = sum(weight.numel() * weight.itemsize for weight in saved) + int(states)
+    return DiskUse(epoch, num_exports(cfg, first_epoch) * epoch, state, cfg.checkpoint.keep_last + 1)
+
+
 def check_disk_room(
-    cfg: DictConfig,
-    decoder: TransformerDecoder,
-    *,
-    dtype: torch.dtype | None,
-    freed_bytes: int = 0,
-    first_epoch: int = 0,
+    cfg: DictConfig, decoder: TransformerDecoder, *, freed_bytes: int = 0, first_epoch: int = 0
 ) -> None:
-    """Checks that the weights of one epoch fit; warns if those of all epochs that are written and a checkpoint do not.
+    """Checks that the weights of one epoch fit; logs what the complete run needs, as a warning if that does not fit.
 
     Args:
         decoder: may be on the meta device.
-        dtype: of the exported weights; None: as they are.
         freed_bytes: of an earlier run that is removed before anything is written.
         first_epoch: from 0; those before it are written already.
 
     Raises UserError if the weights of one epoch do not fit.
     """
-    folder, adapter_only = Path(cfg.output_dir), cfg.get("save_adapter_weights_only", False)
+    folder, use = Path(cfg.output_dir), disk_use(cfg, decoder, first_epoch)
     free = shutil.disk_usage(files.existing_part(folder)).free + freed_bytes
-    needed = exported_bytes(decoder, dtype, adapter_only=adapter_only)
-    if free < needed:
+    if free < use.epoch:
         raise UserError(
-            f"output_dir={folder} has {free:,} bytes of free disk, the weights of one epoch need {needed:,}; make room, or give a "
+            f"output_dir={folder} has {free:,} bytes of free disk, the weights of one epoch need {use.epoch:,}; make room, or give a "
             "folder on a larger disk"
         )
-    trained = sum(weight.numel() * weight.itemsize for weight in decoder.parameters() if weight.requires_grad)
     epochs = num_exports(cfg, first_epoch)
-    total = epochs * needed + trained
-    if free < total:
-        names, advice = (
-            ("one epoch", "") if epochs == 1 else (f"{epochs} epochs", "; save_last_epoch_only=True writes one")
-        )
-        logger.warning(
-            f"output_dir={folder} has {free:,} bytes of free disk; the weights of {names} and a checkpoint need more than {total:,}{advice}"
-        )
+    weights = f"the weights of {epochs} epochs" if epochs > 1 else "the weights"
+    text = (
+        f"disk: {weights} take {files.gigabytes(use.exports)}, states to resume from {files.gigabytes(use.num_states * use.state)} "
+        f"({use.num_states} while one is written); {files.gigabytes(free)} free"
+    )
+    if free < use.total:
+        logger.warning(text + ("; save_last_epoch_only=True writes one epoch" if epochs > 1 else ""))
+    else:
+        logger.info(text)
 
 
 def num_exports(cfg: DictConfig, first_epoch: int = 0) -> int:

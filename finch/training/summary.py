@@ -54,7 +54,7 @@ class Summary(Hook):
             *forgetting(lines, None if state.best is None else int(state.best["epoch"].split("_")[1])),
             *(line for hook in trainer.hooks.values() for line in hook.summary(state)),
             *trainer.loss.replay.summary(steps),
-            f"{len(steps):,} steps, {tokens:,} target tokens; {duration(seconds)} since this start",
+            f"{len(steps):,} step{'s' * (len(steps) != 1)}, {tokens:,} target tokens; {duration(seconds)} since this start",
             *([f"next: finch chat {run}; finch average {run}; {evaluate}"] if model else []),
         ):
             logger.info(line)

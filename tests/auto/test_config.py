@@ -196,13 +196,14 @@ def test_auto_config_trains_says_what_it_chose_and_saves_it(folder, rows_file, t
         (["model_dir=ORG/NAME"], "tune download ORG/NAME --output-dir"),
         (["model_dir=DIR"], "data_files is not set: add data_files=ROWS.jsonl"),
         (["model_dir=DIR", "data_files=/nowhere.jsonl"], "data_files=/nowhere.jsonl does not exist"),
+        (["model_dir=DIR", "data_files=ROWS", "epochs=x"], "epochs=x must be int >= 1"),
         (["model_dir=DIR", "data_files=MIXED"], "row 2 is prompt/completion"),
         (["model_dir=EMPTY", "data_files=MIXED"], "has no config.json"),
         (["model_dir=UNKNOWN", "data_files=MIXED"], "holds a model of type 'mamba'"),
         (["model_dir=HALF", "data_files=MIXED"], "lists model-2.safetensors, which is not in"),
     ],
 )
-def test_auto_config_mistakes_are_one_line(arguments, message, folder, tmp_path):
+def test_auto_config_mistakes_are_one_line(arguments, message, folder, rows_file, tmp_path):
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
     shutil.copytree(folder, tmp_path / "half")
@@ -210,6 +211,7 @@ def test_auto_config_mistakes_are_one_line(arguments, message, folder, tmp_path)
     rows = tmp_path / "mixed.jsonl"
     rows.write_text('{"question": "a", "answer": "b"}\n{"prompt": "a", "completion": "b"}\n')
     paths = {"DIR": folder, "MIXED": rows, "EMPTY": tmp_path, "UNKNOWN": tmp_path / "mamba", "HALF": tmp_path / "half"}
+    paths["ROWS"] = rows_file
     given = [f"{key}={paths.get(value, value)}" for key, value in (text.split("=") for text in arguments)]
     with pytest.raises(UserError) as error:
         auto(*given)

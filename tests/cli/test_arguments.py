@@ -13,8 +13,8 @@ from finch.cli import main as cli
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rnu"], "finch rnu does not exist, did you mean run?; see finch --help"),
-        (["configs", "shw"], "finch configs shw does not exist, did you mean show?; see finch configs --help"),
+        (["rnu"], "finch rnu does not exist, did you mean run? see finch --help"),
+        (["configs", "shw"], "finch configs shw does not exist, did you mean show? see finch configs --help"),
         (["evaluate", "--base", "x", "--tuend", "y"], "finch evaluate does not take --tuend, did you mean --tuned?"),
         (["chat"], "the following arguments are required: RUN; see finch chat --help"),
         (["run"], "CONFIG is missing: finch run [torchrun options] CONFIG"),
@@ -22,6 +22,9 @@ from finch.cli import main as cli
         (["check", "auto", "--model_dir", "/m"], "--model_dir is no option of torchrun; write model_dir=/m"),
         (["run", "auto", "--learning_rate=1"], "--learning_rate is no option of torchrun; use optimizer.lr"),
         (["estimate", "--gpus", "2"], "CONFIG is missing: finch estimate CONFIG"),
+        (["run", "qwen3/4B_finch", "epochs"], "Command-line overrides must be in the form of key=value, got epochs;"),
+        (["--foo"], "finch does not take --foo; see finch --help"),
+        (["configs", "show"], "the following arguments are required: name; see"),
         (["sweep", "x", "--dryrun"], "--dryrun is not an option of finch sweep, did you mean --dry-run?"),
         (["slurm", "submit"], "CONFIG is missing: finch slurm submit CONFIG"),
     ],

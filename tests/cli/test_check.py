@@ -9,6 +9,8 @@ from helpers.runs import finch, make_config, write_config
 
 from benchmarks.tiny_job import instruct_dataset
 from finch.cli.check import HELP
+from finch.data.dataset import Row
+from finch.data.stats import BadRows, DatasetStats
 from finch.weights.files import StoredTensor
 
 
@@ -126,6 +128,13 @@ def test_check_groups_bad_rows(check, rows_file, tmp_path):
     [problem] = re.findall(r"problem: (.*)", out)
     rows = rf"rows 3, 12, 17, \.\.\. of {bad}; fix or remove them"
     assert re.fullmatch(rf"dataset: 4 rows cannot be used \(.*\), {rows}", problem)
+
+
+def test_bad_rows_are_sorted_by_their_numbers():
+    stats = DatasetStats()
+    for index, number in enumerate((47, 2, 27, 9)):
+        stats.add_bad("null", BadRows(1, [Row(index, number, "rows.jsonl")]))
+    assert [row.number for row in stats.bad["null"].first] == [2, 9, 27]
 
 
 def test_check_names_rows_with_empty_texts(check, tmp_path):

@@ -67,6 +67,20 @@ def test_configs_rejects(capsys, tmp_path, monkeypatch, arguments, message):
     assert (code, message in err, list(tmp_path.iterdir())) == (1, True, []), err
 
 
+@pytest.mark.parametrize("name", ["sweeps/quickstart", "sweeps/qwen3_4B_knowledge"])
+def test_configs_show_and_cp_know_grids(capsys, tmp_path, name):
+    assert show(capsys, name) == yaml.safe_load(grid_names()[name].read_text())
+    code, _, err = finch(capsys, "configs", "show", name, "epochs=2")
+    assert (code, f"finch sweep {name} --dry-run epochs=2" in err) == (2, True)
+    code, out, _ = finch(capsys, "configs", "cp", name, str(tmp_path / "grid.yaml"))
+    assert (code, f"finch sweep {tmp_path}/grid.yaml" in out) == (0, True)
+    assert (
+        (tmp_path / "grid.yaml")
+        .read_text()
+        .startswith(f"# yaml-language-server: $schema={ROOT / 'finch' / 'config' / 'grid.schema.json'}\n")
+    )
+
+
 def test_configs_cp_never_overwrites(capsys, tmp_path):
     target = tmp_path / "new" / "config.yaml"
     code, out, _ = finch(capsys, "configs", "cp", "llama3/8B_sft", str(target))
@@ -155,3 +169,16 @@ def test_models_lists_every_family(capsys):
         assert re.search(rf"^{model_type} +{re.escape(family.name)}$", out, re.MULTILINE)
         assert [word for word in (*family.examples, *family.builders) if word not in out] == []
     assert out.count("method=lora") == sum(family.has_lora for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "names"),
+    [("methods", "REPLAY", ["self_replay", "lr_replay"]), ("models", "gemma-2b", ["gemma"])],
+)
+def test_methods_and_models_are_searched(capsys, command, word, names):
+    code, out, _ = finch(capsys, command, word)
+    listed = [line.split()[0] for line in out.partition("\n\n")[0].splitlines() if line and line[0] != " "]
+    assert (code, listed) == (0, names)
+    code, _, err = finch(capsys, command, f"{names[0]}x")
+    assert code == 1
+    assert f"no {command[:-1]} contains {names[0]}x, did you mean {names[0]}?" in err

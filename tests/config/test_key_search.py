@@ -85,7 +85,10 @@ def test_keys_searches_names_and_descriptions(capsys, word, listed):
     assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == listed.split()
 
 
-@pytest.mark.parametrize("word", ["epocs, did you mean epochs", "learning_rate; use optimizer.lr"])
+@pytest.mark.parametrize(
+    "word",
+    ["epocs, did you mean epochs", "eta_mx, did you mean lr_scheduler.eta_max", "learning_rate; use optimizer.lr"],
+)
 def test_keys_says_what_to_search_for(word):
     with pytest.raises(UserError, match=f"^no key contains {word}"):
         format_keys(re.split("[,;]", word)[0])

@@ -65,6 +65,12 @@ def test_detect_column_map_gives_the_format(write):
             [{"prompt": "a", "chosen": "b", "rejected": "c"}],
             r"these are preferences, .*dataset.column_map.completion=chosen",
         ),
+        (
+            [{"chosen": TURNS, "rejected": TURNS}],
+            r"these are preferences, .* dataset\.column_map\.messages=chosen",
+        ),
+        ([{"question": "a", "answer": None}], "row 1: the field 'answer' is null, not text"),
+        (["null"], "row 1 is null, not a JSON object"),
         ([{"question": "a", "answer": 4}], "row 1: the field 'answer' is not text"),
         ([{"messages": "a"}], "row 1: the field 'messages' is not a list of turns with role and content"),
         ([""], "data_files is empty"),
@@ -107,3 +113,8 @@ def test_row_that_lacks_a_field_is_left_to_the_dataset(write):
 def test_detect_columns_refuses_another_format(row, format, message):
     with pytest.raises(UserError, match=f"format{message}"):
         detect_columns(row, row, format)
+
+
+def test_detect_leaves_a_broken_first_row_to_the_check_of_all_rows(write):
+    found = detect(write({"question": "a", "answer": None}, {"question": "a", "answer": 4}, QA))
+    assert (found.format, found.num_rows) == ("question_answer", 3)

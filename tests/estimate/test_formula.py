@@ -11,9 +11,10 @@ from finch.config.schema import FullFinetuneKeys
 from finch.config.validation import check
 from finch.distributed.precision import precision_of
 from finch.estimate.fake_step import estimate_step
-from finch.estimate.formula import Rows, memory_by_formula, optimizer_bytes
+from finch.estimate.formula import Rows, memory_by_formula
 from finch.models.lora import train_adapters_only
 from finch.training import chunked_loss
+from finch.training.optimizer import optimizer_bytes
 
 ROWS = Rows(seq=40, targets=23)
 LAYERS = 4

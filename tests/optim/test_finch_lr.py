@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import numpy
 import pytest
 import torch
 from helpers.step_cost import HostReads
@@ -225,9 +226,34 @@ def test_finch_lr_rejects_a_base_rate_of_zero(eta_base):
 )
 def test_finch_lr_warns_of_a_constant_rate(eta_base, eta_max, init, limit):
     with pytest.warns(
-        UserWarning, match=f"FINCH has no effect: .* while the loss is below {limit}; set eta_max to auto"
+        UserWarning, match=f"FINCH has no effect: .* while the loss is below {limit}; set eta_max='auto'"
     ):
         FinchLR(optimizer_with(eta_base), eta_max=eta_max, init=init)
+
+
+def test_finch_lr_warns_once_where_the_first_batch_is_at_the_cap():
+    schedule = FinchLR(optimizer_with(4e-5), eta_max=5e-5)  # reached below 0.64 nats
+    with pytest.warns(UserWarning, match=r"below 0.64 nats \(it is 0.6\)") as caught:
+        _ = [schedule.step(loss) for loss in (0.6, 0.5)]
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("loss", [3, True, None, "2.5", torch.tensor(3), numpy.int64(3)])
+def test_finch_lr_step_takes_a_loss_only(loss):
+    with pytest.raises(TypeError, match=r"it takes the loss of the step in nats, .*, not a number of epochs or steps"):
+        FinchLR(optimizer_with(1e-5)).step(loss)
+
+
+def test_finch_lr_step_takes_floats_of_numpy():
+    schedule = FinchLR(optimizer_with(1e-5), init=numpy.float32(2.5))
+    assert schedule.step(numpy.float32(2.5))
+    assert schedule.ema_loss == 2.5
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.nn.Linear(1, 1), [torch.zeros(1)]])
+def test_finch_lr_takes_optimizers_only(optimizer):
+    with pytest.raises(TypeError, match=r"is no optimizer; pass a torch\.optim\.Optimizer, or a list of them"):
+        FinchLR(optimizer)
 
 
 @pytest.mark.parametrize(("eta_base", "eta_max", "init"), [(2e-5, 5e-5, 3.6), (1e-4, 5e-5, 4.1), (1e-3, "auto", 0.2)])

@@ -3,6 +3,7 @@
 import os
 import re
 
+import datasets
 import pytest
 import torch
 from helpers.evaluation import read_lines
@@ -65,7 +66,6 @@ def error_of(tmp_path):
     [
         # Unknown keys, components and files
         ("plain", "optimizer.lrr=3", "unknown key optimizer.lrr, did you mean optimizer.lr?"),
-        ("plain", "epochs", "key=value"),
         ("plain", "~nothing", "Could not find key nothing"),
         ("plain", "model=torchtune.models.llama2.llama3", "model._component_=torchtune.models.llama2.llama3 does not exist, did you mean llama2?"),
         ("plain", "checkpointer.checkpoint_files=[model-7.safetensors]", "checkpointer.checkpoint_files names model-7.safetensors, which is not in"),
@@ -175,6 +175,14 @@ def test_broken_rows_are_named_with_their_file(config, error_of, tmp_path, row, 
     good = {"question": "a", "answer": "the bird"}
     file = write_lines(tmp_path / "rows.jsonl", good, good, row, *[good] * 5)
     assert message.replace("FILE", file) in error_of(config(), f"dataset.data_files={file}")
+
+
+@pytest.mark.skipif(not datasets.__version__.startswith("4.7."), reason="this version reads such files")
+def test_rows_without_a_field_are_counted(config, error_of, tmp_path):
+    good, bad = {"question": "a", "answer": "the bird"}, {"question": "a"}
+    file = write_lines(tmp_path / "rows.jsonl", good, bad, good, *[bad] * 3)
+    message = f"dataset: 4 rows of {file} (2, 4, 5, ...) have no field 'answer'; fix or remove them"
+    assert message in error_of(config(), f"dataset.data_files={file}")
 
 
 @pytest.mark.parametrize(("ranks", "changes"), [(1, {"num_workers": 1}), (2, {"batch_size": 2})])

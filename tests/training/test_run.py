@@ -14,10 +14,12 @@ from unittest import mock
 import pytest
 import torch
 from helpers.models import load, save
-from helpers.runs import llama_args
+from helpers.runs import MINIMAL, llama_args
 from omegaconf import OmegaConf
 from torchtune.models.llama2 import lora_llama2
 
+from finch.config.schema import FullFinetuneKeys
+from finch.config.validation import check
 from finch.errors import UserError
 from finch.training import run as run_module
 from finch.training.run import RunLock, describe_best, update_best
@@ -116,20 +118,24 @@ def test_exported_bytes_of_lora():
 def test_check_disk_room(monkeypatch, caplog):
     decoder = torch.nn.Linear(10, 10, bias=False)  # 400 bytes
 
+    caplog.set_level("INFO", "finch")
+
     def is_warned(free, epochs=1, is_last_only=False, **options):
         caplog.clear()
         monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(free))
-        cfg = {"output_dir": "/nowhere/run", "epochs": epochs, "save_last_epoch_only": is_last_only}
-        run_module.check_disk_room(OmegaConf.create(cfg), decoder, dtype=None, **options)
-        return bool(caplog.records)
+        keys = {"output_dir": "/nowhere/run", "epochs": epochs, "save_last_epoch_only": is_last_only}
+        cfg = check(OmegaConf.create({**MINIMAL, **keys}), FullFinetuneKeys)
+        run_module.check_disk_room(cfg, decoder, **options)
+        [record] = caplog.records
+        return record.levelname == "WARNING"
 
     assert is_warned(400)
     for needed, options in (
-        (800, {}),
-        (799, {"freed_bytes": 1}),
-        (2000, {"epochs": 4}),
-        (800, {"epochs": 4, "first_epoch": 3}),
-        (800, {"epochs": 4, "is_last_only": True}),
+        (2800, {}),  # 400 of weights; two states, each of 400 of weights and 800 of AdamW's moments
+        (2799, {"freed_bytes": 1}),
+        (4000, {"epochs": 4}),
+        (2800, {"epochs": 4, "first_epoch": 3}),
+        (2800, {"epochs": 4, "is_last_only": True}),
     ):
         assert [is_warned(free, **options) for free in (needed - 1, needed)] == [True, False]
     with pytest.raises(UserError, match="/nowhere/run has 399 bytes of free disk, the weights of one epoch need 400;"):
