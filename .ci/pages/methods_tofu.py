@@ -1,4 +1,4 @@
-"""Writes docs/methods_tofu.png from docs/methods_tofu.csv: accuracy and story loss of each method over its learning rates."""
+"""Writes docs/methods_tofu.png from benchmarks/results/methods_tofu.csv: accuracy and story loss of each method over its learning rates."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import fmean
 
 from finch.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, PRETRAINED, Name, method_styles, name_places, new_panels
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 CHANCE = 100 / 6
 
 
 def main() -> None:
-    with (DOCS / "methods_tofu.csv").open(newline="") as file:
+    with (ROOT / "benchmarks/results/methods_tofu.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     figure, (axes,) = new_panels((8, 5), 1, 1)
     styles = method_styles(dict.fromkeys(row["method"] for row in rows)) | {"pretrained": PRETRAINED}
@@ -37,7 +37,7 @@ def main() -> None:
     axes.set_xlabel(f"six-way accuracy on paraphrased questions, %; dotted: chance\n{MORE_LEARNED}")
     axes.set_ylabel(f"loss on stories, nats per token\n{LESS_FORGOTTEN}")
     name_places(axes, names)
-    figure.savefig(DOCS / "methods_tofu.png", dpi=150)
+    figure.savefig(ROOT / "docs/methods_tofu.png", dpi=150)
 
 
 if __name__ == "__main__":

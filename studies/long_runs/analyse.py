@@ -118,8 +118,8 @@ def compare(points: Sequence[Row]) -> Iterable[Row]:
         for learned, forgotten in itertools.product(LEARNED, FORGOTTEN):
             start = next(row for row in points if row["arm"] == "pretrained")
             base = seed_points("pretrained", [[(-start[learned], 0.0)] * len(seeds)])[0]
-            both = (settings(mine, arms, seeds, learned, forgotten, start[forgotten]) for arms in (one, other))
-            pair = compare_pair(*both, base)
+            first, second = (settings(mine, arms, seeds, learned, forgotten, start[forgotten]) for arms in (one, other))
+            pair = compare_pair(first, second, base)
             if pair.mean.ratio is None or pair.is_guess:
                 continue
             ratio = pair.mean.ratio.value
