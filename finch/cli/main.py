@@ -122,7 +122,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
 
     wise_ft = add("wise-ft")
     wise_ft.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
-    wise_ft.add_argument("--tuned", type=Path, required=True, metavar="DIR", help="the tuned model's folder")
+    wise_ft.add_argument(
+        "--tuned", type=Path, required=True, metavar="DIR", help="the tuned model's folder, a run's, or a sweep's"
+    )
     wise_ft.add_argument(
         "--alpha", type=float, nargs="+", default=[0.5], help="the tuned model's share, or several (default: 0.5)"
     )

@@ -8,7 +8,7 @@ from filelock import FileLock
 
 from finch.errors import UserError
 from finch.evaluation.loading import hash_weights
-from finch.evaluation.model_folders import find_base, find_tuned
+from finch.evaluation.model_folders import ModelFolder, find_base, find_tuned, labels
 
 
 @pytest.fixture
@@ -34,6 +34,12 @@ def test_run_is_its_best_or_last_epoch(base, base_folder, tmp_path, epochs, best
     run = make_run(tmp_path / "run", base_folder, *epochs, best=best)
     tuned = find_tuned(run, base)
     assert (tuned.path.resolve().name, tuned.run, tuned.label) == (chosen, run, "run")
+
+
+def test_labels_of_folders_with_one_name_differ(tmp_path):
+    paths = [tmp_path / name for name in ("a/alpha_0.5", "b/alpha_0.5", "b/other")]
+    folders = [ModelFolder("--tuned", path) for path in paths]
+    assert labels(folders) == ["a/alpha_0.5", "b/alpha_0.5", "other"]
 
 
 def test_sweeps_cell_without_config_is_a_run(base, base_folder, tmp_path):
