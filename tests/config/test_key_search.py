@@ -1,10 +1,9 @@
 """The keys as text, and what an unknown key's error suggests."""
 
 import re
-import runpy
 
 import pytest
-from helpers.runs import MINIMAL, ROOT, finch
+from helpers.runs import MINIMAL, finch
 from omegaconf import OmegaConf
 
 from finch.config.key_search import OTHER_NAMES, format_keys, shown_keys
@@ -92,9 +91,3 @@ def test_keys_searches_names_and_descriptions(capsys, word, listed):
 def test_keys_says_what_to_search_for(word):
     with pytest.raises(UserError, match=f"^no key contains {word}"):
         format_keys(re.split("[,;]", word)[0])
-
-
-def test_recipe_page_lists_every_key():
-    table = runpy.run_path(str(ROOT / ".ci" / "pages" / "keys.py"))["table"]()
-    assert table.strip() in (ROOT / "docs" / "recipe.md").read_text()
-    assert "| torch.nn.CrossEntropyLoss |" in table
