@@ -98,10 +98,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     actions = configs.add_subparsers(dest="action", metavar="ACTION")
     actions.add_parser("list", help="list the names with a description (the default)")
     show = actions.add_parser("show", help="print a config, references resolved and defaults filled in")
-    show.add_argument("name")
+    _named(show)
     show.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as for `finch run`, ~key included")
     copy = actions.add_parser("cp", help="copy a config to a file")
-    copy.add_argument("name")
+    _named(copy)
     copy.add_argument("file", type=Path)
 
     keys = add("keys")
@@ -208,6 +208,14 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     )
     slurm.add_arguments(submit)
     return parser, subparsers.choices
+
+
+def _named(parser: argparse.ArgumentParser) -> None:
+    """An argument that names a config or a grid; shells complete it."""
+    from finch.config.instantiate import config_names, grid_names
+
+    name: Any = parser.add_argument("name", help="as finch configs lists it, or a file")
+    name.completer = lambda **_: [*config_names(), *grid_names()]
 
 
 def configs(parsed: argparse.Namespace) -> None:

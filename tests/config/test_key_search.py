@@ -6,7 +6,7 @@ import pytest
 from helpers.runs import MINIMAL, finch
 from omegaconf import OmegaConf
 
-from finch.config.key_search import OTHER_NAMES, format_keys, shown_keys
+from finch.config.key_search import ADAMW, OTHER_NAMES, format_keys, shown_keys
 from finch.config.schema import COMPONENTS, FullFinetuneKeys, LoraFinetuneKeys, keys
 from finch.config.validation import check
 from finch.errors import UserError
@@ -64,7 +64,7 @@ def test_keys_lists_all_keys(capsys):
     out = finch(capsys, "keys")[1]
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     arguments = [f"{model.key}.{name}" for model in COMPONENTS for name in keys(model)]
-    assert sorted(listed) == sorted([*shown_keys(LoraFinetuneKeys), *arguments])
+    assert sorted(listed) == sorted([*shown_keys(LoraFinetuneKeys), *ADAMW, *arguments])
     assert "[True, False, auto or PATH; default: False]" in out
 
 
@@ -74,6 +74,7 @@ def test_keys_lists_all_keys(capsys):
         ("N_Minutes", "checkpoint.every_n_minutes"),
         ("the paper clips", "clip_grad_norm"),
         ("eta_max", "lr_scheduler.eta_max"),
+        ("optimizer.lr", "optimizer.lr lr_scheduler.eta_base"),
         ("lora_rank", "model.lora_rank model.lora_alpha"),
         ("objectives.TALR", "loss.tau loss.w_min"),
     ],
