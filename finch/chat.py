@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ def talk(chat: Chat, prompt: str | None, console: Console) -> None:
             return
         with torch.no_grad():
             base, tuned = chat.answers(text)
-        table = Table("pretrained", "tuned", expand=True, title=None)
+        is_piped = prompt is None and not sys.stdin.isatty()  # nobody sees what was typed
+        title = Text(f"prompt> {text}") if is_piped else None
+        table = Table("pretrained", "tuned", expand=True, title=title, title_justify="left", title_style="bold")
         table.add_row(Text(base), Text(tuned))
         console.print(table)
         if prompt is not None:
@@ -108,6 +111,6 @@ def talk(chat: Chat, prompt: str | None, console: Console) -> None:
 
 def _typed(console: Console) -> str:
     try:
-        return console.input("[bold]prompt>[/bold] ").strip()
+        return console.input("[bold]prompt>[/bold] " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return ""

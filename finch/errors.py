@@ -130,9 +130,9 @@ def _print(message: str) -> None:
             from rich.console import Console
             from rich.text import Text
 
-            text = Text(f"\n{message}")
+            text = Text(message)
             text.highlight_regex("^finch: error:", "bold red")  # no colour with NO_COLOR
-            Console(stderr=True).print(text)
+            Console(stderr=True).print("", text, sep="\n")
             return
     print(f"\n{message}", file=sys.stderr, flush=True)  # on a separate line, after a progress bar
 

@@ -71,7 +71,11 @@ def models_in(folder: Path) -> list[Path]:
     if any((folder / name).is_file() for name in (CONFIG, HF_CONFIG, CELL)):
         return [folder]
     cells = [cell.parent for cell in sorted(folder.glob(f"*/{CELL}")) if chosen_model(cell.parent) is not None]
-    return cells or sorted(path.parent for path in folder.glob(f"alpha_*/{HF_CONFIG}")) or [folder]
+    averages = [
+        *folder.glob(f"alpha_*/{HF_CONFIG}"),
+        *folder.glob(f"*/alpha_*/{HF_CONFIG}"),
+    ]  # of a model; of a sweep's
+    return cells or sorted(path.parent for path in averages) or [folder]
 
 
 def is_epoch(name: str) -> bool:

@@ -45,10 +45,12 @@ def test_answers_are_those_of_transformers(run, base_folder, capsys, monkeypatch
     console = Console(file=out, width=80)
     monkeypatch.setattr(console, "input", lambda _: next(typed))
     talk(chat, None, console)
-    assert "pretrained" in out.getvalue()
+    typed_text, _, table = out.getvalue().partition("\n")  # shown where the input is no terminal, which has it already
+    assert typed_text.split() == ["prompt>", *PROMPT.split()]
+    assert "pretrained" in table
     code, text, _ = finch(capsys, "chat", str(run), "--prompt", PROMPT, "--max-new-tokens", "6")
     assert code == 0
-    assert text.split() == out.getvalue().split()
+    assert text.split() == table.split()
 
 
 def test_adapter_is_merged_and_the_base_may_have_moved(tiny, trained, base_folder, tmp_path, capsys):

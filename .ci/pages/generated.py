@@ -12,7 +12,7 @@ import coming_from
 
 import finch.objectives
 from finch.cli.main import main
-from finch.config.key_search import format_default, shown_keys
+from finch.config.key_search import ADAMW, format_default, shown_keys
 from finch.config.schema import COMPONENTS, SECTIONS, UNSUPPORTED_KEYS, Key, Lora, keys
 
 
@@ -37,6 +37,7 @@ def keys_page() -> str:
     text.append(
         "## Arguments of finch's components\n\nA component is a block with a `_component_`, the path of a class or function.\n"
     )
+    text += ["### `torch.optim.AdamW`\n\nUnder `optimizer`.\n", table(ADAMW)]
     for model in COMPONENTS:
         text += [
             f"### `{model.component}`\n\nUnder `{model.key}`.\n",

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 from finch.cli.arguments import containing
+from finch.extras import peft_conflict
+from finch.extras import version as _version
 from finch.log import quiet_dependencies
 from finch.models.hf_config import FAMILIES
 
@@ -49,6 +51,8 @@ def main(parsed: argparse.Namespace) -> None:
         problems.append(
             f"{free / 1e9:.0f} GB are free here; a 4B model needs about 8 GB per epoch and 24 GB for its state: give output_dir on a larger disk"
         )
+    if note := peft_conflict(_version("peft"), _version("torchao")):
+        print(f"\nnote: {note}")
     if extras:
         print("\noptional packages, by extra:", *extras, sep="\n")
     if parsed.full:
@@ -138,13 +142,6 @@ def _slow_problems() -> Iterator[str]:
             print(f"\npython -m {' '.join(command)}", flush=True)
             if subprocess.call([sys.executable, "-m", *command]) != 0:
                 yield f"{' '.join(command)} has failed; its output is above"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def list_models(parsed: argparse.Namespace) -> None:

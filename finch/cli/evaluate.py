@@ -232,11 +232,17 @@ def _prepare(
 
 
 def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
+    from finch.evaluation.model_folders import labels
+
     first, *rest = evaluation.targets
+    names_of_models = labels([target.folder for target in rest])
     parts = []
     for suite in evaluation.suites:
         base = (first.output, evaluation.result(first, suite))
-        tuned = [(target.folder.label, target.output, evaluation.result(target, suite)) for target in rest]
+        tuned = [
+            (label, target.output, evaluation.result(target, suite))
+            for label, target in zip(names_of_models, rest, strict=True)
+        ]
         names = [task.name for task in tasks if task.suite == suite]
         parts.append(f"\n{suite}: {first.output / suite}.json\n{_table(base, tuned, names)}")
         judged = [task.name for task in tasks if task.suite == suite and task.is_judged]

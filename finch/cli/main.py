@@ -98,10 +98,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     actions = configs.add_subparsers(dest="action", metavar="ACTION")
     actions.add_parser("list", help="list the names with a description (the default)")
     show = actions.add_parser("show", help="print a config, references resolved and defaults filled in")
-    show.add_argument("name")
+    _named(show)
     show.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as for `finch run`, ~key included")
     copy = actions.add_parser("cp", help="copy a config to a file")
-    copy.add_argument("name")
+    _named(copy)
     copy.add_argument("file", type=Path)
 
     keys = add("keys")
@@ -122,7 +122,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
 
     wise_ft = add("wise-ft")
     wise_ft.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
-    wise_ft.add_argument("--tuned", type=Path, required=True, metavar="DIR", help="the tuned model's folder")
+    wise_ft.add_argument(
+        "--tuned", type=Path, required=True, metavar="DIR", help="the tuned model's folder, a run's, or a sweep's"
+    )
     wise_ft.add_argument(
         "--alpha", type=float, nargs="+", default=[0.5], help="the tuned model's share, or several (default: 0.5)"
     )
@@ -206,6 +208,14 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     )
     slurm.add_arguments(submit)
     return parser, subparsers.choices
+
+
+def _named(parser: argparse.ArgumentParser) -> None:
+    """An argument that names a config or a grid; shells complete it."""
+    from finch.config.instantiate import config_names, grid_names
+
+    name: Any = parser.add_argument("name", help="as finch configs lists it, or a file")
+    name.completer = lambda **_: [*config_names(), *grid_names()]
 
 
 def configs(parsed: argparse.Namespace) -> None:

@@ -66,6 +66,16 @@ _FOREIGN_NAMES = {
 }
 """From what to do here to the keys of TRL, LLaMA-Factory, axolotl or torchtune's older recipes that call for it."""
 
+ADAMW = {
+    "optimizer.lr": Key(
+        "number > 0",
+        REQUIRED,
+        "the learning rate; under FinchLR eta_base, the rate at a loss of 1 nat: 2e-5 in the paper, auto chooses it",
+    ),
+    "optimizer.weight_decay": Key("number >= 0", 0.01, "torch's default; 0 in finch's configs"),
+}
+"""Those of torch.optim.AdamW's arguments that are searched for; other optimizers have other ones."""
+
 OTHER_NAMES = {name: remedy for remedy, names in _FOREIGN_NAMES.items() for name in names.split()}
 
 
@@ -112,6 +122,7 @@ def format_keys(word: str | None = None) -> str:
     """
     sections = {title: shown_keys(model) for title, model in SECTIONS.items()}
     sections["LoRA (finch_lora_finetune)"] = shown_keys(Lora)
+    sections["_component_: torch.optim.AdamW"] = ADAMW
     for model in COMPONENTS:
         sections[f"_component_: {model.component}"] = {f"{model.key}.{name}": key for name, key in keys(model).items()}
     known = [name for section in sections.values() for name in section]
@@ -161,5 +172,5 @@ keys, described by `finch keys`; `finch keys WORD` searches them:
 def all_keys() -> list[str]:
     """Every key of both recipes and of finch's components, as it is written on the command line."""
     sections: list[type[Keys]] = [*SECTIONS.values(), Lora]
-    names = [name for model in sections for name in shown_keys(model)]
+    names = [*(name for model in sections for name in shown_keys(model)), *ADAMW]
     return names + [f"{model.key}.{name}" for model in COMPONENTS for name in keys(model)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ class ModelFolder:
 
     def __str__(self) -> str:
         return f"{self.option}={self.path}"
+
+
+def labels(folders: Sequence[ModelFolder]) -> list[str]:
+    """What a table calls them: those of one label after the folder that each lies in."""
+    names = [folder.label for folder in folders]
+    return [
+        name if names.count(name) == 1 else f"{(folder.run or folder.path).resolve().parent.name}/{name}"
+        for folder, name in zip(folders, names, strict=True)
+    ]
 
 
 def find_base(path: Path) -> ModelFolder:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from finch import files, run_files
+from finch import extras, files, run_files
 from finch.log import logger
 from finch.progress import duration
 from finch.style import COLOURS, LESS_FORGOTTEN, name_ends, new_panels
@@ -73,10 +73,15 @@ def epoch_to_use(run: Path, best: Mapping[str, Any] | None, *, last: str, select
     if not folder.exists():
         return []
     if name.endswith("_adapter"):
-        return [chosen, f'its adapter: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")']
+        return [chosen, f'its adapter: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}"){_conflict()}']
     adapter = run / f"{name}_adapter"
-    adapter_text = f"; its adapter: {adapter}" if adapter.exists() else ""
+    adapter_text = f"; its adapter: {adapter}{_conflict()}" if adapter.exists() else ""
     return [chosen, f'its model: transformers.AutoModelForCausalLM.from_pretrained("{folder}"){adapter_text}']
+
+
+def _conflict() -> str:
+    conflict = extras.peft_conflict(extras.version("peft"), extras.version("torchao"))
+    return f"; {conflict}" if conflict else ""
 
 
 def learning(steps: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -43,7 +43,8 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
     embedding is used; where the tuned folder does not, the base's must be a copy of its embedding.
 
     Args:
-        base, tuned: the folders of the pretrained and the tuned model, with safetensors; the latter may be a run's.
+        base, tuned: the folders of the pretrained and the tuned model, with safetensors; the latter may be a run's, or a sweep's: then each
+            cell's folders are in OUT/CELL, written one cell after the other.
         alphas: weights of the tuned model, each in [0, 1]; 0.5 in the paper.
         out: parent of the folders; created if it does not exist.
 
@@ -55,7 +56,7 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
     base, tuned, out = Path(base), Path(tuned), Path(out)
     [tuned, *more] = models_in(tuned)
     if more:
-        raise UserError(f"--tuned={tuned.parent} has {1 + len(more)} models; give one of them, such as {tuned}")
+        return [path for each in (tuned, *more) for path in wise_ft(base, each, alphas, out / each.name)]
     if not (tuned / HF_CONFIG).is_file():
         tuned = chosen_model(tuned) or tuned
     targets = _targets(alphas, out)

@@ -75,6 +75,8 @@ def test_help_lists_every_command_once_in_its_group(capsys, monkeypatch):
         ("finch run qwen3/4B_f", {"qwen3/4B_finch "}),
         ("finch sweep sweeps/qwen3_4B_kn", {"sweeps/qwen3_4B_knowledge "}),
         ("finch check auto lr_scheduler.eta", {"lr_scheduler.eta_max="}),
+        ("finch run auto optimizer.l", {"optimizer.lr="}),
+        ("finch configs show sweeps/quic", {"sweeps/quickstart "}),
     ],
 )
 def test_shells_are_answered(tmp_path, line, expected):

@@ -1,13 +1,12 @@
 """The keys as text, and what an unknown key's error suggests."""
 
 import re
-import runpy
 
 import pytest
-from helpers.runs import MINIMAL, ROOT, finch
+from helpers.runs import MINIMAL, finch
 from omegaconf import OmegaConf
 
-from finch.config.key_search import OTHER_NAMES, format_keys, shown_keys
+from finch.config.key_search import ADAMW, OTHER_NAMES, format_keys, shown_keys
 from finch.config.schema import COMPONENTS, FullFinetuneKeys, LoraFinetuneKeys, keys
 from finch.config.validation import check
 from finch.errors import UserError
@@ -65,7 +64,7 @@ def test_keys_lists_all_keys(capsys):
     out = finch(capsys, "keys")[1]
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     arguments = [f"{model.key}.{name}" for model in COMPONENTS for name in keys(model)]
-    assert sorted(listed) == sorted([*shown_keys(LoraFinetuneKeys), *arguments])
+    assert sorted(listed) == sorted([*shown_keys(LoraFinetuneKeys), *ADAMW, *arguments])
     assert "[True, False, auto or PATH; default: False]" in out
 
 
@@ -75,6 +74,7 @@ def test_keys_lists_all_keys(capsys):
         ("N_Minutes", "checkpoint.every_n_minutes"),
         ("the paper clips", "clip_grad_norm"),
         ("eta_max", "lr_scheduler.eta_max"),
+        ("optimizer.lr", "optimizer.lr lr_scheduler.eta_base"),
         ("lora_rank", "model.lora_rank model.lora_alpha"),
         ("objectives.TALR", "loss.tau loss.w_min"),
     ],
@@ -92,9 +92,3 @@ def test_keys_searches_names_and_descriptions(capsys, word, listed):
 def test_keys_says_what_to_search_for(word):
     with pytest.raises(UserError, match=f"^no key contains {word}"):
         format_keys(re.split("[,;]", word)[0])
-
-
-def test_recipe_page_lists_every_key():
-    table = runpy.run_path(str(ROOT / ".ci" / "pages" / "keys.py"))["table"]()
-    assert table.strip() in (ROOT / "docs" / "recipe.md").read_text()
-    assert "| torch.nn.CrossEntropyLoss |" in table

@@ -8,7 +8,7 @@ from filelock import FileLock
 
 from finch.errors import UserError
 from finch.evaluation.loading import hash_weights
-from finch.evaluation.model_folders import find_base, find_tuned
+from finch.evaluation.model_folders import ModelFolder, find_base, find_tuned, labels
 
 
 @pytest.fixture
@@ -42,6 +42,12 @@ def test_epoch_of_a_run_has_its_results_in_the_run(base, base_folder, tmp_path):
     assert (tuned.run, tuned.results) == (None, run / "evaluation" / "epoch_0")
     assert find_tuned(run, base).results == run / "evaluation"
     assert find_base(run / "epoch_0").results is None
+
+
+def test_labels_of_folders_with_one_name_differ(tmp_path):
+    paths = [tmp_path / name for name in ("a/alpha_0.5", "b/alpha_0.5", "b/other")]
+    folders = [ModelFolder("--tuned", path) for path in paths]
+    assert labels(folders) == ["a/alpha_0.5", "b/alpha_0.5", "other"]
 
 
 def test_sweeps_cell_without_config_is_a_run(base, base_folder, tmp_path):

@@ -64,14 +64,16 @@ def test_summary_without_best_names_the_last_epoch(validation, reason, run, capl
     assert f'from_pretrained("{run}/epoch_2")' in messages[1]
 
 
-def test_summary_of_lora_names_the_adapter(run, caplog):
+def test_summary_of_lora_names_the_adapter(run, caplog, monkeypatch):
     for name in ("epoch_2", "epoch_2_adapter", "epoch_0_adapter"):
         (run / name).mkdir()
-    assert summary_of(run, caplog, None)[1].endswith(f'/epoch_2"); its adapter: {run}/epoch_2_adapter')
+    monkeypatch.setattr(summary.extras, "peft_conflict", lambda peft, torchao: "peft loads none")
+    conflict = "; peft loads none"
+    assert summary_of(run, caplog, None)[1].endswith(f'/epoch_2"); its adapter: {run}/epoch_2_adapter{conflict}')
     (run / "best").symlink_to("epoch_0_adapter")
     caplog.clear()
     messages = summary_of(run, caplog, {"epoch": "epoch_0", "validation_loss": 1.0}, last="epoch_2_adapter")
-    assert messages[1] == f'its adapter: peft.AutoPeftModelForCausalLM.from_pretrained("{run}/best")'
+    assert messages[1] == f'its adapter: peft.AutoPeftModelForCausalLM.from_pretrained("{run}/best"){conflict}'
 
 
 def test_summary_without_the_epochs_folder_has_its_tokens_only(run, caplog):

@@ -82,6 +82,17 @@ def test_wise_ft_equals_the_formula_and_loads(folders, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"alpha_0.5", "alpha_0.3"}
 
 
+def test_wise_ft_of_a_sweep_is_each_cells(folders, tmp_path):
+    base, tuned = folders
+    for name in ("a", "b"):
+        shutil.copytree(tuned, tmp_path / "sweep" / name / "epoch_0")
+        (tmp_path / "sweep" / name / "cell.json").write_text("{}")
+    written = wise_ft.wise_ft(base, tmp_path / "sweep", [0.3], tmp_path / "out")
+    assert written == [tmp_path / "out" / name / "alpha_0.3" for name in ("a", "b")]
+    [of_a_model] = wise_ft.wise_ft(base, tuned, [0.3], tmp_path / "one")
+    assert all(is_same(read(folder), read(of_a_model)) for folder in written)
+
+
 def test_wise_ft_end_points_are_bit_for_bit(folders, tmp_path):
     base, tuned = folders
 
