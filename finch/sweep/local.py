@@ -313,6 +313,7 @@ class _Display:
 
     def __init__(self) -> None:
         self._shown: Mapping[str, str] = {}
+        self._failed_first: dict[str, str] = {}  # by the reason
         self._num_lines = 0
         self._last_time = time.monotonic()
 
@@ -328,7 +329,9 @@ class _Display:
             return
         for name, text in states.items():
             if text not in (WAITING, self._shown.get(name)):
-                print(f"{name:<{width}}  {text}", flush=True)
+                is_failure = text.startswith(f"{FAILED}: ")
+                first = self._failed_first.setdefault(text.replace(name, ""), name) if is_failure else name
+                print(f"{name:<{width}}  {text if first == name else f'{FAILED}, as {first}'}", flush=True)
         self._shown = states
         if time.monotonic() - self._last_time >= _LINE_INTERVAL_S:
             self._last_time = time.monotonic()

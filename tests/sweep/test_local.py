@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from finch.sweep import local
 from finch.sweep.grid import Cell
 from finch.sweep.job import Job
 from finch.sweep.local import LocalSweep
@@ -193,3 +194,15 @@ def test_cells_end_with_a_killed_sweep(sweep, tmp_path):
     while is_running(cell):
         time.sleep(0.05)
     assert sweep({"a": None}, seconds=0)[0] == {}
+
+
+def test_display_prints_a_reason_once(capsys):
+    display = local._Display()
+    states = {name: f"failed: no rows; out/{name}.log" for name in ("lr1", "lr2")} | {"lr3": "failed: no disk"}
+    display.update(states, {})
+    display.update(states, {})
+    assert capsys.readouterr().out.splitlines() == [
+        "lr1  failed: no rows; out/lr1.log",
+        "lr2  failed, as lr1",
+        "lr3  failed: no disk",
+    ]
