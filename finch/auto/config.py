@@ -98,7 +98,8 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     if "probes" not in file_blocks and context >= _MIN_CONTEXT:
         # What is forgotten, on the model's own answers to everyday prompts.
         chosen["probes"] = {"own": {"kind": "self", "rows": _NUM_PROMPTS}}
-        messages.append(f"probes.own: {_NUM_PROMPTS} own answers, evaluated as it trains; ~probes removes it")
+        if not {"~probes", "probes=null"} & set(overrides):
+            messages.append(f"probes.own: {_NUM_PROMPTS} own answers, evaluated as it trains; ~probes removes it")
     num_rows = None
     if _is_open(given, "dataset"):
         data, num_rows, message = _data(given)

@@ -137,7 +137,8 @@ class FinchCallback(TrainerCallback):
         # Accelerate's wrapper hides what the optimizer supports.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         self.schedule = FinchLR(optimizer, init=init, **self._options)
-        if self.schedule.eta_base == self.schedule.eta_max == ETA_MAX:
+        is_warned = (self.schedule.ema_loss or 1.0) < 1.0  # by FinchLR
+        if self.schedule.eta_base == self.schedule.eta_max == ETA_MAX and not is_warned:
             logger.warning(
                 f"FINCH: learning_rate={args.learning_rate:g}, the Trainer's default, equals eta_max: below a loss of 1 nat the rate is constant. "
                 "The paper's is 2e-5"

@@ -284,7 +284,7 @@ class Probes(Hook):
                 "ends of epochs"
             )
         if cost > 0.05 * steps:
-            logger.warning(
+            logger.info(
                 f"probes will take about {cost / (steps + cost):.0%} of an epoch's time, estimated by tokens; fewer rows (probes.NAME.rows) or evaluations "
                 "(probes_every_n_steps) take less"
             )

@@ -298,6 +298,10 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
     run_overrides = [word for word in overrides if not word.startswith("evaluate.")]
     for word in run_overrides:
         key = word.removeprefix("~").partition("=")[0]
+        if key in KEYS:
+            raise UserError(
+                f"{word}: {key} is a key of the grid, not of its runs; change it in {path}, or give --out DIR for out"
+            )
         if any(key in mapping for mapping in mappings):
             raise UserError(f"{word}: the grid has values of {key}; change them in {path}")
         if key in ("output_dir", "resume_from_checkpoint"):

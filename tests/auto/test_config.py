@@ -68,14 +68,17 @@ def test_learning_rate_is_the_measured_one(num_parameters, num_steps, rate):
     assert learning_rate(num_parameters, num_steps) == rate
 
 
-def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch):
+def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch, caplog):
     """Where finch's prompts fit into the context."""
     given = f"model_dir={folder}", f"data_files={rows_file}", "device=cpu"
     assert auto(*given).probes is None
     monkeypatch.setattr("finch.auto.config._MIN_CONTEXT", 64)
     probe = auto(*given).probes.own
     assert (probe.kind, probe.rows, probe.data_files) == ("self", 16, None)
+    assert "probes.own" in caplog.text
+    caplog.clear()
     assert auto(*given, "~probes").probes is None
+    assert "probes.own" not in caplog.text
 
 
 def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch):

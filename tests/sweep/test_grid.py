@@ -191,6 +191,7 @@ def test_mistakes_in_a_grid_are_one_line(read, grid, message):
     [
         ({"grids": {}}, "", "grids is not a key of a grid, did you mean grid?"),
         ({}, "seed=1", "seed=1: the grid has values of seed"),
+        ({}, "keep=best", "keep=best: keep is a key of the grid, not of its runs"),
         ({"grid": {"label": "a", "seed": [0]}}, "label=b", "label=b: the grid has values of label"),
         ({"recipe": "finch_fll_finetune"}, "", "did you mean finch_full_finetune?"),
         ({"evaluate": {"suite": "x"}}, "", "evaluate.suite is not a key of a grid, did you mean"),
