@@ -7,13 +7,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from finch.style import LESS_FORGOTTEN, MORE_LEARNED, STYLES, Name, name_ends, name_places, new_panels, write
+from finch.style import LESS_FORGOTTEN, MORE_LEARNED, Name, method_styles, name_ends, name_places, new_panels, write
 
 ARMS = {
-    "sft": ("sft", "cosine"),
-    "finch": ("finch", "FINCH"),
-    "constant": ("constant", "constant, early rate"),
-    "constant_mean": ("lr_replay", "constant, mean rate"),
+    "sft": "cosine",
+    "finch": "FINCH",
+    "finch_cap": "FINCH, cap 1e-3",
+    "constant": "constant, early rate",
+    "constant_mean": "constant, mean rate",
 }
 TITLES = {
     "300": "stories260k, 300 steps",
@@ -24,23 +25,29 @@ TITLES = {
 
 def draw_fronts(points: Sequence[dict[str, Any]], out: Path) -> None:
     """fronts.png: a panel for each set of runs, means over seeds."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     sets = [name for name in TITLES if any(row["runs"] == name for row in points)]
     figure, panels = new_panels((4.7 * len(sets), 4.2), 1, len(sets))
     for axes, name in zip(panels, sets, strict=True):
         names = []
-        for arm, (method, label) in ARMS.items():
-            style, places = STYLES[method], []
+        for arm, style in method_styles(ARMS).items():
+            places = []
             rows = [row for row in points if row["runs"] == name and row["arm"] == arm]
             for rate in sorted({row["rate"] for row in rows}):
                 same = [row for row in rows if row["rate"] == rate]
                 places.append((fmean(row["train"] for row in same), fmean(row["own_kl"] for row in same)))
             if places:
                 axes.plot(*zip(*places, strict=True), color=style.hex, marker=style.marker, markersize=5, linewidth=1.2)
-                names.append(Name(label, style.hex, places))
+                names.append(Name(ARMS[arm], style.hex, places))
         axes.set_title(TITLES[name], fontsize=10)
         axes.set_xlabel(f"loss of the learned rows, nats per token\n{MORE_LEARNED}")
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter("{x:g}")
         axes.xaxis.set_inverted(True)
         axes.yaxis.set_inverted(True)
         name_places(axes, names)
@@ -54,13 +61,13 @@ def draw_steps(steps: Sequence[dict[str, Any]], out: Path) -> None:
     figure, panels = new_panels((12, 3.4), 1, len(kinds))
     for axes, (key, title) in zip(panels, kinds.items(), strict=True):
         for arm in dict.fromkeys(row["arm"] for row in steps):
-            method, label = ARMS[arm]
+            style = method_styles(ARMS)[arm]
             rows = [row for row in steps if row["arm"] == arm]
             axes.plot(
                 [row["step"] for row in rows],
                 [row[key] for row in rows],
-                color=STYLES[method].hex,
-                label=label,
+                color=style.hex,
+                label=ARMS[arm],
                 linewidth=1,
             )
         axes.set_title(title, fontsize=10)
