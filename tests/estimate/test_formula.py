@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.runs import MINIMAL, llama_args, make_config, write_config
 from omegaconf import OmegaConf
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchtune.models.llama2 import llama2, lora_llama2
 
 from finch.cli.early_checks import read_job
@@ -72,7 +73,13 @@ def test_peak_is_near_that_of_the_fake_step(ranks, changes, tmp_path):
 )
 def test_optimizer_bytes_per_parameter(component, arguments, dtype, expected):
     cfg = config(optimizer={"_component_": component, "lr": 1e-5, **arguments})
+    steps = []
+    hook = register_optimizer_step_post_hook(
+        lambda *_: steps.append(1)
+    )  # of a profiler, which waits for the run's own steps
     assert optimizer_bytes(cfg, precision_of(dtype)) == expected
+    hook.remove()
+    assert not steps
 
 
 def test_8bit_state_is_what_torchao_allocates():
