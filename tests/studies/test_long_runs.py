@@ -1,5 +1,7 @@
-"""The grids of studies/long_runs, and its measure of each step against plain torch."""
+"""The grids of studies/long_runs, its ratios on fronts that are known lines, and its measure of each step against plain torch."""
 
+import csv
+import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,8 @@ from torch.nn import functional as F
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
 from finch.sweep.grid import cells_of, read_grid
+from studies.long_runs.analyse import analyse
+from studies.long_runs.check import check
 from studies.long_runs.step_sizes import StepSizes
 
 STUDY = Path("studies/long_runs")
@@ -85,3 +89,58 @@ def test_step_sizes_are_those_of_plain_torch(tmp_path):
         )
         assert found["update_norm"] == pytest.approx(float(squares.sqrt()), rel=1e-5)
         assert found["step_kl"] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3)
+
+
+def make_run(sweep, arm, rate, seed, loss, kl):
+    cell = sweep / f"{arm}_{rate}_{seed}"
+    cell.mkdir(parents=True)
+    values = {"method": "sft", "label": arm, "optimizer.lr": rate, "seed": seed}
+    (cell / "cell.json").write_text(json.dumps({"values": values, "task": None, "source": None, "status": "finished"}))
+
+    def probes(loss, kl):
+        learned = {"probe/train/loss": loss, "probe/paraphrases/loss": loss, "probe/paraphrases/accuracy": 0.5}
+        return {**learned, "probe/own/kl": kl, "probe/stories/loss": 1 + kl}
+
+    step = {"step": 1, "loss": loss, "num_target_tokens": 9, "lr": rate, "update_norm": 0.1, "step_kl": 0.01}
+    lines = [{"step": 0, **probes(4.0, 0.0)}, step, {"step": 1, **probes(loss, kl)}]
+    (cell / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """KL is 4 minus the loss with a cosine, half of it with FINCH: ten percent more for one seed of both, less for the other."""
+    folder = tmp_path_factory.mktemp("long_runs")
+    for seed, factor in ((0, 1.1), (1, 0.9)):
+        for number, loss in enumerate((3.0, 2.0, 1.0)):
+            for arm, share in (("sft", 1.0), ("finch", 0.5)):
+                make_run(folder / "300", arm, 1e-3 * 2**number, seed, loss, factor * share * (4 - loss))
+    make_run(folder / "300", "sft", 1e-3, 2, 3.0, 9.0)  # a seed that is not complete
+    make_run(folder / "steps", "finch", 1e-3, 0, 1.0, 1.0)
+    analyse(folder, folder / "results")
+    return folder / "results"
+
+
+def test_ratios_of_known_lines(results):
+    lines = list(csv.DictReader((results / "comparisons.csv").open()))
+    assert [(line["one"], line["other"], line["learned"], line["forgotten"]) for line in lines] == [
+        ("finch", "sft", learned, forgotten)
+        for learned in ("train", "paraphrases")
+        for forgotten in ("own_kl", "stories")
+    ]
+    for line in lines:
+        assert [float(line[key]) for key in ("lowest_score", "highest_score")] == [1.0, 3.0]
+        assert [float(line[key]) for key in ("ratio", "smallest", "largest")] == pytest.approx([0.5] * 3)
+        assert line["seeds"] == "2"
+    assert len(list(csv.DictReader((results / "points.csv").open()))) == 14
+    assert [row["step_kl"] for row in csv.DictReader((results / "steps.csv").open())] == ["0.01"]
+    for name in ("fronts", "steps"):
+        assert (results / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_check_finds_a_number_that_is_wrong(results, tmp_path):
+    assert check(results) == 4
+    for name in ("points.csv", "comparisons.csv"):
+        text = (results / name).read_text()
+        (tmp_path / name).write_text(text.replace(",0.5,0.5\n", ",0.5,0.51\n") if name == "comparisons.csv" else text)
+    with pytest.raises(SystemExit, match=r"largest is 0\.51, found 0\.5"):
+        check(tmp_path)
