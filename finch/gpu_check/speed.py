@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -266,7 +267,7 @@ def contend(program: str, file: str) -> None:
 class RandomModel(FinchFullFinetune):
     """The recipe on random weights that are made on the device, without a pretrained folder."""
 
-    base: Any = None
+    base: Any = SimpleNamespace()
 
     def build_decoder(self) -> None:
         self.decoder, self.tensor_plan, _ = decoder_on_meta(self.cfg, self.precision)
