@@ -153,7 +153,10 @@ def settings(
 def read_steps(sweep: Path) -> Iterable[Row]:
     """A line for each step of both runs."""
     for cell in sorted(path.parent for path in sweep.glob(f"*/{CELL}")):
-        values = json.loads((cell / CELL).read_text())["values"]
+        content = json.loads((cell / CELL).read_text())
+        values = content["values"]
+        if content["status"] not in (FINISHED, EVALUATED):
+            continue
         for line in read_metrics(cell / METRICS):
             if "step_kl" in line:
                 found = {key: line[key] for key in ("step", "lr", "loss", "update_norm", "step_kl")}

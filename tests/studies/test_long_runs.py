@@ -144,3 +144,7 @@ def test_check_finds_a_number_that_is_wrong(results, tmp_path):
         (tmp_path / name).write_text(text.replace(",0.5,0.5\n", ",0.5,0.51\n") if name == "comparisons.csv" else text)
     with pytest.raises(SystemExit, match=r"largest is 0\.51, found 0\.5"):
         check(tmp_path)
+
+
+def test_committed_comparisons_are_those_of_the_committed_points():
+    assert check(STUDY / "results") == len((STUDY / "results/comparisons.csv").read_text().splitlines()) - 1
