@@ -67,7 +67,8 @@ def shared_scores(one: Array, other: Array, base: Array) -> Array | None:
 
 def mean_log(one: Array, other: Array, base: Array, scores: Array) -> float:
     """Of the ratio; a score beyond one of the fronts is left out."""
-    values = [np.interp(scores, *front(np.vstack([base, points])).T, right=math.nan) for points in (one, other)]
+    fronts = [front(np.vstack([base, points])) for points in (one, other)]
+    values = [np.interp(scores, kept[:, 0], kept[:, 1], right=math.nan) for kept in fronts]
     logs = np.log(values[0] / values[1])
     known = logs[~np.isnan(logs)]
     return float(known.mean()) if len(known) else math.nan
@@ -88,8 +89,8 @@ def check(results: Path) -> int:
         assert scores is not None
         found = [mean_log(means(one), means(other), base, scores)]
         for seed in range(int(line["seeds"])):
-            both = (np.array([seeds[seed] for seeds in runs.values()]) for runs in (one, other))
-            found.append(mean_log(*both, base, scores))
+            first, second = (np.array([seeds[seed] for seeds in runs.values()]) for runs in (one, other))
+            found.append(mean_log(first, second, base, scores))
         for key in (*one, *other):
             fewer = [
                 means({k: v for k, v in runs.items() if k != key}) if len(runs) > (key in runs) else None
