@@ -44,8 +44,18 @@ PAIRS = (  # the one, the other: less forgetting of the one is a ratio below 1
     (("finch_cap",), ("finch",)),
     (("finch_cap",), CONSTANTS),
 )
+DTYPES = ("bf16", "bf16_stochastic")
+ROUNDING_PAIRS = (
+    *(((f"{arm}_{dtype}",), (arm,)) for dtype in DTYPES for arm in ("finch", "sft", "constant")),
+    *(
+        ((f"finch{end}",), (f"{other}{end}",))
+        for other in ("sft", "constant")
+        for end in ("", *map("_{}".format, DTYPES))
+    ),
+)
 
 Row = dict[str, Any]
+Arms = tuple[str, ...]
 
 
 def analyse(study: Path, out: Path) -> None:
@@ -55,8 +65,15 @@ def analyse(study: Path, out: Path) -> None:
         out: for the files.
     """
     out.mkdir(parents=True, exist_ok=True)
-    points = [row for name in (*FRONTS, ROUNDING) for row in read_points(study / name)]
-    pairs = [row for name in FRONTS for row in compare([each for each in points if each["runs"] == name])]
+    points = [row for name in FRONTS for row in read_points(study / name)]
+    points += rounding_points(list(read_points(study / ROUNDING)), points)
+    pairs = [
+        row
+        for name in (*FRONTS, ROUNDING)
+        for row in compare(
+            [each for each in points if each["runs"] == name], ROUNDING_PAIRS if name == ROUNDING else PAIRS
+        )
+    ]
     write(out / "points.csv", points)
     write(out / "comparisons.csv", pairs)
     draw_fronts(points, out)
@@ -98,14 +115,24 @@ def read_points(sweep: Path) -> Iterable[Row]:
         yield {**run, **found}
 
 
+def rounding_points(rounded: Sequence[Row], points: Sequence[Row]) -> list[Row]:
+    """Runs in bf16, whose arms are named after it, and next to them the same runs in fp32."""
+    same = {(row["arm"], row["rate"], row["seed"]) for row in rounded if row["arm"] != "pretrained"}
+    exact = [row for row in points if row["runs"] == "300" and row["arm"] != "pretrained"]
+    return [
+        *({**row, "arm": f"{row['arm']}_{row['dtype']}" if "dtype" in row else row["arm"]} for row in rounded),
+        *({**row, "runs": ROUNDING} for row in exact if (row["arm"], row["rate"], row["seed"]) in same),
+    ]
+
+
 def _scores(folder: Path) -> Row:
     tasks = json.loads((folder / "losses.json").read_text())["tasks"]
     return {name: tasks[task]["score"] for name, task in SCORES.items()}
 
 
-def compare(points: Sequence[Row]) -> Iterable[Row]:
+def compare(points: Sequence[Row], pairs: Sequence[tuple[Arms, Arms]]) -> Iterable[Row]:
     """A line for each pair of families, what is learned and what is forgotten; of the seeds that both have in full."""
-    for one, other in PAIRS:
+    for one, other in pairs:
         mine = [row for row in points if row["arm"] in (*one, *other)]
         rates = {(row["arm"], row["rate"]) for row in mine}
         seeds = [
