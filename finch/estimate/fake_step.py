@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ from finch.estimate.step_trace import (
     StepTrace,
 )
 from finch.models.lora import train_adapters_only
-from finch.objectives import IGNORE_INDEX, Objective
+from finch.objectives import IGNORE_INDEX
 from finch.optim.optimizers import optimizers_in_backward
 from finch.training.kl_penalty import build_kl
 from finch.training.model import allocate, decoder_on_meta, parallelize
@@ -65,7 +65,7 @@ from finch.training.optimizer import (
     optimizer_bytes,
 )
 from finch.training.self_replay import replayed_rows
-from finch.training.step_loss import StepLoss
+from finch.training.step_loss import StepLoss, StepMedian
 
 HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
 """What ``fsdp_cpu_offload`` keeps in host memory."""
@@ -165,15 +165,17 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
         weights = list(step.decoder.parameters())
     repeats = number - trace.micro_batch
     repeated = trace.micro_batch if cfg.fsdp_reduce_every_micro_batch else 1  # not the only one that reduces
-    flops, launches, moved = (
-        _of_step(counts, lambda batch, phase: 1 + repeats * (batch == repeated and phase != UPDATE))
-        for counts in (trace.flops, trace.launches, trace.moved_bytes)
-    )
-    collectives = [
-        each.collective
-        for each in trace.collectives
-        for _ in range(1 + repeats * (each.micro_batch == repeated and each.phase != UPDATE))
-    ]
+
+    def times(batch: int, phase: str) -> int:
+        return 1 + repeats * (batch == repeated and phase != UPDATE)
+
+    def of_step(counts: Counter[tuple[int, str]]) -> Counter[str]:
+        """By phase, from counts by micro-batch and phase."""
+        found: Counter[str] = Counter()
+        for (batch, phase), count in counts.items():
+            found[phase] += count * times(batch, phase)
+        return found
+
     return StepEstimate(
         parameters=sum(weight.numel() for weight in weights),
         trained=sum(weight.numel() for weight in weights if weight.requires_grad),
@@ -182,23 +184,15 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
         peak=trace.memory.peak,
         peak_phase=trace.memory.peak_phase,
         between_steps=step.between_steps,
-        collectives=tuple(collectives),
-        flops=flops,
-        launches=launches,
+        collectives=tuple(each for batch, phase, each in trace.collectives for _ in range(times(batch, phase))),
+        flops=of_step(trace.flops),
+        launches=of_step(trace.launches),
         tokens=step.tokens * number,
         targets=step.targets * number,
-        moved_bytes=moved,
+        moved_bytes=of_step(trace.moved_bytes),
         is_offloaded=cfg.fsdp_cpu_offload,
         notes=tuple(notes),
     )
-
-
-def _of_step(counts: Counter[tuple[int, str]], times: Callable[[int, str], int]) -> Counter[str]:
-    """By phase, from counts by micro-batch and phase, each of which happens ``times`` in a step."""
-    found: Counter[str] = Counter()
-    for (batch, phase), count in counts.items():
-        found[phase] += count * times(batch, phase)
-    return found
 
 
 def candidates(cfg: DictConfig) -> list[tuple[str, ...]]:
@@ -236,26 +230,19 @@ class FakeStep(FinchFullFinetune):
             train_adapters_only(self.decoder, component)
         self.loss = StepLoss(cfg, self.decoder, group)
         objective = self.loss.objective
-        objective.count = _count_targets  # type: ignore[method-assign,assignment]
+        # Of an objective that leaves out tokens by their loss: how many it leaves out is not known.
+        objective.count = lambda batch: batch["targets"].numel()  # type: ignore[method-assign,assignment,return-value]
         if "pretrained_token_loss" in objective.needs:
             objective.prepare(_PRETRAINED, _PRETRAINED)
-        self.loss.median = _FixedStatistic(objective, cfg.gradient_accumulation_steps)  # type: ignore[assignment]
+        self.loss.median = _FixedMedian(objective, group, cfg.gradient_accumulation_steps)
         _fill_rotary_tables(self.decoder)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self.model = parallelize(
-            self.decoder,
-            cfg,
-            group,
-            precision,
-            num_chunks=self.loss.num_chunks,
-            plan=plan,
-            has_reference=self.loss.kl_penalty.has_reference,
-            device=_CPU if cfg.device == "cpu" else torch.device("cuda"),
-        )
+        place, device = (cfg, group, precision), _CPU if cfg.device == "cpu" else torch.device("cuda")
+        self.model = parallelize(self.decoder, *place, plan=plan, device=device, **self.loss.model_options())
         if cfg.device != "cpu":
             count_norms_as_one(self.model)
         with self._mode:
-            allocate(self.model, cfg, group, precision)
+            allocate(self.model, *place)
             self._trace = StepTrace(self.model)
             with self._trace:
                 self._build_update()
@@ -265,14 +252,37 @@ class FakeStep(FinchFullFinetune):
 
     def trace(self, rows: Rows, num_micro_batches: int) -> StepTrace:
         """One step of the recipe."""
-        vocab_size = self.decoder.tok_embeddings.weight.shape[0]
-        settings = (self.cfg, rows, self.loss.objective, vocab_size, self.parallel.data_parallel_size)
-        batches = [_micro_batch(*settings) for _ in range(num_micro_batches)]
-        self.tokens, self.targets = _num_tokens(batches[0]), batches[0]["targets"].numel()
+        batches = [self._micro_batch(rows) for _ in range(num_micro_batches)]
+        layout = batches[0].get("layout")
+        self.tokens = batches[0]["tokens"].numel() if layout is None else layout.num_tokens
+        self.targets = batches[0]["targets"].numel()
         self._trace.reset()
         with self._mode, self._trace:
             self.train_step(batches)
         return self._trace
+
+    def _micro_batch(self, rows: Rows) -> Batch:
+        """Rows as the recipe's collator makes them, of which no two share a prefix, and what objective and penalties need; real tensors."""
+        cfg, vocab_size = self.cfg, self.decoder.tok_embeddings.weight.shape[0]
+        source: Any = SimpleNamespace(packed=_is_packed(cfg), pad_id=0)  # in the place of samples and tokenizer
+        row = functools.partial(_pack, total=cfg.tokenizer["max_seq_len"]) if source.packed else _row
+        samples = [row(rows, first_token=number % vocab_size) for number in range(cfg.batch_size)]
+        number, answer = replayed_rows(cfg, self.parallel.data_parallel_size)
+        for _ in range(number):
+            top_k = min(cfg.self_replay.top_k, vocab_size)
+            references = torch.zeros(answer, top_k + 1), torch.zeros(answer, top_k, dtype=torch.int32)
+            replayed = _row(Rows(2 * answer, answer), vocab_size - 1)
+            samples.append({**replayed, **dict(zip(REFERENCES, references, strict=True))})
+        batch = collator(source, source, locate(cfg.collate_fn, "collate_fn"))(samples)
+        batch["num_replayed"] = torch.tensor(_NATS, dtype=torch.float64)
+        if "pretrained_token_loss" in self.loss.objective.needs:
+            batch["pretrained_token_loss"] = torch.ones(batch["labels"].shape)
+        kl = build_kl(cfg)
+        if kl is not None and not kl.is_online:
+            number = len(batch["targets"])
+            batch["reference_log_probs"] = torch.zeros(number, kl.top_k + 1)
+            batch["reference_tokens"] = torch.zeros(number, kl.top_k, dtype=torch.int64)
+        return batch
 
     def _build_update(self) -> None:
         """Optimizers with the states that they have after the first step, and the weights that a regularizer keeps."""
@@ -302,47 +312,25 @@ class FakeStep(FinchFullFinetune):
         """FinchLR where it reads no loss on the host, as on CUDA with a fused optimizer; otherwise a stand-in, which allocates nothing."""
         cfg = self.cfg
         if not is_finch(cfg) or not all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers):
-            return _ConstantRate()
+            return SimpleNamespace(step=lambda *_: True, metrics=dict)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]))
         return build_schedule(cfg, optimizers, init=_NATS, num_steps=1)
 
 
-class _ConstantRate:
-    """Stands for a schedule that reads the loss on the host."""
+class _FixedMedian(StepMedian):
+    """Reads no losses on the host."""
 
-    def step(self, *_: Any) -> bool:
-        return True
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-
-class _FixedStatistic:
-    """Stands for :class:`finch.training.step_loss.StepMedian`, which reads the losses on the host."""
-
-    def __init__(self, objective: Objective, micro_batches: int) -> None:
-        self._has_statistic = objective.statistic is not None
-        self._is_known = objective.statistic in (None, "lagged") or micro_batches > 1
-
-    def before_step(self, *_: Any) -> None:
-        pass
-
-    def add_to(self, batch: Batch) -> bool:
-        if self._is_known:
-            self.observe(None, batch)
-        return self._is_known
+    def before_step(self, batches: Sequence[Batch], _: Any) -> None:
+        self._value = _NATS if self.mode == "lagged" or (self.mode == "exact" and len(batches) > 1) else None
 
     def observe(self, _: Any, batch: Batch) -> None:
-        if self._has_statistic:
+        if self.mode is not None:
             batch["statistic"] = torch.tensor(_NATS, dtype=torch.float64)
 
     def after_step(self) -> None:
         pass
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
 
 class _CountedStates(torch.optim.Optimizer):
@@ -365,45 +353,33 @@ def _compiles_a_kernel(cfg: DictConfig, precision: Precision) -> bool:
     return precision.stochastic or str(component_of(cfg.optimizer)).startswith(("torchao.", "bitsandbytes."))
 
 
-def _count_targets(batch: Batch) -> int:
-    """Of an objective that leaves out tokens by their loss all are counted: how many it leaves out is not known."""
-    return batch["targets"].numel()
-
-
 def _fill_rotary_tables(decoder: TransformerDecoder) -> None:
     """Some tables read values, which fake tensors have not: they are computed here, and replaced by fake ones with the rest of the model."""
     for module in decoder.modules():
         if hasattr(module, "rope_init"):
             with _CPU:
                 module.rope_init()
-            module.rope_init = _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
+            module.rope_init = lambda: None
 
 
 def _runnable(cfg: DictConfig) -> tuple[DictConfig, list[str]]:
     """The config with what fake tensors cannot do replaced, and a sentence about each replacement."""
-    cfg, notes = copy.deepcopy(cfg), []
+    cfg, notes, precision = copy.deepcopy(cfg), [], precision_of(cfg.dtype)
     if cfg.compile:
         cfg.compile = False
-        if cfg.device != "cpu" and precision_of(cfg.dtype).compute.itemsize > 2:  # as choose_way
+        if cfg.device != "cpu" and precision.compute.itemsize > 2:  # as choose_way
             cfg.padding_free = False
         notes.append("compile=True: the step was counted without it; compiled kernels keep fewer activations")
     if cfg.enable_activation_offloading:
         cfg.enable_activation_offloading = False
         notes.append("enable_activation_offloading=True: activations are counted on the device")
-    component = component_of(cfg.optimizer) or ""
-    if _compiles_a_kernel(cfg, precision_of(cfg.dtype)):
+    if _compiles_a_kernel(cfg, precision):
         notes.append("the optimizer's states are counted by a formula, and its temporary tensors are not")
-    elif cfg.device != "cpu" and not cfg.optimizer.get("fused") and _accepts_foreach(component):
-        cfg.optimizer.setdefault("foreach", True)  # torch's default on CUDA, with more temporary tensors than on a CPU
+    elif cfg.device != "cpu" and not cfg.optimizer.get("fused"):
+        optimizer = locate(component_of(cfg.optimizer) or "", "optimizer")
+        if "foreach" in inspect.signature(optimizer).parameters:
+            cfg.optimizer.setdefault("foreach", True)  # torch's default on CUDA, with more temporary tensors
     return cfg, notes
-
-
-def _accepts_foreach(optimizer: str) -> bool:
-    return "foreach" in inspect.signature(locate(optimizer, "optimizer")).parameters
 
 
 @contextmanager
@@ -421,50 +397,8 @@ def _fake_group(cfg: DictConfig, ranks: int, precision: Precision) -> Iterator[P
         parallel.stop()
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Stands for the samples and the tokenizer in :func:`finch.data.loader.collator`."""
-
-    packed: bool = False
-    pad_id: int = 0
-
-
-def _micro_batch(cfg: DictConfig, rows: Rows, objective: Objective, vocab_size: int, ranks: int) -> Batch:
-    """``cfg.batch_size`` rows as the recipe's collator makes them, with replayed rows and what objective and penalty need; real tensors.
-
-    No two rows begin with the same tokens, so that no prefix is shared.
-    """
-    source = _Source(_is_packed(cfg))
-    row = functools.partial(_pack, total=cfg.tokenizer["max_seq_len"]) if source.packed else _row
-    samples = [row(rows, first_token=number % vocab_size) for number in range(cfg.batch_size)]
-    number, answer = replayed_rows(cfg, ranks)
-    for _ in range(number):
-        top_k = min(cfg.self_replay.top_k, vocab_size)
-        references = torch.zeros(answer, top_k + 1), torch.zeros(answer, top_k, dtype=torch.int32)
-        samples.append(
-            {**_row(Rows(2 * answer, answer), vocab_size - 1), **dict(zip(REFERENCES, references, strict=True))}
-        )
-    batch = collator(source, source, locate(cfg.collate_fn, "collate_fn"))(samples)  # type: ignore[arg-type]
-    batch["num_replayed"] = torch.tensor(_NATS, dtype=torch.float64)
-    if "pretrained_token_loss" in objective.needs:
-        batch["pretrained_token_loss"] = torch.ones(batch["labels"].shape)
-    kl = build_kl(cfg)
-    if kl is not None and not kl.is_online:
-        number = len(batch["targets"])
-        batch["reference_log_probs"] = torch.zeros(number, kl.top_k + 1)
-        batch["reference_tokens"] = torch.zeros(number, kl.top_k, dtype=torch.int64)
-    return batch
-
-
-def _num_tokens(batch: Batch) -> int:
-    """Tokens that the layers see: without padding where the batch has a layout for that."""
-    layout = batch.get("layout")
-    return batch["tokens"].numel() if layout is None else layout.num_tokens
-
-
 def _row(rows: Rows, first_token: int) -> dict[str, Any]:
-    tokens = [first_token] + [0] * (rows.seq - 1)
-    return {"tokens": tokens, "labels": _labels(rows)}
+    return {"tokens": [first_token] + [0] * (rows.seq - 1), "labels": _labels(rows)}
 
 
 def _pack(rows: Rows, first_token: int, total: int) -> dict[str, Any]:

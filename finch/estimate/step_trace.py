@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,17 +41,8 @@ _FUNCTIONAL = {
     "all_reduce": ALL_REDUCE,
     "all_reduce_": ALL_REDUCE,
 }
-_IGNORED = ("wait_tensor",)
-_NO_KERNEL = (
-    "detach",
-    "_unsafe_view",
-    "lift_fresh",
-    "set_",
-    "resize_",
-    "record_stream",
-    "_local_scalar_dense",
-    *_IGNORED,
-)
+_WAIT = "wait_tensor"
+_NO_KERNEL = {"detach", "_unsafe_view", "lift_fresh", "set_", "resize_", "record_stream", "_local_scalar_dense", _WAIT}
 _LOOKUPS = ("embedding", "index_select", "index", "gather")
 """Operators that read as much of a tensor as they return."""
 
@@ -182,7 +173,7 @@ def collective_of(function: Any, arguments: Sequence[Any], output: Any) -> Colle
         ranks = next(ranks for ranks in map(_group_size, arguments) if ranks)
         # The output comes first for those that have one.
         return Collective(kind, _nbytes(arguments[1] if kind == REDUCE_SCATTER else arguments[0]), ranks)
-    if function.namespace == "_c10d_functional" and name not in _IGNORED:
+    if function.namespace == "_c10d_functional" and name != _WAIT:
         kind = _FUNCTIONAL.get(name, name)
         group = dist.distributed_c10d._resolve_process_group(arguments[-1])
         return Collective(kind, _nbytes(output if kind == ALL_GATHER else arguments[0]), group.size())
@@ -205,21 +196,11 @@ def _used_bytes(value: Any) -> int:
     """Of a tensor, what of its memory an operator reads or writes: one value of those that a view repeats."""
     if not isinstance(value, torch.Tensor):
         return 0
-    return min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
+    return min(value.nbytes, value.untyped_storage().nbytes())
 
 
 def _nbytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_nbytes, value))
-
-
-class TracedCollective(NamedTuple):
-    """A collective with the micro-batch, from 1, and the phase that it belongs to."""
-
-    micro_batch: int
-    phase: str
-    collective: Collective
+    return sum(tensor.nbytes for tensor in tree_leaves(value))
 
 
 class StepTrace(TorchDispatchMode):
@@ -232,7 +213,7 @@ class StepTrace(TorchDispatchMode):
         memory: what is live, by the parts above.
         is_paused: whether nothing is counted for now.
         micro_batch: the current one, from 1.
-        collectives: in their order.
+        collectives: in their order, with micro-batch and phase.
         flops: floating-point operations of matrix products and attention by micro-batch and phase. Attention counts all pairs of its
             queries and keys, causal or not.
         launches: operators that run something on the device, likewise.
@@ -242,11 +223,7 @@ class StepTrace(TorchDispatchMode):
     def __init__(self, model: TokenLoss) -> None:
         super().__init__()
         self.memory = LiveMemory()
-        self.micro_batch = 0
-        self.collectives: list[TracedCollective] = []
-        self.flops: Counter[tuple[int, str]] = Counter()
-        self.launches: Counter[tuple[int, str]] = Counter()
-        self.moved_bytes: Counter[tuple[int, str]] = Counter()
+        self.reset()
         self._vocab_size = model.decoder.tok_embeddings.weight.shape[0]
         self._is_in_forward = False
         self._part: str | None = None
@@ -273,10 +250,8 @@ class StepTrace(TorchDispatchMode):
         """Starts to count from here; what is live stays known."""
         self.memory.reset_peak()
         self.micro_batch = 0
-        self.collectives.clear()
-        self.flops.clear()
-        self.launches.clear()
-        self.moved_bytes.clear()
+        self.collectives: list[tuple[int, str, Collective]] = []
+        self.flops, self.launches, self.moved_bytes = (Counter[tuple[int, str]]() for _ in range(3))
 
     @property
     def phase(self) -> str:
@@ -288,9 +263,8 @@ class StepTrace(TorchDispatchMode):
     def __enter__(self) -> StepTrace:
         self._resize = torch.UntypedStorage.resize_
 
-        def resize(
-            storage: torch.UntypedStorage, size: int
-        ) -> None:  # FSDP2 frees gathered weights so; no operator is dispatched
+        # FSDP2 frees gathered weights so; no operator is dispatched
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
             self.memory.assign_storage(storage, GATHERED)
             self._resize(storage, size)
             self.memory.resize(storage, self.phase)
@@ -298,9 +272,8 @@ class StepTrace(TorchDispatchMode):
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
         propagate = self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def propagate_uncounted(
-            *args: Any,
-        ) -> Any:  # what DTensor computes of an operator's complete result, on other fake tensors
+        # what DTensor computes of an operator's complete result, on other fake tensors
+        def propagate_uncounted(*args: Any) -> Any:
             self.is_paused = True
             try:
                 return propagate(*args)
@@ -345,7 +318,7 @@ class StepTrace(TorchDispatchMode):
         self._count_operations(function, name, args, kwargs, output, phase)
         collective = collective_of(function, args, output)
         if collective is not None:
-            self.collectives.append(TracedCollective(self.micro_batch, phase, collective))
+            self.collectives.append((self.micro_batch, phase, collective))
             if collective.kind == ALL_GATHER and phase != UPDATE:
                 self._assign(args[:2], GATHERED)
             elif collective.kind == REDUCE_SCATTER:
@@ -370,10 +343,8 @@ class StepTrace(TorchDispatchMode):
     def _count_operations(
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, phase: str
     ) -> None:
-        if function._overloadpacket in flop_registry:
-            self.flops[self.micro_batch, phase] += flop_registry[function._overloadpacket](
-                *args, **kwargs, out_val=output
-            )
+        if (formula := flop_registry.get(function._overloadpacket)) is not None:
+            self.flops[self.micro_batch, phase] += formula(*args, **kwargs, out_val=output)
         elif name == _CPU_ATTENTION:
             self.flops[self.micro_batch, phase] += sdpa_flop_count(*(each.shape for each in args[:3]))
         elif name == f"{_CPU_ATTENTION}_backward":
