@@ -6,7 +6,6 @@ import atexit
 import multiprocessing
 import os
 import platform
-import socket
 import statistics
 import sys
 import time
@@ -19,6 +18,8 @@ from unittest import mock
 import torch
 
 import finch
+from finch.distributed.processes import num_cores
+from finch.gpu_check.processes import free_port
 
 
 class Ranks:
@@ -38,7 +39,7 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         variables = {"OMP_NUM_THREADS": str(threads or max(1, num_cores() // ranks))}
         if ranks > 1:
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             variables |= {**address, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         self._connections: list[Connection] = []
         self._processes = []
@@ -85,18 +86,6 @@ def _run(connection: Connection, log: Path, function: Callable[..., Any], argume
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # not waiting for other ranks, which may have ended
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def machine() -> str:

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.processes import Ranks, num_cores, print_rows, rotated
 from benchmarks.speed.contenders import Lengths
+from finch.gpu_check.rates import matmul_rate
 
 RESAMPLES = 10_000
 BLOCK_S = 2.0
@@ -131,26 +132,6 @@ def ratio_interval(ours: Sequence[float], theirs: Sequence[float], work: Any) ->
 
     low, high = np.quantile(ratios(draws), (0.025, 0.975))
     return float(ratios(slice(None))), float(low), float(high)
-
-
-def matmul_rate(tokens: int, shapes: Sequence[tuple[int, int]], seconds: float = 0.5) -> float:
-    """FLOP per second of fp32 products of [tokens, inputs] with [inputs, outputs], all ``shapes`` in turn.
-
-    Args:
-        shapes: (inputs, outputs) of the model's linear layers.
-    """
-    pairs = [(torch.randn(tokens, inputs), torch.randn(inputs, outputs)) for inputs, outputs in shapes]
-
-    def products() -> None:
-        for one, other in pairs:
-            one @ other
-
-    products()
-    rounds, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
-        products()
-        rounds += 1
-    return rounds * sum(2 * tokens * inputs * outputs for inputs, outputs in shapes) / elapsed
 
 
 class Case(NamedTuple):

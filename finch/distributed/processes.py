@@ -30,8 +30,12 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
 def share_cores(environment: MutableMapping[str, str], processes: int) -> None:
     """Gives each of several processes on this machine its share of the cores as OpenMP's threads. What the user has set stays."""
     limit_spinning(environment)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // processes)))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def die_with_parent() -> None:

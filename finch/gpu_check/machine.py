@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from finch.estimate.step_time import ALL_REDUCE, COPY, LAUNCH, MATRIX_PRODUCTS
 from finch.gpu_check.models import BATCH, TOKENS, large_models
 from finch.gpu_check.processes import Ranks
-from finch.gpu_check.rates import seconds_per_call
+from finch.gpu_check.rates import matmul_rate, seconds_per_call
 from finch.gpu_check.report import Check
 
 _ROW_TOKENS, _LONG_TOKENS = BATCH * sum(TOKENS) // 2, 8 * 4096
@@ -45,7 +43,7 @@ def copy_rate(device: torch.device) -> float:
     """GB/s that are read and written."""
     source = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * len(source) / seconds_per_call(lambda: target.copy_(source), device) / 1e9
+    return 2 * len(source) / seconds_per_call(lambda: target.copy_(source)) / 1e9
 
 
 def launch_us(device: torch.device) -> float:
@@ -58,7 +56,7 @@ def launch_us(device: torch.device) -> float:
             value = value * 1.0
         value.backward()
 
-    return seconds_per_call(chain, device) / 200 * 1e6
+    return seconds_per_call(chain) / 200 * 1e6
 
 
 def _num_bytes(device: torch.device) -> int:
@@ -71,7 +69,4 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, tokens: int) -> float:
     width, middle = model.sizes["embed_dim"], model.sizes["intermediate_dim"]
     q, kv = (model.sizes[name] * model.head_dim for name in ("num_heads", "num_kv_heads"))
     shapes = [(width, q), (width, kv), (width, kv), (q, width), (width, middle), (width, middle), (middle, width)]
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    pairs = [(torch.randn(tokens, rows, **options), torch.randn(rows, columns, **options)) for rows, columns in shapes]
-    seconds = seconds_per_call(lambda: [one @ other for one, other in pairs], device)
-    return sum(2 * tokens * rows * columns for rows, columns in shapes) / seconds / 1e12
+    return matmul_rate(tokens, shapes, dtype, device.type) / 1e12

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import platform
 import subprocess
 import tempfile
@@ -11,11 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from finch import __version__
+from finch.distributed.processes import num_cores
+from finch.extras import version
 from finch.gpu_check.processes import Ranks, stacks_in
 from finch.gpu_check.report import (
     FAILED,
@@ -64,14 +65,7 @@ PHASES = (
 """Their deadlines add up to ten minutes, and to three with ``--quick``."""
 
 
-def run_phases(
-    out: Path,
-    *,
-    device: str,
-    ranks: int,
-    quick: bool,
-    phases: Sequence[Phase] = PHASES,
-) -> bool:
+def run_phases(out: Path, *, device: str, ranks: int, quick: bool, phases: Sequence[Phase] = PHASES) -> bool:
     """Runs the phases in order and writes ``out`` after each; returns whether none that decides has failed.
 
     A phase that is over its deadline is ended, with its stacks in the report. After Ctrl-C the files hold what was done.
@@ -124,8 +118,7 @@ def _run(phase: Phase, report: PhaseReport, folder: Path, **options: Any) -> Non
 
 def run_phase(target: str, settings: dict[str, Any]) -> None:
     """A phase in its process."""
-    module, _, name = target.partition(":")
-    getattr(importlib.import_module(module), name)(Check(**{**settings, "folder": Path(settings["folder"])}))
+    pkgutil.resolve_name(target)(Check(**{**settings, "folder": Path(settings["folder"])}))
 
 
 def describe_machine(device: str, ranks: int, quick: bool) -> dict[str, Any]:
@@ -137,23 +130,15 @@ def describe_machine(device: str, ranks: int, quick: bool) -> dict[str, Any]:
         gpus = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         gpus = []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    versions = [f"{name} {_version(name)}" for name in _PACKAGES if _version(name)]
+    versions = [f"{name} {version(name)}" for name in _PACKAGES if version(name)]
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "mode": f"{device}{', --quick' if quick else ''}, {ranks} rank{'s' if ranks > 1 else ''}",
         "GPUs (name, memory, driver)": "; ".join(gpus) or "none",
-        "CPU": f"{platform.processor() or platform.machine()}, {cores} cores",
+        "CPU": f"{platform.processor() or platform.machine()}, {num_cores()} cores",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}, CUDA {torch.version.cuda}",
         "packages": f"finch {__version__}, " + ", ".join(versions),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _summary(report: PhaseReport) -> str:

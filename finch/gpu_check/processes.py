@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
+import pkgutil
 import resource
 import select
 import signal
@@ -153,8 +153,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of a process that is aborted
     die_with_parent()
     quiet_dependencies()
-    module, _, name = sys.argv[1].partition(":")
-    getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
+    pkgutil.resolve_name(sys.argv[1])(**json.loads(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # gloo's and NCCL's teardown could wait for ranks that have ended
