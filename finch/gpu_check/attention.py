@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from finch.data.padding_free import LONG_PREFIX, MULTIPLE, PaddingFree, Varlen
 from finch.gpu_check.models import BATCH, PREFIX, TOKENS, Model, medium_models
+from finch.gpu_check.plain_model import relative_error
 from finch.gpu_check.rates import synchronize
 from finch.gpu_check.report import Check
 from finch.training.padding_free_attention import padding_free_attention
@@ -54,7 +55,7 @@ def _compare(check: Check, model: Model, dtype: torch.dtype, prefix: int) -> Non
         return torch.randn(1, number, tokens, model.head_dim, generator=generator).to(device, dtype)
 
     q, k, v, upstream = (draw(number) for number in (heads[0], heads[1], heads[1], heads[0]))
-    mask = visible(layout)
+    mask = _visible(layout)
 
     def mathematics(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = (q @ _repeat(k, heads).mT * model.head_dim**-0.5).masked_fill(~mask, -torch.inf)
@@ -63,7 +64,7 @@ def _compare(check: Check, model: Model, dtype: torch.dtype, prefix: int) -> Non
     truth = _with_gradients(mathematics, [each.double() for each in (q, k, v, upstream)])
     wide = _with_gradients(mathematics, [each.float() for each in (q, k, v, upstream)])
     limits = [
-        max(factor * _error(each.to(dtype), exact), _FLOORS[dtype])
+        max(factor * relative_error(each.to(dtype), exact), _FLOORS[dtype])
         for factor, each, exact in zip(_FACTORS, wide, truth, strict=True)
     ]
     for title, attention in _ways(layout, mask, heads, model.head_dim, dtype).items():
@@ -79,7 +80,7 @@ def _compare(check: Check, model: Model, dtype: torch.dtype, prefix: int) -> Non
                     raise
                 check.not_run(name, "no such kernel for these inputs on this device")
                 continue
-            errors = [_error(each, exact) for each, exact in zip(seen, truth, strict=True)]
+            errors = [relative_error(each, exact) for each, exact in zip(seen, truth, strict=True)]
             worst = max(range(4), key=lambda index: errors[index] / limits[index])
             check.at_most(name, errors[worst], limits[worst], note=f"worst of {('output', 'dq', 'dk', 'dv')[worst]}")
 
@@ -112,7 +113,7 @@ def _ways(
     return ways
 
 
-def visible(layout: PaddingFree) -> torch.Tensor:
+def _visible(layout: PaddingFree) -> torch.Tensor:
     """[T, T] bool: which tokens each token of the row attends to, from the definition."""
     device = layout.indices.device
     sample = torch.repeat_interleave(
@@ -187,8 +188,3 @@ def _with_gradients(attention: Attention, inputs: Tensors) -> list[torch.Tensor]
     leaves = [each.detach().requires_grad_() for each in inputs[:3]]
     output = attention(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, inputs[3])]
-
-
-def _error(seen: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of the difference over the norm of what is exact; infinite for NaN."""
-    return float(((seen.double() - exact).norm() / exact.norm()).nan_to_num(nan=torch.inf))

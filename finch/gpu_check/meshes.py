@@ -23,11 +23,10 @@ RANK_TARGET = f"{__name__}:steps_on_rank"
 """What runs on each rank; the tests of the check plant a defect there."""
 _STEPS = 3
 _PLAN = {"_component_": "finch.models.qwen3.qwen3_tp_plan"}
-_TENSOR_RANKS = 2
 MESHES: dict[str, dict[str, Any]] = {
     "FSDP2": {},
     "HSDP, 2 copies": {"data_parallel_replicate_dim": 2},
-    "tensor parallelism": {"tensor_parallel_dim": _TENSOR_RANKS, "tensor_parallel_plan": _PLAN},
+    "tensor parallelism": {"tensor_parallel_dim": 2, "tensor_parallel_plan": _PLAN},
     "CPU offload": {"fsdp_cpu_offload": True},
     "no resharding": {"fsdp_reshard_after_forward": False},
     "2 micro-batches": {"gradient_accumulation_steps": 2},
@@ -46,16 +45,16 @@ def run(check: Check) -> None:
 
 
 def _compare_meshes(check: Check, ranks: int) -> None:
-    folders = []
+    folders: list[Path] = []
+    options = {**SGD, "dtype": "fp32", "device": check.device}
     for number, changes in enumerate(MESHES.values()):
         folders.append(check.folder / f"mesh_{number}")
         folders[-1].mkdir()
         shares = ranks // changes.get("tensor_parallel_dim", 1) * changes.get("gradient_accumulation_steps", 1)
-        options = {**SGD, "dtype": "fp32", "device": check.device, "batch_size": BATCH // shares}
-        step_config(folders[-1], TINY["Q"], **{**options, **changes})
+        step_config(folders[-1], TINY["Q"], **options, batch_size=BATCH // shares, **changes)
     arguments = {"folders": list(map(str, folders)), "ports": [free_port() for _ in folders], "device": check.device}
     running = Ranks("rank", RANK_TARGET, arguments, check.folder, ranks=ranks)
-    cfg = step_config(check.folder, TINY["Q"], **SGD, dtype="fp32", device=check.device)
+    cfg = step_config(check.folder, TINY["Q"], **options)
     expected = _take_steps(Step(cfg, initial_weights(TINY["Q"]), torch.device(check.device)))
     if not running.wait(check.end):
         running.kill()

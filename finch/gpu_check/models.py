@@ -33,6 +33,12 @@ Row = dict[str, list[int]]
 TOKENS, TARGETS, PREFIX = (40, 130), 37, 27
 """A row as TOFU's: between these tokens, its last ones targets; what all rows begin with where they share a prefix."""
 BATCH = 16
+AT_ONCE: dict[str, Any] = {
+    "batch_size": BATCH,
+    "gradient_accumulation_steps": 1,
+    "enable_activation_checkpointing": False,
+}
+"""Keys of a step of ``BATCH`` rows in one micro-batch."""
 SHIPPED = "qwen3/4B_finch"
 """The config that comes with finch, which those of the check change."""
 _WORDS = ("the", "old", "red", "bird", "fox", "river", "stone", "sings", "runs", "near", "under", "often", "never")
@@ -93,9 +99,9 @@ def large_models(device: str) -> tuple[Model, ...]:
 
 
 @functools.cache
-def initial_weights(model: Model, seed: int = 0) -> Weights:
+def initial_weights(model: Model) -> Weights:
     """Random fp32 weights by the names of the decoder's state dict, on the host: large enough that attention and positions matter."""
-    generator, weights = torch.Generator().manual_seed(seed), {}
+    generator, weights = torch.Generator().manual_seed(0), {}
     for name, like in meta_decoder(model).state_dict().items():
         value = torch.empty(like.shape)
         if like.dim() > 1:
@@ -180,8 +186,7 @@ def read_config(file: str) -> Any:
 
 def step_config(folder: Path, model: Model, **changes: Any) -> Any:
     """A config of one step on ``BATCH`` rows at once, read."""
-    defaults = {"batch_size": BATCH, "gradient_accumulation_steps": 1, "enable_activation_checkpointing": False}
-    return read_config(write_config(folder, model, **{**defaults, **changes}))
+    return read_config(write_config(folder, model, **{**AT_ONCE, **changes}))
 
 
 def write_base(folder: Path, model: Model) -> None:

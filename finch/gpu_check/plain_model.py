@@ -19,6 +19,11 @@ def plain_step(model: Model, weights: Weights, rows: list[Row], dtype: torch.dty
     return float(mean.detach()), {name: gradient.to("cpu", torch.float64) for name, gradient in named}
 
 
+def relative_error(seen: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of the difference over the norm of what is exact; infinite for NaN."""
+    return float(((seen.double() - exact).norm() / exact.norm()).nan_to_num(nan=torch.inf))
+
+
 def _token_losses(model: Model, weights: Weights, row: Row) -> torch.Tensor:
     labels = torch.tensor(row["labels"], device=weights["tok_embeddings.weight"].device)[1:]
     is_target = labels != IGNORE_INDEX

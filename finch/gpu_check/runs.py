@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import signal
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from finch_full_finetune import FinchFullFinetune
 from finch import run_files
 from finch.gpu_check.models import (
     TINY,
-    Model,
     initial_weights,
     random_rows,
     read_config,
@@ -34,6 +31,7 @@ from finch.training.own_answers import generate
 from finch.training.run import run_recipe
 from finch.weights.huggingface import HuggingFaceFolder
 
+_MODEL = TINY["Q"]
 _EPOCHS, _KILLED_AFTER = 2, 8  # of 12 steps
 _CUDA_LIMIT = 1e-3  # attention's backward adds in no fixed order there
 _CPU_LIMIT = 1e-6  # where the number of ranks changes
@@ -53,10 +51,10 @@ class KillAfter(Hook):
 
 
 def run(check: Check) -> None:
-    write_base(check.folder, TINY["Q"])
+    write_base(check.folder, _MODEL)
     for name, case in {"kill and resume": _resume, "export": _read_export, "generation": _generate}.items():
         with check.case(name):
-            case(check, TINY["Q"])
+            case(check)
 
 
 def train(config: str) -> None:
@@ -66,10 +64,9 @@ def train(config: str) -> None:
 
 def job(check: Check, name: str, *, ranks: int = 1, **changes: Any) -> str:
     """The config of a run of 12 steps in the phase's folder, with asynchronous saves."""
-    run, base = str(check.folder / name), str(check.folder / "base")
     options = {
-        "output_dir": run,
-        "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": base},
+        "output_dir": str(check.folder / name),
+        "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": str(check.folder / "base")},
         "dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": str(check.folder / "rows.jsonl")},
         "shuffle": True,
         "checkpoint": {"every_n_steps": 3},
@@ -79,8 +76,7 @@ def job(check: Check, name: str, *, ranks: int = 1, **changes: Any) -> str:
         "device": check.device,
         "dtype": "fp32",
     }
-    file = f"{name}_{'resumed' if 'resume_from_checkpoint' in changes else 'first'}"
-    return write_config(check.folder, TINY["Q"], file, **{**options, **changes})
+    return write_config(check.folder, _MODEL, name, **options, **changes)
 
 
 def kill_hook(rank: int = 0) -> dict[str, Any]:
@@ -90,7 +86,8 @@ def kill_hook(rank: int = 0) -> dict[str, Any]:
 def compare_resumed(check: Check, name: str, *, is_exact: bool) -> None:
     """Resumes the run "killed" and compares its losses with those of "straight"."""
     train(job(check, "killed", resume_from_checkpoint=True))
-    expected, seen = (_losses(check.folder / run) for run in ("straight", "killed"))
+    metrics = [run_files.read_metrics(check.folder / run / run_files.METRICS) for run in ("straight", "killed")]
+    expected, seen = ([line["loss"] for line in lines if "loss" in line] for lines in metrics)
     error = math.inf
     if len(seen) == len(expected):
         error = max(abs(one - other) / other for one, other in zip(seen, expected, strict=True))
@@ -98,15 +95,7 @@ def compare_resumed(check: Check, name: str, *, is_exact: bool) -> None:
     check.at_most(name, error, limit, note=f"losses of {len(seen)} steps")
 
 
-def _lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / run_files.METRICS).read_text(encoding="utf-8").splitlines()]
-
-
-def _losses(run: Path) -> list[float]:
-    return [line["loss"] for line in _lines(run) if "loss" in line]
-
-
-def _resume(check: Check, _: Model) -> None:
+def _resume(check: Check) -> None:
     killed = Ranks("killed", f"{__name__}:train", {"config": job(check, "killed", **kill_hook())}, check.folder)
     rows = {"data_files": str(check.folder / "rows.jsonl"), "rows": 4}
     probes = {"texts": rows, "own": {**rows, "kind": "self", "max_new_tokens": _NEW_TOKENS}}
@@ -115,42 +104,41 @@ def _resume(check: Check, _: Model) -> None:
     killed.kill()
     check.equal("a run that is killed: exit code", killed.codes, [-signal.SIGKILL])
     compare_resumed(check, "killed and resumed against a run without", is_exact=True)
-    probed = [line for line in _lines(check.folder / "straight") if "probe/own/kl" in line]
+    lines = run_files.read_metrics(check.folder / "straight" / run_files.METRICS)
+    probed = [line for line in lines if "probe/own/kl" in line]
     check.at_most("probes: KL of the model from itself before training", abs(probed[0]["probe/own/kl"]), 1e-6)
     values = [value for line in probed for key, value in line.items() if key.startswith("probe/")]
     check.equal("probes: values are finite", all(map(math.isfinite, values)), True, note=f"{len(probed)} evaluations")
 
 
-def _read_export(check: Check, model: Model) -> None:
+def _read_export(check: Check) -> None:
     name = "export: loss by transformers against float64 in plain torch"
     if find_spec("transformers") is None:
         check.not_run(name, "transformers is not installed")
         return
     folder = check.folder / "straight" / f"epoch_{_EPOCHS - 1}"
-    rows = random_rows(model.sizes["vocab_size"], 4)
-    exact, _ = plain_step(model, dict(HuggingFaceFolder(str(folder)).weights()), rows, torch.float64)
+    rows = random_rows(_MODEL.sizes["vocab_size"], 4)
+    exact, _ = plain_step(_MODEL, dict(HuggingFaceFolder(str(folder)).weights()), rows, torch.float64)
     auto = importlib.import_module("transformers").AutoModelForCausalLM
     network = auto.from_pretrained(folder, dtype=torch.float32).to(check.device)
-    losses = []
-    for row in rows:
-        with torch.no_grad():
-            logits = network(torch.tensor([row["tokens"]], device=check.device)).logits[0, :-1].double().cpu()
-        labels = torch.tensor(row["labels"][1:])
-        losses.append(torch.nn.functional.cross_entropy(logits, labels, reduction="none")[labels != -100])
-    check.at_most(name, abs(float(torch.cat(losses).mean()) - exact) / exact, 1e-5, expected=exact)
+    with torch.no_grad():
+        logits = [network(torch.tensor([row["tokens"]], device=check.device)).logits[0, :-1].double() for row in rows]
+    labels = torch.tensor([label for row in rows for label in row["labels"][1:]])
+    loss = float(torch.nn.functional.cross_entropy(torch.cat(logits).cpu(), labels))  # the mean without labels of -100
+    check.at_most(name, abs(loss - exact) / exact, 1e-5, expected=exact)
 
 
-def _generate(check: Check, model: Model) -> None:
+def _generate(check: Check) -> None:
     """Greedy answers: each token must be the likeliest of the plain model."""
-    cfg = step_config(check.folder, model, dtype="fp32", device=check.device)
-    step = Step(cfg, initial_weights(model), torch.device(check.device))
-    prompts = [row["tokens"][:20] for row in random_rows(model.sizes["vocab_size"], 4)]
+    cfg = step_config(check.folder, _MODEL, dtype="fp32", device=check.device)
+    step = Step(cfg, initial_weights(_MODEL), torch.device(check.device))
+    prompts = [row["tokens"][:20] for row in random_rows(_MODEL.sizes["vocab_size"], 4)]
     options: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS, "dtype": torch.float32, "parallel": step.parallel}
     answers = generate(step.model, prompts, torch.zeros(len(prompts), _NEW_TOKENS), 0.0, [], **options)
-    wide = {name: weight.double() for name, weight in initial_weights(model).items()}
+    wide = {name: weight.double() for name, weight in initial_weights(_MODEL).items()}
     gaps = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        logits = plain_logits(model, wide, [*prompt, *answer["tokens"]], slice(len(prompt) - 1, -1))
+        logits = plain_logits(_MODEL, wide, [*prompt, *answer["tokens"]], slice(len(prompt) - 1, -1))
         chosen = logits.gather(-1, torch.tensor(answer["tokens"])[:, None])[:, 0]
         gaps.append(float((logits.amax(-1) - chosen).max()))
     name = "generation: nats below the likeliest token in float64"

@@ -9,6 +9,7 @@ import os
 import resource
 import runpy
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from omegaconf import OmegaConf
 from torch.autograd import DeviceType
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
+from torchtune.datasets import PackedDataset
 
+from finch.data.dataset import row_lengths
 from finch.distributed.precision import precision_of
 from finch.dtensor import to_local
 from finch.estimate.fake_step import StepEstimate, estimate_step
@@ -31,14 +34,17 @@ from finch.estimate.formula import Rows, memory_by_formula
 from finch.estimate.step_time import Rates
 from finch.gpu_check.machine import copy_rate, launch_us, matrix_rate
 from finch.gpu_check.models import (
+    AT_ONCE,
     BATCH,
     PREFIX,
     TARGETS,
     Model,
+    Row,
     large_models,
     meta_decoder,
     random_rows,
     read_config,
+    step_config,
     write_config,
     write_tokenizer,
 )
@@ -53,11 +59,6 @@ _ROOM, _CONTEXT_BYTES = 1.1, 10**9  # over the computed peak, for what it does n
 _NUM_ROWS = 64 * BATCH
 _LEAST_S = 20.0  # to start a contender on a GPU
 _PACK = 1360  # tokens, as many as 16 rows have in the mean
-_AT_ONCE: dict[str, Any] = {
-    "batch_size": BATCH,
-    "gradient_accumulation_steps": 1,
-    "enable_activation_checkpointing": False,
-}
 _IN_FOUR = {"batch_size": BATCH // 4, "gradient_accumulation_steps": 4, "enable_activation_checkpointing": True}
 
 
@@ -71,13 +72,13 @@ class Contender:
 
 
 CONTENDERS = {
-    "finch as shipped": Contender("finch", _AT_ONCE, is_quick=True),
-    "finch, compile": Contender("finch", {**_AT_ONCE, "compile": True}, is_quick=True),
+    "finch as shipped": Contender("finch", AT_ONCE, is_quick=True),
+    "finch, compile": Contender("finch", {**AT_ONCE, "compile": True}, is_quick=True),
     "finch, 4 x 4, checkpointing": Contender("finch", _IN_FOUR),
-    "finch, padded": Contender("finch", {**_AT_ONCE, "padding_free": False}),
-    "torchtune, padded, compile": Contender("torchtune", {**_AT_ONCE, "compile": True}, is_quick=True),
-    "TRL": Contender("trl", _AT_ONCE),
-    "torchtune, packed": Contender("torchtune", {**_AT_ONCE, "batch_size": 1, "packed": True}),
+    "finch, padded": Contender("finch", {**AT_ONCE, "padding_free": False}),
+    "torchtune, padded, compile": Contender("torchtune", {**AT_ONCE, "compile": True}, is_quick=True),
+    "TRL": Contender("trl", AT_ONCE),
+    "torchtune, packed": Contender("torchtune", {**AT_ONCE, "batch_size": 1, "packed": True}),
 }
 
 
@@ -91,7 +92,7 @@ def run(check: Check) -> None:
     device = torch.device(check.device)
     rate = matrix_rate(device, precision_of(dtype).compute, BATCH * mean)
     rates = Rates(rate, copy_rate(device), launch_us(device))
-    needed_flops = None
+    needed_flops = 0
     for name, contender in CONTENDERS.items():
         if check.quick and not contender.is_quick:
             continue
@@ -100,24 +101,16 @@ def run(check: Check) -> None:
         elif check.has_time(name, 0 if check.device == "cpu" else _LEAST_S):
             with check.case(name):
                 result, estimate = _measure(check, model, dtype, contender, mean)
-                needed_flops = needed_flops or (estimate and estimate.needed_flops)
-                lengths = _tokens_per_step(contender, rows)
-                _record(
-                    check,
-                    f"{model.name}, {name}",
-                    result,
-                    lengths,
-                    (needed_flops or 0) / (rate * 1e12),
-                    estimate,
-                    rates,
-                )
+                needed_flops = needed_flops or (estimate.needed_flops if estimate else 0)
+                needed_s, lengths = needed_flops / (rate * 1e12), _tokens_per_step(contender, rows)
+                _record(check, f"{model.name}, {name}", result, lengths, needed_s, estimate, rates)
 
 
 def choose_model(check: Check, dtype: str) -> Model | None:
     """B: the largest model whose step fits by the formula; says so where that is not the first."""
     candidates = large_models(check.device)
     for model in candidates:
-        cfg = read_config(write_config(check.folder, model, device=check.device, dtype=dtype, **_AT_ONCE))
+        cfg = step_config(check.folder, model, device=check.device, dtype=dtype)
         decoder = meta_decoder(model, dtype)
         needed = int(_ROOM * memory_by_formula(decoder, cfg, Rows(), ranks=1)["peak"]) + _CONTEXT_BYTES
         free = torch.cuda.mem_get_info()[0] if check.device == "cuda" else needed
@@ -135,8 +128,7 @@ def _measure(
     check: Check, model: Model, dtype: str, contender: Contender, mean: int
 ) -> tuple[dict[str, Any], StepEstimate | None]:
     """What the contender's process reports and, computed meanwhile, what `finch estimate` says of finch's step."""
-    folder = check.folder / f"contender_{len(list(check.folder.glob('contender_*')))}"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(dir=check.folder))
     changes = {**contender.changes}
     data = {"vocab_size": model.sizes["vocab_size"], "number": _NUM_ROWS, "prefix": PREFIX}
     data |= {"packed": True, "max_seq_len": _PACK} if changes.pop("packed", False) else {}
@@ -159,17 +151,12 @@ def _measure(
     return json.loads((folder / "result.json").read_text(encoding="utf-8")), estimate
 
 
-def _tokens_per_step(contender: Contender, rows: list[dict[str, list[int]]]) -> list[int]:
-    """Of the first steps; a pack takes the next rows as long as they fit."""
+def _tokens_per_step(contender: Contender, rows: list[Row]) -> list[int]:
+    """Of the first steps."""
     lengths = [len(row["tokens"]) for row in rows]
-    if "packed" not in contender.changes:
-        return [sum(step) for step in zip(*[iter(lengths)] * BATCH, strict=False)]
-    packs = [0]
-    for length in lengths:
-        if packs[-1] + length > _PACK:
-            packs.append(0)
-        packs[-1] += length
-    return packs
+    if "packed" in contender.changes:
+        return [sum(row_lengths(pack)) for pack in PackedDataset(rows, max_seq_len=_PACK).packs]
+    return [sum(step) for step in zip(*[iter(lengths)] * BATCH, strict=False)]
 
 
 def _record(
@@ -191,16 +178,12 @@ def _record(
     if estimate is not None:
         limits = rates.seconds(estimate)
         bound = max(limits, key=limits.__getitem__)
-        check.measured(
-            f"{name}: seconds per step",
-            seconds / steps,
-            expected=limits[bound],
-            note=f"at least, bound by {bound}: finch estimate",
-        )
-    is_comparable = estimate is not None and result["launches"] is not None
-    peak, note = (estimate.device_peak / 1e9, "finch estimate") if estimate and is_comparable else (None, "")
+        note = f"at least, bound by {bound}: finch estimate"
+        check.measured(f"{name}: seconds per step", seconds / steps, expected=limits[bound], note=note)
+    is_cuda = result["launches"] is not None
+    peak, note = (estimate.device_peak / 1e9, "finch estimate") if estimate and is_cuda else (None, "")
     check.measured(f"{name}: peak memory, GB", result["peak_bytes"] / 1e9, expected=peak, note=note)
-    if result["launches"] is not None:
+    if is_cuda:
         check.measured(f"{name}: kernels, copies and fills per step", result["launches"])
         check.measured(f"{name}: share of the time in which the device is idle", result["idle"])
 

@@ -16,7 +16,7 @@ from torchtune.data import padded_collate_sft
 from torchtune.datasets import PackedDataset
 
 from finch.data.dataset import Samples
-from finch.data.loader import Batch, collator, model_inputs, to_device
+from finch.data.loader import Batch, collator, load_batches, model_inputs, to_device
 from finch.distributed import parallel
 from finch.distributed.precision import precision_of
 from finch.dtensor import full_tensor, load_full_tensor
@@ -31,7 +31,7 @@ from finch.gpu_check.models import (
     step_config,
     with_labels,
 )
-from finch.gpu_check.plain_model import plain_step
+from finch.gpu_check.plain_model import plain_step, relative_error
 from finch.gpu_check.report import Check
 from finch.models.lora import train_adapters_only
 from finch.training.model import allocate, decoder_on_meta, parallelize
@@ -89,7 +89,7 @@ class Step(FinchFullFinetune):
         self.state: Any = SimpleNamespace(step=0, epoch=0)
         self.keeps_gradients, self._clip = True, self.update.clip
         self.gradients: Weights = {}
-        self._pretrained: list[torch.Tensor] = []
+        self._pretrained: torch.Tensor | None = None
         self.update.clip = self._keep_and_clip  # type: ignore[method-assign]
 
     def _keep_and_clip(self) -> Any:
@@ -103,20 +103,23 @@ class Step(FinchFullFinetune):
         if "pretrained_token_loss" in self.loss.objective.needs:
             [batch] = self.batches(rows)
             with torch.no_grad():
-                losses = self.model(**model_inputs(to_device(batch, self.device))).cpu()
-            self._pretrained = [losses]
+                losses = self._pretrained = self.model(**model_inputs(to_device(batch, self.device))).cpu()
             means = self.loss.objective.sequence_losses(losses, batch)
             self.loss.objective.prepare(losses.flatten()[batch["targets"]], means)
 
     def batches(self, rows: Sequence[Row], layout: str = "padding-free") -> list[Batch]:
         """This rank's micro-batches, as the recipe's loader gives them."""
-        batches = micro_batches(rows, layout, self.cfg.batch_size)
-        for batch, losses in zip(batches, self._pretrained, strict=False):
-            batch["pretrained_token_loss"] = losses
-        if self.device.type == "cuda":
-            pinned = ({key: _pinned(value) for key, value in batch.items()} for batch in batches)
-            batches = list(pinned)
-        return batches[self.parallel.data_parallel_rank :: self.parallel.data_parallel_size]
+        data: Any = with_labels(rows)
+        if layout == "packed":
+            data = PackedDataset(data, max_seq_len=2 * max(len(row["tokens"]) for row in rows))
+        samples = Samples(data, "dataset", "rows of seeds")
+        collate = collator(samples, SimpleNamespace(pad_id=0), padded_collate_sft)
+        parts = torch.arange(len(samples)).split(self.cfg.batch_size)
+        mine = [part.tolist() for part in parts[self.parallel.data_parallel_rank :: self.parallel.data_parallel_size]]
+        batches = list(load_batches(samples, mine, collate, pin_memory=self.device.type == "cuda"))
+        if self._pretrained is not None:
+            batches[0]["pretrained_token_loss"] = self._pretrained
+        return batches
 
     def take(self, rows: Sequence[Row], layout: str = "padding-free") -> dict[str, float]:
         """A step on ``rows``, in micro-batches of the config's size; its metrics, on the host."""
@@ -138,20 +141,6 @@ def _complete(tensors: Mapping[str, torch.Tensor]) -> Weights:
         name.replace(_CHECKPOINT_PREFIX, ""): full_tensor(tensor.detach()).to("cpu", copy=True)
         for name, tensor in tensors.items()
     }
-
-
-def _pinned(value: Any) -> Any:
-    return value.pin_memory() if hasattr(value, "pin_memory") else value
-
-
-def micro_batches(rows: Sequence[Row], layout: str, size: int) -> list[Batch]:
-    """The rows as finch's collator puts them into batches, on the host."""
-    data: Any = with_labels(rows)
-    if layout == "packed":
-        data = PackedDataset(data, max_seq_len=2 * max(len(row["tokens"]) for row in rows))
-    samples = Samples(data, "dataset", "rows of seeds")
-    collate = collator(samples, SimpleNamespace(pad_id=0), padded_collate_sft)
-    return [collate([samples[index] for index in part.tolist()]) for part in torch.arange(len(samples)).split(size)]
 
 
 def run(check: Check) -> None:
@@ -215,9 +204,7 @@ def worst_error(seen: Weights, exact: Weights) -> tuple[float, str]:
     """The largest relative error of a tensor, in the 2-norm, and its name; infinite if one is missing or not finite."""
     if seen.keys() != exact.keys():
         return float("inf"), ", ".join(sorted(seen.keys() ^ exact.keys()))
-    errors = {name: float((seen[name].double() - value).norm() / value.norm()) for name, value in exact.items()}
-    worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
-    return errors[worst], worst
+    return max((relative_error(seen[name], value), name) for name, value in exact.items())
 
 
 def covering_array(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:

@@ -47,5 +47,5 @@ def test_a_contender_that_fails_is_a_failed_line_with_its_error(check, monkeypat
 
 
 def test_tokens_of_packs_are_those_of_the_rows_that_fit():
-    rows = [{"tokens": [0] * length} for length in (1000, 300, 100, 1300, 60)]
+    rows = [{"tokens": [0] * length, "labels": [0] * length} for length in (1000, 300, 100, 1300, 60)]
     assert speed._tokens_per_step(speed.CONTENDERS["torchtune, packed"], rows) == [1300, 100, 1360]
