@@ -56,14 +56,7 @@ from finch.objectives import IGNORE_INDEX
 from finch.optim.optimizers import optimizers_in_backward
 from finch.training.kl_penalty import build_kl
 from finch.training.model import allocate, decoder_on_meta, parallelize
-from finch.training.optimizer import (
-    Update,
-    UpdateInBackward,
-    build_optimizers,
-    build_schedule,
-    is_finch,
-    optimizer_bytes,
-)
+from finch.training.optimizer import build_optimizers, build_schedule, is_finch, make_update, optimizer_bytes
 from finch.training.self_replay import replayed_rows
 from finch.training.step_loss import StepLoss, StepMedian
 
@@ -304,9 +297,7 @@ class FakeStep(FinchFullFinetune):
             for optimizer in optimizers:
                 optimizer.step()
         self.model.zero_grad(set_to_none=True)
-        update = UpdateInBackward if cfg.optimizer_in_bwd else Update
-        clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
-        self.update = update(self.model, optimizers, self._build_schedule(optimizers), self.parallel, clip_grad_norm)
+        self.update = make_update(cfg, self.model, optimizers, self._build_schedule(optimizers), self.parallel)
 
     def _build_schedule(self, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """FinchLR where it reads no loss on the host, as on CUDA with a fused optimizer; otherwise a stand-in, which allocates nothing."""

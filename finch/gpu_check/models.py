@@ -33,6 +33,8 @@ Row = dict[str, list[int]]
 TOKENS, TARGETS, PREFIX = (40, 130), 37, 27
 """A row as TOFU's: between these tokens, its last ones targets; what all rows begin with where they share a prefix."""
 BATCH = 16
+NUM_ROWS, PACK = 64 * BATCH, 1360
+"""Of the phase that measures speed: rows, and tokens of a pack, as many as ``BATCH`` rows have in the mean."""
 AT_ONCE: dict[str, Any] = {
     "batch_size": BATCH,
     "gradient_accumulation_steps": 1,
@@ -118,30 +120,27 @@ def meta_decoder(model: Model, dtype: str = "fp32") -> Any:
     return decoder_on_meta(OmegaConf.create(keys), precision_of(dtype))[0]
 
 
-def random_rows(vocab_size: int, number: int, *, prefix: int = 0) -> list[Row]:
-    """Rows of unequal lengths: ``tokens``, and ``labels`` of the same positions, -100 before the targets. With ``prefix`` all begin alike."""
+def random_rows(vocab_size: int, number: int, *, has_prefix: bool = False) -> list[Row]:
+    """Rows of unequal lengths: ``tokens``, and ``labels`` of the same positions, -100 before the targets. With a prefix all begin alike."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> list[int]:
         return torch.randint(1, vocab_size, (length,), generator=generator).tolist()
 
-    shared, rows = draw(prefix), []
+    shared, rows = draw(PREFIX if has_prefix else 0), []
     for index in range(number):
         length = int(torch.randint(*TOKENS, (), generator=generator))
-        tokens = [*shared, *draw(length - prefix)]
-        if not prefix:
+        tokens = [*shared, *draw(length - len(shared))]
+        if not has_prefix:
             tokens[0] = 1 + index % (vocab_size - 1)
         targets = min(TARGETS, length - PREFIX - 1)
         rows.append({"tokens": tokens, "labels": [IGNORE_INDEX] * (length - targets) + tokens[-targets:]})
     return rows
 
 
-def seed_rows(
-    tokenizer: Any, *, vocab_size: int, number: int = BATCH, prefix: int = 0, packed: bool = False, max_seq_len: int = 0
-) -> Any:
-    """A ``dataset`` for a config of finch's or torchtune's: :func:`random_rows`, also packed."""
-    rows = with_labels(random_rows(vocab_size, number, prefix=prefix))
-    return PackedDataset(rows, max_seq_len=max_seq_len) if packed else rows
+def seed_rows(tokenizer: Any, *, vocab_size: int, packed: bool) -> Any:
+    """A ``dataset`` for a config of finch's or torchtune's: as many rows as a contender takes."""
+    return dataset_of(random_rows(vocab_size, NUM_ROWS, has_prefix=True), PACK if packed else 0)
 
 
 def no_tokenizer(vocab_size: int) -> Any:
@@ -149,14 +148,14 @@ def no_tokenizer(vocab_size: int) -> Any:
     return SimpleNamespace(pad_id=0, max_seq_len=None, vocab_size=vocab_size)
 
 
-def with_labels(rows: Sequence[Row]) -> list[Row]:
-    """The rows as the installed torchtune's datasets give them: its main branch has each label at the token before it."""
-    if not labels_come_shifted():
-        return list(rows)
-    return [{**row, "labels": [*row["labels"][1:], IGNORE_INDEX]} for row in rows]
+def dataset_of(rows: Sequence[Row], pack: int = 0) -> Any:
+    """The rows as the installed torchtune's datasets give them, in packs of ``pack`` tokens unless it is 0."""
+    if labels_come_shifted():  # on its main branch each label is at the token before it
+        rows = [{**row, "labels": [*row["labels"][1:], IGNORE_INDEX]} for row in rows]
+    return PackedDataset(rows, max_seq_len=pack) if pack else rows
 
 
-def write_config(folder: Path, model: Model, name: str = "config", **changes: Any) -> str:
+def write_config(folder: Path, model: Model, name: str = "config", *, packed: bool = False, **changes: Any) -> str:
     """Writes the shipped config with another model, rows of seeds, and ``changes`` of top-level keys, None removes one; returns its path."""
     shipped: Any = OmegaConf.to_container(load_config(find_config(SHIPPED)))
     vocab_size = model.sizes["vocab_size"]
@@ -166,7 +165,7 @@ def write_config(folder: Path, model: Model, name: str = "config", **changes: An
         "model_dir": str(folder / "base"),
         "model": model.block,
         "tokenizer": {"_component_": f"{__name__}.no_tokenizer", "vocab_size": vocab_size},
-        "dataset": {"_component_": f"{__name__}.seed_rows", "vocab_size": vocab_size},
+        "dataset": {"_component_": f"{__name__}.seed_rows", "vocab_size": vocab_size, "packed": packed},
         "dataset_validation": None,
         "lr_scheduler": {**shipped["lr_scheduler"], "init": 3.0},
         "shuffle": False,

@@ -8,7 +8,6 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +17,7 @@ from finch import __version__
 from finch.distributed.processes import num_cores
 from finch.extras import version
 from finch.gpu_check.processes import Ranks, stacks_in
-from finch.gpu_check.report import (
-    FAILED,
-    MEASURED,
-    NOT_RUN,
-    OK,
-    Check,
-    Line,
-    PhaseReport,
-    format_value,
-    read_lines,
-    write,
-)
+from finch.gpu_check.report import FAILED, MEASURED, NOT_RUN, OK, Check, Line, PhaseReport, read_lines, summary, write
 
 _CPU_PATIENCE = 4.0  # a CPU's deadlines are for machines that do other work as well
 _PACKAGES = ("torch", "torchtune", "torchao", "transformers", "trl", "triton", "flash-attn", "nvidia-nccl-cu12")
@@ -85,7 +73,7 @@ def run_phases(out: Path, *, device: str, ranks: int, quick: bool, phases: Seque
             finally:
                 reports[-1].lines = read_lines(folder) + reports[-1].lines
                 write(out, machine, reports)
-            print(_summary(reports[-1]), flush=True)
+            print(summary(reports[-1]), flush=True)
     return not any(report.status == FAILED for report, phase in zip(reports, phases, strict=True) if phase.decides)
 
 
@@ -139,16 +127,3 @@ def describe_machine(device: str, ranks: int, quick: bool) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}, CUDA {torch.version.cuda}",
         "packages": f"finch {__version__}, " + ", ".join(versions),
     }
-
-
-def _summary(report: PhaseReport) -> str:
-    counts = Counter(line.status for line in report.lines)
-    numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
-    text = [f"{report.number}. {report.title}: {report.status} ({numbers}; {report.seconds:.0f} s)"]
-    for line in report.lines:
-        if line.status == FAILED:
-            seen = f"seen {format_value(line.seen)}, tolerance {format_value(line.tolerance)} " * (
-                line.seen is not None
-            )
-            text.append(f"   failed: {line.name}: {seen}{line.note}")
-    return "\n".join(text)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -124,7 +125,7 @@ def _page(machine: dict[str, Any], phases: list[PhaseReport]) -> str:
         if phase.lines:
             text += ["| | expected | seen | tolerance | |", "|---|---|---|---|---|"]
         for line in phase.lines:
-            cells = [line.name, *map(format_value, (line.expected, line.seen, line.tolerance))]
+            cells = [line.name, *map(_format, (line.expected, line.seen, line.tolerance))]
             cells.append(f"{line.status}: {line.note}" if line.note else line.status)
             text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         if phase.stacks:
@@ -132,7 +133,19 @@ def _page(machine: dict[str, Any], phases: list[PhaseReport]) -> str:
     return "\n".join(text) + "\n"
 
 
-def format_value(value: Any) -> str:
+def summary(report: PhaseReport) -> str:
+    """What a terminal shows of a phase: its status and its failed lines."""
+    counts = Counter(line.status for line in report.lines)
+    numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
+    text = [f"{report.number}. {report.title}: {report.status} ({numbers}; {report.seconds:.0f} s)"]
+    for line in report.lines:
+        if line.status == FAILED:
+            seen = f"seen {_format(line.seen)}, tolerance {_format(line.tolerance)} " * (line.seen is not None)
+            text.append(f"   failed: {line.name}: {seen}{line.note}")
+    return "\n".join(text)
+
+
+def _format(value: Any) -> str:
     """A number with three digits, or what it is."""
     if value is None:
         return ""

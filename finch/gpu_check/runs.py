@@ -64,7 +64,7 @@ def train(config: str) -> None:
 
 def job(check: Check, name: str, *, ranks: int = 1, **changes: Any) -> str:
     """The config of a run of 12 steps in the phase's folder, with asynchronous saves."""
-    options = {
+    options: dict[str, Any] = {
         "output_dir": str(check.folder / name),
         "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": str(check.folder / "base")},
         "dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": str(check.folder / "rows.jsonl")},

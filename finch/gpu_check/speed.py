@@ -11,7 +11,7 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 from torch.autograd import DeviceType
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
-from torchtune.datasets import PackedDataset
 
 from finch.data.dataset import row_lengths
 from finch.distributed.precision import precision_of
@@ -36,10 +35,12 @@ from finch.gpu_check.machine import copy_rate, launch_us, matrix_rate
 from finch.gpu_check.models import (
     AT_ONCE,
     BATCH,
-    PREFIX,
+    NUM_ROWS,
+    PACK,
     TARGETS,
     Model,
     Row,
+    dataset_of,
     large_models,
     meta_decoder,
     random_rows,
@@ -56,9 +57,7 @@ from finch.training.model import decoder_on_meta
 
 _WARMUP, _MAX_STEPS, _BLOCK_S = 3, 20, 5.0
 _ROOM, _CONTEXT_BYTES = 1.1, 10**9  # over the computed peak, for what it does not count
-_NUM_ROWS = 64 * BATCH
 _LEAST_S = 20.0  # to start a contender on a GPU
-_PACK = 1360  # tokens, as many as 16 rows have in the mean
 _IN_FOUR = {"batch_size": BATCH // 4, "gradient_accumulation_steps": 4, "enable_activation_checkpointing": True}
 
 
@@ -87,7 +86,7 @@ def run(check: Check) -> None:
     model = choose_model(check, dtype)
     if model is None:
         return
-    rows = random_rows(model.sizes["vocab_size"], _NUM_ROWS, prefix=PREFIX)
+    rows = random_rows(model.sizes["vocab_size"], NUM_ROWS, has_prefix=True)
     mean = round(sum(len(row["tokens"]) for row in rows) / len(rows))
     device = torch.device(check.device)
     rate = matrix_rate(device, precision_of(dtype).compute, BATCH * mean)
@@ -130,13 +129,10 @@ def _measure(
     """What the contender's process reports and, computed meanwhile, what `finch estimate` says of finch's step."""
     folder = Path(tempfile.mkdtemp(dir=check.folder))
     changes = {**contender.changes}
-    data = {"vocab_size": model.sizes["vocab_size"], "number": _NUM_ROWS, "prefix": PREFIX}
-    data |= {"packed": True, "max_seq_len": _PACK} if changes.pop("packed", False) else {}
     if contender.program == "torchtune":
         weights = {"sizes": dict(model.sizes), "dtype": dtype, "device": check.device}
         changes["checkpointer"] = {"_component_": f"{__name__}.RandomCheckpointer", **weights}
         changes |= {"lr_scheduler": None, "optimizer_in_bwd": False, "max_steps_per_epoch": 10**6}
-    changes["dataset"] = {"_component_": "finch.gpu_check.models.seed_rows", **data}
     file = write_config(folder, model, device=check.device, dtype=dtype, epochs=1000, **changes)
     arguments = {"program": contender.program, "file": file}
     running = Ranks("contender", f"{__name__}:contend", arguments, folder)
@@ -155,7 +151,7 @@ def _tokens_per_step(contender: Contender, rows: list[Row]) -> list[int]:
     """Of the first steps."""
     lengths = [len(row["tokens"]) for row in rows]
     if "packed" in contender.changes:
-        return [sum(row_lengths(pack)) for pack in PackedDataset(rows, max_seq_len=_PACK).packs]
+        return [sum(row_lengths(pack)) for pack in dataset_of(rows, PACK).packs]
     return [sum(step) for step in zip(*[iter(lengths)] * BATCH, strict=False)]
 
 
@@ -188,63 +184,51 @@ def _record(
         check.measured(f"{name}: share of the time in which the device is idle", result["idle"])
 
 
-class Meter:
-    """Times the steps of whatever trains in this process, profiles one more on a GPU, writes the result and ends the process."""
-
-    def __init__(self, file: Path, device: str) -> None:
-        self._file, self._device, self._steps, self._start = file, torch.device(device), -_WARMUP, 0.0
-        self._result: dict[str, Any] = {"launches": None, "idle": None}
-        self._profile: Any = None
-        register_optimizer_step_post_hook(self._after_step)
-
-    def _after_step(self, *_: Any) -> None:
-        self._steps += 1
-        seconds, is_cuda = time.perf_counter() - self._start, self._device.type == "cuda"
-        if self._profile is not None:
-            self._end_profile()
-        elif self._steps == 0:
-            synchronize(self._device)
-            if is_cuda:
-                torch.cuda.reset_peak_memory_stats()
-            self._start = time.perf_counter()
-        elif self._steps == _MAX_STEPS or (self._steps > 1 and seconds > _BLOCK_S):
-            synchronize(self._device)
-            host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            peak = torch.cuda.max_memory_allocated() if is_cuda else host
-            self._result |= {"steps": self._steps, "seconds": time.perf_counter() - self._start, "peak_bytes": peak}
-            if not is_cuda:
-                self._end()
-            self._profile, self._start = profile(activities=[ProfilerActivity.CUDA]), time.perf_counter()
-            self._profile.start()
-
-    def _end_profile(self) -> None:
-        synchronize(self._device)
-        seconds = time.perf_counter() - self._start
-        self._profile.stop()
-        kernels = [event for event in self._profile.events() if event.device_type == DeviceType.CUDA]
+def _meter(file: Path, device: torch.device) -> Iterator[None]:
+    """Goes on after each optimizer step of whatever trains in this process: times some, profiles one more on a GPU, writes the result and ends
+    the process."""
+    for _ in range(_WARMUP):
+        yield
+    is_cuda, result = device.type == "cuda", dict[str, Any](launches=None, idle=None)
+    synchronize(device)
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start, steps = time.perf_counter(), 0
+    while steps < _MAX_STEPS and (steps < 2 or time.perf_counter() - start <= _BLOCK_S):
+        yield
+        steps += 1
+    synchronize(device)
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if is_cuda else host
+    result |= {"steps": steps, "seconds": time.perf_counter() - start, "peak_bytes": peak}
+    if is_cuda:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            start = time.perf_counter()
+            yield
+            synchronize(device)
+            seconds = time.perf_counter() - start
+        kernels = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
         spans = sorted(
             (event.time_range.start, event.time_range.end) for event in kernels if not event.is_user_annotation
         )
         busy, last = 0.0, -1.0
-        for start, end in spans:
-            busy += max(0.0, end - max(start, last))
+        for begin, end in spans:
+            busy += max(0.0, end - max(begin, last))
             last = max(last, end)
-        self._result |= {"launches": len(spans), "idle": 1 - busy / 1e6 / seconds}
-        self._end()
-
-    def _end(self) -> None:
-        self._file.write_text(json.dumps(self._result), encoding="utf-8")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        result |= {"launches": len(spans), "idle": 1 - busy / 1e6 / seconds}
+    file.write_text(json.dumps(result), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def contend(program: str, file: str) -> None:
     """In the process of a contender: trains until the meter ends the process."""
     cfg: Any = OmegaConf.load(file)
-    Meter(Path(file).parent / "result.json", cfg.device)
-    programs: dict[str, Callable[[str], None]] = {"finch": _finch, "torchtune": _torchtune, "trl": _trl}
-    programs[program](file)
+    meter = _meter(Path(file).parent / "result.json", torch.device(cfg.device))
+    next(meter)
+    register_optimizer_step_post_hook(lambda *_: next(meter))
+    {"finch": _finch, "torchtune": _torchtune, "trl": _trl}[program](file)
 
 
 class RandomModel(FinchFullFinetune):
@@ -310,7 +294,7 @@ def _trl(file: str) -> None:
     )  # fmt: skip
     rows = [
         {"input_ids": row["tokens"], "completion_mask": [int(label != -100) for label in row["labels"]]}
-        for row in random_rows(sizes["vocab_size"], _NUM_ROWS, prefix=PREFIX)
+        for row in random_rows(sizes["vocab_size"], NUM_ROWS, has_prefix=True)
     ]
     write_tokenizer(Path(file).parent)
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(Path(file).parent)

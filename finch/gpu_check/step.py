@@ -13,7 +13,6 @@ import torch
 from finch_full_finetune import FinchFullFinetune
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchtune.data import padded_collate_sft
-from torchtune.datasets import PackedDataset
 
 from finch.data.dataset import Samples
 from finch.data.loader import Batch, collator, load_batches, model_inputs, to_device
@@ -22,14 +21,13 @@ from finch.distributed.precision import precision_of
 from finch.dtensor import full_tensor, load_full_tensor
 from finch.gpu_check.models import (
     BATCH,
-    PREFIX,
     Row,
     Weights,
+    dataset_of,
     initial_weights,
     medium_models,
     random_rows,
     step_config,
-    with_labels,
 )
 from finch.gpu_check.plain_model import plain_step, relative_error
 from finch.gpu_check.report import Check
@@ -109,10 +107,8 @@ class Step(FinchFullFinetune):
 
     def batches(self, rows: Sequence[Row], layout: str = "padding-free") -> list[Batch]:
         """This rank's micro-batches, as the recipe's loader gives them."""
-        data: Any = with_labels(rows)
-        if layout == "packed":
-            data = PackedDataset(data, max_seq_len=2 * max(len(row["tokens"]) for row in rows))
-        samples = Samples(data, "dataset", "rows of seeds")
+        pack = 2 * max(len(row["tokens"]) for row in rows) if layout == "packed" else 0
+        samples = Samples(dataset_of(rows, pack), "dataset", "rows of seeds")
         collate = collator(samples, SimpleNamespace(pad_id=0), padded_collate_sft)
         parts = torch.arange(len(samples)).split(self.cfg.batch_size)
         mine = [part.tolist() for part in parts[self.parallel.data_parallel_rank :: self.parallel.data_parallel_size]]
@@ -163,7 +159,7 @@ def _order(case: Mapping[str, str]) -> tuple[Any, ...]:
 
 
 def _rows(device: str, model: str, has_prefix: bool) -> list[Row]:
-    return random_rows(medium_models(device)[model].sizes["vocab_size"], BATCH, prefix=PREFIX if has_prefix else 0)
+    return random_rows(medium_models(device)[model].sizes["vocab_size"], BATCH, has_prefix=has_prefix)
 
 
 def _truth(device: str, model: str, has_prefix: bool, dtype: torch.dtype, stored: torch.dtype) -> tuple[float, Weights]:

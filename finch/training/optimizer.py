@@ -139,7 +139,15 @@ def build_update(
         init = "first_batch"
     elif uses_dataset_init(cfg) and initial_loss is not None:
         init = initial_loss
-    schedule = build_schedule(cfg, optimizers, init=init, num_steps=num_steps)
+    return make_update(
+        cfg, model, optimizers, build_schedule(cfg, optimizers, init=init, num_steps=num_steps), parallel
+    )
+
+
+def make_update(
+    cfg: DictConfig, model: TokenLoss, optimizers: Sequence[Optimizer], schedule: Schedule, parallel: Parallel
+) -> Update:
+    """The update of a run that has these optimizers and this schedule."""
     clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
     return (UpdateInBackward if cfg.optimizer_in_bwd else Update)(model, optimizers, schedule, parallel, clip_grad_norm)
 
