@@ -6,26 +6,19 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import library, nn
 from torchtune.modules import RMSNorm
 
 from finch.training.model import keeps_fused_norm
 
-
-@torch.library.custom_op("finch::rms_norm", mutates_args=())
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError("only its shapes are known")
-
-
-@torch.library.custom_op("finch::rms_norm_backward", mutates_args=())
-def _norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("only its shapes are known")
-
-
-_norm.register_fake(lambda x, weight: torch.empty_like(x))
-_norm_backward.register_fake(lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
-_norm.register_autograd(
-    lambda ctx, grad: _norm_backward(grad, *ctx.saved_tensors),
+# Only their shapes are known.
+library.define("finch::rms_norm", "(Tensor x, Tensor weight) -> Tensor")
+library.define("finch::rms_norm_backward", "(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)")
+library.register_fake("finch::rms_norm", lambda x, _: torch.empty_like(x))
+library.register_fake("finch::rms_norm_backward", lambda _, *inputs: tuple(map(torch.empty_like, inputs)))
+library.register_autograd(
+    "finch::rms_norm",
+    lambda ctx, grad: torch.ops.finch.rms_norm_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
@@ -38,5 +31,5 @@ def count_norms_as_one(model: nn.Module) -> None:
 
 
 def _forward(norm: RMSNorm, apart: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _norm(x, norm.scale) if keeps_fused_norm(norm, x) else apart(x)
+    result: torch.Tensor = torch.ops.finch.rms_norm(x, norm.scale) if keeps_fused_norm(norm, x) else apart(x)
     return result

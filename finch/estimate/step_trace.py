@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,9 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
 # Of the two families of operators: torch.distributed's calls and DTensor's functional collectives.
-_C10D = {"_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER, "allreduce_": ALL_REDUCE}
-_FUNCTIONAL = {
-    "all_gather_into_tensor": ALL_GATHER,
-    "reduce_scatter_tensor": REDUCE_SCATTER,
-    "all_reduce": ALL_REDUCE,
-    "all_reduce_": ALL_REDUCE,
-}
+_KINDS = {"_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER, "allreduce_": ALL_REDUCE}
+_KINDS |= {"all_gather_into_tensor": ALL_GATHER, "reduce_scatter_tensor": REDUCE_SCATTER}
+_KINDS |= {"all_reduce": ALL_REDUCE, "all_reduce_": ALL_REDUCE}
 _WAIT = "wait_tensor"
 _NO_KERNEL = {"detach", "_unsafe_view", "lift_fresh", "set_", "resize_", "record_stream", "_local_scalar_dense", _WAIT}
 _LOOKUPS = ("embedding", "index_select", "index", "gather")
@@ -168,13 +164,12 @@ class Collective:
 def collective_of(function: Any, arguments: Sequence[Any], output: Any) -> Collective | None:
     """The collective that a dispatched operator is; None for any other operator."""
     name = function._overloadpacket.__name__
+    kind = _KINDS.get(name, name)
     if function.namespace == "c10d":
-        kind = _C10D.get(name, name)
-        ranks = next(ranks for ranks in map(_group_size, arguments) if ranks)
+        ranks = next(filter(None, map(_group_size, arguments)))
         # The output comes first for those that have one.
         return Collective(kind, _nbytes(arguments[1] if kind == REDUCE_SCATTER else arguments[0]), ranks)
     if function.namespace == "_c10d_functional" and name != _WAIT:
-        kind = _FUNCTIONAL.get(name, name)
         group = dist.distributed_c10d._resolve_process_group(arguments[-1])
         return Collective(kind, _nbytes(output if kind == ALL_GATHER else arguments[0]), group.size())
     return None
@@ -182,14 +177,10 @@ def collective_of(function: Any, arguments: Sequence[Any], output: Any) -> Colle
 
 def _group_size(value: Any) -> int:
     """Ranks of a process group as operators take it; 0 for another argument."""
-    if isinstance(value, dist.ProcessGroup):
-        return value.size()
     if isinstance(value, torch.ScriptObject):
-        try:
-            return dist.ProcessGroup.unbox(value).size()
-        except (RuntimeError, TypeError):
-            return 0
-    return 0
+        with suppress(RuntimeError, TypeError):
+            value = dist.ProcessGroup.unbox(value)
+    return value.size() if isinstance(value, dist.ProcessGroup) else 0
 
 
 def _used_bytes(value: Any) -> int:

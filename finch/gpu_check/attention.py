@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from finch.gpu_check.report import Check
 from finch.training.padding_free_attention import padding_free_attention
 from finch.training.varlen_attention import is_supported, varlen_attention
 
-Tensors = Sequence[torch.Tensor]
 Attention = Callable[..., torch.Tensor]
 
 # Times the error of fp32 mathematics rounded to the dtype: kernels round the scores as well, and the gradients of k and v are summed over
@@ -138,13 +137,7 @@ def _varlen(layout: PaddingFree) -> Attention:
 def _flex(mask: torch.Tensor) -> Attention:
     size = len(mask)
     block_mask = create_block_mask(lambda _, __, row, column: mask[row, column], None, None, size, size, mask.device)
-    call: Any = torch.compile(flex_attention)
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = call(q, k, v, block_mask=block_mask, enable_gqa=True)
-        return output
-
-    return attention
+    return functools.partial(torch.compile(flex_attention), block_mask=block_mask, enable_gqa=True)
 
 
 def _time_plans(check: Check) -> None:
@@ -183,7 +176,7 @@ def _repeat(tensor: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
     return tensor.repeat_interleave(heads[0] // heads[1], dim=1)
 
 
-def _with_gradients(attention: Attention, inputs: Tensors) -> list[torch.Tensor]:
+def _with_gradients(attention: Attention, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The output, and the gradients of q, k and v for the upstream gradient, the last of ``inputs``."""
     leaves = [each.detach().requires_grad_() for each in inputs[:3]]
     output = attention(*leaves)

@@ -105,12 +105,11 @@ def initial_weights(model: Model) -> Weights:
     """Random fp32 weights by the names of the decoder's state dict, on the host: large enough that attention and positions matter."""
     generator, weights = torch.Generator().manual_seed(0), {}
     for name, like in meta_decoder(model).state_dict().items():
-        value = torch.empty(like.shape)
+        value = weights[name] = torch.empty(like.shape)
         if like.dim() > 1:
             value.normal_(std=like.shape[-1] ** -0.5, generator=generator)
         else:  # scales of 1 would hide a norm in the wrong place
             value.uniform_(0.5, 1.5, generator=generator)
-        weights[name] = value
     return weights
 
 

@@ -185,8 +185,7 @@ def _record(
 
 
 def _meter(file: Path, device: torch.device) -> Iterator[None]:
-    """Goes on after each optimizer step of whatever trains in this process: times some, profiles one more on a GPU, writes the result and ends
-    the process."""
+    """Goes on after each optimizer step in this process: times some, profiles one more on a GPU, writes the result and ends the process."""
     for _ in range(_WARMUP):
         yield
     is_cuda, result = device.type == "cuda", dict[str, Any](launches=None, idle=None)
