@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finch.cli.early_checks import (
-    build_model,
-    config_checks,
-    device_of,
-    machine_checks,
-    only_errors_logged,
-    read_job,
-)
+from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
 from finch.config.resolved import format_value

@@ -22,6 +22,11 @@ from finch.cli import main as cli
         (["check", "auto", "--model_dir", "/m"], "--model_dir is no option of torchrun; write model_dir=/m"),
         (["run", "auto", "--learning_rate=1"], "--learning_rate is no option of torchrun; use optimizer.lr"),
         (["estimate", "--gpus", "2"], "CONFIG is missing: finch estimate CONFIG"),
+        (
+            ["estimate", "auto", "--gpus", "0"],
+            "argument --gpus: 0 must be a whole number of at least 1; see finch esti",
+        ),
+        (["estimate", "auto", "--matmul-tflops", "x"], "argument --matmul-tflops: x must be a number above 0; see"),
         (["run", "qwen3/4B_finch", "epochs"], "Command-line overrides must be in the form of key=value, got epochs;"),
         (["--foo"], "finch does not take --foo; see finch --help"),
         (["configs", "show"], "the following arguments are required: name; see"),
