@@ -103,17 +103,18 @@ def evaluate(parsed: argparse.Namespace) -> None:
         UserError: a mistake in the arguments, a folder, or the data; a model whose numbers are not finite.
     """
     require_extras("finch evaluate", "evaluate")
-    is_rank = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
     base, tuned, tasks, others, tokenizer = _check(parsed)
-    if parsed.nproc_per_node > 1 and not is_rank:
+    from finch.distributed.parallel import is_launched, launched_rank
+    from finch.evaluation.harness import quiet_harness
+
+    if parsed.nproc_per_node > 1 and not is_launched():
         _launch(parsed.nproc_per_node)
         return
-    from finch.evaluation.harness import quiet_harness
 
     with quiet_harness():
         evaluation, tasks = _prepare(parsed, base, tuned, tasks, others, tokenizer)
         evaluation.run()
-        if int(os.environ.get("RANK", "0")) == 0:
+        if launched_rank() == 0:
             print(_report(evaluation, tasks))
     exit_without_teardown()
 

@@ -208,16 +208,12 @@ class Evaluation:
             if cache.num_read:
                 logger.info(f"{target.folder.label}: {task.name} continues after {cache.num_read} batches")
             model.use_cache(cache)
-            is_finished = False
-            try:
+            with contextlib.closing(cache):
                 records = self._harness.evaluate(model, task)
                 if records is not None:
                     self._write(target, task, definition, task.samples(records, questions))
-                is_finished = True
-            finally:
-                cache.close(is_finished=is_finished)
             self._ranks.barrier()
-            if self._ranks.is_first:  # of an earlier start with another number of processes
+            if self._ranks.is_first:  # of all ranks, and of an earlier start with another number of them
                 self._remove_answers(target, task.suite, task.name)
 
     @staticmethod
