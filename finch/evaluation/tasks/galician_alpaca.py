@@ -7,16 +7,7 @@ from typing import Any
 
 from finch.errors import UserError
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.task import (
-    Record,
-    Row,
-    Source,
-    average,
-    by_document,
-    plain_or_chat,
-    response,
-    table,
-)
+from finch.evaluation.tasks.task import Record, Row, Source, average, by_document, plain_or_chat, response, table
 
 ROWS = Source("galician_alpaca/*.jsonl", "irlab-udc/alpaca_data_galician", "train", ("instruction", "output"))
 FIELDS = ("instruction", "input", "output")
@@ -50,11 +41,6 @@ def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: 
 def _document(row: Row, has_chat_template: bool) -> Row:
     question = "\n".join(filter(None, [row["instruction"], row["input"]]))  # as in training
     return {"question": question, "output": row["output"], "prompt": plain_or_chat(question, has_chat_template)}
-
-
-def process_results(document: Row, responses: Sequence[str]) -> dict[str, float]:
-    """lm-eval's metric of a document: the response's length in words, since the answers are judged elsewhere."""
-    return {"response_words": float(len(responses[0].split()))}
 
 
 @by_document

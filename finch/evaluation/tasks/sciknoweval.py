@@ -69,21 +69,11 @@ def _document(row: Row, has_chat_template: bool) -> Row:
     }
 
 
-def process_results(document: Row, responses: Sequence[str]) -> dict[str, float]:
-    """lm-eval's metrics of a document: whether the last stated letter is the right one, and whether there is one."""
-    letter = _letter(document, responses[0])
-    return {"acc": float(letter == document["choices"][document["gold"]]), "parsed": float(letter is not None)}
-
-
-def _letter(document: Row, text: str) -> str | None:
-    return letter_of(text, "".join(document["choices"]))
-
-
 @by_document
 def samples(record: Record, letters: Record) -> Sample:
     """With the response, and the log-likelihoods of the letters instead of a response."""
     document, text = record["doc"], response(record)
-    letter = _letter(document, text)
+    letter = letter_of(text, "".join(document["choices"]))
     answer = document["choices"][document["gold"]]
     return {
         "score": float(letter == answer),
