@@ -11,8 +11,6 @@ from finch.evaluation.tasks.task import Record, Row, Source, average, by_documen
 
 ROWS = Source("galician_alpaca/*.jsonl", "irlab-udc/alpaca_data_galician", "train", ("instruction", "output"))
 FIELDS = ("instruction", "input", "output")
-SEED = 0
-VALIDATION_FRACTION, TEST_FRACTION = 0.05, 0.25
 
 
 def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: Any) -> dict[str, Any]:
@@ -28,13 +26,7 @@ def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: 
         raise UserError(
             f"galician_alpaca: a row of {ROWS.file} has no instruction or no output: {str(broken)[:100]}; fix or remove it"
         )
-    indices = part_indices(
-        [([row["instruction"], row["input"]], [row["output"]]) for row in rows],
-        "test",
-        validation_fraction=VALIDATION_FRACTION,
-        test_fraction=TEST_FRACTION,
-        seed=SEED,
-    )
+    indices = part_indices([([row["instruction"], row["input"]], [row["output"]]) for row in rows], "test")
     return {"test": table([_document(rows[index], has_chat_template) for index in indices])}
 
 

@@ -26,8 +26,6 @@ ROWS = Source(
     ("question", "choices", "answerKey", "domain", "details"),
     "v2",
 )
-SEED = 0
-VALIDATION_FRACTION, TEST_FRACTION = 0.05, 0.25
 
 
 def dataset(
@@ -46,13 +44,7 @@ def dataset(
     from finch.data.row_files import part_indices
 
     given = [row for row in ROWS.load(data_root) if row["domain"] == "Chemistry" and row["details"]["level"] == "L3"]
-    indices = part_indices(
-        [(row["question"], row["choices"]) for row in given],
-        part,
-        validation_fraction=VALIDATION_FRACTION,
-        test_fraction=TEST_FRACTION,
-        seed=SEED,
-    )
+    indices = part_indices([(row["question"], row["choices"]) for row in given], part)
     chosen = [given[index] for index in indices if (given[index]["choices"] or {}).get("label")]
     return {"test": table([_document(row, has_chat_template) for row in chosen[:rows]])}
 
