@@ -317,10 +317,7 @@ class Report:
 
     @contextlib.contextmanager
     def _as_problem(self, is_follow_up: bool) -> Iterator[None]:
-        """
-        Args:
-            is_follow_up: whether another problem may be the cause of any exception.
-        """
+        """Prints a UserError; ``is_follow_up``: also any other exception, since another problem may be its cause."""
         try:
             yield
         except UserError as error:

@@ -185,10 +185,6 @@ def _print_time(options: argparse.Namespace, cfg: DictConfig, step: StepEstimate
 
 
 def _rows(options: argparse.Namespace) -> Rows:
-    """
-    Raises:
-        UserError: more targets than tokens.
-    """
     from finch.estimate.formula import TOFU_TARGETS, TOFU_TOKENS, Rows
 
     seq = options.seq or TOFU_TOKENS

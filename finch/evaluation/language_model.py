@@ -392,8 +392,7 @@ class LanguageModel(HFLM):
 
 
 def _plain_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
-    """Of a chat template: the spaces between the generation prompt and an answer; and what begins the user's next turn where that is plain text,
-    such as a line ``User:``, with which a pretrained model goes on."""
+    """A chat template's spaces before an answer, and the plain text, such as ``User:``, of the next turn that a pretrained model goes on with."""
     if tokenizer.chat_template is None:
         return "", []
     user, answer = {"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}

@@ -108,10 +108,7 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _locked(self, target: Target) -> Iterator[bool]:
-        """One evaluation at a time writes into a folder; yields whether this one has waited for another.
-
-        The lock is the operating system's and ends with the process. Rank 0 holds it for all ranks.
-        """
+        """One evaluation at a time writes into a folder, by rank 0's lock, which ends with its process; yields whether this one has waited."""
         has_waited = False
         with contextlib.ExitStack() as stack:
             if self._ranks.is_first:
