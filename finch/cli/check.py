@@ -238,11 +238,7 @@ class Report:
             ranks=max(1, self._ranks // cfg.tensor_parallel_dim),
             drop_last=cfg.drop_last,
         )
-        if order.global_batch > num_samples:
-            raise UserError(
-                f"the global batch of {order.global_batch} is larger than the dataset of {num_samples} samples; "
-                "lower batch_size or gradient_accumulation_steps"
-            )
+        order.check()
         an_epoch = min(order.steps_per_epoch, cfg.max_steps_per_epoch or order.steps_per_epoch)
         steps = an_epoch * cfg.epochs
         self._print(
