@@ -115,8 +115,10 @@ def evaluate(parsed: argparse.Namespace) -> None:
         return
     with quiet_harness():
         ranks = Ranks()
-        manager = task_manager(parsed.data_root, has_chat_template(tokenizer), parsed.include_path, others)
-        tasks += [custom_task(name, manager, is_new=name in parsed.new_task) for name in others]
+        is_chat = has_chat_template(tokenizer)
+        manager = task_manager(parsed.data_root, is_chat, parsed.include_path, others)
+        new = parsed.new_task
+        tasks += [custom_task(name, manager, is_new=name in new, has_chat_template=is_chat) for name in others]
         harness = Harness(manager, tasks, tokenizer, parsed.limit)
         options = Options(
             out=parsed.out,
