@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from finch.config.instantiate import config_names, did_you_mean, grid_names
@@ -65,6 +65,19 @@ class CommandsParser(Parser):
         formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
+
+
+def positive(kind: type[float]) -> Callable[[str], Any]:
+    """The type of an option that takes whole numbers of at least 1 (``int``), or numbers above 0 (``float``)."""
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if (value := kind(text)) > 0:
+                return value
+        expected = "a whole number of at least 1" if kind is int else "a number above 0"
+        raise argparse.ArgumentTypeError(f"{text} must be {expected}")
+
+    return convert
 
 
 def containing(word: str, texts: Mapping[str, str], what: str) -> list[str]:

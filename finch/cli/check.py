@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finch.cli.early_checks import (
-    build_model,
-    config_checks,
-    device_of,
-    machine_checks,
-    only_errors_logged,
-    read_job,
-)
+from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
 from finch.config.resolved import format_value
@@ -245,11 +238,7 @@ class Report:
             ranks=max(1, self._ranks // cfg.tensor_parallel_dim),
             drop_last=cfg.drop_last,
         )
-        if order.global_batch > num_samples:
-            raise UserError(
-                f"the global batch of {order.global_batch} is larger than the dataset of {num_samples} samples; "
-                "lower batch_size or gradient_accumulation_steps"
-            )
+        order.check()
         an_epoch = min(order.steps_per_epoch, cfg.max_steps_per_epoch or order.steps_per_epoch)
         steps = an_epoch * cfg.epochs
         self._print(
@@ -324,10 +313,7 @@ class Report:
 
     @contextlib.contextmanager
     def _as_problem(self, is_follow_up: bool) -> Iterator[None]:
-        """
-        Args:
-            is_follow_up: whether another problem may be the cause of any exception.
-        """
+        """Prints a UserError; ``is_follow_up``: also any other exception, since another problem may be its cause."""
         try:
             yield
         except UserError as error:

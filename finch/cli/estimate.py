@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from finch.cli.arguments import Parser
+from finch.cli.arguments import Parser, positive
 from finch.cli.early_checks import only_errors_logged, read_job
 from finch.cli.run import refuse_options, take_config
 from finch.config.instantiate import find_config
@@ -51,10 +51,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="CONFIG",
         help="a YAML file, or the name of a config that comes with finch; also the first word",
     )
-    parser.add_argument("--gpus", type=_positive(int), default=1, metavar="N", help="ranks on all nodes (default: 1)")
+    parser.add_argument("--gpus", type=positive(int), default=1, metavar="N", help="ranks on all nodes (default: 1)")
     parser.add_argument(
         "--gpu-memory",
-        type=_positive(float),
+        type=positive(float),
         metavar="GB",
         help="of one GPU, in 1e9 bytes; without it nothing is compared",
     )
@@ -67,10 +67,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "of the host per operator, in us",
     )
     for option, text in zip(_RATES, (*helps, "of one rank to the others in one direction, in GB/s"), strict=True):
-        parser.add_argument(option, type=_positive(float), metavar="R", help=text)
-    parser.add_argument("--seq", type=_positive(int), metavar="S", help="tokens of a row (default: 85, TOFU's mean)")
+        parser.add_argument(option, type=positive(float), metavar="R", help=text)
+    parser.add_argument("--seq", type=positive(int), metavar="S", help="tokens of a row (default: 85, TOFU's mean)")
     parser.add_argument(
-        "--targets", type=_positive(int), metavar="T", help="target tokens of a row (default: 37 of 85, TOFU's mean)"
+        "--targets", type=positive(int), metavar="T", help="target tokens of a row (default: 37 of 85, TOFU's mean)"
     )
     options, words = parser.parse_known_args(arguments)
     options.config = options.config or take_config(words)
@@ -185,10 +185,6 @@ def _print_time(options: argparse.Namespace, cfg: DictConfig, step: StepEstimate
 
 
 def _rows(options: argparse.Namespace) -> Rows:
-    """
-    Raises:
-        UserError: more targets than tokens.
-    """
     from finch.estimate.formula import TOFU_TARGETS, TOFU_TOKENS, Rows
 
     seq = options.seq or TOFU_TOKENS
@@ -196,17 +192,6 @@ def _rows(options: argparse.Namespace) -> Rows:
     if targets >= seq:
         raise UserError(f"--targets {targets} must be below --seq {seq}: the first token is no target; give fewer")
     return Rows(seq, targets)
-
-
-def _positive(kind: type[float]) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        value = kind(text)
-        if not value > 0:
-            raise ValueError
-        return value
-
-    convert.__name__ = "number above 0"
-    return convert
 
 
 def _print(title: str, text: str) -> None:

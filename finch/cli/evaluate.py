@@ -103,17 +103,34 @@ def evaluate(parsed: argparse.Namespace) -> None:
         UserError: a mistake in the arguments, a folder, or the data; a model whose numbers are not finite.
     """
     require_extras("finch evaluate", "evaluate")
-    is_rank = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
     base, tuned, tasks, others, tokenizer = _check(parsed)
-    if parsed.nproc_per_node > 1 and not is_rank:
+    from finch.distributed.parallel import is_launched
+    from finch.evaluation.custom_tasks import custom_task
+    from finch.evaluation.harness import Harness, has_chat_template, quiet_harness, task_manager
+    from finch.evaluation.loading import Ranks, resolve_dtype
+    from finch.evaluation.runner import Evaluation, Options
+
+    if parsed.nproc_per_node > 1 and not is_launched():
         _launch(parsed.nproc_per_node)
         return
-    from finch.evaluation.harness import quiet_harness
-
     with quiet_harness():
-        evaluation, tasks = _prepare(parsed, base, tuned, tasks, others, tokenizer)
+        ranks = Ranks()
+        is_chat = has_chat_template(tokenizer)
+        manager = task_manager(parsed.data_root, is_chat, parsed.include_path, others)
+        new = parsed.new_task
+        tasks += [custom_task(name, manager, is_new=name in new, has_chat_template=is_chat) for name in others]
+        harness = Harness(manager, tasks, tokenizer, parsed.limit)
+        options = Options(
+            out=parsed.out,
+            data_root=parsed.data_root,
+            limit=parsed.limit,
+            dtype=resolve_dtype(parsed.dtype, base.path, ranks.device(parsed.device)),
+            batch_size=parsed.batch_size,
+            device=parsed.device,
+        )
+        evaluation = Evaluation(base, tuned, tasks, harness, options, ranks)
         evaluation.run()
-        if int(os.environ.get("RANK", "0")) == 0:
+        if ranks.is_first:
             print(_report(evaluation, tasks))
     exit_without_teardown()
 
@@ -203,34 +220,6 @@ def _check_punkt() -> None:
         raise UserError(f"ifeval: NLTK's punkt_tab is missing; fetch it: {PUNKT}, or set NLTK_DATA") from error
 
 
-def _prepare(
-    parsed: argparse.Namespace,
-    base: ModelFolder,
-    tuned: list[ModelFolder],
-    tasks: list[Task],
-    others: list[str],
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[Evaluation, list[Task]]:
-    from finch.evaluation.custom_tasks import custom_task
-    from finch.evaluation.harness import Harness, has_chat_template, task_manager
-    from finch.evaluation.loading import Ranks, resolve_dtype
-    from finch.evaluation.runner import Evaluation, Options
-
-    ranks = Ranks()
-    manager = task_manager(parsed.data_root, has_chat_template(tokenizer), parsed.include_path, others)
-    tasks = [*tasks, *(custom_task(name, manager, is_new=name in parsed.new_task) for name in others)]
-    harness = Harness(manager, tasks, tokenizer, parsed.limit)
-    options = Options(
-        out=parsed.out,
-        data_root=parsed.data_root,
-        limit=parsed.limit,
-        dtype=resolve_dtype(parsed.dtype, base.path, ranks.device(parsed.device)),
-        batch_size=parsed.batch_size,
-        device=parsed.device,
-    )
-    return Evaluation(base, tuned, tasks, harness, options, ranks), tasks
-
-
 def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
     from finch.evaluation.model_folders import labels
 
@@ -255,13 +244,7 @@ def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
 
 
 def _table(base: tuple[Path, SuiteResult], tuned: Sequence[tuple[str, Path, SuiteResult]], tasks: Sequence[str]) -> str:
-    """One suite's table, scores in percent, deltas in points, and the definition of each task.
-
-    Args:
-        base: the folder of the pretrained model's results, and the results.
-        tuned: the same of the tuned models, after their names.
-        tasks: the rows.
-    """
+    """One suite's table, scores in percent and deltas in points, then the tasks' definitions. A result comes after its folder."""
     from finch.evaluation.statistics import mean_interval
 
     folder, result = base

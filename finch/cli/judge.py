@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finch.cli.arguments import positive
 from finch.errors import UserError
 from finch.extras import require_extras
 
@@ -33,7 +34,7 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server_arguments(parser, budget_of="one base model", limit_of="documents")
     parser.add_argument(
         "--max-answer-tokens",
-        type=_positive_int,
+        type=positive(int),
         default=1024,
         metavar="N",
         help="of a judgement, its reasons included (default: 1024)",
@@ -63,24 +64,18 @@ def _add_server_arguments(parser: argparse.ArgumentParser, *, budget_of: str, li
     parser.add_argument("--model", required=True, metavar="NAME", help="its name on the server")
     parser.add_argument(
         "--max-tokens-budget",
-        type=_positive_int,
+        type=positive(int),
         metavar="N",
         help=f"tokens that all calls for {budget_of} may take, prompts and answers, earlier starts included (default: no limit)",
     )
-    parser.add_argument("--limit", type=_positive_int, metavar="N", help=f"only the first N {limit_of}")
+    parser.add_argument("--limit", type=positive(int), metavar="N", help=f"only the first N {limit_of}")
     parser.add_argument(
-        "--concurrency", type=_positive_int, default=4, metavar="N", help="calls at a time (default: 4)"
+        "--concurrency", type=positive(int), default=4, metavar="N", help="calls at a time (default: 4)"
     )
     parser.add_argument(
-        "--timeout", type=_positive_int, default=120, metavar="SECONDS", help="of a call (default: 120)"
+        "--timeout", type=positive(int), default=120, metavar="SECONDS", help="of a call (default: 120)"
     )
     parser.add_argument("--dry-run", action="store_true", help=f"count {limit_of}, calls and tokens, and send nothing")
-
-
-def _positive_int(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value
 
 
 def judge(parsed: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from finch import __version__
 from finch.cli import doctor, evaluate, gpu_check, judge, slurm, sweep
-from finch.cli.arguments import CommandsParser, Parser, complete_in_shell, containing
+from finch.cli.arguments import CommandsParser, Parser, complete_in_shell, containing, positive
 from finch.distributed.processes import limit_spinning
 from finch.errors import UsageError, UserError, report_user_errors
 from finch.extras import require_extras
@@ -153,7 +153,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     chat_parser.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
     chat_parser.add_argument("--prompt", metavar="TEXT", help="answer this one and end; default: those that are typed")
     chat_parser.add_argument(
-        "--max-new-tokens", type=_count, default=256, metavar="N", help="of an answer (default: 256)"
+        "--max-new-tokens", type=positive(int), default=256, metavar="N", help="of an answer (default: 256)"
     )
     chat_parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest tokens"
@@ -280,13 +280,6 @@ def chat(parsed: argparse.Namespace) -> None:
     with only_errors_logged():
         models = Chat(parsed.run, parsed.base, **options)
     talk(models, parsed.prompt, Console())
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
 
 
 def report(parsed: argparse.Namespace) -> None:

@@ -258,13 +258,7 @@ def absolute(config: str) -> str:
 def _submit(
     job: JobOptions, script: Path, words: Sequence[str], run: Path, folder_key: str, end: str, *, is_dry_run: bool
 ) -> None:
-    """Submits a job and prints how to follow and end it; in a dry run only prints the command.
-
-    Args:
-        words: the script's arguments.
-        folder_key: what sets the run's folder, for messages.
-        end: what scancel does.
-    """
+    """Submits a job, or prints the command; messages say that ``folder_key`` sets the run's folder, and that scancel does ``end``."""
     log = job.by_name.get("output", f"{run}/slurm/%j.out")
     command = ["sbatch", "--parsable", *job.given, f"--output={log}", str(script), *words]
     if is_dry_run:

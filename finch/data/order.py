@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from finch.errors import UserError
+
 EMPTY = -1
 """Index of a row without targets: a rank that has run out of samples uses it, so that every rank runs the same forwards."""
 
@@ -56,6 +58,15 @@ class GlobalOrder:
     def steps_per_epoch(self) -> int:
         full_batches, rest = divmod(self.num_samples, self.global_batch)
         return full_batches + (1 if rest and not self.drop_last else 0)
+
+    def check(self) -> None:
+        """Raises UserError if an epoch has fewer samples than a step takes."""
+        if self.global_batch > self.num_samples:
+            raise UserError(
+                f"the global batch of {self.global_batch} (batch_size {self.micro_batch} x gradient_accumulation_steps {self.accumulation} x "
+                f"{self.ranks} ranks) is larger than {'the dataset' if self.indices is None else 'an epoch'} of {self.num_samples} samples; lower "
+                "batch_size or gradient_accumulation_steps"
+            )
 
     def samples_in(self, steps: int) -> int:
         """Samples that an epoch's first ``steps`` steps consume."""

@@ -148,7 +148,12 @@ def _open(file: Path) -> IO[str]:
 
 
 def part_indices(
-    rows: Sequence[tuple[Any, Any]], part: str, *, validation_fraction: float, test_fraction: float, seed: int
+    rows: Sequence[tuple[Any, Any]],
+    part: str,
+    *,
+    validation_fraction: float = 0.05,
+    test_fraction: float = 0.25,
+    seed: int = 0,
 ) -> list[int]:
     """The indices of one part's rows in the order of their hashes, which is the same for every order of ``rows``.
 
@@ -158,7 +163,7 @@ def part_indices(
     Args:
         rows: of each row, its prompt and its remaining content as JSON values. Fields without a value count as absent.
         part: ``train``, ``validation`` or ``test``.
-        validation_fraction, test_fraction: shares of all rows, in [0, 1).
+        validation_fraction, test_fraction: shares of all rows, in [0, 1); by default the paper's.
         seed: of the hash; another one gives other parts.
 
     Raises UserError if a fraction is out of range, or a part is empty.

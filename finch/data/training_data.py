@@ -108,14 +108,7 @@ class TrainingData:
         return 0 if samples.packed and torch.cuda.is_available() else self._cfg.num_workers
 
     def _check_sizes(self) -> None:
-        cfg = self._cfg
-        if self.order.global_batch > self.order.num_samples:
-            epoch = "the dataset" if self.mixture is None else "an epoch"
-            raise UserError(
-                f"the global batch of {self.order.global_batch} (batch_size {cfg.batch_size} x gradient_accumulation_steps "
-                f"{cfg.gradient_accumulation_steps} x {self._parallel.data_parallel_size} ranks) is larger than {epoch} of {self.order.num_samples} "
-                "samples; lower batch_size or gradient_accumulation_steps"
-            )
+        self.order.check()
         packed = any(samples.packed for samples in (self.samples, *self.validations.values()))
         if packed and self._parallel.device.type == "cpu" and torch.cuda.is_available():
             raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from finch.config.instantiate import did_you_mean
@@ -15,18 +14,7 @@ CUSTOM = "custom"
 _HEADLINES = ("acc_norm", "acc", "exact_match")
 
 
-@dataclass(frozen=True)
-class CustomTask(Task):
-    """A task whose definition is lm-eval's."""
-
-    shots: int = 0
-
-    def definition(self, has_chat_template: bool) -> str:
-        prompt = "chat template" if self.uses_chat_template and has_chat_template else "no chat template"
-        return f"{self.measure}; {self.shots}-shot; {prompt}"
-
-
-def custom_task(name: str, manager: Any, *, is_new: bool) -> CustomTask:
+def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: bool) -> Task:
     """A task for lm-eval's task, group or tag of that name.
 
     The headline is acc_norm, acc or exact_match, else the first metric. Generated answers use the chat template where there is
@@ -35,6 +23,7 @@ def custom_task(name: str, manager: Any, *, is_new: bool) -> CustomTask:
     Args:
         manager: an ``lm_eval.tasks.TaskManager``.
         is_new: whether the model was tuned on it; otherwise a lower score is forgetting.
+        has_chat_template: whether the tokenizer has one; without it the prompts are lm-eval's.
 
     Raises:
         UserError: there is no such task, its data cannot be loaded, or it has no score per document.
@@ -54,7 +43,7 @@ def custom_task(name: str, manager: Any, *, is_new: bool) -> CustomTask:
     if metric is None or "perplexity" in metric:
         raise UserError(f"--tasks {name} has no score per document ({metric or 'no metric'}); leave it out")
     options: dict[str, Any] = next((each for each in first.config.metric_list if each["metric"] == metric), {})
-    return CustomTask(
+    return Task(
         name=name,
         suite=CUSTOM,
         role=NEW if is_new else OLD,
@@ -62,7 +51,7 @@ def custom_task(name: str, manager: Any, *, is_new: bool) -> CustomTask:
         measure=f"{name} of lm-eval, {metric}",
         lm_eval_names=tuple(parts),
         read_samples=lambda records: _samples(records, metric),
-        uses_chat_template=first.OUTPUT_TYPE == "generate_until",
+        uses_chat_template=has_chat_template and first.OUTPUT_TYPE == "generate_until",
         is_higher_better=bool(options.get("higher_is_better", True)),
         shots=first.config.num_fewshot or 0,
     )

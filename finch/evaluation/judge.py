@@ -13,15 +13,7 @@ from pathlib import Path
 
 from finch.data.chat_client import ChatRequest
 from finch.errors import UserError
-from finch.evaluation.results import (
-    Sample,
-    SuiteResult,
-    TaskResult,
-    base_path,
-    read_result,
-    read_samples,
-    write_result,
-)
+from finch.evaluation.results import Sample, SuiteResult, TaskResult, base_path, read_result, read_samples, write_result
 from finch.evaluation.tasks.task import average
 from finch.run_files import EVALUATION
 

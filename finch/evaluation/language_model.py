@@ -59,7 +59,6 @@ class AnswerCache:
     """
 
     def __init__(self, path: Path, key: str) -> None:
-        self._path = path
         self._batches = _read_answers(path, key)
         self.num_read = len(self._batches)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,11 +76,8 @@ class AnswerCache:
         self._file.write(json.dumps({"batch": name, "answers": answers}) + "\n")
         self._file.flush()
 
-    def close(self, *, is_finished: bool) -> None:
-        """Closes the file, and removes it when the task's result has been written."""
+    def close(self) -> None:
         self._file.close()
-        if is_finished:
-            self._path.unlink(missing_ok=True)
 
 
 def _read_answers(path: Path, key: str) -> dict[str, list[Any]]:
@@ -191,9 +187,6 @@ class LanguageModel(HFLM):
         batch_size: rows, or ``auto``: as many as limits of tokens and memory allow.
         ranks: the processes that share the documents.
         progress: is given the number of requests.
-
-    Attributes:
-        num_batches_run: batches that the model has answered; those that the cache held do not count.
     """
 
     def __init__(
@@ -202,7 +195,7 @@ class LanguageModel(HFLM):
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str,
-        batch_size: int | str = AUTO,
+        batch_size: int | str,
         ranks: Ranks,
         progress: EvaluationProgress,
     ) -> None:
@@ -214,7 +207,6 @@ class LanguageModel(HFLM):
         self._logits_to_keep = 0
         self._can_keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._sizes = model.config.get_text_config()
-        self.num_batches_run = 0
         self._answer_prefix, self._user_header = _plain_parts(tokenizer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -382,10 +374,8 @@ class LanguageModel(HFLM):
         name = hash_values(content)
         cached = None if self._cache is None else self._cache.get(name)
         answers = run() if cached is None else cached
-        if cached is None:
-            self.num_batches_run += 1
-            if self._cache is not None:
-                self._cache.put(name, answers)
+        if cached is None and self._cache is not None:
+            self._cache.put(name, answers)
         self._progress.advance(number, is_free=cached is not None)
         return answers
 
@@ -402,8 +392,7 @@ class LanguageModel(HFLM):
 
 
 def _plain_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
-    """Of a chat template: the spaces between the generation prompt and an answer; and what begins the user's next turn where that is plain text,
-    such as a line ``User:``, with which a pretrained model goes on."""
+    """A chat template's spaces before an answer, and the plain text, such as ``User:``, of the next turn that a pretrained model goes on with."""
     if tokenizer.chat_template is None:
         return "", []
     user, answer = {"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}

@@ -22,12 +22,14 @@ import torch
 from torch import distributed, nn
 
 from finch.config.instantiate import first_line
+from finch.distributed.parallel import launched_rank, launched_ranks
 from finch.distributed.processes import die_with_parent
 from finch.errors import UserError
 from finch.evaluation.model_folders import ModelFolder, weight_files
 from finch.log import logger
 from finch.models.chat_template import read_chat_template, try_template
 from finch.models.hf_config import CONFIG, read_config, read_settings
+from finch.models.lora import merged_weight
 from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_tensors
 
 if TYPE_CHECKING:
@@ -62,9 +64,7 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.size > 1 else 0
+        self.rank, self.size = launched_rank(), launched_ranks()
         if self.size > 1 and not distributed.is_initialized():
             die_with_parent()
             distributed.init_process_group("gloo", timeout=_TIMEOUT)
@@ -83,25 +83,18 @@ class Ranks:
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value."""
-        if self.size == 1:
-            return value
-        values = [value]
-        distributed.broadcast_object_list(values, src=0)
-        return values[0]
+        return self.gather(value if self.is_first else None)[0]
 
     def barrier(self) -> None:
         if self.size > 1:
             distributed.barrier()
 
     def device(self, name: str | None) -> torch.device:
-        """The device of this rank.
-
-        Args:
-            name: ``cuda``, ``cpu`` and the like; None: a GPU where there is one.
-        """
+        """Of this rank. ``name``: ``cuda``, ``cpu`` and the like; None: a GPU where there is one."""
         if name is None:
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(name, self.local_rank) if name == "cuda" else torch.device(name)
+        local_rank = int(os.environ["LOCAL_RANK"]) if self.size > 1 else 0
+        return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(dtype: str, base: Path, device: torch.device) -> str:
@@ -237,17 +230,13 @@ def merge_adapter(model: nn.Module, folder: Path, label: str) -> None:
             raise UserError(
                 f"{label} is for {name}, which shares its weight with the embedding; merge it with PEFT first"
             )
-        a, b = (parts[part].to(weight.device, torch.float32) for part in ("lora_A", "lora_B"))
+        a, b = (parts[part].float() for part in ("lora_A", "lora_B"))
         if (b.shape[0], a.shape[1]) != weight.shape:
             raise UserError(
                 f"{label} is for {name} of shape {[b.shape[0], a.shape[1]]}, in the base it has {list(weight.shape)}; "
                 "give the model that it was trained on"
             )
-        merged = weight.float() + scale * (b @ a)
-        if "lora_magnitude_vector" in parts:
-            magnitude = parts["lora_magnitude_vector"].to(weight.device, torch.float32)
-            merged *= (magnitude / merged.norm(dim=1)).unsqueeze(1)
-        weight.copy_(merged)
+        weight.copy_(merged_weight(weight, a, b, scale, parts.get("lora_magnitude_vector")))
 
 
 def hash_weights(folder: ModelFolder) -> str:

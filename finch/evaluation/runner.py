@@ -108,10 +108,7 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _locked(self, target: Target) -> Iterator[bool]:
-        """One evaluation at a time writes into a folder; yields whether this one has waited for another.
-
-        The lock is the operating system's and ends with the process. Rank 0 holds it for all ranks.
-        """
+        """One evaluation at a time writes into a folder, by rank 0's lock, which ends with its process; yields whether this one has waited."""
         has_waited = False
         with contextlib.ExitStack() as stack:
             if self._ranks.is_first:
@@ -208,16 +205,12 @@ class Evaluation:
             if cache.num_read:
                 logger.info(f"{target.folder.label}: {task.name} continues after {cache.num_read} batches")
             model.use_cache(cache)
-            is_finished = False
-            try:
+            with contextlib.closing(cache):
                 records = self._harness.evaluate(model, task)
                 if records is not None:
                     self._write(target, task, definition, task.samples(records, questions))
-                is_finished = True
-            finally:
-                cache.close(is_finished=is_finished)
             self._ranks.barrier()
-            if self._ranks.is_first:  # of an earlier start with another number of processes
+            if self._ranks.is_first:  # of all ranks, and of an earlier start with another number of them
                 self._remove_answers(target, task.suite, task.name)
 
     @staticmethod

@@ -127,9 +127,6 @@ class LocalSweep:
         self._show()
         return bool(self._running()) or any(state.status == WAITING for state in self._states.values())
 
-    def _is_any(self, status: str) -> bool:
-        return any(state.running is not None and state.status == status for state in self._states.values())
-
     def _has_room_for_epochs(self) -> bool:
         held = [
             state for state in self._states.values() if state.status not in (WAITING, FAILED) and not state.has_model
@@ -159,7 +156,8 @@ class LocalSweep:
                     self._start(state, job.run_command(), RUNNING)
             return
         kind = _EVALUATING if state.has_model else _SCORING
-        if state.commands and (kind in self._base_results or not self._is_any(kind)):
+        is_first = kind not in self._base_results  # others of the kind wait for what it writes of the pretrained model
+        if state.commands and not (is_first and any(other.status == kind for other in self._states.values())):
             self._start(state, state.commands[0], kind)
 
     def _is_free(self, state: _State) -> bool:

@@ -70,15 +70,14 @@ def forgetting_of(runs: Sequence[Path]) -> tuple[Forgetting, Forgetting]:
                 tasks[task][document].append(points)
     halves: tuple[list[list[float]], list[list[float]]] = ([], [])
     for task, documents in tasks.items():
-        parts: tuple[list[float], list[float]] = ([], [])
+        for half in halves:
+            half.append([])
         for document, points_of_runs in documents.items():
-            parts[_is_reported(task, document)].append(statistics.fmean(points_of_runs))
-        if min(map(len, parts)) < 2:
+            halves[_is_reported(task, document)][-1].append(statistics.fmean(points_of_runs))
+        if min(len(half[-1]) for half in halves) < 2:
             raise UserError(
                 f"{runs[0]}: {task} has {len(documents)} documents, too few for two halves; evaluate more: evaluate.limit"
             )
-        for half, part in zip(halves, parts, strict=True):
-            half.append(part)
     return _mean(halves[0]), _mean(halves[1])
 
 

@@ -11,7 +11,6 @@ from helpers.runs import Run, environment, finch, make_config, run_here, write_c
 
 from finch.cli import run as run_module
 from finch.distributed.processes import share_cores
-from finch.errors import UserError
 
 
 @pytest.fixture
@@ -34,16 +33,9 @@ def finish(process, folder):
     return Run(process.returncode, output, folder)
 
 
-@pytest.mark.parametrize("arguments", [("key=1",), ("--config",)])
-def test_run_needs_a_config(arguments):
-    with pytest.raises(UserError, match=r"CONFIG is missing: finch run \[torchrun options\] CONFIG"):
-        run_module.run(arguments)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--learning_rate 1e-5", "--learning_rate is no option of torchrun; use optimizer.lr"),
         ("--epoch=3", "--epoch is no option of torchrun, did you mean epochs?"),
         ("--nproc_per_node two", "--nproc_per_node two: Unsupported nproc_per_node value: two; give numbers"),
         ("--nproc-per-node 2 epocs=3", "unknown key epocs=3, did you mean epochs?"),

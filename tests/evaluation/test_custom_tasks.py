@@ -34,7 +34,7 @@ def record(number, **metrics):
 
 
 def test_headline_is_the_normalized_accuracy():
-    task = custom_task("arc_easy", Manager("acc", "acc_norm"), is_new=True)
+    task = custom_task("arc_easy", Manager("acc", "acc_norm"), is_new=True, has_chat_template=True)
     assert (task.metric, task.role, task.suite) == ("acc_norm", NEW, "custom")
     assert task.definition(True) == "arc_easy of lm-eval, acc_norm; 5-shot; no chat template"
     samples = task.samples({"arc_easy": [record(1, acc=1, acc_norm=0.0), record(0, acc=0, acc_norm=1.0)]})
@@ -45,13 +45,15 @@ def test_headline_is_the_normalized_accuracy():
 
 
 def test_generated_answers_use_the_chat_template():
-    task = custom_task("arc_easy", Manager("f1", kind="generate_until"), is_new=False)
+    task = custom_task("arc_easy", Manager("f1", kind="generate_until"), is_new=False, has_chat_template=True)
     assert (task.metric, task.role, task.uses_chat_template) == ("f1", OLD, True)
     assert task.definition(True).endswith("; 5-shot; chat template")
+    plain = custom_task("arc_easy", Manager("f1", kind="generate_until"), is_new=False, has_chat_template=False)
+    assert plain.definition(False).endswith("; 5-shot; no chat template")
 
 
 def test_documents_of_a_group_have_separate_ids():
-    task = custom_task("arc_easy", Manager("acc", parts=("one", "two")), is_new=False)
+    task = custom_task("arc_easy", Manager("acc", parts=("one", "two")), is_new=False, has_chat_template=True)
     samples = task.samples({"one": [record(0, acc=1)], "two": [record(0, acc=0)]})
     assert [sample["doc_id"] for sample in samples] == ["one/0", "two/0"]
 
@@ -59,16 +61,16 @@ def test_documents_of_a_group_have_separate_ids():
 def test_unknown_task_is_corrected():
     message = "--tasks arc_esay is neither a task of finch nor one of lm-eval, did you mean arc_easy?"
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
-        custom_task("arc_esay", Manager("acc"), is_new=False)
+        custom_task("arc_esay", Manager("acc"), is_new=False, has_chat_template=True)
 
 
 @pytest.mark.parametrize("metrics", [(), ("word_perplexity",)])
 def test_task_without_a_score_per_document_is_refused(metrics):
     with pytest.raises(UserError, match="has no score per document"):
-        custom_task("arc_easy", Manager(*metrics), is_new=False)
+        custom_task("arc_easy", Manager(*metrics), is_new=False, has_chat_template=True)
 
 
 def test_score_that_is_no_number_is_refused():
-    task = custom_task("arc_easy", Manager("acc"), is_new=False)
+    task = custom_task("arc_easy", Manager("acc"), is_new=False, has_chat_template=True)
     with pytest.raises(UserError, match="document 0: acc is no number"):
         task.samples({"arc_easy": [record(0, acc=(1, 2))]})

@@ -213,9 +213,9 @@ def test_another_models_answers_are_dropped(tmp_path):
     path = tmp_path / "answers.jsonl"
     cache = AnswerCache(path, "model a")
     cache.put("one", [[-1.1000000238418579, True]])
-    cache.close(is_finished=False)
+    cache.close()
     assert AnswerCache(path, "model a").get("one") == [[-1.1000000238418579, True]]
     other = AnswerCache(path, "model b")
     assert (other.num_read, other.get("one")) == (0, None)
-    other.close(is_finished=False)
+    other.close()
     assert AnswerCache(path, "model a").num_read == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,19 +43,10 @@ def _document(row: Row, has_chat_template: bool) -> Row | None:
     }
 
 
-def process_results(document: Row, responses: Sequence[str]) -> dict[str, float]:
-    """lm-eval's metric of a document: (confidence - right)^2; NaN where the response states no letter or no confidence."""
-    brier = _judge(document, responses[0])["score"]
-    return {"brier": math.nan if brier is None else brier}
-
-
-def mean_of_parsed(values: Sequence[float]) -> float:
-    """The mean of the values that are not NaN."""
-    parsed = [value for value in values if not math.isnan(value)]
-    return sum(parsed) / len(parsed) if parsed else math.nan
-
-
-def _judge(document: Row, text: str) -> Sample:
+@by_document
+def samples(record: Record) -> Sample:
+    """With the response, its letter and its confidence between 0 and 100; the score is None where either is missing."""
+    document, text = record["doc"], response(record)
     letter, confidence = letter_of(text, LETTERS), confidence_of(text)
     is_correct = letter == document["gold"]
     is_parsed = letter is not None and confidence is not None
@@ -68,12 +58,6 @@ def _judge(document: Row, text: str) -> Sample:
         "confidence": confidence,
         "response": text,
     }
-
-
-@by_document
-def samples(record: Record) -> Sample:
-    """With the response, its letter and its confidence between 0 and 100; the score is None where either is missing."""
-    return _judge(record["doc"], response(record))
 
 
 def stated_confidences(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:

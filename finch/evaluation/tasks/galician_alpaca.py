@@ -7,21 +7,10 @@ from typing import Any
 
 from finch.errors import UserError
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.task import (
-    Record,
-    Row,
-    Source,
-    average,
-    by_document,
-    plain_or_chat,
-    response,
-    table,
-)
+from finch.evaluation.tasks.task import Record, Row, Source, average, by_document, plain_or_chat, response, table
 
 ROWS = Source("galician_alpaca/*.jsonl", "irlab-udc/alpaca_data_galician", "train", ("instruction", "output"))
 FIELDS = ("instruction", "input", "output")
-SEED = 0
-VALIDATION_FRACTION, TEST_FRACTION = 0.05, 0.25
 
 
 def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: Any) -> dict[str, Any]:
@@ -37,24 +26,13 @@ def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: 
         raise UserError(
             f"galician_alpaca: a row of {ROWS.file} has no instruction or no output: {str(broken)[:100]}; fix or remove it"
         )
-    indices = part_indices(
-        [([row["instruction"], row["input"]], [row["output"]]) for row in rows],
-        "test",
-        validation_fraction=VALIDATION_FRACTION,
-        test_fraction=TEST_FRACTION,
-        seed=SEED,
-    )
+    indices = part_indices([([row["instruction"], row["input"]], [row["output"]]) for row in rows], "test")
     return {"test": table([_document(rows[index], has_chat_template) for index in indices])}
 
 
 def _document(row: Row, has_chat_template: bool) -> Row:
     question = "\n".join(filter(None, [row["instruction"], row["input"]]))  # as in training
     return {"question": question, "output": row["output"], "prompt": plain_or_chat(question, has_chat_template)}
-
-
-def process_results(document: Row, responses: Sequence[str]) -> dict[str, float]:
-    """lm-eval's metric of a document: the response's length in words, since the answers are judged elsewhere."""
-    return {"response_words": float(len(responses[0].split()))}
 
 
 @by_document

@@ -8,14 +8,7 @@ from dataclasses import replace
 from finch.config.instantiate import did_you_mean
 from finch.errors import UserError
 from finch.evaluation.results import NEW, OLD, RELIABILITY
-from finch.evaluation.tasks import (
-    confidence,
-    galician_alpaca,
-    halueval,
-    lm_eval_tasks,
-    sciknoweval,
-    tofu,
-)
+from finch.evaluation.tasks import confidence, galician_alpaca, halueval, lm_eval_tasks, sciknoweval, tofu
 from finch.evaluation.tasks.task import Task
 
 _TOFU = Task(

@@ -26,8 +26,6 @@ ROWS = Source(
     ("question", "choices", "answerKey", "domain", "details"),
     "v2",
 )
-SEED = 0
-VALIDATION_FRACTION, TEST_FRACTION = 0.05, 0.25
 
 
 def dataset(
@@ -46,13 +44,7 @@ def dataset(
     from finch.data.row_files import part_indices
 
     given = [row for row in ROWS.load(data_root) if row["domain"] == "Chemistry" and row["details"]["level"] == "L3"]
-    indices = part_indices(
-        [(row["question"], row["choices"]) for row in given],
-        part,
-        validation_fraction=VALIDATION_FRACTION,
-        test_fraction=TEST_FRACTION,
-        seed=SEED,
-    )
+    indices = part_indices([(row["question"], row["choices"]) for row in given], part)
     chosen = [given[index] for index in indices if (given[index]["choices"] or {}).get("label")]
     return {"test": table([_document(row, has_chat_template) for row in chosen[:rows]])}
 
@@ -69,21 +61,11 @@ def _document(row: Row, has_chat_template: bool) -> Row:
     }
 
 
-def process_results(document: Row, responses: Sequence[str]) -> dict[str, float]:
-    """lm-eval's metrics of a document: whether the last stated letter is the right one, and whether there is one."""
-    letter = _letter(document, responses[0])
-    return {"acc": float(letter == document["choices"][document["gold"]]), "parsed": float(letter is not None)}
-
-
-def _letter(document: Row, text: str) -> str | None:
-    return letter_of(text, "".join(document["choices"]))
-
-
 @by_document
 def samples(record: Record, letters: Record) -> Sample:
     """With the response, and the log-likelihoods of the letters instead of a response."""
     document, text = record["doc"], response(record)
-    letter = _letter(document, text)
+    letter = letter_of(text, "".join(document["choices"]))
     answer = document["choices"][document["gold"]]
     return {
         "score": float(letter == answer),

@@ -115,6 +115,7 @@ class Task:
         is_higher_better: False for errors.
         is_judged: whether only answers are written, which `finch judge` scores.
         is_divided: whether the documents are divided among ``lm_eval_names``; otherwise each of these has all documents.
+        shots: examples in the prompt.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Task:
     is_higher_better: bool = True
     is_judged: bool = False
     is_divided: bool = False
+    shots: int = 0
 
     def definition(self, has_chat_template: bool) -> str:
         """What was measured and how, in a sentence.
@@ -144,7 +146,7 @@ class Task:
             prompt = "chat template"
         else:
             prompt = "plain prompt, since the tokenizer has no chat template"
-        return f"{self.measure}; 0-shot; {prompt}"
+        return f"{self.measure}; {self.shots}-shot; {prompt}"
 
     def samples(self, records: Records, training_questions: Collection[str] | None = None) -> list[Sample]:
         """Each document's result, sorted by doc_id.

@@ -102,8 +102,6 @@ def test_tofu_has_paraphrased_questions_and_all_answers(shared_data: Path) -> No
         assert document["prompt"] == row["paraphrased_question"]
         assert document["choices"][document["gold"]] == row["paraphrased_answer"]
         assert sorted(document["choices"]) == sorted([row["paraphrased_answer"], *row["perturbed_answer"]])
-    plain = documents("tofu", shared_data, has_chat_template=False)
-    assert plain[0]["prompt"] == f"Question: {rows[0]['paraphrased_question']}\nAnswer:"
 
 
 def test_tofu_validation_rows_are_not_trained_on(shared_data: Path, tmp_path: Path) -> None:
