@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtune.modules import KVCache, MultiHeadAttention, local_kv_cache
+from torchtune.modules import KVCache, local_kv_cache
 
 from finch.data.loader import REFERENCES, EvalSettings
-from finch.data.order import EMPTY
 from finch.data.prompts import Prompts, Sample, num_targets
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.integrations.self_replay import chooser, end_turn, uniform_draws
 from finch.log import logger
-from finch.models.qwen3 import Qwen3Attention
 from finch.objectives import IGNORE_INDEX
 from finch.progress import Progress
 from finch.training.chunked_loss import TokenLoss
-from finch.training.reference import ReferenceFile, fingerprint_of, iter_outputs
+from finch.training.padding_free_attention import CALLS_ATTENTION
+from finch.training.reference import ReferenceFile, compute_reference_top_k, fingerprint_of
 
 BATCH_ROWS, BATCH_TOKENS = 64, 16384
 """At most so many prompts, and so many tokens with padding and answers, are continued at a time, whatever the number of ranks: a row's
@@ -122,7 +121,9 @@ class OwnAnswers:
             raise UserError(f"{self._key}: the pretrained model answers none of the prompts; give other ones")
         self.samples = [_sample(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         if measured is not None:
-            _add_references(model, self._key, self.samples, self._top_k, measured)
+            found = compute_reference_top_k(model, measured.loader(self._key, self.samples), self._top_k)
+            for index, sample in enumerate(self.samples):
+                sample.update(zip(REFERENCES, found.row(index), strict=True))
         number = sum(map(num_targets, self.samples))
         logger.info(
             f"{self._key}: the pretrained model's {'sampled' if self._temperature else 'greedy'} answers to {len(prompts)} prompts, "
@@ -174,21 +175,6 @@ def _sample(prompt: Sequence[int], answer: dict[str, Any]) -> Sample:
     return {**answer, "tokens": [*prompt, *tokens], "labels": [IGNORE_INDEX] * len(prompt) + tokens}
 
 
-def _add_references(model: TokenLoss, key: str, samples: list[Sample], top_k: int, settings: EvalSettings) -> None:
-    """Adds the pretrained model's distributions at the answers' tokens to each sample; a collective."""
-    share: dict[int, tuple[torch.Tensor, ...]] = {}
-    options = {"num_top_log_probs": min(top_k, model.decoder.tok_embeddings.num_embeddings)}
-    for indices, batch, output in iter_outputs(model, settings.loader(key, samples), **options):
-        log_probs, tokens = output["top_log_probs"].cpu(), output["top_tokens"].cpu()
-        for position, index in enumerate(indices):
-            if index != EMPTY:
-                is_target = batch["labels"][position] != IGNORE_INDEX
-                share[index] = (log_probs[position][is_target], tokens[position][is_target].int())
-    for part in settings.parallel.gather(share):
-        for index, values in part.items():
-            samples[index].update(zip(REFERENCES, values, strict=True))
-
-
 @torch.no_grad()
 def generate(
     model: TokenLoss,
@@ -210,7 +196,6 @@ def generate(
     whose cumulative probability at ``temperature`` is above the draw; at temperature 0 the likeliest. ``dtype``: of the model's
     computation. ``title``: of the progress bar; empty: no bar.
     """
-    options = {"num_top_log_probs": min(top_k, model.decoder.tok_embeddings.num_embeddings)}
     longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # little padding
     size = max(1, min(BATCH_ROWS, BATCH_TOKENS // (len(prompts[longest_first[0]]) + max_new_tokens)))
     groups = [longest_first[start : start + size] for start in range(0, len(prompts), size)]
@@ -229,7 +214,7 @@ def generate(
                     break
                 choose = chooser(draws[batch.indices, step].to(parallel.device), temperature)
                 for index, token, *reference in zip(
-                    batch.indices, *batch.next_tokens(model, choose, **options), strict=True
+                    batch.indices, *batch.next_tokens(model, choose, top_k), strict=True
                 ):
                     if index in active:
                         found[index].append((token, *reference))
@@ -295,9 +280,9 @@ class _Batch:
                 module.k_cache, module.v_cache = module.k_cache[kept], module.v_cache[kept]
 
     def next_tokens(
-        self, model: nn.Module, choose: Callable[[torch.Tensor], torch.Tensor], **options: int
+        self, model: nn.Module, choose: Callable[[torch.Tensor], torch.Tensor], top_k: int
     ) -> list[Sequence[Any]]:
-        """The next token of each row, which is appended, and its distribution where ``options`` of the model's forward ask for it."""
+        """The next token of each row, which is appended, and with ``top_k`` its distribution."""
         number, seq = self._tokens.shape
         new = torch.arange(self._num_cached, seq, device=self._tokens.device)  # positions that are computed
         keys = torch.arange(self._longest if self._is_cached else seq, device=new.device)
@@ -308,23 +293,17 @@ class _Batch:
         labels = torch.full((number, len(new)), IGNORE_INDEX, device=new.device)
         labels[:, -1] = 0  # whose loss is not used
         targets = torch.arange(1, number + 1, device=new.device) * len(new) - 1
-        output = model(self._tokens[:, new], labels, targets, choose=choose, **inputs, **options)
+        output = model(self._tokens[:, new], labels, targets, choose=choose, num_top_log_probs=top_k, **inputs)
         self._tokens = torch.cat([self._tokens, output["chosen"][:, -1:].to(self._tokens.dtype)], 1)
         if self._is_cached:
             self._num_cached = seq
         chosen = self._tokens[:, -1].tolist()
-        if "top_tokens" not in output:
+        if not top_k:
             return [chosen]
         return [chosen, output["top_log_probs"][:, -1].cpu(), output["top_tokens"][:, -1].int().cpu()]
 
 
 def _can_cache(model: TokenLoss) -> bool:
     """Whether every attention layer is one whose cache takes a mask of all keys; Gemma 2's windows do not."""
-    known = (MultiHeadAttention, Qwen3Attention)
-    attentions = [module for name, module in model.decoder.named_modules() if name.endswith(".attn")]
-    return bool(attentions) and all(type(module) in known or _is_sharded(module, known) for module in attentions)
-
-
-def _is_sharded(module: nn.Module, known: tuple[type, ...]) -> bool:
-    """FSDP2 gives a module it wraps a separate class."""
-    return type(module).__name__.startswith("FSDP") and isinstance(module, known)
+    layers: list[Any] = [layer.attn for layer in model.decoder.layers]
+    return all(type(layer).forward in CALLS_ATTENTION for layer in layers)
