@@ -295,8 +295,8 @@ class FakeStep(FinchFullFinetune):
                 optimizer.step()
         self.model.zero_grad(set_to_none=True)
         update = UpdateInBackward if cfg.optimizer_in_bwd else Update
-        clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
-        self.update = update(self.model, optimizers, self._build_schedule(optimizers), self.parallel, clip_grad_norm)
+        schedule = self._build_schedule(optimizers)
+        self.update = update(self.model, optimizers, schedule, self.parallel, cfg.clip_grad_norm)
 
     def _build_schedule(self, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """FinchLR where it reads no loss on the host, as on CUDA with a fused optimizer; otherwise a stand-in, which allocates nothing."""

@@ -101,7 +101,7 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
             "compile=False, or tensor_parallel_dim=1, FSDP2 shards the model over all ranks"
         )
     if precision_of(cfg.dtype).stochastic:
-        stochastic_optimizer(cfg.optimizer["_component_"], {})
+        stochastic_optimizer(cfg.optimizer)
     if cfg.enable_activation_offloading and device.type != "cuda":
         raise UserError("enable_activation_offloading=True needs device=cuda; set it to False")
     if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
