@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from finch.config.instantiate import did_you_mean, locate
-from finch.config.schema import Probe
+from finch.config.schema import Budget, Probe
 from finch.data.prompts import Prompts, stop_tokens
 from finch.data.training_data import TrainingData, validation_sets
 from finch.distributed import watchdog
@@ -21,7 +21,6 @@ from finch.distributed.precision import precision_of
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import DFT, STM, TALR
-from finch.probes.budget import read_budget
 from finch.probes.evaluation import evaluate
 from finch.probes.rows import ProbeRows, read_rows
 from finch.training.checkpointer import TrainState
@@ -68,7 +67,7 @@ def check_probes(cfg: DictConfig) -> None:
             )
         if f"validation/{name}/loss" in validations:
             raise UserError(f"probes.{name} and dataset_validation.{name} have the same name; rename one")
-    budget = read_budget(cfg)
+    budget = Budget.of(cfg.forgetting_budget)
     if budget is not None:
         if budget.probe not in probes:
             raise UserError(f"forgetting_budget.probe={budget.probe}: {_no_probe(budget.probe, probes)}")

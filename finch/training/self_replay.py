@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from finch import files, run_files
@@ -51,7 +51,7 @@ class SelfReplay:
     """
 
     def __init__(self, cfg: DictConfig, decoder: TransformerDecoder, parallel: Parallel) -> None:
-        self.settings = read_settings(cfg)
+        self.settings = Settings.of(cfg.self_replay)
         self._cfg, self._parallel, self._decoder = cfg, parallel, decoder
         self.rows: Replay | None = None
         self._answers: OwnAnswers | None = None
@@ -159,12 +159,6 @@ class SelfReplay:
             )
 
 
-def read_settings(cfg: DictConfig) -> Settings | None:
-    """The block ``self_replay``; None without it."""
-    block: Any = None if cfg.self_replay is None else OmegaConf.to_container(cfg.self_replay, resolve=True)
-    return None if block is None else Settings(**block)
-
-
 def read_prompts(settings: Settings, samples: Samples, max_seq_len: int | None, tokenizer: Any) -> Prompts:
     """The prompts, from their file or the model's own. Raises UserError for prompts that cannot be used, and where training ``samples`` are packed."""
     key = "self_replay"
@@ -203,7 +197,7 @@ def refuse_replayed(settings: Settings, prompts: Prompts, key: str, rows: Any) -
 def replayed_rows(cfg: DictConfig, ranks: int) -> tuple[int, int]:
     """How many replayed rows a micro-batch has at most where ``ranks`` share the data, and the tokens of the longest answer; its prompt
     is counted with as many. (0, 0) without self-replay."""
-    settings = read_settings(cfg)
+    settings = Settings.of(cfg.self_replay)
     if settings is None:
         return 0, 0
     micro_batches = ranks * cfg.gradient_accumulation_steps
