@@ -52,8 +52,7 @@ def check_schedule(cfg: DictConfig) -> str | None:
     node = dict(cfg.lr_scheduler)
     if issubclass(kind, FinchLR) and node.get("init", "dataset") == "dataset":
         node["init"] = "first_batch"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
     return finch_warning(caught[0].message) if caught else None
 
@@ -213,6 +212,5 @@ def _check_optimizer(cfg: DictConfig) -> None:
     """Builds optimizer and torch's schedulers on a dummy parameter, so that wrong arguments fail early."""
     optimizer = build(cfg.optimizer, "optimizer", [nn.Parameter(torch.zeros(1))])
     if cfg.lr_scheduler is not None and loss_schedule(cfg) is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             build(cfg.lr_scheduler, "lr_scheduler", optimizer, num_training_steps=100, last_epoch=-1)

@@ -211,8 +211,7 @@ def build_schedule(
         shape = cfg.lr_scheduler.get("shape", "curve")
         logger.info(f"replaying the learning rates of {cfg.lr_scheduler.log}, shape={shape}")
         return build(node, "lr_scheduler", optimizers)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         finch = build({**node, "init": init}, "lr_scheduler", optimizers)
     for warning in caught:
         logger.warning(finch_warning(warning.message))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,59 +35,50 @@ KEPT_SHARE = 0.75
 """Of a batch's rows: when no more have not ended, the others leave it."""
 
 
+@dataclass
 class OwnAnswers:
     """The answers to ``prompts`` under the config key ``key``.
 
-    Args:
+    Attributes:
         path: of the file; a run's own.
         stop_tokens: end an answer.
         temperature: of the tokens' distribution, from which they are sampled, seeded by row; 0: the likeliest token.
         cache: a folder that keeps the answers for other runs as well; None: only ``path`` does.
-
-    Attributes:
         samples: prompts with answers and ``REFERENCES``, once :meth:`load` or :meth:`generate` has them.
     """
 
-    def __init__(
-        self,
-        key: str,
-        path: Path,
-        prompts: Prompts,
-        *,
-        stop_tokens: Collection[int],
-        max_new_tokens: int,
-        top_k: int,
-        temperature: float = 0.0,
-        cache: Path | None = None,
-    ) -> None:
-        self._key, self._path, self._prompts, self._cache = key, path, prompts, cache
-        self._stop_tokens, self._max_new_tokens = sorted(stop_tokens), max_new_tokens
-        self._top_k, self._temperature = top_k, temperature
-        self._files: list[ReferenceFile] = []
-        self.samples: list[Sample] = []
+    key: str
+    path: Path
+    prompts: Prompts
+    stop_tokens: Collection[int]
+    max_new_tokens: int
+    top_k: int
+    temperature: float = 0.0
+    cache: Path | None = None
+    samples: list[Sample] = field(default_factory=list)
+    _files: list[ReferenceFile] = field(default_factory=list)
 
     def load(self, weight_files: Iterable[Path], model_settings: dict[str, Any], parallel: Parallel) -> bool:
         """Takes the answers of an earlier start; a collective. Returns whether every rank could read them.
 
         They belong to the pretrained ``weight_files`` and to ``model_settings``, what else decides the model's outputs, as JSON.
         """
-        settings = {**model_settings, "max_new_tokens": self._max_new_tokens, "top_k": self._top_k}
-        if self._temperature:
-            settings["temperature"] = self._temperature
-        content: list[Any] = [self._prompts.tokens, self._stop_tokens]
-        content += [] if self._prompts.after is None else [self._prompts.after]
+        settings = {**model_settings, "max_new_tokens": self.max_new_tokens, "top_k": self.top_k}
+        if self.temperature:
+            settings["temperature"] = self.temperature
+        content: list[Any] = [self.prompts.tokens, sorted(self.stop_tokens)]
+        content += [] if self.prompts.after is None else [self.prompts.after]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).digest()
         fingerprint = fingerprint_of(weight_files, int.from_bytes(digest, "little"), settings)
-        paths = [
-            self._path,
-            *([] if self._cache is None else [self._cache / f"own_answers_{fingerprint[:16]}.safetensors"]),
-        ]
+        paths = [self.path]
+        if self.cache is not None:
+            paths.append(self.cache / f"own_answers_{fingerprint[:16]}.safetensors")
         self._files = [ReferenceFile(path, fingerprint) for path in paths]
         for file in self._files:
             tensors = file.load(parallel)
             if tensors is not None:
                 self.samples = self._samples(tensors)
-                logger.info(f"{self._key}: the pretrained model's answers are read from {file.path}")
+                logger.info(f"{self.key}: the pretrained model's answers are read from {file.path}")
                 self._save(parallel)
                 return True
         return False
@@ -103,30 +95,30 @@ class OwnAnswers:
         Raises:
             UserError: all answers are empty.
         """
-        start, prompts = time.perf_counter(), self._prompts.tokens
-        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "dtype": dtype, "parallel": parallel}
-        if self._prompts.after is not None:  # the model writes the user's turn as well
-            ends = {*self._stop_tokens, *self._prompts.after[:1]}
-            draws = uniform_draws(len(prompts), self._max_new_tokens, 1)
+        start, prompts = time.perf_counter(), self.prompts.tokens
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "dtype": dtype, "parallel": parallel}
+        if self.prompts.after is not None:  # the model writes the user's turn as well
+            ends = {*self.stop_tokens, *self.prompts.after[:1]}
+            draws = uniform_draws(len(prompts), self.max_new_tokens, 1)
             turns = generate(
-                model, prompts, draws, self._temperature or 1.0, ends, title=f"{self._key}: prompts", **options
+                model, prompts, draws, self.temperature or 1.0, ends, title=f"{self.key}: prompts", **options
             )
             pairs = zip(prompts, turns, strict=True)
-            prompts = [end_turn([*prompt, *turn["tokens"]], ends, self._prompts.after) for prompt, turn in pairs]
-        draws = uniform_draws(len(prompts), self._max_new_tokens, 0)
-        ends = set(self._stop_tokens)
-        options.update(top_k=0 if measured else self._top_k, title=f"{self._key}: answers")
-        answers = generate(model, prompts, draws, self._temperature, ends, **options)
+            prompts = [end_turn([*prompt, *turn["tokens"]], ends, self.prompts.after) for prompt, turn in pairs]
+        draws = uniform_draws(len(prompts), self.max_new_tokens, 0)
+        ends = set(self.stop_tokens)
+        options.update(top_k=0 if measured else self.top_k, title=f"{self.key}: answers")
+        answers = generate(model, prompts, draws, self.temperature, ends, **options)
         if all(set(answer["tokens"]) <= ends for answer in answers):
-            raise UserError(f"{self._key}: the pretrained model answers none of the prompts; give other ones")
+            raise UserError(f"{self.key}: the pretrained model answers none of the prompts; give other ones")
         self.samples = [_sample(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         if measured is not None:
-            found = compute_reference_top_k(model, measured.loader(self._key, self.samples), self._top_k)
+            found = compute_reference_top_k(model, measured.loader(self.key, self.samples), self.top_k)
             for index, sample in enumerate(self.samples):
                 sample.update(zip(REFERENCES, found.row(index), strict=True))
         number = sum(map(num_targets, self.samples))
         logger.info(
-            f"{self._key}: the pretrained model's {'sampled' if self._temperature else 'greedy'} answers to {len(prompts)} prompts, "
+            f"{self.key}: the pretrained model's {'sampled' if self.temperature else 'greedy'} answers to {len(prompts)} prompts, "
             f"{number:,} tokens, in {time.perf_counter() - start:.1f} s"
         )
         self._save(parallel)
@@ -148,7 +140,7 @@ class OwnAnswers:
             "lengths": torch.tensor(lengths),
             **{key: torch.cat([sample[key] for sample in self.samples]) for key in REFERENCES},
         }
-        if self._prompts.after is not None:
+        if self.prompts.after is not None:
             tensors["prompts"] = _flat(tokens[:start] for tokens, start in rows)
             tensors["prompt_lengths"] = torch.tensor([len(tokens) + start for tokens, start in rows])
         return tensors
@@ -157,8 +149,8 @@ class OwnAnswers:
         """What :meth:`_tensors` holds."""
         lengths = tensors["lengths"].tolist()
         parts = {name: tensors[name].split(lengths) for name in ("answers", *REFERENCES)}
-        prompts = self._prompts.tokens
-        if self._prompts.after is not None:
+        prompts = self.prompts.tokens
+        if self.prompts.after is not None:
             prompts = [each.tolist() for each in tensors["prompts"].split(tensors["prompt_lengths"].tolist())]
         return [
             _sample(prompt, {"tokens": answer.tolist(), **dict(zip(REFERENCES, references, strict=True))})

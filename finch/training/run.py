@@ -291,8 +291,7 @@ class RunLock:
 
     def holder(self) -> str | None:
         """The process that holds the folder now, in words; None: none does, as far as can be seen."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 self.check(timeout_s=0)
             except UserError:
