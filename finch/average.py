@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -369,9 +368,7 @@ def read_config(run: Path, base: Path | None) -> DictConfig:
     if base is not None:
         old = str(cfg.checkpointer.checkpoint_dir)
         cfg = DictConfig(OmegaConf.create(OmegaConf.to_yaml(cfg).replace(old, str(base))))
-    changes: dict[str, Any] = {**dict.fromkeys(_UNUSED), **_ONE_PROCESS}
-    for key, value in changes.items():
-        cfg[key] = value
+    cfg.update({**dict.fromkeys(_UNUSED), **_ONE_PROCESS})
     refuse_foreign(cfg, file, _BUILT & cfg.keys())
     cfg.optimizer = {"_component_": "torch.optim.AdamW"}
     return cfg
@@ -380,8 +377,7 @@ def read_config(run: Path, base: Path | None) -> DictConfig:
 def average(run: Path, choice: Choice, *, base: Path | None = None) -> list[str]:
     """Chooses alpha, writes RUN/average and returns what is to be said. Raises UserError, see :class:`Averages`."""
     choice.check()
-    cfg = read_config(run, base)
-    cfg = check(cfg, schema.LoraFinetuneKeys)
+    cfg = check(read_config(run, base), schema.LoraFinetuneKeys)
     device = distributed.local_device(cfg.device)
     group = distributed.start_from(cfg, device, shard=precision_of(cfg.dtype).is_mixed)
     try:

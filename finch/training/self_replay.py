@@ -90,9 +90,9 @@ class SelfReplay:
         if self.settings is not None and self.prompts is not None:
             refuse_replayed(self.settings, self.prompts, key, rows)
 
-    def load_cache(self, cfg: DictConfig, base: PretrainedFolder) -> None:
+    def load_cache(self, base: PretrainedFolder) -> None:
         """Reads the answers, if an earlier start or another run has left them; a collective."""
-        if self._answers is not None and self._answers.load(base.files, model_settings(cfg), self._parallel):
+        if self._answers is not None and self._answers.load(base.files, model_settings(self._cfg), self._parallel):
             self._take(self._answers)
 
     @property
@@ -152,7 +152,9 @@ class SelfReplay:
         place = files.existing_part(folder)
         if not (place.is_dir() and os.access(place, os.W_OK)):
             raise UserError(f"{folder}, for the answers of self_replay, cannot be written; give another folder")
-        free, needed = shutil.disk_usage(place).free, answer_bytes(self.settings, rows)
+        # Of a token itself, log-probabilities and most likely tokens.
+        needed = rows * self.settings.max_new_tokens * (4 + 4 * (self.settings.top_k + 1) + 4 * self.settings.top_k)
+        free = shutil.disk_usage(place).free
         if free < needed:
             raise UserError(
                 f"{folder} has {free:,} bytes of free disk, the answers of self_replay need up to {needed:,}; make room, or lower self_replay.rows or top_k"
@@ -202,8 +204,3 @@ def replayed_rows(cfg: DictConfig, ranks: int) -> tuple[int, int]:
         return 0, 0
     micro_batches = ranks * cfg.gradient_accumulation_steps
     return -(-rows_in_step(settings.share, cfg.batch_size * micro_batches) // micro_batches), settings.max_new_tokens
-
-
-def answer_bytes(settings: Settings, rows: int) -> int:
-    """Of the answers' tokens, log-probabilities and most likely tokens, at most."""
-    return rows * settings.max_new_tokens * (4 + 4 * (settings.top_k + 1) + 4 * settings.top_k)
