@@ -131,6 +131,10 @@ class Front:
         end = self.at(1).forgotten
         return point.forgotten / end if end > 0 else 0.0
 
+    def knee(self) -> Point:
+        """Where what is learned exceeds what is forgotten the most, by their shares."""
+        return max(self, key=lambda point: self.learned_share(point) - self.forgotten_share(point))
+
     @property
     def is_open(self) -> bool:
         """Whether one more evaluation is allowed."""
@@ -142,16 +146,15 @@ def choose(front: Front, choice: Choice) -> Point:
     front.at(0), front.at(1)
     if choice.alpha is not None:
         return front.at(choice.alpha)
-    half = front.at(0.5)
+    front.at(0.5)
     if choice.keep is not None:
         keep = choice.keep
         return _boundary(front, lambda point: front.learned_share(point) - keep, front.at(0), front.at(1))
     if choice.budget is not None:
         budget = choice.budget
         return _boundary(front, lambda point: budget - point.forgotten, front.at(1), front.at(0))
-    best = half
     while front.is_open:
-        best = max(front, key=lambda point: front.learned_share(point) - front.forgotten_share(point))
+        best = front.knee()
         points = list(front)
         place = points.index(best)
         gaps = [
@@ -161,7 +164,7 @@ def choose(front: Front, choice: Choice) -> Point:
         if gap < 0.1:
             break
         front.at(round((best.alpha + widest.alpha) / 2, 3))
-    return max(front, key=lambda point: front.learned_share(point) - front.forgotten_share(point))
+    return front.knee()
 
 
 def _boundary(front: Front, margin: Callable[[Point], float], bad: Point, good: Point) -> Point:

@@ -77,10 +77,7 @@ class ForgettingBudget(Hook):
         return self._last is not None and self._last["step"] == state.step and self._is_inside()
 
     def _keep_step(self, step: int, *, is_epoch_end: bool = False) -> None:
-        """Exports the model of an evaluation inside the budget, and links it; a collective.
-
-        ``is_epoch_end``: of an epoch that has no folder; with ``save: epochs`` other evaluations do nothing.
-        """
+        """Exports and links the model of an evaluation inside; with ``save: epochs`` only of an epoch without a folder; a collective."""
         if self._settings is None or not (is_epoch_end or self._settings.save == "evaluations"):
             return
         name = f"{run_files.WITHIN_BUDGET}_step_{step}"

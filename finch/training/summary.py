@@ -197,8 +197,7 @@ def _draw_lost(axes: Axes, lost: Mapping[str, tuple[list[int], list[float]]]) ->
 
 
 def _lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and, since step 0, the rises of each probe's losses and KL and the falls of its accuracy, by ``NAME loss`` and the like; empty without
-    probes."""
+    """Steps and, since step 0, the rises of each probe's losses and KL and the falls of its accuracy, by ``NAME loss`` and the like."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for line in lines:
         for key, value in line.items():
