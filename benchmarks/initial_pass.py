@@ -55,7 +55,7 @@ def main() -> None:
 def _passes(recipe: FinchFullFinetune) -> dict[str, Callable[[], object]]:
     """What is timed, by its name."""
     data, model, parallel = recipe.data, recipe.model, recipe.parallel
-    collate = data._collate[id(data.samples)]
+    collate = data.collator(data.samples)
     settings = EvalSettings(parallel, lambda _: collate, recipe.cfg.batch_size)
     samples = [data.samples[index] for index in data.samples.rows]
     probe = ProbeRows("question_answer", [{key: list(row[key]) for key in ("tokens", "labels")} for row in samples])

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -132,6 +131,10 @@ class Front:
         end = self.at(1).forgotten
         return point.forgotten / end if end > 0 else 0.0
 
+    def knee(self) -> Point:
+        """Where what is learned exceeds what is forgotten the most, by their shares."""
+        return max(self, key=lambda point: self.learned_share(point) - self.forgotten_share(point))
+
     @property
     def is_open(self) -> bool:
         """Whether one more evaluation is allowed."""
@@ -143,16 +146,15 @@ def choose(front: Front, choice: Choice) -> Point:
     front.at(0), front.at(1)
     if choice.alpha is not None:
         return front.at(choice.alpha)
-    half = front.at(0.5)
+    front.at(0.5)
     if choice.keep is not None:
         keep = choice.keep
         return _boundary(front, lambda point: front.learned_share(point) - keep, front.at(0), front.at(1))
     if choice.budget is not None:
         budget = choice.budget
         return _boundary(front, lambda point: budget - point.forgotten, front.at(1), front.at(0))
-    best = half
     while front.is_open:
-        best = max(front, key=lambda point: front.learned_share(point) - front.forgotten_share(point))
+        best = front.knee()
         points = list(front)
         place = points.index(best)
         gaps = [
@@ -162,7 +164,7 @@ def choose(front: Front, choice: Choice) -> Point:
         if gap < 0.1:
             break
         front.at(round((best.alpha + widest.alpha) / 2, 3))
-    return max(front, key=lambda point: front.learned_share(point) - front.forgotten_share(point))
+    return front.knee()
 
 
 def _boundary(front: Front, margin: Callable[[Point], float], bad: Point, good: Point) -> Point:
@@ -369,9 +371,7 @@ def read_config(run: Path, base: Path | None) -> DictConfig:
     if base is not None:
         old = str(cfg.checkpointer.checkpoint_dir)
         cfg = DictConfig(OmegaConf.create(OmegaConf.to_yaml(cfg).replace(old, str(base))))
-    changes: dict[str, Any] = {**dict.fromkeys(_UNUSED), **_ONE_PROCESS}
-    for key, value in changes.items():
-        cfg[key] = value
+    cfg.update({**dict.fromkeys(_UNUSED), **_ONE_PROCESS})
     refuse_foreign(cfg, file, _BUILT & cfg.keys())
     cfg.optimizer = {"_component_": "torch.optim.AdamW"}
     return cfg
@@ -380,8 +380,7 @@ def read_config(run: Path, base: Path | None) -> DictConfig:
 def average(run: Path, choice: Choice, *, base: Path | None = None) -> list[str]:
     """Chooses alpha, writes RUN/average and returns what is to be said. Raises UserError, see :class:`Averages`."""
     choice.check()
-    cfg = read_config(run, base)
-    cfg = check(cfg, schema.LoraFinetuneKeys)
+    cfg = check(read_config(run, base), schema.LoraFinetuneKeys)
     device = distributed.local_device(cfg.device)
     group = distributed.start_from(cfg, device, shard=precision_of(cfg.dtype).is_mixed)
     try:

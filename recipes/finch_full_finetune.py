@@ -95,7 +95,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def setup_hooks(self) -> None:
         """All that observes the run, in the order in which it is called, and the run's folder: what else can fail before weights are loaded."""
-        cfg, self.state = self.cfg, TrainState(self.parallel, self.cfg.distributed_timeout)
+        cfg, self.state = self.cfg, TrainState(self.parallel)
         preemption = hooks.Preemption()
         first = {"preemption": preemption, "nonfinite": hooks.NonfiniteGuard(), "checks": hooks.StepChecks(cfg)}
         last = {"profiler": hooks.Profiler(cfg), "validation": hooks.Validation(), "probes": probes.Probes(self)}

@@ -174,8 +174,7 @@ def _num_parameters(folder: Path) -> int:
 
 
 def _device_keys(device: str, num_parameters: int, num_rows: int | None) -> dict[str, Any]:
-    """Batch, dtype and activation checkpointing. On a GPU the dtype is bf16_mixed, if weights, gradients and AdamW's moments in fp32 leave room
-    for activations, else bf16; on a CPU it is fp32."""
+    """Batch, dtype and activation checkpointing; bf16_mixed on a GPU with room for fp32 weights, gradients and moments, else bf16."""
     local = parallel.local_device(device)
     ranks = parallel.launched_ranks()
     global_batch = min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH)
@@ -192,11 +191,10 @@ def _device_keys(device: str, num_parameters: int, num_rows: int | None) -> dict
 
 
 def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None) -> tuple[Blocks, str]:
-    """The batch keys for a GPU, the fastest of those that fit, and a line about them: all rows of a step at once; four at once with their
-    activations computed twice; one at once."""
+    """The batch keys for a GPU, the fastest of those that fit, and a line about them."""
     ranks = parallel.launched_ranks()
     rows = max(1, min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH) // ranks)
-    candidates = []
+    candidates = []  # all rows of a step at once; four at once with their activations computed twice; one at once
     for micro_batch, is_recomputed in ((rows, False), (min(_MICRO_BATCH, rows), True), (1, True)):
         values = (micro_batch, max(1, rows // micro_batch), is_recomputed, is_recomputed)
         candidates.append(dict(zip(_BATCH_KEYS, values, strict=True)))

@@ -200,9 +200,10 @@ class Report:
         return samples, stats
 
     def _check_replayed(self, cfg: DictConfig, samples: Any, tokenizer: Any, model: Any) -> None:
-        from finch.training.self_replay import read_prompts, read_settings, refuse_replayed
+        from finch.config.schema import SelfReplay
+        from finch.training.self_replay import read_prompts, refuse_replayed
 
-        settings = read_settings(cfg)
+        settings = SelfReplay.of(cfg.self_replay)
         assert settings is not None
         prompts = read_prompts(settings, samples, getattr(model, "max_seq_len", None), tokenizer)
         self._refuse_replayed = functools.partial(refuse_replayed, settings, prompts)

@@ -167,11 +167,7 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
 
 
 def _set_in_list(cfg: DictConfig, override: str) -> None:
-    """Applies `dataset[1].weight=0.05`, which torchtune's parser takes for a mapping.
-
-    Raises:
-        UserError: there is no such entry.
-    """
+    """Applies `dataset[1].weight=0.05`, which torchtune's parser takes for a mapping. Raises UserError if there is no such entry."""
     path, _, text = override.partition("=")
     match = _ENTRY.match(override)
     assert match is not None

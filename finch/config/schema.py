@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -73,6 +73,13 @@ class Keys(BaseModel):
     """Keys of a config, others are unknown. Numbers and booleans are not read from text, but for those that say so."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    @classmethod
+    def of(cls, block: Any) -> Self | None:
+        """The values of a config's block; None without it."""
+        from omegaconf import OmegaConf
+
+        return None if block is None else cls.model_validate(OmegaConf.to_container(block, resolve=True))
 
 
 class ModelAndData(Keys):

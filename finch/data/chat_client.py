@@ -331,10 +331,7 @@ class ChatClient:
 
 
 def _read_reply(reply: Any) -> tuple[str, bool, int | None]:
-    """The text of a chat completion, whether it is complete, and the tokens of prompt and answer where the server counts them.
-
-    Raises ValueError for anything else.
-    """
+    """A chat completion's text, whether it is complete, and its tokens where the server counts them. Raises ValueError for anything else."""
     try:
         choice = reply.choices[0]
         text, is_complete = choice.message.content or "", choice.finish_reason != "length"

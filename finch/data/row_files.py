@@ -12,6 +12,7 @@ import csv
 import glob
 import gzip
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -142,9 +143,7 @@ def _open_bytes(file: Path) -> Any:
 
 
 def _open(file: Path) -> IO[str]:
-    if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig", errors="replace", newline="")
-    return file.open(encoding="utf-8-sig", errors="replace", newline="")
+    return io.TextIOWrapper(_open_bytes(file), encoding="utf-8-sig", errors="replace", newline="")
 
 
 def part_indices(

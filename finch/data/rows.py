@@ -89,11 +89,7 @@ class TextToTokens:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         text = row.get(self._column)
         if not isinstance(text, str):
-            raise UserError(
-                f"its field {self._column!r} is missing or null"
-                if text is None
-                else f"its field {self._column!r} is not text"
-            )
+            raise UserError(f"its field {self._column!r} is {'missing or null' if text is None else 'not text'}")
         tokens = self._tokenizer.encode(text, add_bos=True, add_eos=True)[: self._limit]
         return {"tokens": tokens, "labels": tokens.copy()}
 
@@ -268,10 +264,8 @@ def load_table(
     """The rows of local ``files`` where there are some, otherwise of the hub or of URLs. Raises UserError if the local files cannot be read
     as one table."""
     if not files:
-        names = [data_files] if isinstance(data_files, str) else data_files
-        return datasets.load_dataset(
-            source, name, split=split, data_files=None if names is None else list(map(str, names))
-        )
+        names = data_files if data_files is None or isinstance(data_files, str) else list(map(str, data_files))
+        return datasets.load_dataset(source, name, split=split, data_files=names)
     options: dict[str, Any] = {}
     if source == "csv":  # numbers stay text, and so do the words None and NA
         strings = datasets.Features({column: datasets.Value("string") for column in csv_columns(files[0])})

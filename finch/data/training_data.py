@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ class TrainingData:
         mixture: how the datasets of ``samples`` are mixed; None: an epoch is every row once.
         order: how ``samples`` are distributed over steps and ranks, by tokens where the rows were read (``check_dataset``, or ``needs_stats``).
             A run that is resumed with another ``check_dataset`` has the same samples in each step, not the same bits.
+        collator: from samples to what makes a batch of their rows.
         eval_settings: for rows that are none of these, such as a probe's.
         stats: of the training rows that the run draws; None: they have not been read.
 
@@ -55,12 +57,9 @@ class TrainingData:
             indices=None if self.mixture is None else self.mixture.indices,
         )
         self._check_sizes()
-        parts = [self.samples, *self.validations.values()]
         collate = locate(cfg.collate_fn, "collate_fn")
-        self._collate = {id(samples): collator(samples, tokenizer, collate) for samples in parts}
-        self.eval_settings = EvalSettings(
-            parallel, lambda samples: collator(samples, tokenizer, collate), cfg.batch_size
-        )
+        self.collator = functools.partial(collator, tokenizer=tokenizer, collate=collate)
+        self.eval_settings = EvalSettings(parallel, self.collator, cfg.batch_size)
         max_seq_len = getattr(tokenizer, "max_seq_len", None)
         self.stats = validate_dataset(self.samples, max_seq_len, parallel) if cfg.check_dataset or needs_stats else None
         for samples in self.validations.values() if cfg.check_dataset else ():
@@ -81,7 +80,7 @@ class TrainingData:
         Those of a step with ``replay`` have ``num_replayed``, [] fp64: the replayed tokens of the step, over all ranks.
         """
         rank, samples = self._parallel.data_parallel_rank, self.samples
-        collate = self._collate[id(samples)]
+        collate = self.collator(samples)
         options: dict[str, Any] = {"num_workers": self._num_workers(samples)}
         options["pin_memory"] = self._parallel.device.type == "cuda"
         if replay is None:
@@ -96,7 +95,7 @@ class TrainingData:
         """One pass over all rows of ``samples``."""
         return EvalLoader(
             samples,
-            self._collate[id(samples)],
+            self.collator(samples),
             self._parallel,
             self._cfg.batch_size,
             num_workers=self._num_workers(samples),

@@ -7,7 +7,7 @@ rounding rounds up with a probability equal to the remainder, so that the mean o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,18 +25,16 @@ STOCHASTIC_VARIANTS = {"torch.optim.AdamW": "torchao.optim._AdamW", "torch.optim
 _KERNEL_ARGUMENTS = ("fused", "foreach", "capturable")
 
 
-def stochastic_optimizer(component: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Path and arguments of the torchao optimizer that replaces a config's under ``dtype: bf16_stochastic``.
-
-    Raises UserError if there is none for this ``component``, the dotted path of the config's optimizer.
-    """
+def stochastic_optimizer(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The block of the torchao optimizer that replaces a config's under ``dtype: bf16_stochastic``. Raises UserError if there is none."""
+    component = block["_component_"]
     variant = STOCHASTIC_VARIANTS.get(component, component)
     if not variant.startswith("torchao.optim."):
         raise UserError(
             f"optimizer._component_={component} cannot round stochastically: with dtype=bf16_stochastic use torch.optim.AdamW or one of torchao.optim"
         )
-    kept = {key: value for key, value in arguments.items() if variant == component or key not in _KERNEL_ARGUMENTS}
-    return variant, {**kept, "bf16_stochastic_round": True}
+    kept = {key: value for key, value in block.items() if variant == component or key not in _KERNEL_ARGUMENTS}
+    return {**kept, "_component_": variant, "bf16_stochastic_round": True}
 
 
 def adapt(optimizer: torch.optim.Optimizer) -> None:

@@ -5,19 +5,11 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from finch import run_files
 from finch.config.schema import Budget
 from finch.log import logger
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
-
-
-def read_budget(cfg: DictConfig) -> Budget | None:
-    """The budget, or None without one."""
-    block: Any = cfg.forgetting_budget
-    return None if block is None else Budget.model_validate(OmegaConf.to_container(block, resolve=True))
 
 
 class ForgettingBudget(Hook):
@@ -30,7 +22,7 @@ class ForgettingBudget(Hook):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._settings, self._trainer, self._run = read_budget(trainer.cfg), trainer, trainer.run
+        self._settings, self._trainer, self._run = Budget.of(trainer.cfg.forgetting_budget), trainer, trainer.run
         self._last: dict[str, Any] | None = None  # {"step", "value"} of the last evaluation
 
     def start(self, trainer: Trainer) -> None:
@@ -85,10 +77,7 @@ class ForgettingBudget(Hook):
         return self._last is not None and self._last["step"] == state.step and self._is_inside()
 
     def _keep_step(self, step: int, *, is_epoch_end: bool = False) -> None:
-        """Exports the model of an evaluation inside the budget, and links it; a collective.
-
-        ``is_epoch_end``: of an epoch that has no folder; with ``save: epochs`` other evaluations do nothing.
-        """
+        """Exports and links the model of an evaluation inside; with ``save: epochs`` only of an epoch without a folder; a collective."""
         if self._settings is None or not (is_epoch_end or self._settings.save == "evaluations"):
             return
         name = f"{run_files.WITHIN_BUDGET}_step_{step}"

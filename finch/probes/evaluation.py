@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from finch.data.loader import REFERENCES, EvalLoader, EvalSettings
-from finch.data.order import EMPTY
 from finch.data.prompts import num_targets
-from finch.distributed.parallel import Parallel
 from finch.probes.rows import ProbeRows, Question
 from finch.training.reference import iter_outputs
 
@@ -23,7 +21,7 @@ def evaluate(model: nn.Module, name: str, rows: ProbeRows, settings: EvalSetting
     the pretrained model to this one at the answers' tokens, in nats.
     """
     has_kl = REFERENCES[0] in rows.samples[0]
-    sums = _sums(model, settings.loader(f"probes.{name}", rows.samples), settings.parallel, has_kl=has_kl)
+    sums = _sums(model, settings.loader(f"probes.{name}", rows.samples), has_kl=has_kl)
     metrics = probe_metrics(sums[0], rows)
     if has_kl:
         metrics["kl"] = float(sums[1].sum() / sum(map(num_targets, rows.samples)))
@@ -38,18 +36,14 @@ def probe_metrics(losses: torch.Tensor, rows: ProbeRows) -> dict[str, float]:
     return {"loss": float(losses.sum() / counts.sum())}
 
 
-def _sums(model: nn.Module, loader: EvalLoader, parallel: Parallel, *, has_kl: bool) -> torch.Tensor:
+def _sums(model: nn.Module, loader: EvalLoader, *, has_kl: bool) -> torch.Tensor:
     """[2, samples] each sample's sum of losses and of KL divergences over its targets, in nats, on the host; the same on every rank."""
-    sums = torch.zeros(2, len(loader.samples), dtype=torch.float64, device=parallel.device)
-    options = {"has_kl": True} if has_kl else {}
-    for indices, _, output in iter_outputs(model, loader, **options):
-        found = torch.stack([output["loss"], output["kl"]] if has_kl else [output]).sum(
-            2, dtype=torch.float64
-        )  # [kinds, batch]
-        kept = torch.tensor([index != EMPTY for index in indices])
-        at = torch.tensor(indices)[kept].to(parallel.device)
-        sums[: len(found), at] = found[:, kept.to(parallel.device)]
-    return parallel.all_reduce_sum_(sums).cpu()  # every sample is on one rank only: the sum adds zeros
+    parallel = loader.parallel
+    sums = torch.zeros(2, len(loader.samples) + 1, dtype=torch.float64, device=parallel.device)  # the last: EMPTY, -1
+    for indices, _, output in iter_outputs(model, loader, has_kl=has_kl):
+        values = torch.stack([output["loss"], output["kl"]] if has_kl else [output])
+        sums[: len(values), indices] = values.sum(2, dtype=torch.float64)
+    return parallel.all_reduce_sum_(sums)[:, :-1].cpu()  # every sample is on one rank only: the sum adds zeros
 
 
 def _multiple_choice(losses: torch.Tensor, counts: torch.Tensor, questions: Sequence[Question]) -> dict[str, float]:

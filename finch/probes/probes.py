@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from finch.config.instantiate import did_you_mean, locate
-from finch.config.schema import Probe
+from finch.config.schema import Budget, Probe
 from finch.data.prompts import Prompts, stop_tokens
 from finch.data.training_data import TrainingData, validation_sets
 from finch.distributed import watchdog
@@ -21,7 +20,6 @@ from finch.distributed.precision import precision_of
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import DFT, STM, TALR
-from finch.probes.budget import read_budget
 from finch.probes.evaluation import evaluate
 from finch.probes.rows import ProbeRows, read_rows
 from finch.training.checkpointer import TrainState
@@ -29,7 +27,8 @@ from finch.training.hooks import Hook, Trainer
 from finch.training.own_answers import OwnAnswers
 from finch.training.reference import model_settings
 
-KINDS_WITH_ACCURACY, KINDS_WITH_KL = ("multiple_choice",), ("self",)
+KIND_WITH = {"accuracy": "multiple_choice", "kl": "self"}
+"""The kind of probe that a metric needs; all kinds have a loss."""
 SECONDS = "probe_seconds"
 _NUM_ROWS_FOR_MEAN = 256
 MAX_SHARE = 0.04
@@ -68,11 +67,11 @@ def check_probes(cfg: DictConfig) -> None:
             )
         if f"validation/{name}/loss" in validations:
             raise UserError(f"probes.{name} and dataset_validation.{name} have the same name; rename one")
-    budget = read_budget(cfg)
+    budget = Budget.of(cfg.forgetting_budget)
     if budget is not None:
         if budget.probe not in probes:
             raise UserError(f"forgetting_budget.probe={budget.probe}: {_no_probe(budget.probe, probes)}")
-        if budget.metric == "kl" and probes[budget.probe].kind not in KINDS_WITH_KL:
+        if budget.metric == "kl" and probes[budget.probe].kind != KIND_WITH["kl"]:
             raise UserError(
                 f"forgetting_budget.metric=kl needs a probe of kind self, and probes.{budget.probe}.kind={probes[budget.probe].kind}; set metric=loss"
             )
@@ -86,12 +85,12 @@ def selection_key(cfg: DictConfig, kinds: dict[str, str]) -> str | None:
     """The metric that the best epoch is chosen by; None: there is none to choose by. Raises UserError if ``select_by`` names a metric that
     the probe's kind does not have."""
     if cfg.select_by is not None:
-        match = re.fullmatch(r"probe/([^/]+)/(accuracy|kl)", cfg.select_by)
-        if match is not None:
-            needed = KINDS_WITH_ACCURACY if match[2] == "accuracy" else KINDS_WITH_KL
-            if kinds[match[1]] not in needed:
+        source, *rest = cfg.select_by.split("/")
+        if source == "probe":
+            name, metric = rest
+            if kinds[name] != KIND_WITH.get(metric, kinds[name]):
                 raise UserError(
-                    f"select_by={cfg.select_by}: probes.{match[1]} is of kind {kinds[match[1]]}, which has no {match[2]}; use probe/{match[1]}/loss"
+                    f"select_by={cfg.select_by}: probes.{name} is of kind {kinds[name]}, which has no {metric}; use probe/{name}/loss"
                 )
         return str(cfg.select_by)
     validation = next(iter(validation_sets(cfg.dataset_validation)), None)
@@ -100,7 +99,7 @@ def selection_key(cfg: DictConfig, kinds: dict[str, str]) -> str | None:
         return validation
     task = next((name for name, probe in read_probes(cfg).items() if probe.task), None)
     if task is not None:
-        return f"probe/{task}/" + ("accuracy" if kinds[task] in KINDS_WITH_ACCURACY else "loss")
+        return f"probe/{task}/" + ("accuracy" if kinds[task] == KIND_WITH["accuracy"] else "loss")
     if validation is not None and not cfg.save_last_epoch_only:
         logger.warning(
             f"RUN/best is chosen by {validation}, a raw cross-entropy, which picks the least trained epoch with {loss.__name__}: mark a probe of the "
@@ -119,10 +118,10 @@ def _check_selection(select_by: str, probes: dict[str, Probe], validations: Iter
     name, metric = rest
     if name not in probes:
         raise UserError(f"select_by={select_by}: {_no_probe(name, probes)}")
-    needed = {"accuracy": KINDS_WITH_ACCURACY, "kl": KINDS_WITH_KL}.get(metric)
-    if needed is not None and probes[name].kind not in ("auto", *needed):
+    needed = KIND_WITH.get(metric)
+    if needed is not None and probes[name].kind not in ("auto", needed):
         raise UserError(
-            f"select_by={select_by}: probes.{name}.kind={probes[name].kind} has no {metric}, which kind {needed[0]} has; use probe/{name}/loss"
+            f"select_by={select_by}: probes.{name}.kind={probes[name].kind} has no {metric}, which kind {needed} has; use probe/{name}/loss"
         )
 
 
@@ -160,7 +159,6 @@ class Probes(Hook):
             for name, rows in self._rows.items()
             if rows.kind == "self"
         }
-        self._ungenerated = set(self._answers)
         self._baselines: dict[str, dict[str, Any]] = {}
         self._intervals = self._choose_intervals(trainer.data) if self._rows else {}
         trainer.state.select_by = key = selection_key(cfg, kinds)
@@ -186,16 +184,16 @@ class Probes(Hook):
         for name, answers in self._answers.items():
             if answers.load(trainer.base.files, model_settings(self._cfg), self._parallel):
                 self._rows[name].samples = answers.samples
-                self._ungenerated.discard(name)
-        return bool(self._ungenerated or set(self._rows) - set(self._baselines))
+        has_answers = all(answers.samples for answers in self._answers.values())
+        return not has_answers or self._baselines.keys() != self._rows.keys()
 
     def prepare(self, trainer: Trainer) -> None:
         """Generates answers and measures what is missing of step 0; a collective."""
         start = time.perf_counter()
-        for name in sorted(self._ungenerated):
-            compute = precision_of(self._cfg.dtype).compute
-            self._answers[name].generate(trainer.model, self._parallel, compute, self._eval)
-            self._rows[name].samples = self._answers[name].samples
+        for name, answers in sorted(self._answers.items()):
+            if not answers.samples:
+                answers.generate(trainer.model, self._parallel, precision_of(self._cfg.dtype).compute, self._eval)
+                self._rows[name].samples = answers.samples
         for name, rows in self._rows.items():
             if name not in self._baselines:
                 metrics = evaluate(trainer.model, name, rows, self._eval)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,21 +84,14 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
     except UserError as error:
         raise _named(key, error) from error
     if transform is None:
-        options: dict[str, Any] = {"format": settings.format, "column_map": settings.column_map, "limit": limit}
-        options["max_new_tokens"] = settings.max_new_tokens
-        if files is None:  # those of finch's prompts that fit
-            options["limit"] = None
+        number = settings.max_new_tokens
+        options: dict[str, Any] = {"format": settings.format, "column_map": settings.column_map}
+        options |= {"max_new_tokens": number, "limit": None if files is None else limit}
         prompts = tokenize_prompts(key, str(files or "finch's prompts"), rows, tokenizer, **options)
-        if files is None:
-            shortest, room = min(map(len, prompts)), math.inf if limit is None else limit - settings.max_new_tokens
-            check_context(
-                f"{key}: the shortest of finch's prompts",
-                shortest,
-                settings.max_new_tokens,
-                limit,
-                f"lower {key}.max_new_tokens",
-            )
-            prompts = [prompt for prompt in prompts if len(prompt) <= room]
+        if files is None and limit is not None:  # those of finch's prompts that fit
+            shortest, remedy = f"{key}: the shortest of finch's prompts", f"lower {key}.max_new_tokens"
+            check_context(shortest, min(map(len, prompts)), number, limit, remedy)
+            prompts = [prompt for prompt in prompts if len(prompt) <= limit - number]
         return ProbeRows(kind, [{"tokens": each, "labels": [IGNORE_INDEX] * len(each)} for each in prompts])
     result = ProbeRows(kind, [])
     num_truncated = 0

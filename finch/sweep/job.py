@@ -319,9 +319,9 @@ def _was_finished(run: Path, cfg: DictConfig) -> bool:
 
 
 def _is_stopped_by_budget(state: dict[str, Any], cfg: DictConfig) -> bool:
-    from finch.probes.budget import read_budget
+    from finch.config.schema import Budget
 
-    budget, last = read_budget(cfg), state.get("forgetting_budget")
+    budget, last = Budget.of(cfg.forgetting_budget), state.get("forgetting_budget")
     if budget is None or budget.action != "stop" or last is None:
         return False
     return not last["value"] <= budget.max_increase  # a NaN is outside

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,7 +53,6 @@ class TrainState:
     """
 
     parallel: Parallel
-    timeout_s: float = 1800.0
     step: int = 0
     epoch: int = 0
     consumed: int = 0
@@ -67,11 +65,6 @@ class TrainState:
     stop: Stop | None = None
     is_save_due: bool = False
     _requested: Stop | None = None
-
-    def __post_init__(self) -> None:
-        # On the host: a request must not wait for the device.
-        timeout = timedelta(seconds=self.timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.parallel.world_size > 1 else None
 
     def request_save(self) -> None:
         """Asks for the state to be saved after this step; one rank's request is enough."""
@@ -91,16 +84,13 @@ class TrainState:
             asked is not None and not asked.is_finished,
             asked is not None and asked.is_requeued,
         ]
-        if self._group is not None:
+        if self.parallel.world_size > 1:  # on the host: a request must not wait for the device
             found = torch.tensor(flags, dtype=torch.int32)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.parallel.host_group)
             flags = [bool(flag) for flag in found.tolist()]
         self.is_save_due, is_stopped, is_unfinished, is_requeued = flags
         if is_stopped:
-            reasons = [None if asked is None else asked.reason]
-            if self._group is not None:
-                reasons *= self.parallel.world_size
-                dist.all_gather_object(reasons, reasons[0], group=self._group)
+            reasons = self.parallel.gather_all_ranks(None if asked is None else asked.reason)
             self.stop = Stop(next(filter(None, reasons)), not is_unfinished, is_requeued)
 
     def advance(self, order: GlobalOrder, steps_per_epoch: int) -> None:

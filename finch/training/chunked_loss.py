@@ -201,7 +201,8 @@ class TokenLoss(nn.Module):
         if num_top_logits:  # the objective raises for a vocabulary that is too small
             outputs["top_logits"] = logits.detach().topk(min(num_top_logits, logits.shape[-1])).values
         if num_top_log_probs:
-            outputs["top_log_probs"], outputs["top_tokens"] = top_log_probs(logits, num_top_log_probs)
+            top_k = min(num_top_log_probs, logits.shape[-1])
+            outputs["top_log_probs"], outputs["top_tokens"] = top_log_probs(logits, top_k)
         if choose is not None:
             outputs["chosen"] = choose(logits.detach())
         if len(reference) == 1:

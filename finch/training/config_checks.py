@@ -52,8 +52,7 @@ def check_schedule(cfg: DictConfig) -> str | None:
     node = dict(cfg.lr_scheduler)
     if issubclass(kind, FinchLR) and node.get("init", "dataset") == "dataset":
         node["init"] = "first_batch"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
     return finch_warning(caught[0].message) if caught else None
 
@@ -101,7 +100,7 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
             "compile=False, or tensor_parallel_dim=1, FSDP2 shards the model over all ranks"
         )
     if precision_of(cfg.dtype).stochastic:
-        stochastic_optimizer(cfg.optimizer["_component_"], {})
+        stochastic_optimizer(cfg.optimizer)
     if cfg.enable_activation_offloading and device.type != "cuda":
         raise UserError("enable_activation_offloading=True needs device=cuda; set it to False")
     if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
@@ -213,6 +212,5 @@ def _check_optimizer(cfg: DictConfig) -> None:
     """Builds optimizer and torch's schedulers on a dummy parameter, so that wrong arguments fail early."""
     optimizer = build(cfg.optimizer, "optimizer", [nn.Parameter(torch.zeros(1))])
     if cfg.lr_scheduler is not None and loss_schedule(cfg) is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             build(cfg.lr_scheduler, "lr_scheduler", optimizer, num_training_steps=100, last_epoch=-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from omegaconf import DictConfig
@@ -41,10 +41,11 @@ class Update:
         optimizers: Sequence[Optimizer],
         schedule: Schedule,
         parallel: Parallel,
-        clip_grad_norm: float | None = None,
+        clip_grad_norm: float | str | None = None,
     ) -> None:
         self.optimizers, self.schedule = optimizers, schedule
-        self._model, self._parallel, self._clip_grad_norm = model, parallel, clip_grad_norm
+        self._model, self._parallel = model, parallel
+        self._clip_grad_norm = None if clip_grad_norm is None else float(clip_grad_norm)  # YAML's 1e-5 is text
         is_fused = all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
         self.clips_in_kernel = is_fused and parallel.device.type == "cuda"
         self._scale: torch.Tensor | None = None
@@ -148,8 +149,8 @@ def make_update(
     cfg: DictConfig, model: TokenLoss, optimizers: Sequence[Optimizer], schedule: Schedule, parallel: Parallel
 ) -> Update:
     """The update of a run that has these optimizers and this schedule."""
-    clip_grad_norm = None if cfg.clip_grad_norm is None else float(cfg.clip_grad_norm)
-    return (UpdateInBackward if cfg.optimizer_in_bwd else Update)(model, optimizers, schedule, parallel, clip_grad_norm)
+    update = UpdateInBackward if cfg.optimizer_in_bwd else Update
+    return update(model, optimizers, schedule, parallel, cfg.clip_grad_norm)
 
 
 def build_optimizers(
@@ -160,10 +161,7 @@ def build_optimizers(
     With ``tensor_lr`` the learning rate stays a tensor on ``device`` where the optimizer supports it, for a schedule that never
     synchronises with a GPU.
     """
-    node = {**cfg.optimizer}
-    if precision.stochastic:
-        component, arguments = stochastic_optimizer(node.pop("_component_"), node)
-        node = {"_component_": component, **arguments}
+    node = stochastic_optimizer(cfg.optimizer) if precision.stochastic else cfg.optimizer
     on_device = tensor_lr and device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload
 
     def make(params: list[nn.Parameter]) -> Optimizer:
@@ -221,8 +219,7 @@ def build_schedule(
         shape = cfg.lr_scheduler.get("shape", "curve")
         logger.info(f"replaying the learning rates of {cfg.lr_scheduler.log}, shape={shape}")
         return build(node, "lr_scheduler", optimizers)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         finch = build({**node, "init": init}, "lr_scheduler", optimizers)
     for warning in caught:
         logger.warning(finch_warning(warning.message))
@@ -241,10 +238,7 @@ def finch_warning(message: Warning | str) -> str:
 
 def optimizer_bytes(cfg: DictConfig, precision: Precision) -> float:
     """Bytes of optimizer state per trained parameter: counted on a small parameter, by name for optimizers that compile a kernel."""
-    node: dict[str, Any] = {**cfg.optimizer}
-    if precision.stochastic:
-        component, arguments = stochastic_optimizer(node.pop("_component_"), node)
-        node = {"_component_": component, **arguments}
+    node = stochastic_optimizer(cfg.optimizer) if precision.stochastic else cfg.optimizer
     module, _, name = node["_component_"].rpartition(".")
     for pattern, bits, block in (("8bit", 8, _BLOCK), ("fp8", 8, _BLOCK), ("4bit", 4, _BLOCK // 2)):
         if pattern in name.lower():

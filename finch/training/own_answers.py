@@ -7,26 +7,26 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchtune.modules import KVCache, MultiHeadAttention, local_kv_cache
+from torchtune.modules import KVCache, local_kv_cache
 
 from finch.data.loader import REFERENCES, EvalSettings
-from finch.data.order import EMPTY
 from finch.data.prompts import Prompts, Sample, num_targets
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.integrations.self_replay import chooser, end_turn, uniform_draws
 from finch.log import logger
-from finch.models.qwen3 import Qwen3Attention
 from finch.objectives import IGNORE_INDEX
 from finch.progress import Progress
 from finch.training.chunked_loss import TokenLoss
-from finch.training.reference import ReferenceFile, fingerprint_of, iter_outputs
+from finch.training.padding_free_attention import CALLS_ATTENTION
+from finch.training.reference import ReferenceFile, compute_reference_top_k, fingerprint_of
 
 BATCH_ROWS, BATCH_TOKENS = 64, 16384
 """At most so many prompts, and so many tokens with padding and answers, are continued at a time, whatever the number of ranks: a row's
@@ -35,59 +35,50 @@ KEPT_SHARE = 0.75
 """Of a batch's rows: when no more have not ended, the others leave it."""
 
 
+@dataclass
 class OwnAnswers:
     """The answers to ``prompts`` under the config key ``key``.
 
-    Args:
+    Attributes:
         path: of the file; a run's own.
         stop_tokens: end an answer.
         temperature: of the tokens' distribution, from which they are sampled, seeded by row; 0: the likeliest token.
         cache: a folder that keeps the answers for other runs as well; None: only ``path`` does.
-
-    Attributes:
         samples: prompts with answers and ``REFERENCES``, once :meth:`load` or :meth:`generate` has them.
     """
 
-    def __init__(
-        self,
-        key: str,
-        path: Path,
-        prompts: Prompts,
-        *,
-        stop_tokens: Collection[int],
-        max_new_tokens: int,
-        top_k: int,
-        temperature: float = 0.0,
-        cache: Path | None = None,
-    ) -> None:
-        self._key, self._path, self._prompts, self._cache = key, path, prompts, cache
-        self._stop_tokens, self._max_new_tokens = sorted(stop_tokens), max_new_tokens
-        self._top_k, self._temperature = top_k, temperature
-        self._files: list[ReferenceFile] = []
-        self.samples: list[Sample] = []
+    key: str
+    path: Path
+    prompts: Prompts
+    stop_tokens: Collection[int]
+    max_new_tokens: int
+    top_k: int
+    temperature: float = 0.0
+    cache: Path | None = None
+    samples: list[Sample] = field(default_factory=list)
+    _files: list[ReferenceFile] = field(default_factory=list)
 
     def load(self, weight_files: Iterable[Path], model_settings: dict[str, Any], parallel: Parallel) -> bool:
         """Takes the answers of an earlier start; a collective. Returns whether every rank could read them.
 
         They belong to the pretrained ``weight_files`` and to ``model_settings``, what else decides the model's outputs, as JSON.
         """
-        settings = {**model_settings, "max_new_tokens": self._max_new_tokens, "top_k": self._top_k}
-        if self._temperature:
-            settings["temperature"] = self._temperature
-        content: list[Any] = [self._prompts.tokens, self._stop_tokens]
-        content += [] if self._prompts.after is None else [self._prompts.after]
+        settings = {**model_settings, "max_new_tokens": self.max_new_tokens, "top_k": self.top_k}
+        if self.temperature:
+            settings["temperature"] = self.temperature
+        content: list[Any] = [self.prompts.tokens, sorted(self.stop_tokens)]
+        content += [] if self.prompts.after is None else [self.prompts.after]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).digest()
         fingerprint = fingerprint_of(weight_files, int.from_bytes(digest, "little"), settings)
-        paths = [
-            self._path,
-            *([] if self._cache is None else [self._cache / f"own_answers_{fingerprint[:16]}.safetensors"]),
-        ]
+        paths = [self.path]
+        if self.cache is not None:
+            paths.append(self.cache / f"own_answers_{fingerprint[:16]}.safetensors")
         self._files = [ReferenceFile(path, fingerprint) for path in paths]
         for file in self._files:
             tensors = file.load(parallel)
             if tensors is not None:
                 self.samples = self._samples(tensors)
-                logger.info(f"{self._key}: the pretrained model's answers are read from {file.path}")
+                logger.info(f"{self.key}: the pretrained model's answers are read from {file.path}")
                 self._save(parallel)
                 return True
         return False
@@ -104,28 +95,30 @@ class OwnAnswers:
         Raises:
             UserError: all answers are empty.
         """
-        start, prompts = time.perf_counter(), self._prompts.tokens
-        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "dtype": dtype, "parallel": parallel}
-        if self._prompts.after is not None:  # the model writes the user's turn as well
-            ends = {*self._stop_tokens, *self._prompts.after[:1]}
-            draws = uniform_draws(len(prompts), self._max_new_tokens, 1)
+        start, prompts = time.perf_counter(), self.prompts.tokens
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "dtype": dtype, "parallel": parallel}
+        if self.prompts.after is not None:  # the model writes the user's turn as well
+            ends = {*self.stop_tokens, *self.prompts.after[:1]}
+            draws = uniform_draws(len(prompts), self.max_new_tokens, 1)
             turns = generate(
-                model, prompts, draws, self._temperature or 1.0, ends, title=f"{self._key}: prompts", **options
+                model, prompts, draws, self.temperature or 1.0, ends, title=f"{self.key}: prompts", **options
             )
             pairs = zip(prompts, turns, strict=True)
-            prompts = [end_turn([*prompt, *turn["tokens"]], ends, self._prompts.after) for prompt, turn in pairs]
-        draws = uniform_draws(len(prompts), self._max_new_tokens, 0)
-        ends = set(self._stop_tokens)
-        options.update(top_k=0 if measured else self._top_k, title=f"{self._key}: answers")
-        answers = generate(model, prompts, draws, self._temperature, ends, **options)
+            prompts = [end_turn([*prompt, *turn["tokens"]], ends, self.prompts.after) for prompt, turn in pairs]
+        draws = uniform_draws(len(prompts), self.max_new_tokens, 0)
+        ends = set(self.stop_tokens)
+        options.update(top_k=0 if measured else self.top_k, title=f"{self.key}: answers")
+        answers = generate(model, prompts, draws, self.temperature, ends, **options)
         if all(set(answer["tokens"]) <= ends for answer in answers):
-            raise UserError(f"{self._key}: the pretrained model answers none of the prompts; give other ones")
+            raise UserError(f"{self.key}: the pretrained model answers none of the prompts; give other ones")
         self.samples = [_sample(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         if measured is not None:
-            _add_references(model, self._key, self.samples, self._top_k, measured)
+            found = compute_reference_top_k(model, measured.loader(self.key, self.samples), self.top_k)
+            for index, sample in enumerate(self.samples):
+                sample.update(zip(REFERENCES, found.row(index), strict=True))
         number = sum(map(num_targets, self.samples))
         logger.info(
-            f"{self._key}: the pretrained model's {'sampled' if self._temperature else 'greedy'} answers to {len(prompts)} prompts, "
+            f"{self.key}: the pretrained model's {'sampled' if self.temperature else 'greedy'} answers to {len(prompts)} prompts, "
             f"{number:,} tokens, in {time.perf_counter() - start:.1f} s"
         )
         self._save(parallel)
@@ -147,7 +140,7 @@ class OwnAnswers:
             "lengths": torch.tensor(lengths),
             **{key: torch.cat([sample[key] for sample in self.samples]) for key in REFERENCES},
         }
-        if self._prompts.after is not None:
+        if self.prompts.after is not None:
             tensors["prompts"] = _flat(tokens[:start] for tokens, start in rows)
             tensors["prompt_lengths"] = torch.tensor([len(tokens) + start for tokens, start in rows])
         return tensors
@@ -156,8 +149,8 @@ class OwnAnswers:
         """What :meth:`_tensors` holds."""
         lengths = tensors["lengths"].tolist()
         parts = {name: tensors[name].split(lengths) for name in ("answers", *REFERENCES)}
-        prompts = self._prompts.tokens
-        if self._prompts.after is not None:
+        prompts = self.prompts.tokens
+        if self.prompts.after is not None:
             prompts = [each.tolist() for each in tensors["prompts"].split(tensors["prompt_lengths"].tolist())]
         return [
             _sample(prompt, {"tokens": answer.tolist(), **dict(zip(REFERENCES, references, strict=True))})
@@ -172,21 +165,6 @@ def _flat(rows: Iterable[Sequence[int]]) -> torch.Tensor:
 def _sample(prompt: Sequence[int], answer: dict[str, Any]) -> Sample:
     tokens = answer["tokens"]
     return {**answer, "tokens": [*prompt, *tokens], "labels": [IGNORE_INDEX] * len(prompt) + tokens}
-
-
-def _add_references(model: TokenLoss, key: str, samples: list[Sample], top_k: int, settings: EvalSettings) -> None:
-    """Adds the pretrained model's distributions at the answers' tokens to each sample; a collective."""
-    share: dict[int, tuple[torch.Tensor, ...]] = {}
-    options = {"num_top_log_probs": min(top_k, model.decoder.tok_embeddings.num_embeddings)}
-    for indices, batch, output in iter_outputs(model, settings.loader(key, samples), **options):
-        log_probs, tokens = output["top_log_probs"].cpu(), output["top_tokens"].cpu()
-        for position, index in enumerate(indices):
-            if index != EMPTY:
-                is_target = batch["labels"][position] != IGNORE_INDEX
-                share[index] = (log_probs[position][is_target], tokens[position][is_target].int())
-    for part in settings.parallel.gather(share):
-        for index, values in part.items():
-            samples[index].update(zip(REFERENCES, values, strict=True))
 
 
 @torch.no_grad()
@@ -210,7 +188,6 @@ def generate(
     whose cumulative probability at ``temperature`` is above the draw; at temperature 0 the likeliest. ``dtype``: of the model's
     computation. ``title``: of the progress bar; empty: no bar.
     """
-    options = {"num_top_log_probs": min(top_k, model.decoder.tok_embeddings.num_embeddings)}
     longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # little padding
     size = max(1, min(BATCH_ROWS, BATCH_TOKENS // (len(prompts[longest_first[0]]) + max_new_tokens)))
     groups = [longest_first[start : start + size] for start in range(0, len(prompts), size)]
@@ -229,7 +206,7 @@ def generate(
                     break
                 choose = chooser(draws[batch.indices, step].to(parallel.device), temperature)
                 for index, token, *reference in zip(
-                    batch.indices, *batch.next_tokens(model, choose, **options), strict=True
+                    batch.indices, *batch.next_tokens(model, choose, top_k), strict=True
                 ):
                     if index in active:
                         found[index].append((token, *reference))
@@ -295,9 +272,9 @@ class _Batch:
                 module.k_cache, module.v_cache = module.k_cache[kept], module.v_cache[kept]
 
     def next_tokens(
-        self, model: nn.Module, choose: Callable[[torch.Tensor], torch.Tensor], **options: int
+        self, model: nn.Module, choose: Callable[[torch.Tensor], torch.Tensor], top_k: int
     ) -> list[Sequence[Any]]:
-        """The next token of each row, which is appended, and its distribution where ``options`` of the model's forward ask for it."""
+        """The next token of each row, which is appended, and with ``top_k`` its distribution."""
         number, seq = self._tokens.shape
         new = torch.arange(self._num_cached, seq, device=self._tokens.device)  # positions that are computed
         keys = torch.arange(self._longest if self._is_cached else seq, device=new.device)
@@ -308,23 +285,17 @@ class _Batch:
         labels = torch.full((number, len(new)), IGNORE_INDEX, device=new.device)
         labels[:, -1] = 0  # whose loss is not used
         targets = torch.arange(1, number + 1, device=new.device) * len(new) - 1
-        output = model(self._tokens[:, new], labels, targets, choose=choose, **inputs, **options)
+        output = model(self._tokens[:, new], labels, targets, choose=choose, num_top_log_probs=top_k, **inputs)
         self._tokens = torch.cat([self._tokens, output["chosen"][:, -1:].to(self._tokens.dtype)], 1)
         if self._is_cached:
             self._num_cached = seq
         chosen = self._tokens[:, -1].tolist()
-        if "top_tokens" not in output:
+        if not top_k:
             return [chosen]
         return [chosen, output["top_log_probs"][:, -1].cpu(), output["top_tokens"][:, -1].int().cpu()]
 
 
 def _can_cache(model: TokenLoss) -> bool:
     """Whether every attention layer is one whose cache takes a mask of all keys; Gemma 2's windows do not."""
-    known = (MultiHeadAttention, Qwen3Attention)
-    attentions = [module for name, module in model.decoder.named_modules() if name.endswith(".attn")]
-    return bool(attentions) and all(type(module) in known or _is_sharded(module, known) for module in attentions)
-
-
-def _is_sharded(module: nn.Module, known: tuple[type, ...]) -> bool:
-    """FSDP2 gives a module it wraps a separate class."""
-    return type(module).__name__.startswith("FSDP") and isinstance(module, known)
+    layers: list[Any] = [layer.attn for layer in model.decoder.layers]
+    return all(type(layer).forward in CALLS_ATTENTION for layer in layers)

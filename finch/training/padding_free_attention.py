@@ -22,7 +22,8 @@ Way = Literal["padded", "per sample", "one call"]
 AttentionCall = Callable[..., torch.Tensor]
 _attend: AttentionCall = F.scaled_dot_product_attention
 
-_CALLS_ATTENTION = (MultiHeadAttention.forward, Qwen3Attention.forward)  # these leave the scores to `_attention_call`
+CALLS_ATTENTION = (MultiHeadAttention.forward, Qwen3Attention.forward)
+"""Of the attention layers that leave the scores to `_attention_call`."""
 _COMPUTES_SCORES = (Gemma2Attention.forward,)
 
 DESCRIPTIONS: dict[Way, str] = {
@@ -40,7 +41,7 @@ def choose_way(
     Only torchtune's attention layers and finch's can do without padding. A call per sample is not compiled: it would be a graph per batch.
     """
     layers: list[Any] = [layer.attn for layer in decoder.layers]
-    if not padding_free or not all(type(layer).forward in (*_CALLS_ATTENTION, *_COMPUTES_SCORES) for layer in layers):
+    if not padding_free or not all(type(layer).forward in (*CALLS_ATTENTION, *_COMPUTES_SCORES) for layer in layers):
         return "padded"
     can_call_once = all(_can_call_once(layer, device, dtype) for layer in layers)
     if compile:
@@ -53,7 +54,7 @@ def accept_padding_free(decoder: TransformerDecoder, way: Way) -> None:
     for layer in (layer.attn for layer in decoder.layers):
         if way == "one call":
             layer.forward = _call_once(layer, layer.forward)
-        elif type(layer).forward in _CALLS_ATTENTION:
+        elif type(layer).forward in CALLS_ATTENTION:
             layer._attention_call = _dispatch(layer._attention_call)
         else:
             _pad_inside(layer)
@@ -94,7 +95,7 @@ def padding_free_attention(
 
 
 def _can_call_once(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    if type(layer).forward not in _CALLS_ATTENTION or not isinstance(layer, MultiHeadAttention) or layer.attn_dropout:
+    if type(layer).forward not in CALLS_ATTENTION or not isinstance(layer, MultiHeadAttention) or layer.attn_dropout:
         return False
     # Of torchtune's releases some apply a norm of queries before the rotary embedding, some after.
     is_known = isinstance(layer, Qwen3Attention) or layer.q_norm is None

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from finch import files, run_files
 from finch.data.dataset import Samples
-from finch.data.loader import Batch, EvalLoader, model_inputs, to_device
+from finch.data.loader import REFERENCES, Batch, EvalLoader, model_inputs, to_device
 from finch.data.order import EMPTY
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
@@ -222,19 +222,21 @@ def compute_reference_losses(model: nn.Module, loader: EvalLoader) -> ReferenceL
     """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all losses. Raises UserError if no
     row has a target token."""
     indices: list[int] = []
-    num_targets, losses, sequence_losses = [], [], []
+    num_targets: list[int] = []
+    losses, sequence_losses = [], []
     draws = loader.samples.draws
     for rows, batch, token_loss in iter_outputs(model, loader):
         token_loss = token_loss.cpu()
         indices += rows
-        num_targets.append((batch["labels"] != IGNORE_INDEX).sum(1))
+        num_targets += (batch["labels"] != IGNORE_INDEX).sum(1).tolist()
         losses.append(token_loss.flatten()[batch["targets"]])
         if draws is None:
             sequence_losses.append(Objective().sequence_losses(token_loss, batch))
         else:
             sequence_losses += _repeated_sequence_losses(token_loss, batch, draws[torch.tensor(rows)].tolist())
-    share = (torch.tensor(indices), torch.cat(num_targets), torch.cat(losses), torch.cat(sequence_losses))
-    reference = replace(_merge_losses(loader.parallel.gather(share), len(loader.samples)), draws=draws)
+    shares = loader.parallel.gather((torch.cat(sequence_losses), indices, num_targets, torch.cat(losses)))
+    ends, [merged] = _merge([share[1:] for share in shares], len(loader.samples))
+    reference = ReferenceLosses(merged, ends, torch.cat([share[0] for share in shares]), draws)
     if reference.sequence_losses.numel() == 0:
         raise no_targets_error(loader.samples)
     return reference
@@ -247,15 +249,14 @@ def _repeated_sequence_losses(token_loss: torch.Tensor, batch: Batch, repeats: l
         yield Objective().sequence_losses(token_loss[[index]], row).repeat(count)
 
 
-def _merge_losses(shares: list[tuple[torch.Tensor, ...]], num_rows: int) -> ReferenceLosses:
-    """The ranks' shares in the order of the rows."""
-    rows: list[torch.Tensor] = [torch.empty(0)] * num_rows
-    for indices, num_targets, losses, _ in shares:
-        for index, row in zip(indices.tolist(), losses.split(num_targets.tolist()), strict=True):
-            if index != EMPTY:
-                rows[index] = row
-    ends = torch.tensor([len(row) for row in rows]).cumsum(0)
-    return ReferenceLosses(torch.cat(rows), ends, torch.cat([share[3] for share in shares]))
+def _merge(shares: Iterable[tuple[Any, ...]], num_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Where each row's values end, and the values in the order of the rows. A rank's share: rows, their target tokens, and values [targets, ...]."""
+    rows: dict[int, tuple[torch.Tensor, ...]] = {}
+    for indices, num_targets, *values in shares:
+        parts = zip(*(each.split(num_targets) for each in values), strict=True)
+        rows |= {index: part for index, part in zip(indices, parts, strict=True) if index != EMPTY}
+    ends = torch.tensor([len(rows[index][0]) if index in rows else 0 for index in range(num_rows)]).cumsum(0)
+    return ends, [torch.cat(values) for values in zip(*(rows[index] for index in sorted(rows)), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -275,53 +276,32 @@ class ReferenceTopK:
 
     @property
     def num_bytes(self) -> int:
-        return sum(values.numel() * values.element_size() for values in (self.log_probs, self.tokens))
+        return self.log_probs.nbytes + self.tokens.nbytes
+
+    def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ``REFERENCES`` of one row; none for the empty row."""
+        span = row_span(self.ends, index)
+        return self.log_probs[span], self.tokens[span]
 
     def add_to(self, batch: Batch, rows: Sequence[int]) -> Batch:
         """The batch, on the host, with the distributions of its target tokens, as :class:`finch.training.chunked_loss.TokenLoss` takes them.
 
         ``rows``: the dataset indices of its samples, in their order.
         """
-        spans = [row_span(self.ends, index) for index in rows]
-        return {
-            **batch,
-            "reference_log_probs": torch.cat([self.log_probs[span] for span in spans]),
-            "reference_tokens": torch.cat([self.tokens[span] for span in spans]),
-        }
+        values = zip(*(self.row(index) for index in rows), strict=True)
+        return {**batch, **dict(zip(REFERENCES, map(torch.cat, values), strict=True))}
 
 
 def compute_reference_top_k(model: nn.Module, loader: EvalLoader, top_k: int) -> ReferenceTopK:
     """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all rows."""
     indices: list[int] = []
-    num_targets, log_probs, tokens = [], [], []
-    for rows, batch, outputs in iter_outputs(_WithTopK(model, top_k), loader):
+    num_targets: list[int] = []
+    log_probs, tokens = [], []
+    for rows, batch, outputs in iter_outputs(model, loader, num_top_log_probs=top_k):
         indices += rows
-        num_targets.append((batch["labels"] != IGNORE_INDEX).sum(1))
+        num_targets += (batch["labels"] != IGNORE_INDEX).sum(1).tolist()
         log_probs.append(outputs["top_log_probs"].cpu().flatten(0, 1)[batch["targets"]])
         tokens.append(outputs["top_tokens"].cpu().flatten(0, 1)[batch["targets"]].int())
-    share = (indices, torch.cat(num_targets).tolist(), torch.cat(log_probs), torch.cat(tokens))
-    return _merge_top_k(loader.parallel.gather(share), len(loader.samples))
-
-
-def _merge_top_k(shares: list[tuple[list[int], list[int], torch.Tensor, torch.Tensor]], num_rows: int) -> ReferenceTopK:
-    """The ranks' shares in the order of the rows."""
-    parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for indices, num_targets, log_probs, tokens in shares:
-        rows = zip(indices, log_probs.split(num_targets), tokens.split(num_targets), strict=True)
-        parts |= {index: (row_log_probs, row_tokens) for index, row_log_probs, row_tokens in rows if index != EMPTY}
-    order = sorted(parts)
-    ends = torch.tensor([len(parts[index][0]) if index in parts else 0 for index in range(num_rows)]).cumsum(0)
-    return ReferenceTopK(
-        torch.cat([parts[index][0] for index in order]), torch.cat([parts[index][1] for index in order]), ends
-    )
-
-
-class _WithTopK(nn.Module):
-    """A model that returns its most likely tokens at each forward pass."""
-
-    def __init__(self, model: nn.Module, top_k: int) -> None:
-        super().__init__()
-        self.model, self.top_k = model, top_k
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.model(**inputs, num_top_log_probs=self.top_k)
+    share = (indices, num_targets, torch.cat(log_probs), torch.cat(tokens))
+    ends, merged = _merge(loader.parallel.gather(share), len(loader.samples))
+    return ReferenceTopK(merged[0], merged[1], ends)

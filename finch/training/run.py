@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -43,20 +43,8 @@ ACQUIRE_TIMEOUT_S = 5.0  # a holder that has been killed may take a moment to ex
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
-class Recipe(Protocol):
-    """What :func:`run_recipe` needs of a recipe."""
-
-    interrupted: bool
-    """Whether Ctrl-C has ended the run."""
-
-    def setup(self, cfg: DictConfig) -> Any: ...
-    def train(self) -> Any: ...
-    def close(self) -> None: ...
-    def cleanup(self) -> Any: ...
-
-
-def run_recipe(recipe_class: Callable[[DictConfig], Recipe], cfg: DictConfig) -> None:
-    """Runs a recipe from its checks to the end of the process. Ctrl-C, once the state is saved, ends it with exit code 130.
+def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> None:
+    """Runs a recipe from its checks to the end of the process. Ctrl-C, once the state is saved (``interrupted``), ends it with exit code 130.
 
     Raises UserError for a mistake in the config, and for a loss, gradient or weight that is not finite.
     """
@@ -67,11 +55,10 @@ def run_recipe(recipe_class: Callable[[DictConfig], Recipe], cfg: DictConfig) ->
     try:
         recipe.setup(cfg)
         recipe.train()
-    except FloatingPointError as error:
+    except BaseException as error:
         recipe.close()
-        raise UserError(str(error)) from error
-    except BaseException:
-        recipe.close()
+        if isinstance(error, FloatingPointError):
+            raise UserError(str(error)) from error
         raise
     recipe.cleanup()
     if recipe.interrupted:
@@ -304,8 +291,7 @@ class RunLock:
 
     def holder(self) -> str | None:
         """The process that holds the folder now, in words; None: none does, as far as can be seen."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 self.check(timeout_s=0)
             except UserError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from finch import files, run_files
@@ -51,7 +51,7 @@ class SelfReplay:
     """
 
     def __init__(self, cfg: DictConfig, decoder: TransformerDecoder, parallel: Parallel) -> None:
-        self.settings = read_settings(cfg)
+        self.settings = Settings.of(cfg.self_replay)
         self._cfg, self._parallel, self._decoder = cfg, parallel, decoder
         self.rows: Replay | None = None
         self._answers: OwnAnswers | None = None
@@ -90,9 +90,9 @@ class SelfReplay:
         if self.settings is not None and self.prompts is not None:
             refuse_replayed(self.settings, self.prompts, key, rows)
 
-    def load_cache(self, cfg: DictConfig, base: PretrainedFolder) -> None:
+    def load_cache(self, base: PretrainedFolder) -> None:
         """Reads the answers, if an earlier start or another run has left them; a collective."""
-        if self._answers is not None and self._answers.load(base.files, model_settings(cfg), self._parallel):
+        if self._answers is not None and self._answers.load(base.files, model_settings(self._cfg), self._parallel):
             self._take(self._answers)
 
     @property
@@ -152,17 +152,13 @@ class SelfReplay:
         place = files.existing_part(folder)
         if not (place.is_dir() and os.access(place, os.W_OK)):
             raise UserError(f"{folder}, for the answers of self_replay, cannot be written; give another folder")
-        free, needed = shutil.disk_usage(place).free, answer_bytes(self.settings, rows)
+        # Of a token itself, log-probabilities and most likely tokens.
+        needed = rows * self.settings.max_new_tokens * (4 + 4 * (self.settings.top_k + 1) + 4 * self.settings.top_k)
+        free = shutil.disk_usage(place).free
         if free < needed:
             raise UserError(
                 f"{folder} has {free:,} bytes of free disk, the answers of self_replay need up to {needed:,}; make room, or lower self_replay.rows or top_k"
             )
-
-
-def read_settings(cfg: DictConfig) -> Settings | None:
-    """The block ``self_replay``; None without it."""
-    block: Any = None if cfg.self_replay is None else OmegaConf.to_container(cfg.self_replay, resolve=True)
-    return None if block is None else Settings(**block)
 
 
 def read_prompts(settings: Settings, samples: Samples, max_seq_len: int | None, tokenizer: Any) -> Prompts:
@@ -203,13 +199,8 @@ def refuse_replayed(settings: Settings, prompts: Prompts, key: str, rows: Any) -
 def replayed_rows(cfg: DictConfig, ranks: int) -> tuple[int, int]:
     """How many replayed rows a micro-batch has at most where ``ranks`` share the data, and the tokens of the longest answer; its prompt
     is counted with as many. (0, 0) without self-replay."""
-    settings = read_settings(cfg)
+    settings = Settings.of(cfg.self_replay)
     if settings is None:
         return 0, 0
     micro_batches = ranks * cfg.gradient_accumulation_steps
     return -(-rows_in_step(settings.share, cfg.batch_size * micro_batches) // micro_batches), settings.max_new_tokens
-
-
-def answer_bytes(settings: Settings, rows: int) -> int:
-    """Of the answers' tokens, log-probabilities and most likely tokens, at most."""
-    return rows * settings.max_new_tokens * (4 + 4 * (settings.top_k + 1) + 4 * settings.top_k)

@@ -74,7 +74,7 @@ class StepLoss:
             self._cache = ReferenceLossCache(cfg, base, data, run)
             self.reference = self._cache.load(self._parallel)
         self.kl_penalty.load_cache(cfg, base, data, run)
-        self.replay.load_cache(cfg, base)
+        self.replay.load_cache(base)
         has_losses = not self._needs_losses or self.reference is not None
         terms_need = self.kl_penalty.needs_pretrained or self.replay.needs_pretrained
         return not has_losses or self.regularizer is not None or terms_need

@@ -197,20 +197,16 @@ def _draw_lost(axes: Axes, lost: Mapping[str, tuple[list[int], list[float]]]) ->
 
 
 def _lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and, since step 0, the rises of each probe's losses and KL and the falls of its accuracy, by ``NAME loss`` and the like; empty without
-    probes."""
+    """Steps and, since step 0, the rises of each probe's losses and KL and the falls of its accuracy, by ``NAME loss`` and the like."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for line in lines:
         for key, value in line.items():
-            if (
-                key.startswith("probe/")
-                and value is not None
-                and (key.endswith(("_change", "/kl")) or line["step"] == 0)
-            ):
+            is_rise = key.endswith(("_change", "/kl"))
+            if key.startswith("probe/") and value is not None and (is_rise or line["step"] == 0):
                 label = key.removeprefix("probe/").removesuffix("_change").replace("/", " ")
                 at, values = found.setdefault(label, ([], []))
                 at.append(line["step"])
-                rise = value if key.endswith(("_change", "/kl")) else 0.0
+                rise = value if is_rise else 0.0
                 values.append(-rise if label.endswith("accuracy") else rise)
     return found
 

@@ -38,10 +38,14 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Va
     return output
 
 
-class _Calls(NamedTuple):
-    """``rows``, taken apart. A call's ends: [sequences + 1] int32 where each one's queries end, the same for its keys, the longest of each."""
+_Lengths = tuple[torch.Tensor, torch.Tensor, int, int]
+"""Of a call: [sequences + 1] int32 where each sequence's queries end, the same for its keys, the longest of each."""
 
-    causal: tuple[torch.Tensor, torch.Tensor, int, int]
+
+class _Calls(NamedTuple):
+    """``rows``, taken apart."""
+
+    causal: _Lengths
     prefix: int
     keys: torch.Tensor | None
     """[Tk] of each key of the causal call its token in the row. None: the keys are the row's."""
@@ -49,7 +53,7 @@ class _Calls(NamedTuple):
     """[T] where among those keys each of the row's tokens is, next to its own sample's."""
     copies: torch.Tensor
     """[samples * prefix] where the prefix's copies are."""
-    dense: tuple[torch.Tensor, torch.Tensor, int, int] | None
+    dense: _Lengths | None
     """Of a long prefix, which is not gathered: all samples' queries on its keys."""
 
 
@@ -74,11 +78,11 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the scores' log-sum-exp [heads, T]."""
     calls = _calls(index, sizes, len(q))
-    output, lse = _attend(q, _gather(k, calls), _gather(v, calls), *calls.causal, is_causal=True)
+    output, lse = _attend(q, _gather(k, calls), _gather(v, calls), calls.causal, is_causal=True)
     if calls.dense is None:
         return output, lse
     start = calls.prefix
-    others, others_lse = _attend(q[start:], k[:start], v[:start], *calls.dense, is_causal=False)
+    others, others_lse = _attend(q[start:], k[:start], v[:start], calls.dense, is_causal=False)
     own_lse = lse[:, start:]
     both = torch.logaddexp(own_lse, others_lse)
     share = (others_lse - both).exp().T[:, :, None]
@@ -89,9 +93,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, sizes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=_wide(q.dtype))
 
 
@@ -109,12 +111,12 @@ def _backward(
     """The gradients of q, k and v."""
     calls, grad = _calls(index, sizes, len(q)), grad.contiguous()
     keys, values = _gather(k, calls), _gather(v, calls)
-    dq, dk, dv = _differentiate(grad, q, keys, values, output, lse, *calls.causal, is_causal=True)
+    dq, dk, dv = _differentiate(grad, q, keys, values, output, lse, calls.causal, is_causal=True)
     dk, dv = _sum_copies(dk, calls), _sum_copies(dv, calls)
     if calls.dense is not None:  # with the output and the log-sum-exp over all keys each call gives its keys' share
         start = calls.prefix
         inputs = (grad[start:], q[start:], k[:start], v[:start], output[start:], lse[:, start:].contiguous())
-        shares = _differentiate(*inputs, *calls.dense, is_causal=False)
+        shares = _differentiate(*inputs, calls.dense, is_causal=False)
         for whole, share in zip((dq[start:], dk[:start], dv[:start]), shares, strict=True):
             whole += share
     return dq, dk, dv
@@ -122,14 +124,7 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    index: torch.Tensor,
-    sizes: torch.Tensor,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -180,23 +175,14 @@ def _sum_copies(grad: torch.Tensor, calls: _Calls) -> torch.Tensor:
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ends_q: torch.Tensor,
-    ends_k: torch.Tensor,
-    longest_q: int,
-    longest_k: int,
-    *,
-    is_causal: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: _Lengths, *, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp; a sequence's mask is causal from its lower right corner."""
     if q.is_cuda:
-        lengths = (ends_q, ends_k, longest_q, longest_k)
         output, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, is_causal, False)
         return output, lse
     outputs, sums = [], []
-    for own_q, own_k, own_v in _sequences(ends_q, ends_k, q, k, v):
+    for own_q, own_k, own_v in _sequences(lengths, q, k, v):
         scores = _scores(own_q, own_k, is_causal)
         outputs.append((scores.softmax(-1) @ _heads(own_v, q)).transpose(0, 1))
         sums.append(scores.logsumexp(-1))
@@ -210,22 +196,19 @@ def _differentiate(
     v: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
-    ends_q: torch.Tensor,
-    ends_k: torch.Tensor,
-    longest_q: int,
-    longest_k: int,
+    lengths: _Lengths,
     *,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v, as FlashAttention's backward: from the output and the log-sum-exp."""
     if q.is_cuda:
-        inputs, lengths = (grad, q, k, v, output, lse), (ends_q, ends_k, longest_q, longest_k)
+        inputs = (grad, q, k, v, output, lse)
         state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # of dropout, which there is none of
         gradients = torch.ops.aten._flash_attention_backward(*inputs, *lengths, 0.0, is_causal, state, unused)
         return gradients[0], gradients[1], gradients[2]
-    sums, parts = lse.split(ends_q.diff().tolist(), 1), []
+    sums, parts = lse.split(lengths[0].diff().tolist(), 1), []
     for own_q, own_k, own_v, own_grad, own_output, own_lse in (
-        (*tensors, each) for tensors, each in zip(_sequences(ends_q, ends_k, q, k, v, grad, output), sums, strict=True)
+        (*tensors, each) for tensors, each in zip(_sequences(lengths, q, k, v, grad, output), sums, strict=True)
     ):
         wide_grad = _heads(own_grad, q)
         p = (_scores(own_q, own_k, is_causal) - own_lse[..., None]).exp()
@@ -238,11 +221,11 @@ def _differentiate(
     return dq, dk, dv
 
 
-def _sequences(ends_q: torch.Tensor, ends_k: torch.Tensor, *tensors: torch.Tensor) -> Any:
+def _sequences(lengths: _Lengths, *tensors: torch.Tensor) -> Any:
     """Each sequence's part of ``tensors``: queries, keys, values, and what is as long as the queries."""
-    q, k = ends_q.diff().tolist(), ends_k.diff().tolist()
-    lengths = (q, k, k, *([q] * (len(tensors) - 3)))
-    return zip(*(each.split(own) for each, own in zip(tensors, lengths, strict=True)), strict=True)
+    q, k = (ends.diff().tolist() for ends in lengths[:2])
+    sizes = (q, k, k, *([q] * (len(tensors) - 3)))
+    return zip(*(each.split(own) for each, own in zip(tensors, sizes, strict=True)), strict=True)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> torch.Tensor:

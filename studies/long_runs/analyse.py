@@ -105,7 +105,9 @@ def read_points(sweep: Path) -> Iterable[Row]:
         if (cell / EVALUATION).is_dir():
             found, pretrained = _scores(cell / EVALUATION), _scores(sweep / "base_losses")
         else:
-            measured = [line for line in lines if PROBES["own_kl"] in line]
+            measured = [line for line in lines if PROBES["train"] in line]
+            if not measured:  # of SmolLM2, and not scored yet
+                continue
             found, pretrained = (
                 {name: line[key] for name, key in PROBES.items()} for line in (measured[-1], measured[0])
             )

@@ -32,12 +32,12 @@ def displacement(dtype, mesh_of=None):
     if mesh_of is not None:
         fsdp.shard_model(model, [layer], mesh_of, mixed_precision=precision.policy())
     start = dtensor.full_tensor(model[0].weight.detach()).double().clone()
-    component, arguments = "torch.optim.AdamW", {"lr": 1e-5, "weight_decay": 0.0}
+    arguments = {"lr": 1e-5, "weight_decay": 0.0}
     if precision.stochastic:
         import torchao.optim
 
-        component, arguments = stochastic_optimizer(component, arguments)
-        optimizer = getattr(torchao.optim, component.rpartition(".")[2])(model.parameters(), **arguments)
+        block = stochastic_optimizer({"_component_": "torch.optim.AdamW", **arguments})
+        optimizer = getattr(torchao.optim, block.pop("_component_").rpartition(".")[2])(model.parameters(), **block)
         adapt(optimizer)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **arguments)
@@ -94,11 +94,11 @@ def test_unsupported_precision_raises():
     with pytest.raises(UserError, match="dtype=int8 is not known"):
         precision_of("int8")
     with pytest.raises(UserError, match=r"torch\.optim\.SGD cannot round stochastically"):
-        stochastic_optimizer("torch.optim.SGD", {})
+        stochastic_optimizer({"_component_": "torch.optim.SGD"})
 
 
 def test_stochastic_optimizer_drops_kernel_arguments():
-    arguments = {"lr": 1.0, "bf16_stochastic_round": True}
-    fused = stochastic_optimizer("torch.optim.AdamW", {"lr": 1.0, "fused": True})
-    assert fused == ("torchao.optim._AdamW", arguments)
-    assert stochastic_optimizer("torchao.optim.AdamW8bit", {"lr": 1.0})[1] == arguments
+    for given, variant in (("torch.optim.AdamW", "_AdamW"), ("torchao.optim.AdamW8bit", "AdamW8bit")):
+        block = {"_component_": given, "lr": 1.0, **({"fused": True} if variant == "_AdamW" else {})}
+        expected = {"_component_": f"torchao.optim.{variant}", "lr": 1.0, "bf16_stochastic_round": True}
+        assert stochastic_optimizer(block) == expected

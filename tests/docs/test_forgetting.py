@@ -6,10 +6,9 @@ import yaml
 from helpers.runs import MINIMAL, ROOT
 from omegaconf import OmegaConf
 
-from finch.config.schema import FullFinetuneKeys
+from finch.config.schema import Budget, FullFinetuneKeys
 from finch.config.validation import check
 from finch.data.training_data import validation_sets
-from finch.probes.budget import read_budget
 from finch.probes.probes import check_probes, read_probes
 
 PAGE = (ROOT / "docs" / "forgetting.md").read_text()
@@ -23,5 +22,5 @@ def test_blocks_of_the_page_are_configs():
         cfg = check(OmegaConf.create({**MINIMAL, **blocks, "select_by": select_by}), FullFinetuneKeys)
         check_probes(cfg)
     assert read_probes(cfg)["own_answers"].kind == "self"
-    assert read_budget(cfg).key == "probe/own_answers/kl"
+    assert Budget.of(cfg.forgetting_budget).key == "probe/own_answers/kl"
     assert list(validation_sets(cfg.dataset_validation)) == ["validation/task/loss", "validation/general/loss"]

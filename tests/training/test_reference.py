@@ -165,7 +165,7 @@ def test_mixture_reads_the_rows_it_draws_and_weighs_them(packed, config, tmp_pat
     if not packed:
         expected = torch.stack([result.row(index).mean() for index in first])
         torch.testing.assert_close(result.sequence_losses.sort().values, expected.sort().values)
-    samples = load_batches(data.samples, [*data.order.micro_batches(0)], data._collate[id(data.samples)])
+    samples = load_batches(data.samples, [*data.order.micro_batches(0)], data.collator(data.samples))
     model = small_model().eval()
     with torch.no_grad():
         sums = [(float(model(**model_inputs(batch)).sum()), batch["targets"].numel()) for batch in samples]

@@ -66,7 +66,8 @@ def test_arguments_of_the_gpus_kernels() -> None:
     with FakeTensorMode():
         q, k = (torch.empty(rows, heads, 64, dtype=torch.bfloat16, device="cuda") for rows, heads in ((32, 6), (48, 2)))
         ends = torch.empty(3, dtype=torch.int32, device="cuda")
-        output, lse = _attend(q, k, k, ends, ends, 20, 30, is_causal=True)
+        lengths = (ends, ends, 20, 30)
+        output, lse = _attend(q, k, k, lengths, is_causal=True)
         assert (output.shape, lse.shape, lse.dtype) == (q.shape, (6, 32), torch.float32)
-        gradients = _differentiate(output, q, k, k, output, lse, ends, ends, 20, 30, is_causal=True)
+        gradients = _differentiate(output, q, k, k, output, lse, lengths, is_causal=True)
         assert [(each.shape, each.dtype) for each in gradients] == [(each.shape, each.dtype) for each in (q, k, k)]
