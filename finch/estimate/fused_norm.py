@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import library, nn
+from torch.distributed.tensor import DTensor
 from torchtune.modules import RMSNorm
 
 from finch.training.model import keeps_fused_norm
@@ -31,5 +32,6 @@ def count_norms_as_one(model: nn.Module) -> None:
 
 
 def _forward(norm: RMSNorm, apart: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.finch.rms_norm(x, norm.scale) if keeps_fused_norm(norm, x) else apart(x)
+    is_one = keeps_fused_norm(norm, x) and not isinstance(norm.scale, DTensor)  # the operator has no sharding rule
+    result: torch.Tensor = torch.ops.finch.rms_norm(x, norm.scale) if is_one else apart(x)
     return result

@@ -23,6 +23,14 @@ LLAMA2 = "torchtune.models.llama2"
 SCALED_ROTARY = {"_component_": "torchtune.models.llama3_2.llama3_2", **llama_args(**SIZE)}  # it reads values
 TP = {"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
 
+QWEN3_TP = {
+    "model": {"_component_": "finch.models.qwen3.qwen3", **llama_args(**SIZE), "head_dim": 16},
+    "tensor_parallel_dim": 2,
+    "tensor_parallel_plan": {"_component_": "finch.models.qwen3.qwen3_tp_plan"},
+    "dtype": "bf16",
+    "device": "auto",  # norms are one operator there
+}
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
@@ -146,6 +154,7 @@ def test_ranks_share_weights_gradients_and_states(estimate):
         ({"fsdp_cpu_offload": True}, 1, "optimizer states"),
         ({"model": SCALED_ROTARY}, 2, "rotary tables"),
         (TP, 4, "weights"),
+        (QWEN3_TP, 2, "weights"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
