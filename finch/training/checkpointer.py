@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +53,7 @@ class TrainState:
     """
 
     parallel: Parallel
+    _: KW_ONLY
     step: int = 0
     epoch: int = 0
     consumed: int = 0
