@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from finch.errors import UserError
 from finch.evaluation.results import POINTS, Sample
+from finch.evaluation.tasks.registry import VALIDATION
 from finch.report.measures import Comparison, Estimate, Outcome
 from finch.report.selection import Measure
 from finch.sweep.grid import LABEL, METHOD, SEED
@@ -287,6 +289,25 @@ def _mean_of_known(rows: Array) -> Array:
     is_known = ~np.isnan(rows)
     count = is_known.sum(axis=0)
     return np.where(count > 0, np.where(is_known, rows, 0.0).sum(axis=0) / np.maximum(count, 1), math.nan)
+
+
+def choose_by(comparison: Comparison, trade_off: TradeOff) -> tuple[dict[Setting, float], str]:
+    """The scores by which a method's best setting is chosen, more is better, and what they are, in words.
+
+    As in the paper they are those on the new task's validation rows, mean over the seeds that have them; where a setting has none, the
+    reported ones.
+    """
+    new = comparison.new
+    if new is None or not trade_off.points:
+        return {}, "new-task score"
+    chosen = {}
+    for setting in (point.setting for point in trade_off.points):
+        results = [comparison.runs[number].results.get(f"{new.source}{VALIDATION}") for number in setting.runs]
+        scores = [task.score for one in results if one for task in one.tasks.values() if task.score is not None]
+        if not scores:
+            return {point.setting: point.new.value for point in trade_off.points}, f"reported score on {new.name}"
+        chosen[setting] = new.sign * fmean(scores)
+    return chosen, f"score on the validation rows of {new.name}"
 
 
 @dataclass(frozen=True)

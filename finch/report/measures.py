@@ -32,6 +32,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Of the interval."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
     def times(self, factor: float) -> Estimate:
         """In another unit, or with the other sign."""
         ends = (self.low, self.high) if factor > 0 else (self.high, self.low)

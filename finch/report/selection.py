@@ -5,7 +5,6 @@ Tasks come from evaluations. Where no run has an evaluated task of a role, the p
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,6 +50,11 @@ class Measure:
     def title(self) -> str:
         """The name in a table's header."""
         return f"{self.name} (at chance)" if self.is_at_chance else self.name
+
+    @property
+    def label(self) -> str:
+        """Of an axis with its scores."""
+        return f"{self.name}: {self.metric}, {self.score_unit}"
 
     @property
     def scale(self) -> float:
@@ -135,28 +139,6 @@ def select_measures(
         [one for one in every_old if (one.name, one.key) not in keys],
         [one for one in reliability if (one.name, one.key) not in keys],
     )
-
-
-def choose_by(
-    runs: Sequence[Run], new: Measure, settings: Sequence[Sequence[int]], reported: Sequence[float]
-) -> tuple[Sequence[float], str]:
-    """The scores by which a method's best setting is chosen, more is better, and what they are, in words.
-
-    As in the paper they are those on the new task's validation rows, mean over the seeds that have them; where a setting has none, the
-    reported ones.
-
-    Args:
-        settings: positions of each one's runs.
-        reported: the score of each on the new task.
-    """
-    chosen = []
-    for numbers in settings:
-        suites = [suite for number in numbers if (suite := runs[number].results.get(f"{new.source}{VALIDATION}"))]
-        scores = [task.score for suite in suites for task in suite.tasks.values() if task.score is not None]
-        if not scores:
-            return reported, f"reported score on {new.name}"
-        chosen.append(new.sign * statistics.fmean(scores))
-    return chosen, f"score on the validation rows of {new.name}"
 
 
 def _named_old(names: Sequence[str], known: Mapping[str, Measure], new: Measure | None) -> list[Measure]:

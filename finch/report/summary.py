@@ -15,10 +15,20 @@ from typing import Any
 
 from finch import run_files
 from finch.evaluation.tasks.registry import SUITES
-from finch.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, Setting, TradeOff, points_by_method
+from finch.report.front import (
+    NUM_READINGS,
+    RESAMPLES,
+    Front,
+    Pair,
+    Reading,
+    Setting,
+    TradeOff,
+    choose_by,
+    points_by_method,
+)
 from finch.report.measures import Comparison
 from finch.report.runs import base_builder
-from finch.report.selection import Measure, choose_by
+from finch.report.selection import Measure
 from finch.report.tables import FEW_DOCUMENTS, Names, equal_score, estimate, number
 from finch.sweep.grid import EVALUATED, FINISHED, SMALL_LR
 
@@ -57,11 +67,8 @@ def summarize(comparison: Comparison, trade_off: TradeOff, front: Front, names: 
         opening += f" Before tuning the model has {score}{_unit(new)} on {new.name} ({new.metric})."
     forgotten = f"the mean change of {len(old)} old tasks" if len(old) > 1 else f"the change of {old[0].name}"
     if len(front.methods) < 2:
-        points = trade_off.points
-        scores, chosen_by = choose_by(
-            comparison.runs, new, [point.setting.runs for point in points], [point.new.value for point in points]
-        )
-        learned = _learned(new, old, trade_off, dict(zip(points, scores, strict=True)), names)
+        scores, chosen_by = choose_by(comparison, trade_off)
+        learned = _learned(new, old, trade_off, scores, names)
         return [(f"{opening} Its setting with the best {chosen_by}, and {forgotten}:", learned)]
     text = f"{forgotten[0].upper()}{forgotten[1:]}, of each method and {names.styles[front.reference].label} where both have learned equally much"
     text += " (95% intervals, each for one comparison):" if trade_off.has_intervals else ":"
@@ -88,16 +95,15 @@ def _what_is_missing(comparison: Comparison) -> str:
 
 
 def _learned(
-    new: Measure, old: Sequence[Measure], trade_off: TradeOff, scores: Mapping[Point, float], names: Names
+    new: Measure, old: Sequence[Measure], trade_off: TradeOff, scores: Mapping[Setting, float], names: Names
 ) -> list[str]:
     points = points_by_method(trade_off)
     lines = []
     for method in (one for one in names.styles if one in points):
-        point = max(points[method], key=scores.__getitem__)
+        point = max(points[method], key=lambda one: scores[one.setting])
         learned = estimate(point.new.times(new.sign), new.places, unit=_unit(new))
         change = estimate(point.old.times(old[0].sign), old[0].places, sign=True, unit=f" {old[0].change_unit}")
-        low, high = point.old.low, point.old.high
-        is_unclear = low is not None and high is not None and low <= 0 <= high
+        is_unclear = point.old.ends and point.old.ends[0] <= 0 <= point.old.ends[1]
         lines.append(
             f"{names.setting(point.setting)}: {learned} on {new.name}; {'old tasks' if len(old) > 1 else old[0].name} {change}"
             + (", not distinguishable from 0" if is_unclear else "")
