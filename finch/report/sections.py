@@ -132,7 +132,7 @@ def _trade_off_sections(report: Report) -> list[Section]:
     if not front.scores:
         return [Section("trade-off", "The trade-off", drawings=[drawing], tables=[settings])]
     beside = figures.draw_front(front, names.styles, report.folder, *axes)
-    shown = [tables.front_table(front, names, points, new, old), tables.difference_table(front, names, new, old)]
+    shown = [*tables.front_tables(front, names, points, new, old[0]), settings]
     text = (
         "A method that has learned less has usually forgotten less too, so methods are compared where they have learned equally much. A method's "
         "front is its best settings, those that none of its others beats both in learning and in keeping, joined by straight lines that begin at the "
@@ -140,7 +140,7 @@ def _trade_off_sections(report: Report) -> list[Section]:
     )
     return [
         Section("trade-off", "The trade-off", drawings=[drawing, beside]),
-        Section("front", "Forgetting at equal score", [text], tables=[one for one in (*shown, settings) if one]),
+        Section("front", "Forgetting at equal score", [text], tables=shown),
     ]
 
 
@@ -149,7 +149,7 @@ def _changes_section(report: Report) -> list[Section]:
     if not any(comparison.outcomes):
         return []
     shown = [
-        tables.old_tasks_table(report.trade_off, names, comparison.old, comparison.other_old),
+        tables.old_tasks_table(report.trade_off, names, comparison),
         tables.changes_table(comparison, names),
         tables.tasks_table(comparison),
         tables.tests_table(comparison, names),
