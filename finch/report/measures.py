@@ -240,12 +240,12 @@ def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResu
     for run in runs:
         for suite, result in run.results.items():
             other_run, other = first.setdefault(suite, (run, result))
-            _check_settings(suite, (str(run.folder), result), (str(other_run.folder), other))
+            _check_settings(suite, run.folder, result, other_run.folder, other)
             if result.base is None:
                 continue
             path = _base_file(run, suite, folder)
             found = read_result(path)
-            _check_settings(suite, (str(run.folder), result), (str(path.parent), found))
+            _check_settings(suite, run.folder, result, path.parent, found)
             weights.setdefault(found.weights, run)
             check_equal(
                 weights,
@@ -270,8 +270,7 @@ def _base_file(run: Run, suite: str, folder: Path | None) -> Path:
     return path
 
 
-def _check_settings(suite: str, one: tuple[str, SuiteResult], other: tuple[str, SuiteResult]) -> None:
-    (name, result), (other_name, other_result) = one, other
+def _check_settings(suite: str, name: Path, result: SuiteResult, other_name: Path, other_result: SuiteResult) -> None:
     # Where the data lie may differ: the documents' hashes have to be the same.
     for key in sorted((result.settings.keys() | other_result.settings.keys()) - {"data"}):
         value, other_value = result.settings.get(key), other_result.settings.get(key)

@@ -163,8 +163,7 @@ def read_run(folder: Path) -> Run:
     """
     config = _read_config(folder / run_files.CONFIG)
     cell = _read_cell(folder / run_files.CELL)
-    values = dict(_values_of_config(config))
-    values.update(cell.get("values") or {})
+    values = {**dict(_values_of_config(config)), **(cell.get("values") or {})}
     values[METHOD] = str(values.get(METHOD, folder.name))
     try:
         read_as(_Values, json.dumps(values))

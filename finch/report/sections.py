@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,14 @@ class Report:
     names: Names
     folder: Path
 
-    @property
+    @cached_property
     def task(self) -> str | None:
         """A task of the paper's, where the new task is one."""
         new = self.comparison.new
         named = next((run.task for run in self.comparison.runs if run.task is not None), None)
         return next((name for name in (new.source if new else None, named) if name in TASKS), None)
 
-    @property
+    @cached_property
     def model(self) -> str | None:
         """A model of the paper's, where the runs' model is one."""
         return next((model for run in self.comparison.runs if (model := paper_model(run)) is not None), None)
@@ -90,6 +91,7 @@ class Report:
         """What ``shown_runs`` are."""
         return f"Of each method the setting with the best {choose_by(self.comparison, self.trade_off)[1]}"
 
+    @cached_property
     def shown_runs(self) -> list[Run]:
         """For curves: of each method the best setting, else its first one with metrics."""
         runs = self.comparison.runs
@@ -178,7 +180,7 @@ def _reliability_section(report: Report) -> list[Section]:
 def _stated_answers(report: Report) -> list[tuple[Style, figures.Answers]]:
     """Answers with a stated confidence: the pretrained model's, and those of each method's shown runs."""
     comparison = report.comparison
-    shown = report.shown_runs()
+    shown = report.shown_runs
     bases, answers = [], []
     for method, style in report.names.styles.items():
         numbers = [number for number, run in enumerate(comparison.runs) if run.method == method]
@@ -218,7 +220,7 @@ def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
 
 
 def _curves_section(report: Report) -> list[Section]:
-    runs = report.shown_runs()
+    runs = report.shown_runs
     drawings = [*_probe_drawings(report, runs), *_schedule_drawings(report, runs)]
     if not drawings:
         return []

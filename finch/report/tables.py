@@ -57,6 +57,11 @@ class Names:
     styles: Mapping[str, Style]
     varying: Sequence[str]
 
+    @property
+    def labels(self) -> list[str]:
+        """The methods'."""
+        return [style.label for style in self.styles.values()]
+
     def setting(self, setting: Setting) -> str:
         return ", ".join([self.styles[setting.method].label, *self._values(setting.values)])
 
@@ -425,9 +430,8 @@ def paper_table(
     titles = [METRICS.get(one.name, one.name) for one in columns]
     labels = {run.label for run in comparison.runs}
     points = points_by_method(trade_off)
-    used = {run.method for run in comparison.runs}
     rows = []
-    for method in ["base", *(one for one in names.styles if one in used)]:
+    for method in ["base", *names.styles]:
         if method in paper and method not in labels:
             values = [paper[method].get(key) for key in ("task", *titles, "avg_delta")]
             label = "pretrained" if method == "base" else names.styles[method].label
