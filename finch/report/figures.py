@@ -49,12 +49,7 @@ _EDGE = {"markeredgecolor": COLOURS["page"], "markeredgewidth": 0.5}  # keeps ma
 
 
 def draw_trade_off(
-    trade_off: TradeOff,
-    styles: Mapping[str, Style],
-    folder: Path,
-    new: Measure,
-    old: Measure,
-    old_label: str,
+    trade_off: TradeOff, styles: Mapping[str, Style], folder: Path, new: Measure, old: Measure, old_label: str
 ) -> Drawing:
     """The axis of a loss is inverted, so that up and right are better on every figure."""
     figure, axes = new_figure(4.2, f"{new.label}\n{MORE_LEARNED}", f"{old_label}\n{LESS_FORGOTTEN}")
@@ -69,11 +64,12 @@ def draw_trade_off(
     for method in (one for one in styles if one in by_method):
         style, group = styles[method], by_method[method]
         for rates in _by_learning_rate(group):
-            axes.plot(*_places(rates, sign), color=style.hex, linewidth=0.8, alpha=0.45, zorder=2)
+            line = zip(*(_place(point, sign) for point in rates), strict=True)
+            axes.plot(*line, color=style.hex, linewidth=0.8, alpha=0.45, zorder=2)
         for point in group:
             _draw_point(axes, point, sign, style, alpha=0.7 if len(points) <= MANY_SETTINGS else 0.35)
         names.append(Name(style.label, style.hex, [_place(point, sign) for point in group]))
-    front = _places(on_front(with_base(points, trade_off.base)), sign)
+    front = zip(*(_place(point, sign) for point in on_front(with_base(points, trade_off.base))), strict=True)
     axes.step(*front, where="pre", color=COLOURS["muted"], linewidth=1.0, linestyle=(0, (4, 2)), zorder=1)
     axes.axhline(0, color=COLOURS["muted"], linewidth=0.7, zorder=1)
     if trade_off.base is not None:
@@ -100,11 +96,6 @@ def _draw_marker(axes: Axes, x: float, y: float, style: Style, **options: Any) -
 
 def _place(point: Point, sign: tuple[int, int]) -> tuple[float, float]:
     return sign[0] * point.new.value, sign[1] * point.old.value
-
-
-def _places(points: Sequence[Point], sign: tuple[int, int]) -> tuple[list[float], list[float]]:
-    """All x, and all y."""
-    return [sign[0] * one.new.value for one in points], [sign[1] * one.old.value for one in points]
 
 
 def _leave_out(axes: Axes, trade_off: TradeOff, sign: tuple[int, int]) -> int:
@@ -162,12 +153,7 @@ def _by_learning_rate(points: list[Point]) -> list[list[Point]]:
 
 
 def draw_front(
-    front: Front,
-    styles: Mapping[str, Style],
-    folder: Path,
-    new: Measure,
-    old: Measure,
-    old_label: str,
+    front: Front, styles: Mapping[str, Style], folder: Path, new: Measure, old: Measure, old_label: str
 ) -> Drawing:
     figure, axes = new_figure(3.9, f"at equal {new.label}\n{MORE_LEARNED}", f"{old_label}\n{LESS_FORGOTTEN}")
     methods = [method for method in styles if method in front.methods]

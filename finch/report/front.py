@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from finch.errors import UserError
 from finch.evaluation.results import POINTS, Sample
 from finch.evaluation.tasks.registry import VALIDATION
-from finch.report.measures import Comparison, Estimate, Outcome
+from finch.report.measures import Comparison, Estimate
 from finch.report.selection import Measure
 from finch.sweep.grid import LABEL, METHOD, SEED
 
@@ -136,20 +136,13 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
         return TradeOff([], None, False)
     numbers = [number for members in kept.values() for number in members]
     column = {number: index for index, number in enumerate(numbers)}
-    names = [str(comparison.runs[number].folder) for number in numbers]
-
-    def drawn(measure: Measure, *, is_change: bool) -> tuple[Array, Array]:
-        outcomes = [comparison.outcomes[number][measure.name] for number in numbers]
-        return _values_and_draws(measure, outcomes, names, is_change=is_change)
-
-    new, new_draws = drawn(comparison.new, is_change=False)
+    new, new_draws = _values_and_draws(comparison, numbers, comparison.new, is_change=False)
     # A share, as accuracies are, stays one when the weights of the seeds are corrected.
     limits = _share_limits(comparison.new, new)
     others = [one for one in comparison.other_old if all(comparison.has_change(number, one) for number in numbers)]
     tasks = [*comparison.old, *others]
-    per_task = [drawn(measure, is_change=True) for measure in tasks]
-    old = np.mean([values for values, _ in per_task[: len(comparison.old)]], axis=0)
-    old_draws = np.mean([draws for _, draws in per_task[: len(comparison.old)]], axis=0)
+    per_task = [_values_and_draws(comparison, numbers, measure, is_change=True) for measure in tasks]
+    old, old_draws = (np.mean(those, axis=0) for those in zip(*per_task[: len(comparison.old)], strict=True))
     seeds, seed_of = np.unique([str(comparison.runs[number].seed) for number in numbers], return_inverse=True)
     counts = np.random.default_rng(0).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size=RESAMPLES)
     are_probes = all(measure.is_probe for measure in comparison.old)
@@ -177,11 +170,7 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
 
 
 def _correct_bootstrap_variance(weights: Array) -> Array:
-    """A bootstrap of the mean of k values has (k - 1) / k of its variance: moves the weights away from 1 / k by sqrt(k / (k - 1)).
-
-    Args:
-        weights: [draws, seeds], with the sum 1 in each draw.
-    """
+    """A bootstrap of the mean of k values has (k - 1) / k of its variance: moves the weights, [draws, k], away from 1 / k by sqrt(k / (k - 1))."""
     k = weights.shape[1]
     return weights if k == 1 else 1 / k + math.sqrt(k / (k - 1)) * (weights - 1 / k)
 
@@ -214,16 +203,18 @@ def interval(draws: Array) -> tuple[float, float, float]:
 
 
 def _values_and_draws(
-    measure: Measure, outcomes: Sequence[Outcome], names: Sequence[str], *, is_change: bool
+    comparison: Comparison, numbers: Sequence[int], measure: Measure, *, is_change: bool
 ) -> tuple[Array, Array]:
     """The runs' changes, or their scores and, last, the pretrained model's (NaN: not measured); and their draws. More is better."""
+    outcomes = [comparison.outcomes[number][measure.name] for number in numbers]
     factor = measure.scale * measure.sign
     if measure.is_probe:
         found = [one.delta for one in outcomes] if is_change else [*(one.score for one in outcomes), outcomes[0].base]
         values = factor * np.array([math.nan if one is None else one.value for one in found])
         return values, np.tile(values, (RESAMPLES, 1))
     samples = [*(one.samples for one in outcomes), outcomes[0].base_samples or outcomes[0].samples]
-    scores, clusters = _documents(measure, samples, [*names, "the base"])
+    names = [*(str(comparison.runs[number].folder) for number in numbers), "the base"]
+    scores, clusters = _documents(measure, samples, names)
     values, draws = _resample(measure, scores[:, :-1] - scores[:, -1:] if is_change else scores, clusters)
     return factor * values, factor * draws
 

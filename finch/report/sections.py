@@ -15,15 +15,7 @@ from finch.report import figures, tables
 from finch.report.figures import Curve
 from finch.report.front import Front, Setting, TradeOff, choose_by
 from finch.report.measures import Comparison, probe_values
-from finch.report.paper import (
-    MODELS,
-    TASKS,
-    accuracy_curves,
-    has_figure,
-    learning_rate_curve,
-    paper_model,
-    paper_results,
-)
+from finch.report.paper import MODELS, TASKS, accuracy_curves, learning_rate_curves, paper_model, paper_results
 from finch.report.runs import Run
 from finch.report.selection import Measure, task_probes
 from finch.report.summary import commands, provenance
@@ -251,8 +243,9 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
                 continue
             role = "new" if name in learned else "old"
             arrow = MORE_LEARNED if role == "new" else LESS_FORGOTTEN
-            if metric == "accuracy" and has_figure(report.task, report.model):
-                curves += [one for one in accuracy_curves(role) if one.method in styles]
+            if metric == "accuracy":
+                paper = accuracy_curves(report.task, report.model, role)
+                curves += [one for one in paper if one.method in styles]
             text = f"{caption} on the probe's rows while training; step 0 is the pretrained model."
             if any(one.is_paper for one in curves):
                 text += PAPER_IS_DOTTED
@@ -281,7 +274,7 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
     if not rates and not losses:
         return []
     styles, folder = report.names.styles, report.folder
-    paper = [learning_rate_curve()] if has_figure(report.task, report.model) and "finch" in styles else []
+    paper = [one for one in learning_rate_curves(report.task, report.model) if one.method in styles]
     of_rate = "Of each step." + (PAPER_IS_DOTTED if paper else "")
     of_loss = "A moving average; for FINCH the one that sets its learning rate."
     of_product = "The more a step can forget, the larger this is (the paper's Theorem 1); a running mean. FINCH keeps it level until its rate reaches the cap."

@@ -259,8 +259,7 @@ def _check_training_data(runs: Sequence[Run]) -> None:
     """Where nothing names the new task: probes marked ``task: True``, else the training data, have to be the same."""
     marks = {", ".join(task_probes(run)): run for run in runs if task_probes(run)}
     check_equal(
-        marks,
-        "probes: the new task of {run} is {one}, of {other_run} {other}; report on runs of one task at a time",
+        marks, "probes: the new task of {run} is {one}, of {other_run} {other}; report on runs of one task at a time"
     )
     if marks:
         return

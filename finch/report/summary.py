@@ -15,17 +15,7 @@ from typing import Any
 
 from finch import run_files
 from finch.evaluation.tasks.registry import SUITES
-from finch.report.front import (
-    NUM_READINGS,
-    RESAMPLES,
-    Front,
-    Pair,
-    Point,
-    Reading,
-    Setting,
-    TradeOff,
-    choose_by,
-)
+from finch.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, Setting, TradeOff, choose_by
 from finch.report.measures import Comparison
 from finch.report.runs import base_builder
 from finch.report.selection import Measure

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from helpers.evaluated_runs import make_base, make_config, make_run
 
-from finch.report.paper import accuracy_curves, learning_rate_curve, paper_model, paper_results
+from finch.report.paper import accuracy_curves, learning_rate_curves, paper_model, paper_results
 from finch.report.report import write_report
 from finch.report.runs import read_runs
 
@@ -34,9 +34,11 @@ def test_paper_results():
 
 
 def test_figure_1():
-    finch = accuracy_curves("new")[1]
+    finch = accuracy_curves("knowledge", "qwen3_4b", "new")[1]
     assert (finch.method, finch.steps[0], finch.steps[-1], finch.values[10]) == ("finch", 0, 1000, 99.17)
-    assert learning_rate_curve().values[-1] == 5e-5
+    [rates] = learning_rate_curves("knowledge", "qwen3_4b")
+    assert rates.values[-1] == 5e-5
+    assert learning_rate_curves("science", "qwen3_4b") == accuracy_curves("knowledge", "llama3_8b", "old") == []
 
 
 @pytest.mark.parametrize(
