@@ -44,11 +44,8 @@ def paper_results(task: str | None, model: str | None) -> dict[str, dict[str, fl
 
 def accuracy_curves(task: str | None, model: str | None, role: str) -> list[Curve]:
     """In percent, of the role ``new`` or ``old``. Empty where Figure 1 is of another task or model."""
-    return [
-        _curve("figure1_accuracy.csv", one, f"{one}_{role}", 100.0)
-        for one in ("sft", "finch")
-        if (task, model) == FIGURE
-    ]
+    methods = ("sft", "finch") if (task, model) == FIGURE else ()
+    return [_curve("figure1_accuracy.csv", method, f"{method}_{role}", 100.0) for method in methods]
 
 
 def learning_rate_curves(task: str | None, model: str | None) -> list[Curve]:
@@ -58,9 +55,8 @@ def learning_rate_curves(task: str | None, model: str | None) -> list[Curve]:
 
 def _curve(file: str, method: str, column: str, scale: float = 1.0) -> Curve:
     rows = _rows(file)
-    return Curve(
-        method, [int(row["step"]) for row in rows], [scale * float(row[column]) for row in rows], is_paper=True
-    )
+    values = [scale * float(row[column]) for row in rows]
+    return Curve(method, [int(row["step"]) for row in rows], values, is_paper=True)
 
 
 def paper_model(run: Run) -> str | None:
