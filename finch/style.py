@@ -301,9 +301,7 @@ def _inline(text: str, name: str, description: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' (?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
     text = text.replace("xlink:href=", "href=")
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'href="#', f'href="#{name}-', text)
-    text = text.replace("url(#", f"url(#{name}-")
+    text = re.sub(r'\bid="|href="#|url\(#', rf"\g<0>{name}-", text)
     text = text.replace("#ffffff", "none")  # the page's background
     for variable, colour in COLOURS.items():
         text = re.sub(f"{colour}\\b", f"var(--{variable})", text, flags=re.IGNORECASE)

@@ -145,10 +145,7 @@ def _by_learning_rate(points: list[Point]) -> list[list[Point]]:
     def others(point: Point) -> str:
         return str(sorted((key, str(value)) for key, value in point.setting.values.items() if key != LR))
 
-    def learning_rate(point: Point) -> float:
-        return float(point.setting.values.get(LR) or 0)
-
-    ordered = sorted(points, key=lambda point: (others(point), learning_rate(point)))
+    ordered = sorted(points, key=lambda point: (others(point), point.setting.values.get(LR) or 0))
     return [list(group) for _, group in groupby(ordered, key=others)]
 
 
@@ -322,4 +319,5 @@ def draw_curves(
     axes.set_xlim(0, max((curve.steps[-1] for curve in curves), default=0) or 1)
     axes.yaxis.set_inverted(is_inverted)
     name_ends(axes)
+    caption += " Dotted: the paper's Figure 1." if any(curve.is_paper for curve in curves) else ""
     return save(figure, folder, name, title, caption)

@@ -143,11 +143,6 @@ def _with_chance(measure: Measure, outcomes: Sequence[Mapping[str, Outcome]]) ->
     return replace(measure, is_at_chance=base.low <= measure.chance)
 
 
-def probe_values(run: Run, key: str) -> list[tuple[int, float]]:
-    """(step, value) of each evaluation of a probe."""
-    return [(line["step"], line[key]) for line in run.metrics if line.get(key) is not None]
-
-
 def _outcomes_of_run(
     run: Run,
     measures: Sequence[Measure],
@@ -157,11 +152,10 @@ def _outcomes_of_run(
 ) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for measure in measures:
-        outcome = (
-            _probe_outcome(run, measure)
-            if measure.is_probe
-            else _task_outcome(run, measure, bases, folder, base_samples)
-        )
+        if measure.is_probe:
+            outcome = _probe_outcome(run, measure)
+        else:
+            outcome = _task_outcome(run, measure, bases, folder, base_samples)
         if outcome is not None:
             found[measure.name] = outcome
     tested = {name: outcome.p_value for name, outcome in found.items() if outcome.p_value is not None}

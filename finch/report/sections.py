@@ -14,7 +14,7 @@ from finch.evaluation.tasks.confidence import stated_confidences
 from finch.report import figures, tables
 from finch.report.figures import Curve
 from finch.report.front import Front, Setting, TradeOff, choose_by
-from finch.report.measures import Comparison, probe_values
+from finch.report.measures import Comparison
 from finch.report.paper import MODELS, TASKS, accuracy_curves, learning_rate_curves, paper_model, paper_results
 from finch.report.runs import Run
 from finch.report.selection import Measure, task_probes
@@ -28,7 +28,6 @@ PROBE_METRICS = {
     "kl": ("KL divergence from the pretrained model", "KL divergence, nats per token", 1.0),
 }
 """A probe's metric: in its caption, on its axis, and from its values to what is shown."""
-PAPER_IS_DOTTED = " Dotted: the paper's Figure 1."
 
 
 @dataclass(frozen=True)
@@ -233,12 +232,9 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
     drawings = []
     for name in names:
         for metric, (caption, label, scale) in PROBE_METRICS.items():
-            values = [(run, probe_values(run, f"probe/{name}/{metric}")) for run in runs]
-            curves = [
-                Curve(run.method, [step for step, _ in pairs], [scale * value for _, value in pairs])
-                for run, pairs in values
-                if pairs
-            ]
+            key = f"probe/{name}/{metric}"
+            found = [(run, [line for line in run.metrics if line.get(key) is not None]) for run in runs]
+            curves = [_curve(run, lines, [scale * line[key] for line in lines]) for run, lines in found if lines]
             if not curves:
                 continue
             role = "new" if name in learned else "old"
@@ -247,8 +243,6 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
                 paper = accuracy_curves(report.task, report.model, role)
                 curves += [one for one in paper if one.method in styles]
             text = f"{caption} on the probe's rows while training; step 0 is the pretrained model."
-            if any(one.is_paper for one in curves):
-                text += PAPER_IS_DOTTED
             what = curves, f"probe_{name}_{metric}", f"Probe {name}, {role} task", text, f"{label}\n{arrow}"
             drawings.append(figures.draw_curves(*what, styles, report.folder, is_inverted=metric != "accuracy"))
     return drawings
@@ -265,9 +259,8 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
         if with_loss:
             ema = [line["ema_loss"] for line in with_loss if line.get("ema_loss") is not None]
             is_whole = len(ema) == len(with_loss)
-            losses.append(
-                _curve(run, with_loss, ema if is_whole else figures.running_mean([line["loss"] for line in with_loss]))
-            )
+            average = ema if is_whole else figures.running_mean([line["loss"] for line in with_loss])
+            losses.append(_curve(run, with_loss, average))
         if with_both:
             bounds = [line["lr"] * math.sqrt(line["loss"]) for line in with_both]
             products.append(_curve(run, with_both, figures.running_mean(bounds)))
@@ -275,13 +268,12 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
         return []
     styles, folder = report.names.styles, report.folder
     paper = [one for one in learning_rate_curves(report.task, report.model) if one.method in styles]
-    of_rate = "Of each step." + (PAPER_IS_DOTTED if paper else "")
     of_loss = "A moving average; for FINCH the one that sets its learning rate."
     of_product = "The more a step can forget, the larger this is (the paper's Theorem 1); a running mean. FINCH keeps it level until its rate reaches the cap."
     return [
         figures.draw_curves(*what, styles, folder, from_zero=True, is_scientific=is_scientific)
         for is_scientific, what in (
-            (True, ([*rates, *paper], "learning_rate", "Learning rate", of_rate, "learning rate")),
+            (True, ([*rates, *paper], "learning_rate", "Learning rate", "Of each step.", "learning rate")),
             (False, (losses, "loss", "Training loss", of_loss, "loss, nats per token")),
             (True, (products, "eta_sqrt_loss", "Learning rate x sqrt(loss)", of_product, "eta * sqrt(loss)")),
         )
