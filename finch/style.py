@@ -190,29 +190,26 @@ def name_ends(axes: Axes) -> None:
     from matplotlib.colors import to_hex
 
     axes.autoscale_view()
+    to_shares = axes.transData + axes.transAxes.inverted()
     ends: dict[str, list[tuple[float, float, str]]] = {}
     for line in axes.lines:
         known = [(x, y) for x, y in np.asarray(line.get_xydata(), dtype=float).tolist() if math.isfinite(y)]
         if known and not str(line.get_label()).startswith("_"):
             ends.setdefault(str(line.get_label()), []).append((*known[-1], to_hex(line.get_color())))
-    last = {label: max(x for x, _, _ in those) for label, those in ends.items()}
-    means = {label: fmean(y for x, y, _ in those if x == last[label]) for label, those in ends.items()}
-    to_shares = axes.transData + axes.transAxes.inverted()
-    heights = {label: float(to_shares.transform((last[label], mean))[1]) for label, mean in means.items()}
-    texts = {
-        label: _annotate(axes, Name(label, ends[label][0][2], ()), (1.03, height), (last[label], means[label]))
-        for label, height in sorted(heights.items(), key=lambda item: item[1])
-    }
+    found = []
+    for label, those in ends.items():
+        last = max(x for x, _, _ in those)
+        place = last, fmean(y for x, y, _ in those if x == last)
+        found.append((float(to_shares.transform(place)[1]), Name(label, those[0][2], [place])))
+    found.sort(key=lambda one: one[0])
+    texts = [_annotate(axes, name, (1.03, height), name.places[0]) for height, name in found]
     figure = cast("Figure", axes.figure)
     figure.draw_without_rendering()  # gives the texts their margin, and the axes their height
     gap = 1.35 * TEXT_SIZE / 72 / (axes.get_position().height * figure.get_figheight())
-    top = max(1.0, gap * (len(texts) - 1))
-    moved = [min(max(heights[label], 0.0), top) for label in texts]
-    for index in range(1, len(moved)):
-        moved[index] = max(moved[index], moved[index - 1] + gap)
-    for index in reversed(range(len(moved))):
-        moved[index] = min(moved[index], top if index == len(moved) - 1 else moved[index + 1] - gap)
-    for text, height in zip(texts.values(), moved, strict=True):
+    gaps = gap * np.arange(len(texts))  # below each name; without them heights need only not fall
+    room = max(0.0, 1.0 - gap * (len(texts) - 1))
+    heights = np.maximum.accumulate(np.clip([height for height, _ in found], 0.0, None) - gaps).clip(max=room) + gaps
+    for text, height in zip(texts, heights.tolist(), strict=True):
         text.set_position((1.03, height))
 
 
@@ -261,10 +258,7 @@ def name_places(axes: Axes, names: Iterable[Name]) -> None:
 
 
 def _annotate(axes: Axes, name: Name, at: tuple[float, float], place: tuple[float, float] | None = None) -> Annotation:
-    """Args:
-    at: of the text's left end, in the middle of its height, in shares of the axes.
-    place: where a line from it ends.
-    """
+    """A text whose left end is ``at``, in shares of the axes, in the middle of its height, with a line from it to ``place``."""
     line = {"arrowstyle": "-", "color": name.hex, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
     return axes.annotate(
         _no_math(name.text),
@@ -307,9 +301,7 @@ def _inline(text: str, name: str, description: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' (?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
     text = text.replace("xlink:href=", "href=")
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'href="#', f'href="#{name}-', text)
-    text = text.replace("url(#", f"url(#{name}-")
+    text = re.sub(r'\bid="|href="#|url\(#', rf"\g<0>{name}-", text)
     text = text.replace("#ffffff", "none")  # the page's background
     for variable, colour in COLOURS.items():
         text = re.sub(f"{colour}\\b", f"var(--{variable})", text, flags=re.IGNORECASE)

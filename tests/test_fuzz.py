@@ -332,7 +332,7 @@ def test_results(part, fuzz):
     kept = fuzz.folder / "kept"
     make_results_of_base(kept / "base", n=12)
     for method in ("sft", "finch"):
-        make_run(kept / method, method, 1e-4, cell=True, n=12)
+        make_run(kept / method, method, 1e-4, cell={}, n=12)
 
     def fill(rng):
         shutil.copytree(kept, fuzz.case, symlinks=True, dirs_exist_ok=True)

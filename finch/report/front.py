@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 
 from finch.errors import UserError
 from finch.evaluation.results import POINTS, Sample
-from finch.report.measures import Comparison, Estimate, Outcome
+from finch.evaluation.tasks.registry import VALIDATION
+from finch.report.measures import Comparison, Estimate
 from finch.report.selection import Measure
 from finch.sweep.grid import LABEL, METHOD, SEED
 
@@ -134,89 +136,64 @@ def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
         return TradeOff([], None, False)
     numbers = [number for members in kept.values() for number in members]
     column = {number: index for index, number in enumerate(numbers)}
-    names = [str(comparison.runs[number].folder) for number in numbers]
-
-    def drawn(measure: Measure, *, is_change: bool) -> tuple[Array, Array]:
-        outcomes = [comparison.outcomes[number][measure.name] for number in numbers]
-        return _values_and_draws(measure, outcomes, names, is_change=is_change)
-
-    new, new_draws = drawn(comparison.new, is_change=False)
+    new, new_draws = _values_and_draws(comparison, numbers, comparison.new, is_change=False)
     # A share, as accuracies are, stays one when the weights of the seeds are corrected.
     limits = _share_limits(comparison.new, new)
     others = [one for one in comparison.other_old if all(comparison.has_change(number, one) for number in numbers)]
     tasks = [*comparison.old, *others]
-    per_task = [drawn(measure, is_change=True) for measure in tasks]
-    old = np.mean([values for values, _ in per_task[: len(comparison.old)]], axis=0)
-    old_draws = np.mean([draws for _, draws in per_task[: len(comparison.old)]], axis=0)
-    seeds = sorted({str(comparison.runs[number].seed) for number in numbers})
+    per_task = [_values_and_draws(comparison, numbers, measure, is_change=True) for measure in tasks]
+    old, old_draws = (np.mean(those, axis=0) for those in zip(*per_task[: len(comparison.old)], strict=True))
+    seeds, seed_of = np.unique([str(comparison.runs[number].seed) for number in numbers], return_inverse=True)
     counts = np.random.default_rng(0).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size=RESAMPLES)
     are_probes = all(measure.is_probe for measure in comparison.old)
     has_intervals = not are_probes or min(map(len, kept.values())) >= MIN_SEEDS
     points = []
     for setting, members in kept.items():
         columns = [column[number] for number in members]
-        weights = counts[:, [seeds.index(str(comparison.runs[number].seed)) for number in members]].astype(float)
+        weights = counts[:, seed_of[columns]].astype(float)
         weights[weights.sum(axis=1) == 0] = 1  # a draw without any of this setting's seeds
         weights /= weights.sum(axis=1, keepdims=True)
         weights = _correct_bootstrap_variance(weights)
-        has_few_seeds = len(members) < MIN_SEEDS
-        new_mean, new_means = _mean_over_seeds(
-            new, new_draws, columns, weights, comparison.new.is_probe and has_few_seeds, limits
-        )
-        old_mean, old_means = _mean_over_seeds(old, old_draws, columns, weights, are_probes and has_few_seeds)
+        new_mean, new_means = _mean_over_seeds(new, new_draws, columns, weights, comparison.new.is_probe, limits)
+        old_mean, old_means = _mean_over_seeds(old, old_draws, columns, weights, are_probes)
         of_task = {
-            measure.name: _mean_over_seeds(values, draws, columns, weights, measure.is_probe and has_few_seeds)[0]
+            measure.name: _mean_over_seeds(values, draws, columns, weights, measure.is_probe)[0]
             for measure, (values, draws) in zip(tasks, per_task, strict=True)
         }
         runs = [(float(new[index]), float(old[index])) for index in columns]
         points.append(Point(setting, new_mean, old_mean, new_means, old_means, runs, of_task))
     base = None
     if comparison.outcomes[numbers[0]][comparison.new.name].base is not None:
-        spread = (None, None, None) if comparison.new.is_probe else interval(new_draws[:, -1])
-        score = Estimate(float(new[-1]), *spread)
+        score = _estimate(float(new[-1]), new_draws[:, -1], not comparison.new.is_probe)
         base = Point(Setting("pretrained", {}, []), score, Estimate(0.0), new_draws[:, -1], np.zeros(RESAMPLES))
     return TradeOff(points, base, has_intervals, "seeds" if are_probes else "documents and seeds")
 
 
 def _correct_bootstrap_variance(weights: Array) -> Array:
-    """A bootstrap of the mean of k values has (k - 1) / k of its variance: moves the weights away from 1 / k by sqrt(k / (k - 1)).
-
-    Args:
-        weights: [draws, seeds], with the sum 1 in each draw.
-    """
+    """A bootstrap of the mean of k values has (k - 1) / k of its variance: moves the weights, [draws, k], away from 1 / k by sqrt(k / (k - 1))."""
     k = weights.shape[1]
     return weights if k == 1 else 1 / k + math.sqrt(k / (k - 1)) * (weights - 1 / k)
 
 
 def _share_limits(measure: Measure, values: Array) -> tuple[float, float]:
     """0 and 1 in the measure's unit and sign, where its scores are no losses and all between them."""
-    if measure.unit != POINTS:
-        return -math.inf, math.inf
-    ends = sorted((0.0, measure.scale * measure.sign))
-    is_share = bool(np.all((values >= ends[0]) & (values <= ends[1]) | np.isnan(values)))
-    return (ends[0], ends[1]) if is_share else (-math.inf, math.inf)
+    low, high = sorted((0.0, measure.scale * measure.sign))
+    is_share = measure.unit == POINTS and low <= np.nanmin(values) and np.nanmax(values) <= high
+    return (low, high) if is_share else (-math.inf, math.inf)
 
 
 def _mean_over_seeds(
     values: Array,
     draws: Array,
-    columns: Sequence[int],
+    columns: list[int],
     weights: Array,
-    is_fixed: bool,
+    is_probe: bool,
     limits: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[Estimate, Array]:
-    """A setting's mean and its draws.
-
-    Args:
-        values, draws: [runs] and [draws, runs].
-        columns: the setting's runs.
-        weights: of each of them in each draw, [draws, columns].
-        is_fixed: there is too little to draw: few runs, measured by a probe.
-        limits: of the mean.
-    """
+    """A setting's mean and its draws: values [runs], draws [draws, runs], weights [draws, columns] of the setting's runs."""
     drawn = (weights * draws[:, columns]).sum(axis=1).clip(*limits)
-    is_known = not is_fixed and np.ptp(drawn) > 0
-    return Estimate(float(values[list(columns)].mean()), *(interval(drawn) if is_known else (None, None, None))), drawn
+    has_enough = not is_probe or len(columns) >= MIN_SEEDS
+    return _estimate(float(values[columns].mean()), drawn, has_enough), drawn
 
 
 def interval(draws: Array) -> tuple[float, float, float]:
@@ -226,53 +203,47 @@ def interval(draws: Array) -> tuple[float, float, float]:
 
 
 def _values_and_draws(
-    measure: Measure, outcomes: Sequence[Outcome], names: Sequence[str], *, is_change: bool
+    comparison: Comparison, numbers: Sequence[int], measure: Measure, *, is_change: bool
 ) -> tuple[Array, Array]:
     """The runs' changes, or their scores and, last, the pretrained model's (NaN: not measured); and their draws. More is better."""
+    outcomes = [comparison.outcomes[number][measure.name] for number in numbers]
     factor = measure.scale * measure.sign
-    base = outcomes[0].base
-    if measure.is_probe and is_change:
-        values = np.array([one.delta.value if one.delta is not None else math.nan for one in outcomes])
-    elif measure.is_probe:
-        values = np.array([*(one.score.value for one in outcomes), math.nan if base is None else base.value])
-    else:
-        samples = [*(one.samples for one in outcomes), outcomes[0].base_samples or outcomes[0].samples]
-        documents = _documents(measure, samples, [*names, "the base"])
-        if is_change:
-            documents = [(cluster, row[:-1] - row[-1]) for cluster, row in documents]
-        values, draws = _resample(measure, documents)
-        return factor * values, factor * draws
-    return factor * values, np.tile(factor * values, (RESAMPLES, 1))
+    if measure.is_probe:
+        found = [one.delta for one in outcomes] if is_change else [*(one.score for one in outcomes), outcomes[0].base]
+        values = factor * np.array([math.nan if one is None else one.value for one in found])
+        return values, np.tile(values, (RESAMPLES, 1))
+    samples = [*(one.samples for one in outcomes), outcomes[0].base_samples or outcomes[0].samples]
+    names = [*(str(comparison.runs[number].folder) for number in numbers), "the base"]
+    scores, clusters = _documents(measure, samples, names)
+    values, draws = _resample(measure, scores[:, :-1] - scores[:, -1:] if is_change else scores, clusters)
+    return factor * values, factor * draws
 
 
 def _documents(
     measure: Measure, columns: Sequence[Sequence[Sample]], names: Sequence[str]
-) -> list[tuple[Hashable, Array]]:
-    """Of each document its cluster and its scores in all columns, NaN where it has none."""
-    scores = [{(sample["doc_id"], sample["doc_hash"]): sample for sample in samples} for samples in columns]
-    for documents, name in zip(scores, names, strict=True):
-        if documents.keys() != scores[0].keys():
+) -> tuple[Array, list[Hashable]]:
+    """[documents, columns] the scores, NaN where there is none, and each document's cluster; without one it is a cluster itself."""
+    found = [{(sample["doc_id"], sample["doc_hash"]): sample for sample in samples} for samples in columns]
+    for documents, name in zip(found, names, strict=True):
+        if documents.keys() != found[0].keys():
             raise UserError(
                 f"{measure.name}: {names[0]} and {name} were evaluated on different documents; evaluate both with the same data and --limit"
             )
-    found: list[tuple[Hashable, Array]] = []
-    for key, sample in sorted(scores[0].items()):
-        values = [documents[key].get("score") for documents in scores]
-        cluster = sample.get("cluster")
-        row = np.array(values, dtype=float)  # None is NaN
-        found.append((("document", key) if cluster is None else ("cluster", cluster), row))
-    return found
+    keys = sorted(found[0])
+    scores = np.array([[documents[key].get("score") for documents in found] for key in keys], dtype=float)
+    clusters = [found[0][key].get("cluster") for key in keys]
+    return scores, [key if cluster is None else cluster for key, cluster in zip(keys, clusters, strict=True)]
 
 
-def _resample(measure: Measure, documents: Sequence[tuple[Hashable, Array]]) -> tuple[Array, Array]:
+def _resample(measure: Measure, scores: Array, clusters: Sequence[Hashable]) -> tuple[Array, Array]:
     """Means over clusters, [columns], and of each draw of clusters, [draws, columns]."""
-    groups: dict[Hashable, list[Array]] = {}
-    for cluster, row in documents:
-        groups.setdefault(cluster, []).append(row)
-    table = np.array([_mean_of_known(np.array(rows)) for rows in groups.values()])
+    groups: dict[Hashable, list[int]] = {}
+    for number, cluster in enumerate(clusters):
+        groups.setdefault(cluster, []).append(number)
+    table = np.array([_mean_of_known(scores[numbers], axis=0) for numbers in groups.values()])
+    values = _mean_of_known(table, axis=0)
     is_known = ~np.isnan(table)
     table = np.where(is_known, table, 0.0)
-    values = table.sum(axis=0) / is_known.sum(axis=0)
     rng = np.random.default_rng(zlib.crc32(measure.name.encode()))
     n, draws = len(table), []
     for _ in range(RESAMPLES // _CHUNK):
@@ -282,11 +253,30 @@ def _resample(measure: Measure, documents: Sequence[tuple[Hashable, Array]]) -> 
     return values, np.concatenate(draws)
 
 
-def _mean_of_known(rows: Array) -> Array:
-    """[documents, columns] to [columns]; NaN where a column has no score in any of them."""
-    is_known = ~np.isnan(rows)
-    count = is_known.sum(axis=0)
-    return np.where(count > 0, np.where(is_known, rows, 0.0).sum(axis=0) / np.maximum(count, 1), math.nan)
+def _mean_of_known(table: Array, axis: int) -> Array:
+    """Of what is not NaN; NaN: nothing is. (numpy's nanmean warns of that.)"""
+    is_known = ~np.isnan(table)
+    count = is_known.sum(axis)
+    return np.where(count > 0, np.where(is_known, table, 0.0).sum(axis) / np.maximum(count, 1), math.nan)
+
+
+def choose_by(comparison: Comparison, trade_off: TradeOff) -> tuple[dict[Setting, float], str]:
+    """The scores by which a method's best setting is chosen, more is better, and what they are, in words.
+
+    As in the paper they are those on the new task's validation rows, mean over the seeds that have them; where a setting has none, the
+    reported ones.
+    """
+    new = comparison.new
+    if new is None or not trade_off.points:
+        return {}, "new-task score"
+    chosen = {}
+    for setting in (point.setting for point in trade_off.points):
+        results = [comparison.runs[number].results.get(f"{new.source}{VALIDATION}") for number in setting.runs]
+        scores = [task.score for one in results if one for task in one.tasks.values() if task.score is not None]
+        if not scores:
+            return {point.setting: point.new.value for point in trade_off.points}, f"reported score on {new.name}"
+        chosen[setting] = new.sign * fmean(scores)
+    return chosen, f"score on the validation rows of {new.name}"
 
 
 @dataclass(frozen=True)
@@ -373,11 +363,11 @@ class Pair:
         """-1: the one forgets less, 1: more, by the mean's interval and with any one setting left out; 0: neither can be shown; None: no interval, or
         a guess."""
         has_ratio = self.mean.ratio is not None
-        mean, neutral = (self.mean.ratio, 1.0) if self.mean.ratio is not None else (self.mean.difference, 0.0)
-        if self.is_guess or mean.low is None or mean.high is None:
+        mean, *readings = [one.ratio if has_ratio else one.difference for one in (self.mean, *self.without_one)]
+        if self.is_guess or mean is None or mean.ends is None:
             return None
-        readings = [one.ratio if has_ratio else one.difference for one in self.without_one]
-        values = [mean.low, mean.high, *(one.value for one in readings if one is not None)]
+        values = [*mean.ends, *(one.value for one in readings if one is not None)]
+        neutral = 1.0 if has_ratio else 0.0
         return -1 if max(values) < neutral else 1 if min(values) > neutral else 0
 
 
@@ -412,7 +402,7 @@ def common_scores(points: Mapping[str, Sequence[Point]], resolution: float, base
     if len(points) < 2:
         return []
     lowest = sorted(_first_on_front(group, base).new.value for group in points.values())
-    highest = sorted((max(point.new.value for point in group) for group in points.values()), reverse=True)
+    highest = sorted(map(_highest, points.values()), reverse=True)
     start = math.floor(lowest[1] / resolution + _ROUNDING)
     end = math.floor(highest[1] / resolution + _ROUNDING)
     steps = np.linspace(start, end, NUM_SCORES) if start < end else [end]
@@ -423,6 +413,10 @@ def _first_on_front(points: Sequence[Point], base: Point | None) -> Point:
     """The first setting on the front; where the pretrained model beats them all, the one with the best score."""
     front = [one for one in on_front(with_base(points, base)) if one is not base]
     return front[0] if front else max(points, key=lambda one: one.new.value)
+
+
+def _highest(points: Sequence[Point]) -> float:
+    return max(point.new.value for point in points)
 
 
 def points_by_method(trade_off: TradeOff) -> dict[str, list[Point]]:
@@ -442,32 +436,27 @@ def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[st
     found = points_by_method(trade_off)
     groups = {method: found[method] for method in order if method in found}
     scores = common_scores(groups, resolution, trade_off.base)
-    highest = {method: max(point.new.value for point in points) for method, points in groups.items()}
-    draws = {method: front_draws(points, trade_off.base, scores) for method, points in groups.items()}
+    highest = {method: _highest(points) for method, points in groups.items()}
     every = {method: with_base(points, trade_off.base) for method, points in groups.items()}
-    reference = next(iter(groups), "")
-    methods = {}
-    for method in groups:
-        kept = on_front(every[method])
-        # Where the pretrained model itself is beaten, a score below the method's first setting is reached by that setting.
-        first = kept[1].new.value if kept[0] is trade_off.base and len(kept) > 1 else -math.inf
-        values = []
+    values = {method: _values(points, scores) for method, points in every.items()}
+    draws = {method: front_draws(points, scores) for method, points in every.items()}
+    reference, has_intervals = next(iter(groups), ""), trade_off.has_intervals
+    methods: dict[str, list[FrontValue]] = {}
+    for method, points in groups.items():
+        start = _measured_from(points, trade_off.base)
+        methods[method] = []
         for number, score in enumerate(scores):
-            if score > highest[method]:
-                values.append(FrontValue(None))
-                continue
-            value, spread, difference = float(_values(every[method], [score])[0]), draws[method][:, number], None
-            if method != reference and score <= highest[reference]:
-                difference = _estimate(
-                    value - float(_values(every[reference], [score])[0]),
-                    spread - draws[reference][:, number],
-                    trade_off.has_intervals,
-                )
-            change = _estimate(value, spread, trade_off.has_intervals)
-            values.append(FrontValue(change, score < first - resolution, difference))
-        methods[method] = values
+            change = difference = None
+            value, spread = float(values[method][number]), draws[method][:, number]
+            if score <= highest[method]:
+                change = _estimate(value, spread, has_intervals)
+                if method != reference and score <= highest[reference]:
+                    other, other_spread = float(values[reference][number]), draws[reference][:, number]
+                    difference = _estimate(value - other, spread - other_spread, has_intervals)
+            is_extrapolated = start is not None and score < start - resolution
+            methods[method].append(FrontValue(change, is_extrapolated, difference))
     pairs = {
-        method: compare_pair(points, groups[reference], trade_off.base, has_intervals=trade_off.has_intervals)
+        method: compare_pair(points, groups[reference], trade_off.base, has_intervals=has_intervals)
         for method, points in groups.items()
         if method != reference
     }
@@ -493,10 +482,10 @@ def compare_pair(
         has_intervals: whether the draws are of enough to have any.
     """
     found = _common_range(one, other, base)
-    low, high = found or (math.inf, min(max(point.new.value for point in group) for group in (one, other)))
+    low, high = found or (math.inf, min(_highest(one), _highest(other)))
     scores = np.linspace(low, high, num_scores) if low < high else np.array([high])
-    forgotten = [-_values(with_base(group, base), scores) for group in (one, other)]
-    drawn = [-front_draws(group, base, scores) for group in (one, other)]
+    both = [with_base(group, base) for group in (one, other)]
+    forgotten, drawn = [-_values(points, scores) for points in both], [-front_draws(points, scores) for points in both]
     mean, draws = _reading(forgotten, drawn, has_intervals)
     lowest, highest = (
         _reading([values[[at]] for values in forgotten], [values[:, [at]] for values in drawn], has_intervals)[0]
@@ -527,41 +516,35 @@ def seed_points(method: str, runs: Sequence[Sequence[tuple[float, float]]] | Arr
 
 def _common_range(one: Sequence[Point], other: Sequence[Point], base: Point | None) -> tuple[float, float] | None:
     """From where the measured parts of both fronts have begun to the highest score that both reach; None: there is none."""
-    starts = []
-    for group in (one, other):
-        front = on_front(with_base(group, base))
-        if front == [base]:
-            return None
-        # Where the pretrained model itself is beaten, a score below the first setting on the front is reached by that setting.
-        starts.append(front[1].new.value if front[0] is base else min(point.new.value for point in group))
-    low, high = max(starts), min(max(point.new.value for point in group) for group in (one, other))
+    starts = [_measured_from(group, base) for group in (one, other)]
+    high = min(_highest(one), _highest(other))
+    lowest = [min(point.new.value for point in group) for group in (one, other)]
+    low = max(math.inf if start is None else start for start in (*starts, *lowest))
     return (low, high) if low <= high else None
 
 
-def _reading(forgotten: Sequence[Array], drawn: Sequence[Array], has_intervals: bool) -> tuple[Reading, Array]:
-    """Means over the scores, and the mean log of the ratio in each draw.
+def _measured_from(points: Sequence[Point], base: Point | None) -> float | None:
+    """The score of the first setting on the front; None: the pretrained model beats them all. Where it is beaten itself, a score below that
+    setting's is reached by the setting: minus infinity."""
+    front = on_front(with_base(points, base))
+    if front[0] is not base:
+        return -math.inf
+    return front[1].new.value if len(front) > 1 else None
 
-    Args:
-        forgotten, drawn: of both methods, [scores] and [draws, scores].
-    """
-    differences = _row_means(drawn[0] - drawn[1])
+
+def _reading(forgotten: Sequence[Array], drawn: Sequence[Array], has_intervals: bool) -> tuple[Reading, Array]:
+    """Means over the scores, and the mean log of the ratio in each draw; of both methods [scores] and [draws, scores]."""
+    differences = _mean_of_known(drawn[0] - drawn[1], axis=1)
     difference = _estimate(float((forgotten[0] - forgotten[1]).mean()), differences, has_intervals)
     # A score that neither pays for says nothing and is left out: NaN.
     with np.errstate(divide="ignore", invalid="ignore"):
-        draws = _row_means(np.log(drawn[0].clip(0)) - np.log(drawn[1].clip(0)))
+        draws = _mean_of_known(np.log(drawn[0].clip(0)) - np.log(drawn[1].clip(0)), axis=1)
     is_infinite = np.isinf(draws)
     draws[is_infinite] = math.nan
     if min(forgotten[0].min(), forgotten[1].min()) <= 0 or is_infinite.mean() > _MAX_WITHOUT_RATIO:
         return Reading(difference, None), draws
     ratio = math.exp(float(np.log(forgotten[0] / forgotten[1]).mean()))
     return Reading(difference, _estimate(ratio, np.exp(draws), has_intervals)), draws
-
-
-def _row_means(table: Array) -> Array:
-    """Of what is known in each row; NaN: nothing is."""
-    is_known = ~np.isnan(table)
-    count = is_known.sum(axis=1)
-    return np.where(count > 0, np.where(is_known, table, 0.0).sum(axis=1) / np.maximum(count, 1), math.nan)
 
 
 def with_base(points: Sequence[Point], base: Point | None) -> list[Point]:
@@ -579,15 +562,11 @@ def _values(points: Sequence[Point], scores: Sequence[float] | Array) -> Array:
     return interpolate([one.new.value for one in points], [one.old.value for one in points], scores)
 
 
-def front_draws(points: Sequence[Point], base: Point | None, scores: Sequence[float] | Array) -> Array:
+def front_draws(points: Sequence[Point], scores: Sequence[float] | Array) -> Array:
     """[draws, scores]: the change at each score on the front of each draw of the bootstrap; NaN beyond it."""
-    every = with_base(points, base)
-    new = np.stack([point.new_draws for point in every], axis=1)
-    old = np.stack([point.old_draws for point in every], axis=1)
-    found = np.empty((len(new), len(scores)))
-    for number, (one, other) in enumerate(zip(new.tolist(), old.tolist(), strict=True)):
-        found[number] = interpolate(one, other, scores)
-    return found
+    new = np.stack([point.new_draws for point in points], axis=1).tolist()
+    old = np.stack([point.old_draws for point in points], axis=1).tolist()
+    return np.array([interpolate(one, other, scores) for one, other in zip(new, old, strict=True)])
 
 
 def _estimate(value: float, draws: Array, has_intervals: bool) -> Estimate:

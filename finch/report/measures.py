@@ -9,11 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from finch.errors import UserError
 from finch.evaluation.judge import answers_definition
-from finch.evaluation.results import POINTS, Sample, SuiteResult, base_path, read_result, read_samples
+from finch.evaluation.results import POINTS, Sample, SuiteResult, TaskResult, base_path, read_result, read_samples
 from finch.evaluation.statistics import Mean, holm, mean_interval, paired_delta
 from finch.report.runs import Run, base_builder, check_equal
 from finch.report.selection import Measure, Selection, select_measures
@@ -31,6 +30,11 @@ class Estimate:
     standard_error: float | None = None
     low: float | None = None
     high: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Of the interval."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
 
     def times(self, factor: float) -> Estimate:
         """In another unit, or with the other sign."""
@@ -139,11 +143,6 @@ def _with_chance(measure: Measure, outcomes: Sequence[Mapping[str, Outcome]]) ->
     return replace(measure, is_at_chance=base.low <= measure.chance)
 
 
-def probe_values(run: Run, key: str) -> list[tuple[int, float]]:
-    """(step, value) of each evaluation of a probe."""
-    return [(line["step"], line[key]) for line in run.metrics if line.get(key) is not None]
-
-
 def _outcomes_of_run(
     run: Run,
     measures: Sequence[Measure],
@@ -153,11 +152,10 @@ def _outcomes_of_run(
 ) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for measure in measures:
-        outcome = (
-            _probe_outcome(run, measure)
-            if measure.is_probe
-            else _task_outcome(run, measure, bases, folder, base_samples)
-        )
+        if measure.is_probe:
+            outcome = _probe_outcome(run, measure)
+        else:
+            outcome = _task_outcome(run, measure, bases, folder, base_samples)
         if outcome is not None:
             found[measure.name] = outcome
     tested = {name: outcome.p_value for name, outcome in found.items() if outcome.p_value is not None}
@@ -174,15 +172,11 @@ def _probe_outcome(run: Run, measure: Measure) -> Outcome | None:
     chosen = [line for line in later if run.best_epoch is not None and line.get("epoch") == run.best_epoch] or later
     if not chosen:
         return None
-    value = chosen[-1][key]
+    value, step = chosen[-1][key], chosen[-1]["step"]
     before = next((line[key] for line in lines if line["step"] == 0), None)
-    return Outcome(
-        measure,
-        Estimate(value),
-        None if before is None else Estimate(before),
-        None if before is None else Estimate(value - before),
-        step=chosen[-1]["step"],
-    )
+    if before is None:
+        return Outcome(measure, Estimate(value), step=step)
+    return Outcome(measure, Estimate(value), Estimate(before), Estimate(value - before), step=step)
 
 
 def _task_outcome(
@@ -192,25 +186,18 @@ def _task_outcome(
     if suite is None or run.results[suite].tasks[measure.name].score is None:
         return None
     task = run.results[suite].tasks[measure.name]
-    samples = _reduce(read_samples(run.result_path(suite).parent, task))
-    mean = mean_interval(samples, is_share=measure.unit == POINTS)
+    samples, mean = _read_scores(run.result_path(suite).parent, task, measure)
     outcome = Outcome(
-        measure,
-        _estimate(mean),
-        n=mean.n,
-        n_clusters=mean.n_clusters,
-        samples=samples,
-        others=task.others,
+        measure, _estimate(mean), n=mean.n, n_clusters=mean.n_clusters, samples=samples, others=task.others
     )
     if run.results[suite].base is None or measure.name not in _tasks(bases, suite):
         return outcome
     key = (_base_file(run, suite, folder).parent, measure.name)
     if key not in cache:
-        read = _reduce(read_samples(key[0], bases[suite].tasks[measure.name]))
-        cache[key] = read, mean_interval(read, is_share=measure.unit == POINTS)
-    base_samples, before = cache[key]
+        cache[key] = _read_scores(key[0], bases[suite].tasks[measure.name], measure)
+    base, before = cache[key]
     try:
-        delta = paired_delta(base_samples, samples)
+        delta = paired_delta(base, samples)
     except UserError as error:
         raise UserError(f"{run.folder}, {measure.name}: {error}") from error
     return replace(
@@ -219,24 +206,24 @@ def _task_outcome(
         delta=_estimate(delta),
         p_value=delta.p_value,
         test=delta.test,
-        base_samples=base_samples,
+        base_samples=base,
     )
 
 
 def _estimate(one: Mean) -> Estimate:
     """Without what is NaN: of a single document."""
-    return Estimate(
-        one.mean, *(each if math.isfinite(each) else None for each in (one.standard_error, one.low, one.high))
-    )
+    spread = one.standard_error, one.low, one.high
+    return Estimate(one.mean, *(each if math.isfinite(each) else None for each in spread))
 
 
-def _tasks(results: Mapping[str, SuiteResult], suite: str) -> Mapping[str, Any]:
+def _tasks(results: Mapping[str, SuiteResult], suite: str) -> Mapping[str, TaskResult]:
     return results[suite].tasks if suite in results else {}
 
 
-def _reduce(samples: Sequence[Sample]) -> list[Sample]:
-    """What the report needs of them: responses and log-likelihoods of all runs at once would fill the memory."""
-    return [{key: sample[key] for key in _KEPT if key in sample} for sample in samples]
+def _read_scores(folder: Path, task: TaskResult, measure: Measure) -> tuple[list[Sample], Mean]:
+    """What the report needs of the samples: responses and log-likelihoods of all runs at once would fill the memory."""
+    samples = [{key: one[key] for key in _KEPT if key in one} for one in read_samples(folder, task)]
+    return samples, mean_interval(samples, is_share=measure.unit == POINTS)
 
 
 def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResult]:
@@ -247,12 +234,12 @@ def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResu
     for run in runs:
         for suite, result in run.results.items():
             other_run, other = first.setdefault(suite, (run, result))
-            _check_settings(suite, (str(run.folder), result), (str(other_run.folder), other))
+            _check_settings(suite, run.folder, result, other_run.folder, other)
             if result.base is None:
                 continue
             path = _base_file(run, suite, folder)
             found = read_result(path)
-            _check_settings(suite, (str(run.folder), result), (str(path.parent), found))
+            _check_settings(suite, run.folder, result, path.parent, found)
             weights.setdefault(found.weights, run)
             check_equal(
                 weights,
@@ -277,8 +264,7 @@ def _base_file(run: Run, suite: str, folder: Path | None) -> Path:
     return path
 
 
-def _check_settings(suite: str, one: tuple[str, SuiteResult], other: tuple[str, SuiteResult]) -> None:
-    (name, result), (other_name, other_result) = one, other
+def _check_settings(suite: str, name: Path, result: SuiteResult, other_name: Path, other_result: SuiteResult) -> None:
     # Where the data lie may differ: the documents' hashes have to be the same.
     for key in sorted((result.settings.keys() | other_result.settings.keys()) - {"data"}):
         value, other_value = result.settings.get(key), other_result.settings.get(key)

@@ -67,10 +67,9 @@ def write_report(
         # The common scores are in steps of the last decimal that is shown.
         resolution = 10.0 ** -(new.places if new is not None else 1)
         front = compare_fronts(points, resolution=resolution, order=list(names.styles))
-        methods = [style.label for style in names.styles.values()]
+        methods = join(names.labels) if len(names.labels) <= 4 else f"{len(names.labels)} methods"
         page = {
-            "title": f"Learned and forgotten: {join(methods) if len(methods) <= 4 else f'{len(methods)} methods'}"
-            + (f" on {new.name}" if new is not None else ""),
+            "title": f"Learned and forgotten: {methods}" + ("" if new is None else f" on {new.name}"),
             "facts": facts(comparison, date.today()),
             "summary": summarize(comparison, points, front, names),
             "notes": notes(comparison),

@@ -142,10 +142,9 @@ def sort_runs(runs: Iterable[Run]) -> list[Run]:
     def key(run: Run) -> tuple[object, ...]:
         names = run.method.split("+")
         known = [order.index(name) if name in order else len(order) for name in names]
-        rate = run.learning_rate if isinstance(run.learning_rate, (int, float)) else math.inf
         others = sorted((key, str(value)) for key, value in run.values.items() if key not in (LR, SEED))
-        seed = run.seed if isinstance(run.seed, int) else -1
-        return run.label is not None, len(names), known, run.method, rate, others, seed, str(run.folder)
+        method = run.label is not None, len(names), known, run.method
+        return *method, run.learning_rate or math.inf, others, -1 if run.seed is None else run.seed, str(run.folder)
 
     return sorted(runs, key=key)
 
@@ -164,8 +163,7 @@ def read_run(folder: Path) -> Run:
     """
     config = _read_config(folder / run_files.CONFIG)
     cell = _read_cell(folder / run_files.CELL)
-    values = dict(_values_of_config(config))
-    values.update(cell.get("values") or {})
+    values = {**dict(_values_of_config(config)), **(cell.get("values") or {})}
     values[METHOD] = str(values.get(METHOD, folder.name))
     try:
         read_as(_Values, json.dumps(values))

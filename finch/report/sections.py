@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,14 @@ from finch.evaluation.results import POINTS
 from finch.evaluation.tasks.confidence import stated_confidences
 from finch.report import figures, tables
 from finch.report.figures import Curve
-from finch.report.front import Front, Setting, TradeOff
-from finch.report.measures import Comparison, probe_values
-from finch.report.paper import (
-    MODELS,
-    TASKS,
-    accuracy_curves,
-    has_figure,
-    learning_rate_curve,
-    paper_model,
-    paper_results,
-)
+from finch.report.front import Front, Setting, TradeOff, choose_by
+from finch.report.measures import Comparison
+from finch.report.paper import MODELS, TASKS, accuracy_curves, learning_rate_curves, paper_model, paper_results
 from finch.report.runs import Run
-from finch.report.selection import Measure, choose_by, task_probes
+from finch.report.selection import Measure, task_probes
 from finch.report.summary import commands, provenance
 from finch.report.tables import Names, Table
-from finch.style import LESS_FORGOTTEN, MORE_LEARNED, Drawing
+from finch.style import LESS_FORGOTTEN, MORE_LEARNED, PRETRAINED, Drawing, Style
 
 PROBE_METRICS = {
     "accuracy": ("Accuracy", "accuracy, %", 100.0),
@@ -72,14 +65,14 @@ class Report:
     names: Names
     folder: Path
 
-    @property
+    @cached_property
     def task(self) -> str | None:
         """A task of the paper's, where the new task is one."""
         new = self.comparison.new
         named = next((run.task for run in self.comparison.runs if run.task is not None), None)
         return next((name for name in (new.source if new else None, named) if name in TASKS), None)
 
-    @property
+    @cached_property
     def model(self) -> str | None:
         """A model of the paper's, where the runs' model is one."""
         return next((model for run in self.comparison.runs if (model := paper_model(run)) is not None), None)
@@ -87,32 +80,18 @@ class Report:
     @property
     def which_settings(self) -> str:
         """What ``shown_runs`` are."""
-        return f"Of each method the setting with the best {self._chosen_by()[1]}"
+        return f"Of each method the setting with the best {choose_by(self.comparison, self.trade_off)[1]}"
 
-    def _chosen_by(self) -> tuple[dict[int, float], str]:
-        """By a setting's first run the score that chooses it, and what the scores are."""
-        points, new = self.trade_off.points, self.comparison.new
-        if new is None or not points:
-            return {}, "new-task score"
-        settings = [point.setting.runs for point in points]
-        scores, name = choose_by(self.comparison.runs, new, settings, [point.new.value for point in points])
-        return {numbers[0]: score for numbers, score in zip(settings, scores, strict=True)}, name
-
+    @cached_property
     def shown_runs(self) -> list[Run]:
         """For curves: of each method the best setting, else its first one with metrics."""
         runs = self.comparison.runs
-        scores, _ = self._chosen_by()
-        shown = []
-        for method in self.names.styles:
-            settings = [
-                one
-                for one in self.settings
-                if one.method == method and any(runs[number].metrics for number in one.runs)
-            ]
-            if settings:
-                best = max(settings, key=lambda one: scores.get(one.runs[0], -math.inf))
-                shown += [runs[number] for number in best.runs]
-        return shown
+        scores, _ = choose_by(self.comparison, self.trade_off)
+        best: dict[str, Setting] = {}
+        for setting in sorted(self.settings, key=lambda one: -scores.get(one, -math.inf)):
+            if any(runs[number].metrics for number in setting.runs):
+                best.setdefault(setting.method, setting)
+        return [runs[number] for method in self.names.styles if method in best for number in best[method].runs]
 
 
 def make_sections(report: Report, options: Sequence[str]) -> list[Section]:
@@ -140,18 +119,13 @@ def _trade_off_sections(report: Report) -> list[Section]:
         kind = "mean change of the probes' losses" if are_losses else "mean change of old tasks"
     else:
         kind = f"change of {old[0].name}"
-    new_label, old_label = _axis_label(new), f"{kind}, {old[0].change_unit}"
-    sign = (new.sign, old[0].sign)
-    drawing = figures.draw_trade_off(
-        points, names.styles, report.folder, new_label=new_label, old_label=old_label, sign=sign
-    )
+    axes = new, old[0], f"{kind}, {old[0].change_unit}"
+    drawing = figures.draw_trade_off(points, names.styles, report.folder, *axes)
     settings = tables.settings_table(points, names, new, old)
     if not front.scores:
         return [Section("trade-off", "The trade-off", drawings=[drawing], tables=[settings])]
-    beside = figures.draw_front(
-        front, names.styles, report.folder, new_label=new_label, old_label=old_label, sign=sign, places=new.places
-    )
-    shown = [tables.front_table(front, names, points, new, old), tables.difference_table(front, names, new, old)]
+    beside = figures.draw_front(front, names.styles, report.folder, *axes)
+    shown = [*tables.front_tables(front, names, points, new, old[0]), settings]
     text = (
         "A method that has learned less has usually forgotten less too, so methods are compared where they have learned equally much. A method's "
         "front is its best settings, those that none of its others beats both in learning and in keeping, joined by straight lines that begin at the "
@@ -159,12 +133,8 @@ def _trade_off_sections(report: Report) -> list[Section]:
     )
     return [
         Section("trade-off", "The trade-off", drawings=[drawing, beside]),
-        Section("front", "Forgetting at equal score", [text], tables=[one for one in (*shown, settings) if one]),
+        Section("front", "Forgetting at equal score", [text], tables=shown),
     ]
-
-
-def _axis_label(new: Measure) -> str:
-    return f"{new.name}: {new.metric}, {new.score_unit}"
 
 
 def _changes_section(report: Report) -> list[Section]:
@@ -172,7 +142,7 @@ def _changes_section(report: Report) -> list[Section]:
     if not any(comparison.outcomes):
         return []
     shown = [
-        tables.old_tasks_table(report.trade_off, names, comparison.old, comparison.other_old),
+        tables.old_tasks_table(report.trade_off, names, comparison),
         tables.changes_table(comparison, names),
         tables.tasks_table(comparison),
         tables.tests_table(comparison, names),
@@ -188,7 +158,7 @@ def _reliability_section(report: Report) -> list[Section]:
     answers = _stated_answers(report)
     if answers:
         chosen = f"{report.which_settings}, its seeds together."
-        drawings.append(figures.draw_calibration(answers, report.names.styles, report.folder, chosen=chosen))
+        drawings.append(figures.draw_calibration(answers, report.folder, chosen))
     text = []
     if any("pick_longer" in one.others for outcomes in comparison.outcomes for one in outcomes.values()):
         text.append(
@@ -198,21 +168,20 @@ def _reliability_section(report: Report) -> list[Section]:
     return [Section("reliability", "Reliability", text, drawings, [tables.reliability_table(comparison, report.names)])]
 
 
-def _stated_answers(report: Report) -> list[figures.Answers]:
+def _stated_answers(report: Report) -> list[tuple[Style, figures.Answers]]:
     """Answers with a stated confidence: the pretrained model's, and those of each method's shown runs."""
     comparison = report.comparison
-    shown = report.shown_runs()
+    shown = report.shown_runs
     bases, answers = [], []
-    for method in report.names.styles:
+    for method, style in report.names.styles.items():
         numbers = [number for number, run in enumerate(comparison.runs) if run.method == method]
         numbers = [number for number in numbers if comparison.runs[number] in shown] or numbers
         outcomes = [outcome for number in numbers for outcome in comparison.outcomes[number].values()]
         samples = [sample for outcome in outcomes for sample in outcome.samples]
-        answers.append(figures.Answers(method, *stated_confidences(samples)))
-        bases += [figures.Answers(None, *stated_confidences(outcome.base_samples)) for outcome in outcomes]
-    answers = [one for one in answers if one.confidences]
-    base = [one for one in bases if one.confidences][:1]
-    return [*base, *answers] if answers else []
+        answers.append((style, stated_confidences(samples)))
+        bases += [(PRETRAINED, stated_confidences(outcome.base_samples)) for outcome in outcomes]
+    bases, answers = ([(style, stated) for style, stated in those if stated[0]] for those in (bases, answers))
+    return [*bases[:1], *answers] if answers else []
 
 
 def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
@@ -238,26 +207,11 @@ def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
         return None
     if measure.chance is not None:
         levels["chance"] = measure.chance
-    is_error = measure.unit == POINTS and not measure.is_higher_better
-    return figures.draw_scores(
-        marks,
-        base,
-        levels,
-        report.names.styles,
-        report.folder,
-        name=f"reliability_{measure.name}",
-        title=f"{measure.name}, {measure.metric}",
-        caption="A marker per run, with its 95% interval; the band is the pretrained model's."
-        + ("" if measure.is_higher_better else " Lower is better."),
-        x_label="learning rate" if new is None else _axis_label(new),
-        y_label=measure.metric + (" x 100" if is_error else f", {measure.score_unit}"),
-        scale=measure.scale,
-        is_log=new is None,
-    )
+    return figures.draw_reliability(marks, base, levels, report.names.styles, report.folder, measure, new)
 
 
 def _curves_section(report: Report) -> list[Section]:
-    runs = report.shown_runs()
+    runs = report.shown_runs
     drawings = [*_probe_drawings(report, runs), *_schedule_drawings(report, runs)]
     if not drawings:
         return []
@@ -278,32 +232,19 @@ def _probe_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
     drawings = []
     for name in names:
         for metric, (caption, label, scale) in PROBE_METRICS.items():
-            values = [(run, probe_values(run, f"probe/{name}/{metric}")) for run in runs]
-            curves = [
-                Curve(run.method, [step for step, _ in pairs], [scale * value for _, value in pairs])
-                for run, pairs in values
-                if pairs
-            ]
+            key = f"probe/{name}/{metric}"
+            found = [(run, [line for line in run.metrics if line.get(key) is not None]) for run in runs]
+            curves = [_curve(run, lines, [scale * line[key] for line in lines]) for run, lines in found if lines]
             if not curves:
                 continue
             role = "new" if name in learned else "old"
             arrow = MORE_LEARNED if role == "new" else LESS_FORGOTTEN
-            paper: list[Curve] = []
-            if metric == "accuracy" and has_figure(report.task, report.model):
-                paper = accuracy_curves(role)
-            drawings.append(
-                figures.draw_curves(
-                    [*curves, *(one for one in paper if one.method in styles)],
-                    styles,
-                    report.folder,
-                    name=f"probe_{name}_{metric}",
-                    title=f"Probe {name}, {role} task",
-                    caption=f"{caption} on the probe's rows while training; step 0 is the pretrained model."
-                    + (" Dotted: the paper's Figure 1." if paper else ""),
-                    label=f"{label}\n{arrow}",
-                    is_inverted=metric != "accuracy",
-                )
-            )
+            if metric == "accuracy":
+                paper = accuracy_curves(report.task, report.model, role)
+                curves += [one for one in paper if one.method in styles]
+            text = f"{caption} on the probe's rows while training; step 0 is the pretrained model."
+            what = curves, f"probe_{name}_{metric}", f"Probe {name}, {role} task", text, f"{label}\n{arrow}"
+            drawings.append(figures.draw_curves(*what, styles, report.folder, is_inverted=metric != "accuracy"))
     return drawings
 
 
@@ -318,51 +259,24 @@ def _schedule_drawings(report: Report, runs: Sequence[Run]) -> list[Drawing]:
         if with_loss:
             ema = [line["ema_loss"] for line in with_loss if line.get("ema_loss") is not None]
             is_whole = len(ema) == len(with_loss)
-            losses.append(
-                _curve(run, with_loss, ema if is_whole else figures.running_mean([line["loss"] for line in with_loss]))
-            )
+            average = ema if is_whole else figures.running_mean([line["loss"] for line in with_loss])
+            losses.append(_curve(run, with_loss, average))
         if with_both:
             bounds = [line["lr"] * math.sqrt(line["loss"]) for line in with_both]
             products.append(_curve(run, with_both, figures.running_mean(bounds)))
     if not rates and not losses:
         return []
     styles, folder = report.names.styles, report.folder
-    paper = []
-    if has_figure(report.task, report.model) and "finch" in styles:
-        paper = [learning_rate_curve()]
+    paper = [one for one in learning_rate_curves(report.task, report.model) if one.method in styles]
+    of_loss = "A moving average; for FINCH the one that sets its learning rate."
+    of_product = "The more a step can forget, the larger this is (the paper's Theorem 1); a running mean. FINCH keeps it level until its rate reaches the cap."
     return [
-        figures.draw_curves(
-            [*rates, *paper],
-            styles,
-            folder,
-            name="learning_rate",
-            title="Learning rate",
-            caption="Of each step." + (" Dotted: the paper's Figure 1." if paper else ""),
-            label="learning rate",
-            from_zero=True,
-            is_scientific=True,
-        ),
-        figures.draw_curves(
-            losses,
-            styles,
-            folder,
-            name="loss",
-            title="Training loss",
-            caption="A moving average; for FINCH the one that sets its learning rate.",
-            label="loss, nats per token",
-            from_zero=True,
-        ),
-        figures.draw_curves(
-            products,
-            styles,
-            folder,
-            name="eta_sqrt_loss",
-            title="Learning rate x sqrt(loss)",
-            caption="The more a step can forget, the larger this is (the paper's Theorem 1); a running mean. FINCH keeps it level until its rate reaches the cap.",
-            label="eta * sqrt(loss)",
-            from_zero=True,
-            is_scientific=True,
-        ),
+        figures.draw_curves(*what, styles, folder, from_zero=True, is_scientific=is_scientific)
+        for is_scientific, what in (
+            (True, ([*rates, *paper], "learning_rate", "Learning rate", "Of each step.", "learning rate")),
+            (False, (losses, "loss", "Training loss", of_loss, "loss, nats per token")),
+            (True, (products, "eta_sqrt_loss", "Learning rate x sqrt(loss)", of_product, "eta * sqrt(loss)")),
+        )
     ]
 
 

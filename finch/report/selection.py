@@ -5,7 +5,6 @@ Tasks come from evaluations. Where no run has an evaluated task of a role, the p
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,6 +50,11 @@ class Measure:
     def title(self) -> str:
         """The name in a table's header."""
         return f"{self.name} (at chance)" if self.is_at_chance else self.name
+
+    @property
+    def label(self) -> str:
+        """Of an axis with its scores."""
+        return f"{self.name}: {self.metric}, {self.score_unit}"
 
     @property
     def scale(self) -> float:
@@ -111,11 +115,10 @@ def select_measures(
     Raises:
         UserError: a name is not known, the old tasks have different units, or it is not known which task is new.
     """
-    named_probes = _named_probes(runs)
+    probes, named_probes = _probes(runs)
     new_name = new_task if new_task in named_probes else _find_new_task(runs, new_task, named_probes)
-    evaluated = {measure.name: measure for measure in _evaluated(runs, new_name)}
+    evaluated = _evaluated(runs, new_name)
     known = {**named_probes, **evaluated}
-    probes = _probes(runs)
     if new_name is not None and new_name in known:
         new: Measure | None = replace(known[new_name], role=NEW)
     else:
@@ -135,28 +138,6 @@ def select_measures(
         [one for one in every_old if (one.name, one.key) not in keys],
         [one for one in reliability if (one.name, one.key) not in keys],
     )
-
-
-def choose_by(
-    runs: Sequence[Run], new: Measure, settings: Sequence[Sequence[int]], reported: Sequence[float]
-) -> tuple[Sequence[float], str]:
-    """The scores by which a method's best setting is chosen, more is better, and what they are, in words.
-
-    As in the paper they are those on the new task's validation rows, mean over the seeds that have them; where a setting has none, the
-    reported ones.
-
-    Args:
-        settings: positions of each one's runs.
-        reported: the score of each on the new task.
-    """
-    chosen = []
-    for numbers in settings:
-        suites = [suite for number in numbers if (suite := runs[number].results.get(f"{new.source}{VALIDATION}"))]
-        scores = [task.score for suite in suites for task in suite.tasks.values() if task.score is not None]
-        if not scores:
-            return reported, f"reported score on {new.name}"
-        chosen.append(new.sign * statistics.fmean(scores))
-    return chosen, f"score on the validation rows of {new.name}"
 
 
 def _named_old(names: Sequence[str], known: Mapping[str, Measure], new: Measure | None) -> list[Measure]:
@@ -181,49 +162,38 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _evaluated(runs: Sequence[Run], new_name: str | None) -> list[Measure]:
-    """The evaluated tasks of all runs; a task of several suites is a named suite's first."""
+def _evaluated(runs: Sequence[Run], new_name: str | None) -> dict[str, Measure]:
+    """The evaluated tasks of all runs, by name; a task of several suites is a named suite's first."""
     found: dict[str, Measure] = {}
     for run in runs:
         for suite, result in sorted(run.results.items(), key=lambda item: item[0] == CUSTOM):
             for name, task in result.tasks.items():
-                if task.score is None:
-                    continue
-                role = NEW if name == new_name else task.role
-                found.setdefault(
-                    name,
-                    Measure(
-                        name, role, suite, task.metric, task.definition, task.unit, task.is_higher_better, task.chance
-                    ),
-                )
-    return list(found.values())
+                if task.score is not None and name not in found:
+                    what = NEW if name == new_name else task.role, suite, task.metric, task.definition
+                    found[name] = Measure(name, *what, task.unit, task.is_higher_better, task.chance)
+    return found
 
 
-def _probes(runs: Sequence[Run]) -> list[Measure]:
+def _probes(runs: Sequence[Run]) -> tuple[list[Measure], dict[str, Measure]]:
     """The probes of all runs: one marked ``task: True`` by its accuracy where it has one, the others by their losses, which see a change
-    long before accuracies do."""
+    long before accuracies do. And by the names that an option can give them: PROBE.METRIC, and PROBE for these, where no task has its name."""
     metrics = _probe_metrics(runs)
     marked = {name for run in runs for name in task_probes(run)}
-    found = []
+    probes = []
     for name, those in metrics.items():
         role = NEW if name in marked else OLD
         if role == NEW and "accuracy" in those:
-            found.append(_probe(name, name, "accuracy", role))
+            probes.append(_probe(name, name, "accuracy", role))
         elif "loss" in those:
-            found.append(_probe(name, name, "loss", role))
-    return found
-
-
-def _named_probes(runs: Sequence[Run]) -> dict[str, Measure]:
-    """By the names that an option can give them: PROBE.METRIC, and PROBE for what ``_probes`` takes of it, where no task has its name."""
+            probes.append(_probe(name, name, "loss", role))
     tasks = {name for run in runs for result in run.results.values() for name in result.tasks}
-    found = {one.name: one for one in _probes(runs) if one.name not in tasks}
-    for probe, metrics in _probe_metrics(runs).items():
-        for metric in metrics:
+    named = {one.name: one for one in probes if one.name not in tasks}
+    keys = {one.key: one for one in named.values()}
+    for probe, those in metrics.items():
+        for metric in those:
             measure = _probe(f"{probe}.{metric}", probe, metric, OLD)
-            same = found.get(probe)
-            found[measure.name] = same if same is not None and same.key == measure.key else measure
-    return found
+            named[measure.name] = keys.get(measure.key, measure)
+    return probes, named
 
 
 def _probe(name: str, probe: str, metric: str, role: str) -> Measure:
@@ -289,8 +259,7 @@ def _check_training_data(runs: Sequence[Run]) -> None:
     """Where nothing names the new task: probes marked ``task: True``, else the training data, have to be the same."""
     marks = {", ".join(task_probes(run)): run for run in runs if task_probes(run)}
     check_equal(
-        marks,
-        "probes: the new task of {run} is {one}, of {other_run} {other}; report on runs of one task at a time",
+        marks, "probes: the new task of {run} is {one}, of {other_run} {other}; report on runs of one task at a time"
     )
     if marks:
         return

@@ -15,10 +15,10 @@ from typing import Any
 
 from finch import run_files
 from finch.evaluation.tasks.registry import SUITES
-from finch.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, Setting, TradeOff, points_by_method
+from finch.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, Setting, TradeOff, choose_by
 from finch.report.measures import Comparison
 from finch.report.runs import base_builder
-from finch.report.selection import Measure, choose_by
+from finch.report.selection import Measure
 from finch.report.tables import FEW_DOCUMENTS, Names, equal_score, estimate, number
 from finch.sweep.grid import EVALUATED, FINISHED, SMALL_LR
 
@@ -43,12 +43,10 @@ DEFINITIONS = (
 
 def summarize(comparison: Comparison, trade_off: TradeOff, front: Front, names: Names) -> list[Paragraph]:
     """What each method has learned and forgotten, and how it compares with the reference at an equal new-task score."""
-    methods = {run.method for run in comparison.runs}
     num_seeds = len({run.seed for run in comparison.runs if run.seed is not None})
-    labels = [style.label for method, style in names.styles.items() if method in methods]
     seeds = f", {num_seeds} seeds" if num_seeds > 1 else ", one seed" if num_seeds else ""
     runs = f"{len(comparison.runs)} runs" if len(comparison.runs) > 1 else "One run"
-    opening = f"{runs} of {join(labels)}{seeds}."
+    opening = f"{runs} of {join(names.labels)}{seeds}."
     new, old = comparison.new, comparison.old
     if new is None or not old or not trade_off.points:
         return [(f"{opening} {_what_is_missing(comparison)}", [])]
@@ -57,12 +55,11 @@ def summarize(comparison: Comparison, trade_off: TradeOff, front: Front, names: 
         opening += f" Before tuning the model has {score}{_unit(new)} on {new.name} ({new.metric})."
     forgotten = f"the mean change of {len(old)} old tasks" if len(old) > 1 else f"the change of {old[0].name}"
     if len(front.methods) < 2:
-        points = trade_off.points
-        scores, chosen_by = choose_by(
-            comparison.runs, new, [point.setting.runs for point in points], [point.new.value for point in points]
-        )
-        learned = _learned(new, old, trade_off, dict(zip(points, scores, strict=True)), names)
-        return [(f"{opening} Its setting with the best {chosen_by}, and {forgotten}:", learned)]
+        scores, chosen_by = choose_by(comparison, trade_off)
+        best = max(trade_off.points, key=lambda point: scores[point.setting])
+        return [
+            (f"{opening} Its setting with the best {chosen_by}, and {forgotten}:", [_learned(best, new, old, names)])
+        ]
     text = f"{forgotten[0].upper()}{forgotten[1:]}, of each method and {names.styles[front.reference].label} where both have learned equally much"
     text += " (95% intervals, each for one comparison):" if trade_off.has_intervals else ":"
     items = [_pair_text(names.styles[one].label, pair, new, old[0]) for one, pair in front.pairs.items()]
@@ -87,22 +84,12 @@ def _what_is_missing(comparison: Comparison) -> str:
     return "No run has both the new task and all old tasks yet, so there is no trade-off."
 
 
-def _learned(
-    new: Measure, old: Sequence[Measure], trade_off: TradeOff, scores: Mapping[Point, float], names: Names
-) -> list[str]:
-    points = points_by_method(trade_off)
-    lines = []
-    for method in (one for one in names.styles if one in points):
-        point = max(points[method], key=scores.__getitem__)
-        learned = estimate(point.new.times(new.sign), new.places, unit=_unit(new))
-        change = estimate(point.old.times(old[0].sign), old[0].places, sign=True, unit=f" {old[0].change_unit}")
-        low, high = point.old.low, point.old.high
-        is_unclear = low is not None and high is not None and low <= 0 <= high
-        lines.append(
-            f"{names.setting(point.setting)}: {learned} on {new.name}; {'old tasks' if len(old) > 1 else old[0].name} {change}"
-            + (", not distinguishable from 0" if is_unclear else "")
-        )
-    return lines
+def _learned(point: Point, new: Measure, old: Sequence[Measure], names: Names) -> str:
+    learned = estimate(point.new.times(new.sign), new.places, unit=_unit(new))
+    change = estimate(point.old.times(old[0].sign), old[0].places, sign=True, unit=f" {old[0].change_unit}")
+    text = f"{names.setting(point.setting)}: {learned} on {new.name}; {'old tasks' if len(old) > 1 else old[0].name} {change}"
+    is_unclear = point.old.ends and point.old.ends[0] <= 0 <= point.old.ends[1]
+    return f"{text}, not distinguishable from 0" if is_unclear else text
 
 
 def _conclusion(front: Front, new: Measure, names: Names) -> str:
@@ -142,9 +129,7 @@ def _pair_text(label: str, pair: Pair, new: Measure, old: Measure) -> str:
     if len(pair.scores) == 1:
         return f"{label} forgets {at_end}."
     without = pair.ratios_without_one
-    rates = "" if without is None else f", {without[0]:.2f} to {without[1]:.2f} without any one setting"
-    if pair.mean.ratio is None:
-        rates = ""
+    rates = f", {without[0]:.2f} to {without[1]:.2f} without any one setting" if without and pair.mean.ratio else ""
     return f"{label} forgets {text(pair.mean)}, from {equal_score(pair.scores[0], new)} to {end} on average{rates}; {at_end}."
 
 

@@ -57,6 +57,11 @@ class Names:
     styles: Mapping[str, Style]
     varying: Sequence[str]
 
+    @property
+    def labels(self) -> list[str]:
+        """The methods'."""
+        return [style.label for style in self.styles.values()]
+
     def setting(self, setting: Setting) -> str:
         return ", ".join([self.styles[setting.method].label, *self._values(setting.values)])
 
@@ -90,14 +95,10 @@ def number(value: float | None, places: int, *, sign: bool = False) -> str:
     return f"{rounded:{'+' if sign and rounded else ''}.{places}f}".replace("-", MINUS)
 
 
-def estimate(one: Estimate | None, places: int, *, sign: bool = False, unit: str = "") -> str:
+def estimate(one: Estimate, places: int, *, sign: bool = False, unit: str = "") -> str:
     """``-3.1 [-4.0, -2.2]``, with the unit after the number; without brackets where there is no interval."""
-    if one is None:
-        return NONE
     text = number(one.value, places, sign=sign) + unit
-    if one.low is None or one.high is None:
-        return text
-    return f"{text} [{number(one.low, places, sign=sign)}, {number(one.high, places, sign=sign)}]"
+    return f"{text} [{', '.join(number(end, places, sign=sign) for end in one.ends)}]" if one.ends else text
 
 
 def p_value(value: float | None) -> str:
@@ -117,18 +118,17 @@ def equal_score(value: float, measure: Measure) -> str:
     return number(measure.sign * value, measure.places) + ("%" if measure.unit == POINTS else " nats")
 
 
-def average(comparison: Comparison, run: int) -> Estimate | None:
+def average(comparison: Comparison, outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """The mean change of the old tasks, in the direction of the first one; None where one of them is missing.
 
     Its standard error is sqrt(sum of squared standard errors) / number of tasks: tasks are independent.
     """
-    outcomes = (comparison.outcomes[run].get(measure.name) for measure in comparison.old)
-    deltas = [
-        one.delta.times(one.measure.sign * comparison.old[0].sign) for one in outcomes if one is not None and one.delta
-    ]
-    if not deltas or len(deltas) < len(comparison.old):
+    old = comparison.old
+    found = [outcomes[measure.name] for measure in old if measure.name in outcomes]
+    deltas = [one.delta.times(one.measure.sign * old[0].sign) for one in found if one.delta]
+    if not deltas or len(deltas) < len(old):
         return None
-    mean = math.fsum(one.value for one in deltas) / len(deltas)
+    mean = statistics.fmean(one.value for one in deltas)
     errors = [one.standard_error for one in deltas if one.standard_error is not None]
     if len(errors) < len(deltas):
         return Estimate(mean)
@@ -157,9 +157,10 @@ def _change_cell(one: Outcome | None) -> str:
     return _shown(one.delta, one.measure, sign=True) + star
 
 
-def _mean_title(old: Sequence[Measure], others: Sequence[Measure]) -> str:
-    """Of a column with the mean over the trade-off's old tasks."""
-    return f"mean of {', '.join(one.name for one in old)}" if others else "mean of old tasks"
+def _mean_title(comparison: Comparison) -> list[str]:
+    """Of the column with the mean over the trade-off's old tasks, where there are several."""
+    names = ", ".join(one.name for one in comparison.old) if comparison.other_old else "old tasks"
+    return [f"mean of {names}"] if len(comparison.old) > 1 else []
 
 
 def _intervals_text(trade_off: TradeOff) -> str:
@@ -203,56 +204,47 @@ def _range(values: Sequence[float], places: int, *, sign: bool = False) -> str:
     return f"{number(min(values), places, sign=sign)} to {number(max(values), places, sign=sign)}"
 
 
-def front_table(front: Front, names: Names, trade_off: TradeOff, new: Measure, old: Sequence[Measure]) -> Table:
-    """A method's change of the old tasks at each common score."""
-    rows = []
+def front_tables(front: Front, names: Names, trade_off: TradeOff, new: Measure, old: Measure) -> list[Table]:
+    """Each method's change of the old tasks at each common score, and its difference from the reference's, of two methods or more."""
     points = points_by_method(trade_off)
+    changes, differences = [], []
     for method, values in front.methods.items():
+        label = names.styles[method].label
         cells = [
             f"reaches {equal_score(front.highest[method], new)}"
             if value.change is None
-            else _turned(value.change, old[0], sign=True) + (" †" if value.is_extrapolated else "")
+            else _turned(value.change, old, sign=True) + (" †" if value.is_extrapolated else "")
             for value in values
         ]
         num_runs = sum(len(point.runs) for point in points[method])
-        rows.append([names.styles[method].label, *cells, str(len(points[method])), str(num_runs)])
-    return Table(
-        f"Change of the old tasks, {old[0].change_unit}, at equal {new.name}",
-        ["method", *(f"at {equal_score(score, new)}" for score in front.scores), "settings", "runs"],
-        rows,
+        changes.append([label, *cells, str(len(points[method])), str(num_runs)])
+        if method != front.reference:
+            cells = [NONE if one.difference is None else _turned(one.difference, old, sign=True) for one in values]
+            differences.append([label, *cells])
+    columns = ["method", *(f"at {equal_score(score, new)}" for score in front.scores)]
+    change = Table(
+        f"Change of the old tasks, {old.change_unit}, at equal {new.name}",
+        [*columns, "settings", "runs"],
+        changes,
         (f"[95% intervals of a bootstrap over {trade_off.drawn}.] " if trade_off.has_intervals else "")
         + "† is a guess, on a straight line from the pretrained model: the method has no setting that learned so little.",
     )
-
-
-def difference_table(front: Front, names: Names, new: Measure, old: Sequence[Measure]) -> Table | None:
-    """Each method minus the reference at the same score; None without another method."""
-    if len(front.methods) < 2:
-        return None
-    rows = []
-    for method, values in front.methods.items():
-        if method != front.reference:
-            cells = [NONE if one.difference is None else _turned(one.difference, old[0], sign=True) for one in values]
-            rows.append([names.styles[method].label, *cells])
-    return Table(
-        f"Difference from {names.styles[front.reference].label}, {old[0].change_unit}",
-        ["method", *(f"at {equal_score(score, new)}" for score in front.scores)],
-        rows,
-        f"{'Above' if old[0].sign > 0 else 'Below'} 0: forgets less. Both methods are compared on the same documents and seeds. An interval that "
+    difference = Table(
+        f"Difference from {names.styles[front.reference].label}, {old.change_unit}",
+        columns,
+        differences,
+        f"{'Above' if old.sign > 0 else 'Below'} 0: forgets less. Both methods are compared on the same documents and seeds. An interval that "
         "includes 0 shows no difference.",
     )
+    return [change, difference] if differences else [change]
 
 
-def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure], others: Sequence[Measure]) -> Table:
-    """Each setting's change on each old task, mean over seeds.
-
-    Args:
-        old: those of the trade-off.
-        others: further ones; shown where all runs of the trade-off have them.
-    """
-    columns = [*old, *(one for one in others if all(one.name in point.tasks for point in trade_off.points))]
+def old_tasks_table(trade_off: TradeOff, names: Names, comparison: Comparison) -> Table:
+    """Each setting's change on each old task, mean over seeds; on those outside the trade-off where all its runs have one."""
+    old, others, points = comparison.old, comparison.other_old, trade_off.points
+    columns = [*old, *(one for one in others if all(one.name in point.tasks for point in points))]
     rows = []
-    for point in trade_off.points:
+    for point in points:
         cells = [_turned(point.tasks[measure.name], measure, sign=True) for measure in columns]
         if len(old) > 1:
             cells.append(_turned(point.old, old[0], sign=True))
@@ -260,7 +252,7 @@ def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure], o
     titles = [f"{one.title}, {one.change_unit}" for one in columns]
     return Table(
         "Old tasks by setting",
-        ["setting", *titles, *([_mean_title(old, others)] if len(old) > 1 else [])],
+        ["setting", *titles, *_mean_title(comparison)],
         rows,
         f"Tuned minus pretrained, means over seeds{_intervals_text(trade_off)}.",
     )
@@ -269,20 +261,18 @@ def old_tasks_table(trade_off: TradeOff, names: Names, old: Sequence[Measure], o
 def changes_table(comparison: Comparison, names: Names) -> Table:
     """Each run's change on each task, and the mean over the old tasks."""
     measures = [measure for measure in comparison.measures if measure not in comparison.reliability]
-    has_mean = len(comparison.old) > 1
     rows = []
-    for position, run in enumerate(comparison.runs):
-        outcomes = comparison.outcomes[position]
+    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
         if not any(measure.name in outcomes for measure in measures):
             continue
         cells = [_change_cell(outcomes.get(measure.name)) for measure in measures]
-        if has_mean:
-            cells.append(_shown(average(comparison, position), comparison.old[0], sign=True))
+        if len(comparison.old) > 1:
+            cells.append(_shown(average(comparison, outcomes), comparison.old[0], sign=True))
         rows.append([names.run(run), _text(run.seed), *cells])
     titles = [f"{one.title}, {one.change_unit}" for one in measures]
     return Table(
         "Changes by run",
-        ["run", "seed", *titles, *([_mean_title(comparison.old, comparison.other_old)] if has_mean else [])],
+        ["run", "seed", *titles, *_mean_title(comparison)],
         rows,
         "Tuned minus pretrained on the same documents, [95% intervals]. * differs from 0: p < 0.05, Holm's correction for the number of the run's tasks.",
         is_long=len(rows) > LONG,
@@ -292,9 +282,9 @@ def changes_table(comparison: Comparison, names: Names) -> Table:
 def tests_table(comparison: Comparison, names: Names) -> Table:
     """Every change with its standard error and p values."""
     rows = []
-    for position, run in enumerate(comparison.runs):
+    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
         for measure in comparison.measures:
-            one = comparison.outcomes[position].get(measure.name)
+            one = outcomes.get(measure.name)
             if one is None or one.delta is None:
                 continue
             error = one.delta.standard_error
@@ -363,16 +353,13 @@ def reliability_table(comparison: Comparison, names: Names) -> Table:
         stated_confidences(one.samples)[0] for outcomes in comparison.outcomes for one in outcomes.values()
     )
     bases = {one.measure.name: one.base for outcomes in comparison.outcomes for one in outcomes.values() if one.base}
-    found = []  # of any task, in the order of the runs
-    rows = []
-    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
-        present = [outcomes[one.name] for one in measures if one.name in outcomes]
-        if present:
+    found = [[outcomes[one.name] for one in measures if one.name in outcomes] for outcomes in comparison.outcomes]
+    base_error = _calibration_cell(one.base_samples for those in found for one in those)
+    rows = [["pretrained", "", *(_shown(bases.get(one.name), one) for one in measures), base_error]]
+    for run, outcomes, those in zip(comparison.runs, comparison.outcomes, found, strict=True):
+        if those:
             cells = [_score_and_change(outcomes.get(one.name)) for one in measures]
-            rows.append([names.run(run), _text(run.seed), *cells, _calibration_cell(one.samples for one in present)])
-            found += present
-    base_error = _calibration_cell(one.base_samples for one in found)
-    rows.insert(0, ["pretrained", "", *(_shown(bases.get(one.name), one) for one in measures), base_error])
+            rows.append([names.run(run), _text(run.seed), *cells, _calibration_cell(one.samples for one in those)])
     titles = [f"{one.name}, {one.metric}{'' if one.is_higher_better else ' (lower is better)'}" for one in measures]
     return Table(
         "Reliability",
@@ -400,9 +387,9 @@ def _calibration_cell(samples: Iterable[Sequence[Sample]]) -> str:
 def runs_table(comparison: Comparison, names: Names) -> Table:
     """Where each run stands."""
     rows = []
-    for position, run in enumerate(comparison.runs):
+    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
         steps, epochs = run.steps, run.config.get("epochs")
-        probes = [one.step for one in comparison.outcomes[position].values() if one.step is not None]
+        probes = [one.step for one in outcomes.values() if one.step is not None]
         rows.append(
             [
                 names.run(run),
@@ -443,9 +430,8 @@ def paper_table(
     titles = [METRICS.get(one.name, one.name) for one in columns]
     labels = {run.label for run in comparison.runs}
     points = points_by_method(trade_off)
-    used = {run.method for run in comparison.runs}
     rows = []
-    for method in ["base", *(one for one in names.styles if one in used)]:
+    for method in ["base", *names.styles]:
         if method in paper and method not in labels:
             values = [paper[method].get(key) for key in ("task", *titles, "avg_delta")]
             label = "pretrained" if method == "base" else names.styles[method].label
@@ -461,16 +447,13 @@ def paper_table(
                 cells.append(number(100 * statistics.fmean(deltas), 1, sign=True) if deltas else NONE)
             place = number(point.new.value, 1), *cells, number(point.old.value, 1, sign=True)
             rows.append([names.setting(point.setting), "here", *place])
+    without = f" The mean measured here is without {', '.join(one.name for one in at_chance)}, at chance."
     return Table(
         "The paper's numbers and those measured here",
         ["setting", "from", f"{new.name if new else 'new task'}, %", *titles, "mean of old tasks"],
         rows,
         "New-task score in percent, changes in points. The paper's are of its tables, each method at its own learning rate."
-        + (
-            f" The mean measured here is without {', '.join(one.name for one in at_chance)}, at chance."
-            if at_chance
-            else ""
-        ),
+        + (without if at_chance else ""),
         text_columns=(0, 1),
     )
 
@@ -480,7 +463,7 @@ def summary_csv(comparison: Comparison) -> str:
     stream = io.StringIO()
     writer = csv.DictWriter(stream, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for position, run in enumerate(comparison.runs):
+    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
         start = {
             "run": run.folder,
             "method": run.method,
@@ -488,35 +471,23 @@ def summary_csv(comparison: Comparison) -> str:
             "batch_size": run.values.get(BATCH_SIZE),
             "seed": run.seed,
         }
-        for name, one in comparison.outcomes[position].items():
-            measure = one.measure
-            row = {
+        for name, one in outcomes.items():
+            row = start | {
                 "task": name,
-                "role": measure.role,
-                "source": measure.source,
-                "metric": measure.metric,
-                "n": one.n,
                 "score": one.score.value,
                 "score_low": one.score.low,
                 "score_high": one.score.high,
                 "base_score": None if one.base is None else one.base.value,
-                "p_value": one.p_value,
-                "p_holm": one.p_holm,
-                "test": one.test,
-                "step": one.step,
-                "unit": measure.unit,
+                **{key: getattr(one.measure, key) for key in ("role", "source", "metric", "unit")},
+                **{key: getattr(one, key) for key in ("n", "p_value", "p_holm", "test", "step")},
             }
-            writer.writerow(_as_text(start | row | _delta_columns(one.delta)))
-        mean = average(comparison, position)
+            writer.writerow(_as_text(row | _delta_columns(one.delta)))
+        mean = average(comparison, outcomes)
         if mean is not None:
             sources = {one.source for one in comparison.old}
-            row = {
-                "task": "mean of old tasks",
-                "role": OLD,
-                "source": sources.pop() if len(sources) == 1 else "",
-                "unit": comparison.old[0].unit,
-            }
-            writer.writerow(_as_text(start | row | _delta_columns(mean)))
+            row = start | {"task": "mean of old tasks", "role": OLD, "unit": comparison.old[0].unit}
+            row["source"] = sources.pop() if len(sources) == 1 else ""
+            writer.writerow(_as_text(row | _delta_columns(mean)))
     return stream.getvalue()
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,21 +170,29 @@ def make_run(
     seed: int = 0,
     *,
     base: str | None = "../../base",
-    cell: bool = False,
+    cell: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
     **suites: Any,
 ) -> Path:
-    """A run that has learned the more, and forgotten the more, the higher its learning rate; ``base`` None: not evaluated."""
+    """A run that has learned the more, and forgotten the more, the higher its learning rate.
+
+    Args:
+        base: None: not evaluated.
+        cell: values of the cell.json that differ from the config's; None: no cell of a sweep.
+        config: keys of config.yaml that differ from ``make_config``'s.
+        suites: of ``write_suites``.
+    """
     random.seed(f"metrics {method} {learning_rate} {seed}")
     strength = min(1.0, learning_rate / 1e-4)
     learned, forgotten = 0.25 + 0.6 * math.sqrt(strength), METHODS[method] * strength
     is_finch = method == "finch"
     write_metrics(folder, learned=learned, forgotten=forgotten, peak=learning_rate, steps=40, is_finch=is_finch)
-    (folder / "config.yaml").write_text(yaml.safe_dump(make_config(method, learning_rate, seed)))
+    (folder / "config.yaml").write_text(yaml.safe_dump({**make_config(method, learning_rate, seed), **(config or {})}))
     for epoch in range(2):
         (folder / f"epoch_{epoch}").mkdir()
     (folder / "best").symlink_to("epoch_1")
-    if cell:
-        values = {"method": method, "optimizer.lr": learning_rate, "batch_size": 16, "seed": seed}
+    if cell is not None:
+        values = {"method": method, "optimizer.lr": learning_rate, "batch_size": 16, "seed": seed, **cell}
         content = {"values": values, "task": "knowledge", "source": None, "status": "finished"}
         (folder / "cell.json").write_text(json.dumps(content))
     if base is not None:
@@ -215,7 +223,7 @@ def make_sweep(
     """A sweep's cells, in ``folder``; the base's results beside them."""
     make_base(folder / "base", n=n)
     cells = itertools.product(methods, rates, seeds)
-    return [make_run(folder / "-".join(map(str, cell)), *cell, cell=True, n=n) for cell in cells]
+    return [make_run(folder / "-".join(map(str, cell)), *cell, cell={}, n=n) for cell in cells]
 
 
 def write_losses(folder: Path, *, base: str | None, weights: str, rise: float, n: int = 30) -> None:

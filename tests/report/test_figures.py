@@ -10,7 +10,10 @@ pytest.importorskip("matplotlib", reason="the report extra is not installed")
 from finch.report.figures import draw_trade_off
 from finch.report.front import Point, Setting, TradeOff
 from finch.report.measures import Estimate
+from finch.report.selection import Measure
 from finch.style import STYLES
+
+NEW, OLD = (Measure(name, "", "losses", name, "", "nats", is_higher_better=False) for name in ("loss", "kl"))
 
 
 def draw(folder, places):
@@ -22,7 +25,7 @@ def draw(folder, places):
     ]
     base = Point(Setting("pretrained", {}, []), Estimate(-2.9), Estimate(0.0), zeros, zeros)
     trade_off = TradeOff(points, base, False)
-    return draw_trade_off(trade_off, STYLES, folder, new_label="loss", old_label="kl", sign=(-1, -1))
+    return draw_trade_off(trade_off, STYLES, folder, NEW, OLD, "kl")
 
 
 @pytest.mark.parametrize(

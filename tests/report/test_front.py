@@ -1,7 +1,5 @@
 """Settings and their bootstrap against plain loops; the front at equal score against cases worked out by hand."""
 
-import json
-
 import numpy as np
 import pytest
 from helpers.evaluated_runs import make_base, make_run
@@ -25,9 +23,9 @@ from finch.report.measures import Estimate, compare
 from finch.report.runs import read_runs
 
 
-@pytest.fixture(scope="module")
-def comparison(sweep):
-    return compare(read_runs([sweep]))
+def trade_off_of(*folders):
+    comparison = compare(read_runs(folders))
+    return comparison, trade_off(comparison, group_settings(comparison))
 
 
 def test_runs_of_one_seed_are_separate_settings(tmp_path):
@@ -38,15 +36,14 @@ def test_runs_of_one_seed_are_separate_settings(tmp_path):
 
 def test_replayed_seeds_are_seeds(tmp_path):
     for seed in (0, 1):
-        run = make_run(tmp_path / str(seed), "sft", 1e-5, seed, base=None)
-        values = {"method": "lr_replay", "seed": seed, "lr_scheduler.log": {"cell": {"method": "finch", "seed": seed}}}
-        (run / "cell.json").write_text(json.dumps({"values": values}))
+        cell = {"method": "lr_replay", "lr_scheduler.log": {"cell": {"method": "finch", "seed": seed}}}
+        make_run(tmp_path / str(seed), "sft", 1e-5, seed, base=None, cell=cell)
     assert len(group_settings(compare(read_runs([tmp_path])))) == 1
 
 
-def test_bootstrap_equals_a_plain_one(comparison):
+def test_bootstrap_equals_a_plain_one(sweep):
     """Documents and seeds drawn in loops: the same standard errors and percentiles, within the noise of the draws."""
-    points = trade_off(comparison, group_settings(comparison))
+    comparison, points = trade_off_of(sweep)
     point = points.points[0]
     runs = [comparison.outcomes[number] for number in point.setting.runs]
     rng = np.random.default_rng(1)
@@ -76,9 +73,7 @@ def test_bootstrap_equals_a_plain_one(comparison):
 
 
 def test_losses_of_probes_are_turned_so_that_more_is_better(tmp_path):
-    run = make_run(tmp_path / "one", "sft", 1e-4, base=None)
-    comparison = compare(read_runs([run]))
-    points = trade_off(comparison, group_settings(comparison))
+    comparison, points = trade_off_of(make_run(tmp_path / "one", "sft", 1e-4, base=None))
     [point] = points.points
     assert point.old.value == pytest.approx(-comparison.outcomes[0]["stories"].delta.value)
     assert point.new.value == pytest.approx(100 * comparison.outcomes[0]["facts"].score.value)
@@ -90,8 +85,7 @@ def test_runs_that_lack_a_task_are_left_out(tmp_path):
     make_base(tmp_path / "base", n=20)
     one = make_run(tmp_path / "one", "sft", 1e-5, n=20)
     two = make_run(tmp_path / "two", "finch", 1e-5, n=20, suites=["knowledge"])
-    comparison = compare(read_runs([one, two]))
-    [point] = trade_off(comparison, group_settings(comparison)).points
+    [point] = trade_off_of(one, two)[1].points
     assert point.setting.method == "sft"
 
 
@@ -106,8 +100,8 @@ def test_variance_of_few_seeds_is_not_too_small():
 def test_probes_have_intervals_from_five_seeds_on(tmp_path):
     for seed in range(5):
         make_run(tmp_path / f"{seed}", "sft", 1e-4, seed, base=None)
-        comparison = compare(read_runs([tmp_path / str(one) for one in range(seed + 1)]))
-        assert trade_off(comparison, group_settings(comparison)).has_intervals == (seed == 4)
+        points = trade_off_of(*(tmp_path / str(one) for one in range(seed + 1)))[1]
+        assert points.has_intervals == (seed == 4)
 
 
 def point(method, new, old, draws=None):
@@ -177,6 +171,8 @@ def test_compare_fronts_by_hand():
     assert [value.change.value for value in front.methods["finch"]] == pytest.approx([-3.0, -3.5, -4.0, -4.5, -5.0])
     assert [value.difference.value for value in front.methods["finch"]] == pytest.approx([9.0, 9.5, 10.0, 10.5, 11.0])
     assert front.highest == {"sft": 80.0, "finch": 70.0}
+    assert list(front.pairs) == ["finch"]
+    assert front.pairs["finch"].highest.ratio.value == pytest.approx(5 / 16)
     assert not any(value.is_extrapolated for values in front.methods.values() for value in values)
 
 
@@ -295,11 +291,3 @@ def test_draws_of_seed_points_are_the_seeds():
     pair = compare_pair(one, other, base, num_scores=2)
     assert pair.mean.ratio.value == pytest.approx((0.2 / 0.2 * 0.5 / 0.4) ** 0.5)
     assert np.exp(pair.draws) == pytest.approx([(0.1 / 0.2 * 0.4 / 0.4) ** 0.5, (0.3 / 0.2 * 0.6 / 0.4) ** 0.5])
-
-
-def test_front_has_each_method_against_the_reference():
-    front = fronts(
-        point("sft", 40.0, -4.0), point("sft", 80.0, -20.0), point("finch", 60.0, -3.0), point("finch", 70.0, -5.0)
-    )
-    assert list(front.pairs) == ["finch"]
-    assert front.pairs["finch"].highest.ratio.value == pytest.approx(5 / 16)

@@ -2,12 +2,10 @@
 
 import csv
 import html
-import json
 import re
 
 import pytest
-import yaml
-from helpers.evaluated_runs import make_base, make_config, make_run, make_sweep
+from helpers.evaluated_runs import make_base, make_run, make_sweep
 
 from finch.report.front import compare_fronts, group_settings, trade_off
 from finch.report.measures import compare
@@ -18,12 +16,6 @@ RATES = (3e-5, 1e-4)
 METHODS = ["sft", "finch", "dft", "Cap", "constant"]
 
 
-def add_label(run, label):
-    cell = json.loads((run / "cell.json").read_text())
-    cell["values"] = {"label": label, **cell["values"]}
-    (run / "cell.json").write_text(json.dumps(cell))
-
-
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory):
     """A sweep with sft, finch and dft, and two arms: ``constant``, trained as sft, and ``Cap``, as finch."""
@@ -31,8 +23,7 @@ def labelled(tmp_path_factory):
     make_sweep(folder, rates=RATES, seeds=(0,), n=30)
     for label, method in (("constant", "sft"), ("Cap", "finch")):
         for rate in RATES:
-            run = make_run(folder / f"{label}-{rate:g}", method, rate, 0, cell=True, n=30)
-            add_label(run, label)
+            make_run(folder / f"{label}-{rate:g}", method, rate, 0, cell={"label": label}, n=30)
     return folder
 
 
@@ -65,10 +56,8 @@ def test_labels_have_rows_and_curves_in_the_report(labelled, tmp_path):
 def test_paper_has_no_numbers_for_a_label(tmp_path):
     """Also where it is the name of a known method."""
     make_base(tmp_path / "base", n=20)
-    run = make_run(tmp_path / "run", "finch", 2e-5, n=20, cell=True)
     model = {"_component_": "finch.models.qwen3.qwen3_4b"}
-    (run / "config.yaml").write_text(yaml.safe_dump(make_config("finch", 2e-5) | {"model": model}))
-    add_label(run, "wise_ft")
+    run = make_run(tmp_path / "run", "finch", 2e-5, n=20, cell={"label": "wise_ft"}, config={"model": model})
     write_report([run], tmp_path / "out")
     rows = [line for line in (tmp_path / "out" / "report.md").read_text().splitlines() if "| paper |" in line]
     assert [row.split("|")[1].strip() for row in rows] == ["pretrained"]
@@ -77,8 +66,7 @@ def test_paper_has_no_numbers_for_a_label(tmp_path):
 @pytest.mark.parametrize("label", [r"$\frac$", "$x^$", "=1", "# <b>|_a_|`"])
 def test_labels_are_shown_as_they_are(tmp_path, label):
     """Neither TeX, nor a spreadsheet's formula, nor Markdown."""
-    run = make_run(tmp_path / "run", "sft", 1e-4, base=None, cell=True)
-    add_label(run, label)
+    run = make_run(tmp_path / "run", "sft", 1e-4, base=None, cell={"label": label})
     write_report([run], tmp_path / "out")
     svg = (tmp_path / "out" / "figures" / "loss.svg").read_text()
     assert html.escape(label, quote=False) in svg

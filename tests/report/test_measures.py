@@ -4,8 +4,7 @@ import json
 import random
 
 import pytest
-import yaml
-from helpers.evaluated_runs import make_base, make_config, make_run, write_suites
+from helpers.evaluated_runs import make_base, make_run, write_suites
 
 from finch.errors import UserError
 from finch.report.measures import compare
@@ -56,8 +55,8 @@ def test_different_documents_are_refused(tmp_path):
     ],
 )
 def test_other_configs_are_refused(tmp_path, changes, words):
-    runs = [make_run(tmp_path / name, "sft", 1e-5, base=None) for name in ("one", "two")]
-    (runs[1] / "config.yaml").write_text(yaml.safe_dump(make_config("sft", 1e-5) | changes))
+    configs = {"one": {}, "two": changes}
+    runs = [make_run(tmp_path / name, "sft", 1e-5, base=None, config=config) for name, config in configs.items()]
     assert words in error_of(runs)
 
 

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import yaml
-from helpers.evaluated_runs import make_base, make_config, make_run
+from helpers.evaluated_runs import make_base, make_run
 
-from finch.report.paper import accuracy_curves, learning_rate_curve, paper_model, paper_results
+from finch.report.paper import accuracy_curves, learning_rate_curves, paper_model, paper_results
 from finch.report.report import write_report
 from finch.report.runs import read_runs
 
@@ -20,11 +19,8 @@ def run(tmp_path):
     make_base(tmp_path / "base", n=20)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text(json.dumps(SIZES))
-    folder = make_run(tmp_path / "run", "finch", 2e-5, n=20)
-    config = make_config("finch", 2e-5)
-    config["checkpointer"] = {"checkpoint_dir": str(tmp_path / "weights")}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder
+    config = {"checkpointer": {"checkpoint_dir": str(tmp_path / "weights")}}
+    return make_run(tmp_path / "run", "finch", 2e-5, n=20, config=config)
 
 
 def test_paper_results():
@@ -34,9 +30,11 @@ def test_paper_results():
 
 
 def test_figure_1():
-    finch = accuracy_curves("new")[1]
+    finch = accuracy_curves("knowledge", "qwen3_4b", "new")[1]
     assert (finch.method, finch.steps[0], finch.steps[-1], finch.values[10]) == ("finch", 0, 1000, 99.17)
-    assert learning_rate_curve().values[-1] == 5e-5
+    [rates] = learning_rate_curves("knowledge", "qwen3_4b")
+    assert rates.values[-1] == 5e-5
+    assert learning_rate_curves("science", "qwen3_4b") == accuracy_curves("knowledge", "llama3_8b", "old") == []
 
 
 @pytest.mark.parametrize(
@@ -53,9 +51,9 @@ def test_model_is_known_by_its_sizes(run, changes, expected):
     assert paper_model(read_runs([run])[0]) == expected
 
 
-def test_model_is_known_by_its_builder_without_weights(run):
-    config = make_config("finch", 2e-5) | {"model": {"_component_": "finch.models.qwen3.lora_qwen3_4b"}}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
+def test_model_is_known_by_its_builder_without_weights(tmp_path):
+    config = {"model": {"_component_": "finch.models.qwen3.lora_qwen3_4b"}}
+    run = make_run(tmp_path / "run", "finch", 2e-5, base=None, config=config)
     assert paper_model(read_runs([run])[0]) == "qwen3_4b"
 
 

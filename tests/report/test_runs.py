@@ -1,8 +1,7 @@
 """Reading run folders: a config's method, runs still going, sweeps, and folders that are no run."""
 
 import pytest
-import yaml
-from helpers.evaluated_runs import make_config, make_run
+from helpers.evaluated_runs import make_run
 from helpers.runs import MINIMAL
 from omegaconf import OmegaConf
 
@@ -30,8 +29,7 @@ def test_values_are_a_cell_over_its_config(tmp_path):
 
 
 def test_gradient_accumulation_is_part_of_the_batch(tmp_path):
-    run = make_run(tmp_path / "a", "sft", 1e-5, base=None)
-    (run / "config.yaml").write_text(yaml.safe_dump(make_config("sft", 1e-5) | {"gradient_accumulation_steps": 4}))
+    run = make_run(tmp_path / "a", "sft", 1e-5, base=None, config={"gradient_accumulation_steps": 4})
     assert read_runs([run])[0].values["batch_size"] == 64
 
 

@@ -6,10 +6,11 @@ import pytest
 from helpers.evaluated_runs import add_losses, make_run, make_sweep, write_suite
 
 from finch.errors import UserError
+from finch.report.front import choose_by, group_settings, trade_off
 from finch.report.measures import compare
 from finch.report.report import write_report
 from finch.report.runs import read_runs
-from finch.report.selection import choose_by, select_measures
+from finch.report.selection import select_measures
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +89,25 @@ def test_bad_names_are_refused(runs, new, old, words):
 def test_best_setting_is_chosen_by_validation_where_all_settings_have_it(tmp_path):
     """Validation prefers the smaller rate, the reported score the larger one."""
     cells = make_sweep(tmp_path, methods=("sft",), rates=(3e-5, 1e-4), seeds=(0, 1), n=20)
-    settings, reported = [[0, 1], [2, 3]], [40.0, 80.0]
 
     def chosen():
-        runs = read_runs(cells)
-        new = select_measures(runs).new  # the validation suite is no second new task
-        return new.name, *choose_by(runs, new, settings, reported)
+        comparison = compare(read_runs(cells))
+        assert comparison.new.name == "tofu"  # the validation suite is no second new task
+        points = trade_off(comparison, group_settings(comparison))
+        scores, what = choose_by(comparison, points)
+        assert [*scores] == [point.setting for point in points.points]
+        return [*scores.values()], what
 
-    assert chosen() == ("tofu", reported, "reported score on tofu")
+    reported = chosen()
+    assert (reported[0][0] < reported[0][1], reported[1]) == (True, "reported score on tofu")
     for number, (cell, score) in enumerate(zip(cells, (1.0, 0.5, 0.25, 0.5), strict=True)):
         (cell / "cell.json").unlink()
         samples = [{"doc_id": 0, "doc_hash": "a", "score": score}]
         tasks = {"tofu_validation": ("new", "acc", samples, {})}
         write_suite(cell / "evaluation", "knowledge_validation", base=None, weights=str(cell), tasks=tasks)
         if number == 1:  # the second setting has no scores yet
-            assert chosen()[1:] == (reported, "reported score on tofu")
-    assert chosen() == ("tofu", [0.75, 0.375], "score on the validation rows of tofu")
+            assert chosen() == reported
+    assert chosen() == ([0.75, 0.375], "score on the validation rows of tofu")
     write_report(cells, tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text()
     found = re.search(

@@ -19,6 +19,8 @@ from finch.report.runs import Run, base_builder
 TASKS = ("knowledge", "science", "language")
 """The paper's tasks; its suites have the same names."""
 MODELS = {"qwen3_4b": "Qwen3-4B", "llama3_8b": "Llama-3-8B"}
+FIGURE = ("knowledge", "qwen3_4b")
+"""Task and model of Figure 1."""
 METHODS = {"small_lr": "sft_small_lr"}
 """Ours to the paper's where they differ."""
 METRICS = {"confidence": "brier"}
@@ -40,27 +42,21 @@ def paper_results(task: str | None, model: str | None) -> dict[str, dict[str, fl
     return found
 
 
-def has_figure(task: str | None, model: str | None) -> bool:
-    return (task, model) == ("knowledge", "qwen3_4b")
+def accuracy_curves(task: str | None, model: str | None, role: str) -> list[Curve]:
+    """In percent, of the role ``new`` or ``old``. Empty where Figure 1 is of another task or model."""
+    methods = ("sft", "finch") if (task, model) == FIGURE else ()
+    return [_curve("figure1_accuracy.csv", method, f"{method}_{role}", 100.0) for method in methods]
 
 
-def accuracy_curves(role: str) -> list[Curve]:
-    """In percent.
-
-    Args:
-        role: ``new`` or ``old``.
-    """
-    rows = _rows("figure1_accuracy.csv")
-    steps = [int(row["step"]) for row in rows]
-    return [
-        Curve(method, steps, [100.0 * float(row[f"{method}_{role}"]) for row in rows], is_paper=True)
-        for method in ("sft", "finch")
-    ]
+def learning_rate_curves(task: str | None, model: str | None) -> list[Curve]:
+    """FINCH's. Empty where Figure 1 is of another task or model."""
+    return [_curve("figure1_finch_lr.csv", "finch", "lr")] if (task, model) == FIGURE else []
 
 
-def learning_rate_curve() -> Curve:
-    rows = _rows("figure1_finch_lr.csv")
-    return Curve("finch", [int(row["step"]) for row in rows], [float(row["lr"]) for row in rows], is_paper=True)
+def _curve(file: str, method: str, column: str, scale: float = 1.0) -> Curve:
+    rows = _rows(file)
+    values = [scale * float(row[column]) for row in rows]
+    return Curve(method, [int(row["step"]) for row in rows], values, is_paper=True)
 
 
 def paper_model(run: Run) -> str | None:
