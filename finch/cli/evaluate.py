@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from finch.evaluation.runner import Evaluation
     from finch.evaluation.statistics import Mean
     from finch.evaluation.tasks.task import Task
+    from finch.sweep.grid import Evaluation as SweepEvaluation
 
 HARNESS = "<0.5,>=0.4.13"
 PUNKT = "python -c \"import nltk; nltk.download('punkt_tab')\""
@@ -150,10 +151,6 @@ def _check(
         raise UserError(f"--nproc_per_node={parsed.nproc_per_node} must be at least 1")
     if parsed.batch_size != "auto" and not (parsed.batch_size.isdigit() and int(parsed.batch_size) > 0):
         raise UserError(f"--batch-size={parsed.batch_size} must be a number of rows or auto")
-    if parsed.include_path is not None and not parsed.include_path.is_dir():
-        raise UserError(
-            f"--include-path={parsed.include_path} is not a folder; give the folder of your tasks' YAML files"
-        )
     if not parsed.suite and not parsed.tasks:
         raise UserError(f"--suite is missing; give one of {', '.join(ALL)}, all, or --tasks")
     tasks, others = select_tasks(parsed.suite, parsed.tasks, "--suite ", "--tasks ")
@@ -164,22 +161,38 @@ def _check(
             )
     base = find_base(parsed.base)
     tuned = [find_tuned(path, base) for given in parsed.tuned for path in models_in(given)]
-    check_data(tasks, parsed.data_root)
+    check_data(tasks, parsed.data_root, parsed.include_path)
     for folder in tuned:
         if folder.is_adapter:
             check_adapter(folder.path, str(folder))
     return base, tuned, tasks, others, shared_tokenizer(base, tuned)
 
 
-def check_needs(suites: Sequence[str], tasks: Sequence[str], data_root: str | None) -> None:
-    """What an evaluation needs on this machine besides models: packages, data sets, IFEval's sentence splitter.
+def check_needs(evaluation: SweepEvaluation) -> None:
+    """What a sweep's evaluation needs on this machine: packages, its base, data sets, lm-eval's tasks, IFEval's sentence splitter.
 
     Raises:
         UserError: the first that is missing, and how to get it.
     """
+    from finch.evaluation.custom_tasks import custom_task
+    from finch.evaluation.model_folders import find_base
+
     require_extras("the sweep's evaluation", "evaluate")
     check_harness()
-    check_data(select_tasks(suites, tasks, "suites=", "tasks=")[0], None if data_root is None else Path(data_root))
+    if evaluation.base is not None:
+        find_base(Path(evaluation.base))
+    tasks, others = select_tasks(evaluation.suites, evaluation.tasks, "suites=", "tasks=")
+    data_root, include_path = (
+        None if path is None else Path(path) for path in (evaluation.data_root, evaluation.include_path)
+    )
+    check_data(tasks, data_root, include_path)
+    if others:
+        from finch.evaluation.harness import quiet_harness, task_manager
+
+        with quiet_harness():
+            manager = task_manager(data_root, has_chat_template=False, include_path=include_path, others=others)
+            for name in others:
+                custom_task(name, manager, is_new=False, has_chat_template=False)
 
 
 def check_harness() -> None:
@@ -193,8 +206,10 @@ def check_harness() -> None:
         )
 
 
-def check_data(tasks: Sequence[Task], data_root: Path | None) -> None:
+def check_data(tasks: Sequence[Task], data_root: Path | None, include_path: Path | None) -> None:
     """The files must be there, without ``data_root`` the hub must be allowed."""
+    if include_path is not None and not include_path.is_dir():
+        raise UserError(f"--include-path={include_path} is not a folder; give the folder of your tasks' YAML files")
     if data_root is not None and not data_root.is_dir():
         raise UserError(
             f"--data-root={data_root} is not a folder; give the folder of the data sets, or leave it out to use the hub"

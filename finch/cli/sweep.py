@@ -49,7 +49,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the cells, what is left to do and the first cell's commands; start nothing",
+        help="print the cells, what is left to do and the first cell's commands, and check all that a sweep checks; start nothing",
     )
     parser.add_argument("--out", metavar="DIR", help="in place of the grid's out")
     parser.add_argument("--nproc_per_node", metavar="N", help="ranks of each run, as for finch run (default: 1)")
@@ -87,8 +87,17 @@ def sweep(args: argparse.Namespace, rest: Sequence[str]) -> None:
     jobs = compose(grid, cells_of(grid), launcher=launcher, num_ranks=num_ranks)
     if args.dry_run:
         _print_cells(grid, jobs)
-    else:
+    _check_machine(grid, jobs, args)
+    if not args.dry_run:
         _run(grid, jobs, args)
+
+
+def _check_machine(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
+    """Raises UserError if what the evaluation needs, or room on the disk, is missing."""
+    if grid.evaluation is not None and any(job.evaluate_commands() for job in jobs):
+        check_needs(grid.evaluation)
+    if not args.skip_training:
+        _check_disk(grid, jobs, args.jobs or 1)
 
 
 def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
@@ -96,10 +105,6 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
 
     from finch.sweep.local import LocalSweep
 
-    if grid.evaluation is not None and any(job.evaluate_commands() for job in jobs):
-        check_needs(grid.evaluation.suites, grid.evaluation.tasks, grid.evaluation.data_root)
-    if not args.skip_training:
-        _check_disk(grid, jobs, args.jobs or 1)
     try:
         make_folder(grid.out)
     except OSError as error:

@@ -97,6 +97,8 @@ def _conclusion(front: Front, new: Measure, names: Names) -> str:
     labels: dict[str, list[str]] = {}
     for method, pair in front.pairs.items():
         verdict = "apart" if pair.is_guess else {-1: "less", 1: "more", 0: "alike", None: "unknown"}[pair.verdict]
+        if verdict in ("less", "more") and len(pair.scores) == 1:
+            verdict = "once"
         labels.setdefault(verdict, []).append(names.styles[method].label)
     reference = names.styles[front.reference].label
     parts = []
@@ -107,6 +109,8 @@ def _conclusion(front: Front, new: Measure, names: Names) -> str:
         parts.append(f"of {join(those)} no difference from {reference} can be shown")
     if those := labels.get("unknown"):
         parts.append(f"of {join(those)} nothing is concluded, since there are no intervals")
+    if those := labels.get("once"):
+        parts.append(f"of {join(those)} nothing is concluded from one score, add learning rates")
     if those := labels.get("apart"):
         parts.append(f"{join(those)} and {reference} were measured at no common score")
     return f"At an equal score on {new.name}: {'; '.join(parts)}."

@@ -338,15 +338,19 @@ class DiskUse:
 
     Attributes:
         epoch: an epoch's export.
-        exports: those of all epochs that are written.
+        num_epochs: epochs that are written.
         state: a state to resume from.
         num_states: states that lie there while one is written.
     """
 
     epoch: int
-    exports: int
+    num_epochs: int
     state: int
     num_states: int
+
+    @property
+    def exports(self) -> int:
+        return self.num_epochs * self.epoch
 
     @property
     def total(self) -> int:
@@ -362,7 +366,7 @@ def disk_use(cfg: DictConfig, decoder: TransformerDecoder, first_epoch: int = 0)
     saved = trained if adapter_parameters(decoder) else list(decoder.parameters())
     states = sum(weight.numel() for weight in trained) * optimizer_bytes(cfg, precision_of(cfg.dtype))
     state = sum(weight.numel() * weight.itemsize for weight in saved) + int(states)
-    return DiskUse(epoch, num_exports(cfg, first_epoch) * epoch, state, cfg.checkpoint.keep_last + 1)
+    return DiskUse(epoch, num_exports(cfg, first_epoch), state, cfg.checkpoint.keep_last + 1)
 
 
 def check_disk_room(
@@ -384,14 +388,13 @@ def check_disk_room(
             f"output_dir={folder} has {free:,} bytes of free disk, the weights of one epoch need {use.epoch:,}; make room, or give a "
             "folder on a larger disk"
         )
-    epochs = num_exports(cfg, first_epoch)
-    weights = f"the weights of {epochs} epochs" if epochs > 1 else "the weights"
+    weights = f"the weights of {use.num_epochs} epochs" if use.num_epochs > 1 else "the weights"
     text = (
         f"disk: {weights} take {files.gigabytes(use.exports)}, states to resume from {files.gigabytes(use.num_states * use.state)} "
         f"({use.num_states} while one is written); {files.gigabytes(free)} free"
     )
     if free < use.total:
-        logger.warning(text + ("; save_last_epoch_only=True writes one epoch" if epochs > 1 else ""))
+        logger.warning(text + ("; save_last_epoch_only=True writes one epoch" if use.num_epochs > 1 else ""))
     else:
         logger.info(text)
 

@@ -102,7 +102,7 @@ def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys
     evaluate = {"tasks": ["tofu", "mine"], "new_task": "mine", "include_path": "yaml"}
     file = grid({"method": ["sft"], "seed": [0]}, evaluate={**evaluate, "data_root": "data", "limit": 5})
     code, printed, error = finch(capsys, "sweep", file, "--dry-run", "--nproc_per_node", "2", "dtype=bf16_mixed")
-    assert code == 0, error
+    assert (code, "finch: error: --include-path=yaml is not a folder" in error) == (1, True)  # below the table
     assert printed.splitlines()[:2] == ["cell       training   evaluation", "sft_seed0  to do      to do"]
     run, tasks = (line.partition(" -m finch.cli ")[2] for line in printed.splitlines()[2:] if line)
     out = tmp_path / "out"
@@ -116,7 +116,7 @@ def test_epochs_that_are_chosen_from_are_scored_before_the_run(grid, tmp_path, b
     evaluate = {"suites": ["knowledge"], "select_by": "knowledge_validation"}
     file = grid({"method": ["sft"]}, evaluate=evaluate, overrides={"epochs": 2})
     code, printed, error = finch(capsys, "sweep", file, "--dry-run")
-    assert code == 0, error
+    assert (code, "--data-root is missing and HF_HUB_OFFLINE=1 forbids the hub" in error) == (1, True)
     epochs, run = (line.partition("--base ")[2] for line in printed.splitlines() if " evaluate " in line)
     out = tmp_path / "out"
     models = f"{out}/sft/epoch_0 {out}/sft/epoch_1"
@@ -156,10 +156,15 @@ def test_keep_leaves_one_model_of_a_trained_cell(grid, tmp_path, capsys):
 
 
 def test_what_an_evaluation_needs_is_checked_before_the_first_cell(grid, tmp_path, capsys, monkeypatch):
-    evaluate = {"tasks": ["tofu"], "data_root": str(tmp_path / "nowhere")}
-    code, _, error = finch(capsys, "sweep", grid({"method": ["sft"]}, evaluate=evaluate))
-    assert (code, (tmp_path / "out").exists()) == (1, False)
-    assert f"--data-root={tmp_path}/nowhere is not a folder" in error
+    nowhere = str(tmp_path / "nowhere")
+    for evaluate, options, message in (
+        ({"tasks": ["tofu"], "data_root": nowhere}, (), f"--data-root={nowhere} is not a folder"),
+        ({"tasks": ["tofu"], "base": nowhere}, (), f"--base={nowhere} is not a folder"),
+        ({"tasks": ["arc_esay"], "include_path": str(tmp_path)}, ("--dry-run",), "--tasks arc_esay is neither a task"),
+    ):
+        code, _, error = finch(capsys, "sweep", grid({"method": ["sft"]}, evaluate=evaluate), *options)
+        assert (code, (tmp_path / "out").exists()) == (1, False)
+        assert message in error
 
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)

@@ -92,6 +92,7 @@ def test_methods_are_compared_at_equal_scores_in_words():
     sft = [setting("sft", 40.0, -0.4), setting("sft", 60.0, -0.8), setting("sft", 80.0, -1.2)]
     methods = {
         "finch": [setting("finch", 40.0, -0.2), setting("finch", 60.0, -0.4), setting("finch", 70.0, -0.5)],
+        "eaft": [setting("eaft", 40.0, -0.5), setting("eaft", 80.0, -1.7)],
         "l2": [setting("l2", 50.0, -0.9)],
         "dft": [setting("dft", 40.0, -0.4), setting("dft", 60.0, -0.79), setting("dft", 80.0, -1.2)],
         "stm": [setting("stm", 30.0, -0.1)],
@@ -99,8 +100,8 @@ def test_methods_are_compared_at_equal_scores_in_words():
     pairs = {method: compare_pair(points, sft, BASE) for method, points in methods.items()}
     front = Front([], dict.fromkeys(("sft", *methods), ()), {}, pairs)
     assert _conclusion(front, NEW, Names(method_styles(front.methods), [])) == (
-        "At an equal score on tofu: FINCH forgets less than SFT; L2 forgets more than SFT; of DFT no difference from SFT can be shown; "
-        "STM and SFT were measured at no common score."
+        "At an equal score on tofu: FINCH forgets less than SFT; EAFT forgets more than SFT; of DFT no difference from SFT can be shown; "
+        "of L2 nothing is concluded from one score, add learning rates; STM and SFT were measured at no common score."
     )
     kl, points = (
         Measure("kl", "old", "losses", "kl", "", "nats", False),

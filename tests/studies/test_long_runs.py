@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.runs import ROOT
+from helpers.grids import arm
 from torch.nn import functional as F
 
 from finch.config.parser import read
@@ -26,15 +26,6 @@ CELLS = {
     "GRID_steps.yaml": {"finch": 1, "constant_mean": 1},
     "GRID_smollm2.yaml": {"finch": 2, "constant_mean": 2},
 }
-
-
-def arm(cell):
-    return cell.values.get("label", cell.values["method"])
-
-
-@pytest.fixture(autouse=True)
-def _in_root(monkeypatch):
-    monkeypatch.chdir(ROOT)  # from where the grids name their config
 
 
 def test_every_grid_is_listed():
@@ -112,8 +103,8 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long_runs")
     for seed, factor in ((0, 1.1), (1, 0.9)):
         for number, loss in enumerate((3.0, 2.0, 1.0)):
-            for arm, share in (("sft", 1.0), ("finch", 0.5)):
-                make_run(folder / "300", arm, 1e-3 * 2**number, seed, loss, factor * share * (4 - loss))
+            for method, share in (("sft", 1.0), ("finch", 0.5)):
+                make_run(folder / "300", method, 1e-3 * 2**number, seed, loss, factor * share * (4 - loss))
     make_run(folder / "300", "sft", 1e-3, 2, 3.0, 9.0)  # a seed that is not complete
     make_run(folder / "steps", "finch", 1e-3, 0, 1.0, 1.0)
     analyse(folder, folder / "results")

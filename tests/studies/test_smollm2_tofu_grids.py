@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.runs import ROOT
+from helpers.grids import arm
 
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
@@ -24,15 +24,6 @@ CELLS = {
     "GRID_quick.yaml": {"sft": 2, "wise_ft": 2, "finch": 1},
 }
 PRECISION = "GRID_precision.yaml"
-
-
-def arm(cell):
-    return cell.values.get("label", cell.values["method"])
-
-
-@pytest.fixture(autouse=True)
-def _in_root(monkeypatch):
-    monkeypatch.chdir(ROOT)  # from where the grids name their config
 
 
 def test_every_grid_is_listed():

@@ -1,10 +1,12 @@
 """The study's published numbers: those of its runs, and the same on every page."""
 
 import csv
+import json
 import re
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from studies.smollm2_tofu.check import PRIMARY, check_comparisons, check_probes, check_runs, check_selection
@@ -91,3 +93,113 @@ def test_selection_of_the_page_is_that_of_the_runs():
     ]
     assert f"FINCH forgets {float(finch['kl_over_sft']):.2f} times as much as SFT" in text
     assert "{:.2f} to {:.2f})".format(*(float(finch[f"kl_over_sft_{end}"]) for end in ("low", "high"))) in text
+
+
+def read_csv(path):
+    return list(csv.DictReader(path.open(encoding="utf-8")))
+
+
+def with_ends(values, places=2):
+    return "{:.{p}f} [{:.{p}f}, {:.{p}f}]".format(*map(float, values), p=places)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choose.md", "docs/limits.md", "docs/methods.md"])
+def test_every_ratio_of_a_page_is_of_a_study(page):
+    known = set()
+    for line in read_csv(RESULTS / "comparisons.csv"):
+        known |= {ratio(line, name) for name in ("ratio", "five_ratio") if line[name]}
+    for line in read_csv(ROOT / "studies/long_runs/results/comparisons.csv"):
+        known.add(with_ends(line[key] for key in ("ratio", "smallest", "largest")))
+    for path in (ROOT / "studies/self_replay/results").glob("*/comparison.json"):
+        seeds = (found := json.loads(path.read_text()))["by_seed"].values()
+        known.add(with_ends((found["ratio"], min(seeds), max(seeds))))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    pattern = r"(\d\.\d\d)(?: times[^.;\[\]]*|\s)(\[\d\.\d\d, \d\.\d\d\])"
+    found = {" ".join(each) for each in re.findall(pattern, text)}
+    assert found <= known
+    assert bool(found) == (page != "docs/limits.md")
+
+
+def means(name, *keys):
+    """Of each method, by rising rate, the means over seeds of a table of the results."""
+    runs = {}
+    for row in read_csv(RESULTS / name):
+        if row.get("setting", "smooth") == "smooth" and all(row[key] for key in keys):
+            rates = runs.setdefault(row["method"], {})
+            rates.setdefault(float(row["optimizer.lr"]), []).append([float(row[key]) for key in keys])
+    return {method: {rate: np.mean(rates[rate], axis=0) for rate in sorted(rates)} for method, rates in runs.items()}
+
+
+def fronts_ratio(name, one, other):
+    """The mean ratio of the stories' rise at five equal accuracies, and the single ones."""
+    fronts = []
+    for points in (means(name, "accuracy", "stories_rise")[method].values() for method in (one, other)):
+        kept = [p for p in points if not any(q[0] >= p[0] and q[1] < p[1] for q in points)]
+        fronts.append(np.array(sorted(map(tuple, kept))).T)
+    at = np.linspace(max(x[0] for x, _ in fronts), min(x[-1] for x, _ in fronts), 5)
+    single = np.divide(*(np.interp(at, *front) for front in fronts))
+    return float(np.exp(np.log(single).mean())), single.min(), single.max()
+
+
+def test_numbers_in_the_text_are_those_of_the_tables():
+    text = " ".join((STUDY / "README.md").read_text(encoding="utf-8").split())
+
+    def has(form, *values):
+        assert form.format(*values) in text, form.format(*values)
+
+    kl = {
+        method: {rate: float(one[0]) for rate, one in rates.items()}
+        for method, rates in means("results.csv", PRIMARY).items()
+    }
+    schedules = {method: list(kl[method].values()) for method in ("sft", "finch", "constant")}
+    factors = [max(each) / min(each) for each in schedules.values()]
+    has("by a factor of {:.0f} to {:.0f}", min(factors), max(factors))
+    growth = [
+        each[-1] / kl[method][rate] for (method, each), rate in zip(schedules.items(), (2e-4, 1e-4, 1e-4), strict=True)
+    ]
+    has("grows {:.1f} to {:.1f} times", min(growth), max(growth))
+
+    rises = [
+        (float(row["last_lr"]) / float(row["first_lr"]), float(row["optimizer.lr"]))
+        for row in read_csv(RESULTS / "results.csv")
+        if (row["setting"], row["method"]) == ("smooth", "finch")
+    ]
+    has(
+        "rises {:.1f} to {:.1f} times in these 60 steps, at eta_base up to 5e-5 at most {:.1f}",
+        min(rises)[0],
+        max(rises)[0],
+        max(rise for rise, rate in rises if rate <= 5e-5),
+    )
+
+    lines = {
+        tuple(one[key] for key in ("new", "measure", "one", "other")): one
+        for one in read_csv(RESULTS / "comparisons.csv")
+        if one["setting"] == "smooth"
+    }
+    wise = [lines["train", PRIMARY, "wise_ft", other] for other in ("sft", "finch", "constant")]
+    ends = [float(line["ratio_at_highest"]) for line in wise]
+    has("it is {:.2f} of SFT, and none against FINCH ({:.2f}) and a constant rate ({:.2f})", *ends)
+    has("lowest loss that it reaches, {:.2f},", float(wise[0]["lowest_score"]))
+    has("{:.2f} times FINCH's rise", float(lines["train", "stories", "wise_ft", "finch"]["ratio_at_highest"]))
+    difference = [
+        -float(lines["tofu", "hellaswag", "finch", "sft"][f"difference{end}"]) for end in ("", "_high", "_low")
+    ]
+    has("HellaSwag differs by {:.1f} points [{:.2f}, {:.1f}]", *difference)
+
+    chosen = {(one["setting"], one["selected_by"], one["method"]): one for one in read_csv(RESULTS / "selection.csv")}
+    for by, form in (
+        ("paraphrases", "FINCH is {:.3f} nats worse [{:.3f}, {:.3f}]"),
+        ("held_out", "rows it is {:.3f} [{:.3f}, {:.3f}]"),
+    ):
+        has(form, *(float(chosen["smooth", by, "finch"][f"score_minus_sft{end}"]) for end in ("", "_low", "_high")))
+
+    pairs = [fronts_ratio("precision.csv", f"{method}_bf16", method) for method in ("sft", "finch")]
+    has(
+        "single ratios of bf16 to fp32 go from {:.2f} to {:.2f}",
+        min(one[1] for one in pairs),
+        max(one[2] for one in pairs),
+    )
+    names = (("finch", "constant"), ("finch_ema_0", "finch"), ("finch_ema_0", "constant"))
+    ratios = [fronts_ratio("blocks_stories260k.csv", *pair) for pair in names]
+    has("{:.2f} times the constant rate's (single ratios {:.2f} to {:.2f})", *ratios[0])
+    has("{:.2f} times FINCH's ({:.2f} to {:.2f}) and {:.2f} times the constant rate's", *ratios[1], ratios[2][0])
