@@ -174,7 +174,7 @@ def check_needs(evaluation: SweepEvaluation) -> None:
     Raises:
         UserError: the first that is missing, and how to get it.
     """
-    from finch.evaluation.custom_tasks import custom_task
+    from finch.evaluation.custom_tasks import check_name
     from finch.evaluation.model_folders import find_base
 
     require_extras("the sweep's evaluation", "evaluate")
@@ -192,7 +192,7 @@ def check_needs(evaluation: SweepEvaluation) -> None:
         with quiet_harness():
             manager = task_manager(data_root, has_chat_template=False, include_path=include_path, others=others)
             for name in others:
-                custom_task(name, manager, is_new=False, has_chat_template=False)
+                check_name(name, manager)
 
 
 def check_harness() -> None:

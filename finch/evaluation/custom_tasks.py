@@ -14,6 +14,15 @@ CUSTOM = "custom"
 _HEADLINES = ("acc_norm", "acc", "exact_match")
 
 
+def check_name(name: str, manager: Any) -> None:
+    """Raises UserError if lm-eval has no such task; loads nothing."""
+    known = set(manager.task_index)
+    if name not in known:
+        raise UserError(
+            f"--tasks {name} is neither a task of finch nor one of lm-eval{did_you_mean(name, known)}; give --include-path for your own"
+        )
+
+
 def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: bool) -> Task:
     """A task for lm-eval's task, group or tag of that name.
 
@@ -28,11 +37,7 @@ def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: boo
     Raises:
         UserError: there is no such task, its data cannot be loaded, or it has no score per document.
     """
-    known = set(manager.task_index)
-    if name not in known:
-        raise UserError(
-            f"--tasks {name} is neither a task of finch nor one of lm-eval{did_you_mean(name, known)}; give --include-path for your own"
-        )
+    check_name(name, manager)
     try:
         parts = manager.load(name)["tasks"]
     except Exception as error:  # a broken YAML file, a data set that cannot be loaded: each library has its own
