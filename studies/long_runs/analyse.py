@@ -41,6 +41,8 @@ PAIRS = (  # the one, the other: less forgetting of the one is a ratio below 1
     (CONSTANTS, ("sft",)),
     (("constant_mean",), ("constant",)),
     (("finch",), ("constant_mean",)),
+    (("cosine_cold",), ("sft",)),
+    (("cosine_cold",), CONSTANTS),
     (("finch_cap",), ("finch",)),
     (("finch_cap",), CONSTANTS),
 )

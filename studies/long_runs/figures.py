@@ -11,6 +11,7 @@ from finch.style import LESS_FORGOTTEN, MORE_LEARNED, Name, method_styles, name_
 
 ARMS = {
     "sft": "cosine",
+    "cosine_cold": "cosine, no warm-up",
     "finch": "FINCH",
     "finch_cap": "FINCH, cap 1e-3",
     "constant": "constant, early rate",

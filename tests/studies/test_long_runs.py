@@ -21,7 +21,7 @@ from studies.long_runs.step_sizes import StepSizes
 STUDY = Path("studies/long_runs")
 CELLS = {
     "GRID_300.yaml": {"finch": 12, "sft": 18, "constant": 12, "constant_mean": 12, "finch_cap": 9},
-    "GRID_1125.yaml": {"finch": 6, "sft": 9, "constant": 6, "constant_mean": 6},
+    "GRID_1125.yaml": {"finch": 6, "sft": 9, "constant": 6, "constant_mean": 6, "cosine_cold": 9},
     "GRID_rounding.yaml": {"finch": 4, "sft": 4, "constant": 4},
     "GRID_steps.yaml": {"finch": 1, "constant_mean": 1},
     "GRID_smollm2.yaml": {"finch": 2, "constant_mean": 2},
