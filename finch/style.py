@@ -49,6 +49,10 @@ COLOURS = {
     "rose": "#e8607f",
     "lavender": "#9a78d6",
     "navy": "#27306e",
+    "magenta": "#d800e6",  # this and the next ones are labels'
+    "plum": "#770080",
+    "cobalt": "#2a2aff",
+    "maroon": "#660029",
 }
 
 
@@ -58,7 +62,7 @@ class Style:
 
     label: str
     colour: str
-    marker: str
+    marker: str | tuple[int, int, int]
 
     @property
     def hex(self) -> str:
@@ -82,18 +86,19 @@ STYLES = {
     "self_replay": Style("self_replay", "green", "P"),
     "lora": Style("LoRA", "lavender", "*"),
     "wise_ft": Style("WiSE-FT", "violet", "v"),
-    "lr_replay": Style("LR replay", "navy", "D"),
+    "lr_replay": Style("LR replay", "navy", (4, 1, 0)),
 }
 _DISTANCES, _NEAR, _CROWD = (4, 9, 16, 26, 40, 60, 90), 9, 14
 """Points between a place and its name; from further away a line joins them. Places in a crowd are avoided."""
 _ANGLES = [number * math.pi / 8 for number in range(16)]
 _SPARE = sorted(STYLES.values(), key=lambda style: list(COLOURS).index(style.colour))
+_LABELS = ("magenta", "plum", "cobalt", "maroon")
 
 
 def method_styles(methods: Iterable[str]) -> dict[str, Style]:
     """A style for each method, in their order; a combination such as ``finch+self_replay`` has its last part's, if that part is not there itself.
 
-    Other names, such as a sweep's labels, have colours and markers that the methods leave, while there are some.
+    Other names, such as a sweep's labels, have colours of no method while there are some, then what the methods of the figure leave.
     """
     methods = list(dict.fromkeys(methods))
     styles: dict[str, Style] = {}
@@ -104,7 +109,7 @@ def method_styles(methods: Iterable[str]) -> dict[str, Style]:
             others.append(method)
         else:
             styles[method] = replace(style, label=_label(method))
-    colours = _unused_first([one.colour for one in _SPARE], {one.colour for one in styles.values()})
+    colours = _unused_first([*_LABELS, *(one.colour for one in _SPARE)], {one.colour for one in styles.values()})
     markers = _unused_first([one.marker for one in _SPARE], {one.marker for one in styles.values()})
     styles |= {method: Style(_label(method), next(colours), next(markers)) for method in others}
     return {method: styles[method] for method in methods}
@@ -114,7 +119,7 @@ def _label(method: str) -> str:
     return " + ".join(STYLES[name].label if name in STYLES else name for name in method.split("+"))
 
 
-def _unused_first(values: Iterable[str], used: Set[str]) -> Iterator[str]:
+def _unused_first(values: Iterable[Any], used: Set[Any]) -> Iterator[Any]:
     return itertools.cycle(sorted(values, key=lambda value: value in used))
 
 

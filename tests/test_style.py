@@ -11,12 +11,16 @@ from matplotlib.text import Text
 from finch.style import COLOURS, STYLES, Name, method_styles, name_ends, name_places, new_figure
 
 
-def test_every_method_has_its_own_colour():
-    assert len({style.colour for style in STYLES.values()}) == len(STYLES)
+def test_every_method_has_its_own_colour_and_marker():
+    assert (
+        len({style.colour for style in STYLES.values()})
+        == len(STYLES)
+        == len({style.marker for style in STYLES.values()})
+    )
     assert {style.colour for style in STYLES.values()} <= COLOURS.keys() - {"ink", "muted", "grid", "page"}
 
 
-def test_combinations_and_labels_have_the_colours_that_the_methods_leave():
+def test_combinations_and_labels_have_colours_of_their_own():
     styles = method_styles(["sft", "finch+self_replay", "finch", "constant", "mean", "kl_0.1", "sft"])
     assert {name: styles[name] for name in ("sft", "finch", "constant")} == {
         name: STYLES[name] for name in ("sft", "finch", "constant")
@@ -26,10 +30,11 @@ def test_combinations_and_labels_have_the_colours_that_the_methods_leave():
     ]
     assert len({style.colour for style in styles.values()}) == len({style.marker for style in styles.values()}) == 6
     assert styles["finch+self_replay"].colour == STYLES["self_replay"].colour
+    assert not {styles["mean"].colour, styles["kl_0.1"].colour} & {style.colour for style in STYLES.values()}
     both = method_styles(["finch+self_replay", "self_replay"])
     assert both["self_replay"] == STYLES["self_replay"] != both["finch+self_replay"]
-    many = method_styles([*STYLES, "another"])
-    assert len({style.colour for style in many.values()}) == len(STYLES)
+    many = method_styles([*STYLES, *map(str, range(5))])  # one more than there are colours
+    assert len({style.colour for style in many.values()}) == len(STYLES) + 4
 
 
 def boxes(figure, axes):

@@ -73,6 +73,9 @@ def draw_steps(steps: Sequence[dict[str, Any]], out: Path) -> None:
             )
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step")
-        axes.set_yscale("log" if key == "step_kl" else "linear")
+        if key == "step_kl":
+            axes.set_yscale("log")
+            axes.yaxis.set_inverted(True)
+            axes.set_ylabel(LESS_FORGOTTEN)
         name_ends(axes)
     write(figure, out / "steps")

@@ -4,7 +4,9 @@ import csv
 import json
 
 import pytest
+from helpers.runs import ROOT
 
+from finch.report.front import compare_pair, seed_points
 from finch.run_files import AVERAGE, CELL, METRICS
 from studies.self_replay.run import analyse, hull
 
@@ -37,3 +39,24 @@ def test_ratio_of_two_fronts(tmp_path, capsys):
 
 def test_hull_is_below_all_points():
     assert hull([(0, 4), (1, 1), (2, 3), (3, 0), (1, 5)]) == [(0, 4), (1, 1), (3, 0)]
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("smollm2", "0.30, 0.25 to 0.36"), ("stories260k", "0.57, 0.53 to 0.60")])
+def test_ratio_as_the_other_studies_read_it(name, ratio):
+    study = ROOT / "studies" / "self_replay"
+    rows = list(csv.DictReader((study / "results" / name / "points.csv").open(encoding="utf-8")))
+    families = {}
+    for row in rows:
+        if row["arm"] in ("replay_0.3", "sft", "finch", "constant", "kl_0.1"):
+            settings = families.setdefault(row["arm"] == "replay_0.3", {})
+            point = -float(row["training_loss"]), -float(row["own_kl"])
+            settings.setdefault((row["arm"], row["rate"], row["alpha"]), []).append(point)
+    replay, others = (seed_points(str(key), list(families[key].values())) for key in (True, False))
+    [start] = seed_points(
+        "pretrained", [[(-10.0, 0.0)] * len({row["seed"] for row in rows})]
+    )  # left of all that is compared
+    pair = compare_pair(replay, others, start)
+    assert not pair.is_guess
+    found = (pair.mean.ratio.value, *pair.ratios_without_one)
+    assert "{:.2f}, {:.2f} to {:.2f}".format(*found) == ratio
+    assert ratio in " ".join((study / "README.md").read_text(encoding="utf-8").split())

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from finch.report.paper import paper_results
 from studies.smollm2_tofu.check import PRIMARY, check_comparisons, check_probes, check_runs, check_selection
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,13 @@ def test_selection_of_the_page_is_that_of_the_runs():
             rate = f"{float(line['optimizer.lr']):.0e}".replace("e-0", "e-")
             numbers = "{:.1f} | {:.2f} | {:+.1f}".format(*(float(line[key]) for key in ("score", PRIMARY, "hellaswag")))
             assert f"| {name} | {rate} | {numbers} |" in text
+            if paper := paper_results("knowledge", "qwen3_4b").get(line["method"]):
+                assert (
+                    "| {:.1f} | {:+.1f} | {:+.1f} |\n".format(
+                        *(paper[key] for key in ("task", "hellaswag", "avg_delta"))
+                    )
+                    in text
+                )
     [finch] = [
         one
         for one in lines
