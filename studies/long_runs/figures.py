@@ -11,11 +11,11 @@ from finch.style import LESS_FORGOTTEN, MORE_LEARNED, Name, method_styles, name_
 
 ARMS = {
     "sft": "cosine",
-    "finch": "FINCH",
     "finch_cap": "FINCH, cap 1e-3",
-    "constant": "constant, early rate",
-    "constant_mean": "constant, mean rate",
     "cosine_cold": "cosine, no warm-up",
+    "constant_mean": "constant, mean rate",
+    "constant": "constant, early rate",
+    "finch": "FINCH",
 }
 TITLES = {
     "300": "stories260k, 300 steps",
