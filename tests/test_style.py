@@ -12,11 +12,8 @@ from finch.style import COLOURS, STYLES, Name, method_styles, name_ends, name_pl
 
 
 def test_every_method_has_its_own_colour_and_marker():
-    assert (
-        len({style.colour for style in STYLES.values()})
-        == len(STYLES)
-        == len({style.marker for style in STYLES.values()})
-    )
+    for part in ("colour", "marker"):
+        assert len({getattr(style, part) for style in STYLES.values()}) == len(STYLES)
     assert {style.colour for style in STYLES.values()} <= COLOURS.keys() - {"ink", "muted", "grid", "page"}
 
 

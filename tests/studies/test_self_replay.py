@@ -52,9 +52,8 @@ def test_ratio_as_the_other_studies_read_it(name, ratio):
             point = -float(row["training_loss"]), -float(row["own_kl"])
             settings.setdefault((row["arm"], row["rate"], row["alpha"]), []).append(point)
     replay, others = (seed_points(str(key), list(families[key].values())) for key in (True, False))
-    [start] = seed_points(
-        "pretrained", [[(-10.0, 0.0)] * len({row["seed"] for row in rows})]
-    )  # left of all that is compared
+    num_seeds = len({row["seed"] for row in rows})
+    [start] = seed_points("pretrained", [[(-10.0, 0.0)] * num_seeds])  # a loss above all that are compared
     pair = compare_pair(replay, others, start)
     assert not pair.is_guess
     found = (pair.mean.ratio.value, *pair.ratios_without_one)
