@@ -22,8 +22,8 @@ from finch.run_files import CELL, EVALUATION, METRICS, read_metrics
 from finch.sweep.grid import EVALUATED, FINISHED
 from studies.long_runs.figures import draw_fronts, draw_steps
 
-FRONTS = ("300", "1125", "smollm2")
-ROUNDING, STEPS = "rounding", "steps"
+FRONTS = ("300", LONG := "1125", "smollm2")
+ROUNDING, STEPS, DECAY = "rounding", "steps", "decay"
 PROBES = {
     "train": "probe/train/loss",
     "paraphrases": "probe/paraphrases/loss",
@@ -43,6 +43,11 @@ PAIRS = (  # the one, the other: less forgetting of the one is a ratio below 1
     (("finch",), ("constant_mean",)),
     (("cosine_cold",), ("sft",)),
     (("cosine_cold",), CONSTANTS),
+    (("finch_decay",), ("finch",)),
+    (("finch_decay",), ("sft",)),
+    (("constant_decay",), CONSTANTS),
+    (("constant_decay",), ("sft",)),
+    (("finch_decay",), ("constant_decay",)),
     (("finch_cap",), ("finch",)),
     (("finch_cap",), CONSTANTS),
 )
@@ -68,6 +73,7 @@ def analyse(study: Path, out: Path) -> None:
     """
     out.mkdir(parents=True, exist_ok=True)
     points = [row for name in FRONTS for row in read_points(study / name)]
+    points += [{**row, "runs": LONG} for row in read_points(study / DECAY) if row["arm"] != "pretrained"]
     points += rounding_points(list(read_points(study / ROUNDING)), points)
     pairs = [
         row

@@ -12,8 +12,9 @@ from finch.style import LESS_FORGOTTEN, MORE_LEARNED, Name, method_styles, name_
 ARMS = {
     "sft": "cosine",
     "finch_cap": "FINCH, cap 1e-3",
-    "cosine_cold": "cosine, no warm-up",
+    "finch_decay": "FINCH, decay",
     "constant_mean": "constant, mean rate",
+    "constant_decay": "constant, decay",
     "constant": "constant, early rate",
     "finch": "FINCH",
 }

@@ -7,15 +7,17 @@ python -m studies.long_runs.run --data-root DATA --base SMOLLM2 --grids smollm2
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 from finch.errors import UserError, report_user_errors
+from finch.run_files import CELL, METRICS, read_metrics
 from studies.smollm2_tofu import data
 
 HERE = Path(__file__).parent
-GRIDS = ("300", "steps", "rounding", "1125")
+GRIDS = ("300", "steps", "rounding", "1125", DECAY := "decay")
 SMOLLM2 = "smollm2"
 
 
@@ -34,6 +36,8 @@ def main() -> None:
     rows, base = out / "data", (options.base or options.data_root / "stories260k").resolve()
     data.prepare(rows, options.data_root)
     for name in options.grids.split(","):
+        if name == DECAY:
+            write_decayed(out / "1125", rows / DECAY)
         words = [str(HERE / f"GRID_{name}.yaml"), f"model_dir={base}", f"data={rows}", f"--out={out / name}"]
         command = [sys.executable, "-m", "finch.cli", "sweep", *words, f"--jobs={options.jobs}"]
         if subprocess.run(command, cwd=HERE.parents[1], check=False).returncode:
@@ -42,6 +46,24 @@ def main() -> None:
             from studies.smollm2_tofu.score import Scorer, score_sweep
 
             score_sweep(out / name, Scorer(base, rows))
+
+
+def write_decayed(sweep: Path, out: Path) -> None:
+    """Logs for lr_replay: each FINCH's rates, and their mean at each step, with a straight line to 0 over the last third."""
+    out.mkdir(exist_ok=True)
+    for cell in sweep.glob(f"*/{CELL}"):
+        values = json.loads(cell.read_text())["values"]
+        if values["method"] != "finch":
+            continue
+        rates = [line["lr"] for line in read_metrics(cell.with_name(METRICS)) if "lr" in line]
+        shares = [min(1, 3 * (1 - step / len(rates))) for step in range(len(rates))]
+        for name, level in (("finch", rates), ("mean", [sum(rates) / len(rates)] * len(rates))):
+            lines = (
+                {"step": step, "lr": rate * share, "loss": 0.0}
+                for step, (rate, share) in enumerate(zip(level, shares, strict=True), 1)
+            )
+            path = out / f"{name}_{values['optimizer.lr']}_{values['seed']}.jsonl"
+            path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ from finch.config.schema import FullFinetuneKeys
 from finch.sweep.grid import cells_of, read_grid
 from studies.long_runs.analyse import analyse
 from studies.long_runs.check import check
+from studies.long_runs.run import write_decayed
 from studies.long_runs.step_sizes import StepSizes
 
 STUDY = Path("studies/long_runs")
 CELLS = {
     "GRID_300.yaml": {"finch": 12, "sft": 18, "constant": 12, "constant_mean": 12, "finch_cap": 9},
     "GRID_1125.yaml": {"finch": 6, "sft": 9, "constant": 6, "constant_mean": 6, "cosine_cold": 9},
+    "GRID_decay.yaml": {"finch_decay": 6, "constant_decay": 6},
     "GRID_rounding.yaml": {"finch": 4, "sft": 4, "constant": 4},
     "GRID_steps.yaml": {"finch": 1, "constant_mean": 1},
     "GRID_smollm2.yaml": {"finch": 2, "constant_mean": 2},
@@ -46,7 +48,7 @@ def test_cells_are_the_protocols(name, tmp_path):
         cfg = read(["--config", grid.config, *grid.overrides, *cell.overrides()], FullFinetuneKeys)
         assert cfg.dataset.data_files.startswith(f"{tmp_path}/train_3")
         assert (cfg.lr_scheduler is None) == (arm(cell) == "constant")
-        assert cfg.epochs == (5 if "1125" in name else 1)
+        assert cfg.epochs == (5 if name in ("GRID_1125.yaml", "GRID_decay.yaml") else 1)
 
 
 def test_early_constants_are_finchs_first_rates():
@@ -55,6 +57,24 @@ def test_early_constants_are_finchs_first_rates():
         name: sorted({c.values["optimizer.lr"] for c in cells if arm(c) == name}) for name in ("finch", "constant")
     }
     assert rates["constant"] == pytest.approx([rate / 4.458**0.5 for rate in rates["finch"]], rel=1e-3)
+
+
+def test_decayed_logs_follow_a_finch_and_its_mean_down_to_zero(tmp_path):
+    for method in ("finch", "sft"):
+        (cell := tmp_path / "runs" / method).mkdir(parents=True)
+        (cell / "cell.json").write_text(json.dumps({"values": {"method": method, "optimizer.lr": 0.5, "seed": 2}}))
+        (cell / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": k, "lr": float(k)}) + "\n" for k in range(1, 7))
+        )
+    write_decayed(tmp_path / "runs", tmp_path / "logs")
+    found = {
+        path.name: [line["lr"] for line in map(json.loads, path.read_text().splitlines())]
+        for path in (tmp_path / "logs").iterdir()
+    }
+    assert found == {
+        "finch_0.5_2.jsonl": pytest.approx([1, 2, 3, 4, 5, 3]),
+        "mean_0.5_2.jsonl": pytest.approx([3.5, 3.5, 3.5, 3.5, 3.5, 1.75]),
+    }
 
 
 def test_step_sizes_are_those_of_plain_torch(tmp_path):
