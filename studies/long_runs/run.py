@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from finch.errors import UserError, report_user_errors
 from finch.run_files import CELL, METRICS, read_metrics
@@ -50,20 +51,14 @@ def main() -> None:
 
 def write_decayed(sweep: Path, out: Path) -> None:
     """Logs for lr_replay: each FINCH's rates, and their mean at each step, with a straight line to 0 over the last third."""
-    out.mkdir(exist_ok=True)
     for cell in sweep.glob(f"*/{CELL}"):
         values = json.loads(cell.read_text())["values"]
         if values["method"] != "finch":
             continue
         rates = [line["lr"] for line in read_metrics(cell.with_name(METRICS)) if "lr" in line]
-        shares = [min(1, 3 * (1 - step / len(rates))) for step in range(len(rates))]
-        for name, level in (("finch", rates), ("mean", [sum(rates) / len(rates)] * len(rates))):
-            lines = (
-                {"step": step, "lr": rate * share, "loss": 0.0}
-                for step, (rate, share) in enumerate(zip(level, shares, strict=True), 1)
-            )
-            path = out / f"{name}_{values['optimizer.lr']}_{values['seed']}.jsonl"
-            path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        for name, level in (("finch", rates), ("mean", [fmean(rates)] * len(rates))):
+            lines = [{"step": i + 1, "lr": rate * min(1, 3 * (1 - i / len(level)))} for i, rate in enumerate(level)]
+            data.write(out / f"{name}_{values['optimizer.lr']}_{values['seed']}.jsonl", lines)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from helpers.runs import ROOT
 
 from finch.report.front import compare_pair, seed_points
 from finch.run_files import AVERAGE, CELL, METRICS
-from studies.self_replay.run import analyse, hull
+from studies.self_replay.run import FAMILIES, analyse, hull
 
 
 def test_ratio_of_two_fronts(tmp_path, capsys):
@@ -45,16 +45,17 @@ def test_hull_is_below_all_points():
 def test_ratio_as_the_other_studies_read_it(name, ratio):
     study = ROOT / "studies" / "self_replay"
     rows = list(csv.DictReader((study / "results" / name / "points.csv").open(encoding="utf-8")))
-    families = {}
-    for row in rows:
-        if row["arm"] in ("replay_0.3", "sft", "finch", "constant", "kl_0.1"):
-            settings = families.setdefault(row["arm"] == "replay_0.3", {})
-            point = -float(row["training_loss"]), -float(row["own_kl"])
-            settings.setdefault((row["arm"], row["rate"], row["alpha"]), []).append(point)
-    replay, others = (seed_points(str(key), list(families[key].values())) for key in (True, False))
+    fronts = []
+    for family, arms in FAMILIES.items():
+        settings = {}
+        for row in rows:
+            if row["arm"] in arms:
+                point = -float(row["training_loss"]), -float(row["own_kl"])
+                settings.setdefault((row["arm"], row["rate"], row["alpha"]), []).append(point)
+        fronts.append(seed_points(family, list(settings.values())))
     num_seeds = len({row["seed"] for row in rows})
     [start] = seed_points("pretrained", [[(-10.0, 0.0)] * num_seeds])  # a loss above all that are compared
-    pair = compare_pair(replay, others, start)
+    pair = compare_pair(*fronts, start)
     assert not pair.is_guess
     found = (pair.mean.ratio.value, *pair.ratios_without_one)
     assert "{:.2f}, {:.2f} to {:.2f}".format(*found) == ratio

@@ -107,7 +107,9 @@ def with_ends(values, places=2):
     return "{:.{p}f} [{:.{p}f}, {:.{p}f}]".format(*map(float, values), p=places)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/choose.md", "docs/limits.md", "docs/methods.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/choose.md", "docs/limits.md", "docs/methods.md", "studies/long_runs/README.md"]
+)
 def test_every_ratio_of_a_page_is_of_a_study(page):
     known = set()
     for line in read_csv(RESULTS / "comparisons.csv"):
