@@ -24,6 +24,7 @@ from studies.smollm2_tofu import data, model
 
 HERE = Path(__file__).parent
 GRIDS = {"smooth": "GRID.yaml", "blocks": "GRID_blocks.yaml", "wrong": "GRID_wrong.yaml"}
+REPLAY = {"replay": "GRID_replay.yaml"}  # not among the default: its question came after the others
 QUICK = {"quick": "GRID_quick.yaml"}
 PRECISION = "precision", "GRID_precision.yaml"
 POLL_S = 2.0
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--stories260k", type=Path, help="its Hugging Face folder: runs GRID_precision.yaml as well")
     parser.add_argument("--quick", action="store_true")
     parsed, words = parser.parse_known_args()
-    grids = QUICK if parsed.quick else {name: GRIDS[name] for name in parsed.grids.split(",")}
+    grids = QUICK if parsed.quick else {name: (GRIDS | REPLAY)[name] for name in parsed.grids.split(",")}
     out: Path = (parsed.out or Path("out/study_quick" if parsed.quick else "out/study")).resolve()
     print(cost(grids, is_quick=parsed.quick), flush=True)
     start = time.perf_counter()

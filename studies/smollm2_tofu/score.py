@@ -11,6 +11,7 @@ them is skipped. A sample's score is its loss times rows / tokens of all rows: t
     own_answers        loss of the pretrained model's own greedy answers to IFEval prompts
     own_answers_kl     KL(pretrained || tuned) at the tokens of these answers, over the complete vocabulary
     stories            loss of stories
+    endings            loss of HellaSwag's right endings
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ TASKS = {  # role, definition
     "own_answers": (OLD, f"loss of the pretrained model's greedy answers (up to {MAX_NEW_TOKENS} tokens)"),
     "own_answers_kl": (OLD, "KL divergence from the pretrained model at the tokens of its greedy answers"),
     "stories": (OLD, "loss of stories"),
+    "endings": (OLD, "loss of HellaSwag's right endings"),
 }
 
 
@@ -76,6 +78,7 @@ class Scorer:
         rows = {name: self._questions(f"{name}.jsonl") for name in ("paraphrases", "held_out", "train")}
         rows["own_answers"] = self._own_answers()
         rows["stories"] = [self._story(row["text"]) for row in self._read("stories.jsonl")]
+        rows["endings"] = [self._ending(row) for row in self._read("hellaswag/validation.jsonl")]
         self._rows = rows
         self._reference = self._log_probs(self._model, rows["own_answers"])
         self.versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
@@ -158,6 +161,11 @@ class Scorer:
     def _story(self, text: str) -> Row:
         tokens = [*self._tokenizer.encode(text), self._end]
         return Row(tokens, len(tokens) - 1)
+
+    def _ending(self, row: dict[str, Any]) -> Row:
+        context = self._tokenizer.encode(f"{row['activity_label']}: {row['ctx']}")
+        ending = self._tokenizer.encode(" " + row["endings"][int(row["label"])], add_special_tokens=False)
+        return Row([*context, *ending], len(ending))
 
     def _chat(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)

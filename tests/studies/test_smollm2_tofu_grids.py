@@ -21,6 +21,10 @@ CELLS = {
     "GRID_blocks.yaml": THREE,
     "GRID_blocks_stories260k.yaml": {**THREE, "finch_ema_0": 12},
     "GRID_wrong.yaml": THREE,
+    "GRID_replay.yaml": {
+        **dict.fromkeys(("self_replay", "finch+self_replay", "wise_ft+self_replay", "wise_ft+finch+self_replay"), 6),
+        **dict.fromkeys(("sft", "wise_ft"), 3),
+    },
     "GRID_quick.yaml": {"sft": 2, "wise_ft": 2, "finch": 1},
 }
 PRECISION = "GRID_precision.yaml"
@@ -44,7 +48,8 @@ def test_numbers_of_cells_and_seeds(name):
     assert Counter(map(arm, cells)) == CELLS[name]
     assert len({cell.folder for cell in cells}) == len(cells)
     for (method, _), seeds in seeds_of(name).items():
-        has_one = name == "GRID_quick.yaml" or method in ("finch_cap_5e-5", "kl")
+        is_reference = name == "GRID_replay.yaml" and method in ("sft", "wise_ft")
+        has_one = is_reference or name == "GRID_quick.yaml" or method in ("finch_cap_5e-5", "kl")
         assert sorted(seeds) == ([0] if has_one else [0, 1, 2])
 
 

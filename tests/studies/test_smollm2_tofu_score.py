@@ -24,6 +24,11 @@ QUESTIONS = [
 ]
 STORIES = ["the fox sleeps. the bird sings.", "a stone", "never again the river runs quietly under the old tree"]
 
+ENDINGS = [
+    {"activity_label": "the fox", "ctx": "the bird sings", "endings": ["a stone", "the river runs."], "label": 1},
+    {"activity_label": "tree", "ctx": "a stone under the", "endings": ["old tree", "fox"], "label": "0"},
+]
+
 
 def prompt_text(question):
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -53,7 +58,9 @@ def folders(tmp_path_factory):
         "paraphrases": QUESTIONS,
         "held_out": QUESTIONS[:1],
         "train": QUESTIONS[1:],
+        "hellaswag/validation": ENDINGS,
     }
+    (data / "hellaswag").mkdir()
     for name, lines in rows.items():
         (data / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return base, tuned, data
@@ -93,6 +100,10 @@ def rows(folders, models):
         "train": pairs[1:],
         "own_answers": [answer(text) for text in PROMPTS],
         "stories": [(tokens[:1], tokens[1:]) for tokens in stories],
+        "endings": [
+            (encode("the fox: the bird sings"), encode(" the river runs.")),
+            (encode("tree: a stone under the"), encode(" old tree")),
+        ],
     }
 
 
