@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ from finch.models.hf_config import read_settings
 
 CHAT_TEMPLATE = "chat_template.jinja"
 THINKING = ("<think>", "</think>")
-EMPTY_THINKING = "<think>\n\n</think>\n\n"
-Turn = Mapping[str, str]
-"""``role`` and ``content``."""
+THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a turn under which data sets have what an answer was thought to be; the first one that is there counts, as in transformers."""
+_PLAIN = {"role", "content"}
+Turn = Mapping[str, Any]
+"""``role``, ``content``, a text, and what else templates read: ``tool_calls``, ``reasoning_content`` and others."""
+Tools = Sequence[Mapping[str, Any]] | None
+"""JSON schemas of the functions that an assistant may call."""
 
 
 class ChatTemplate:
@@ -41,20 +46,21 @@ class ChatTemplate:
 
     def __init__(self, source: str, folder: Path, special_tokens: Mapping[str, str], *, thinking: bool = False) -> None:
         self.source, self.folder, self.thinking = source, folder, thinking
-        self._variables = {"tools": None, "documents": None, **special_tokens, "enable_thinking": thinking}
+        self._variables = {"documents": None, **special_tokens, "enable_thinking": thinking}
         try_template(source, self._variables, folder)
         try:
             self._template = chat_environment.environment().from_string(source)
         except RENDER_ERRORS as error:
             raise UserError(f"tokenizer: the chat template of {folder} cannot be read ({error}); fix it") from error
 
-    def render(self, turns: Sequence[Turn], *, generation: bool = False) -> str:
+    def render(self, turns: Sequence[Turn], tools: Tools = None, *, generation: bool = False) -> str:
         """The text of a conversation; with ``generation`` it ends in the header of the next assistant turn.
 
         Raises UserError if the template refuses the conversation.
         """
         try:
-            return self._template.render(**self._variables, messages=turns, add_generation_prompt=generation)
+            variables = {**self._variables, "tools": tools, "messages": turns, "add_generation_prompt": generation}
+            return self._template.render(variables)
         except RENDER_ERRORS as error:
             raise UserError(
                 f"tokenizer: the chat template of {self.folder} refuses a conversation ({error})"
@@ -92,91 +98,187 @@ def _problem(job: str) -> str | None:
     return (child.stderr.strip().splitlines() or ["it failed"])[-1] if child.returncode else None
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What a template writes around an assistant turn.
+
+    Attributes:
+        prompt: what follows the content before it where generation starts at this turn.
+        header: the part of ``prompt`` that the turn has where it does not begin with all of it: an earlier answer without its thinking block.
+        after: what follows the content.
+    """
+
+    prompt: str
+    header: str
+    after: str
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a template writes around the contents of a conversation of certain roles.
+
+    Attributes:
+        pieces: the text before, between and after the contents.
+        order: the turns that these contents belong to.
+        answers: by the index of each assistant turn.
+    """
+
+    pieces: list[str]
+    order: list[int]
+    answers: dict[int, _Answer]
+
+
 class AnswerSpans:
-    """Finds what the model writes itself: an assistant turn's content and ``closing_token``, one of ``added_tokens``.
+    """Finds what the model writes itself: all that follows the generation prompt in an assistant turn, with the closing token.
 
-    The template is rendered with marks in place of the assistant turns' contents. So nothing needs to be known about its
-    family, and a text that looks like a header of a turn is not taken for one.
+    The template is rendered with marks in place of contents. So nothing needs to be known about its family, and a text that looks like a
+    header of a turn is not taken for one. Marks are rendered once for conversations of the same roles; only a conversation whose answers the
+    template changes, such as one with tool calls or thinking, is rendered a second time.
 
-    Raises UserError if the template leaves an assistant turn out or does not close it.
+    Attributes:
+        closing_token: one of ``added_tokens``; it ends an assistant turn.
+
+    Raises:
+        UserError: the template leaves an assistant turn out or does not close it.
     """
 
     def __init__(self, template: ChatTemplate, added_tokens: Iterable[str]) -> None:
         self._template = template
-        user, answer = {"role": "user", "content": _mark(0)}, {"role": "assistant", "content": _mark(1)}
-        header, end = self._split(template.render([user, answer]), [_mark(0), _mark(1)])[1:]
+        self._shapes: dict[tuple[Any, ...], _Shape] = {}
         tokens = sorted((re.escape(token) for token in added_tokens if token.strip()), key=len, reverse=True)
-        closing = re.search("|".join(tokens), end) if tokens else None
+        self._tokens = re.compile("|".join(tokens) or "(?!)")
+        end = self._shape([{"role": "user"}, {"role": "assistant"}]).pieces[-1]
+        closing = self._tokens.search(end)
         if closing is None:
             raise self._unclear("does not close an assistant turn with a special token")
         self.closing_token = closing.group()
         self._closing = end[: closing.end()]
-        self._lead = self._answer_prefix(header, user)
 
-    def find(self, text: str, turns: Sequence[Turn], *, generation: bool = False) -> list[tuple[int, int]]:
+    def find(
+        self, text: str, turns: Sequence[Turn], tools: Tools = None, *, generation: bool = False
+    ) -> list[tuple[int, int]]:
         """Start and end of each answer, in characters, in the rendered ``text`` of ``turns``.
 
-        Raises UserError if the text of an answer is not where the template puts other texts.
+        Raises:
+            UserError: an answer is not where the template puts other texts.
         """
-        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-        if not answers:
+        if all(turn["role"] != "assistant" for turn in turns):
             return []
-        marks = iter([_mark(number) for number in range(len(answers))])
-        marked = [{**turn, "content": next(marks)} if turn["role"] == "assistant" else turn for turn in turns]
-        rendered = self._template.render(marked, generation=generation)
-        pieces = self._split(rendered, [_mark(number) for number in range(len(answers))])
-        spans, end = [], 0
-        for answer, header, following in zip(answers, pieces, pieces[1:], strict=False):
-            start, lead = end + len(header), self._lead
-            if not text.startswith(header, end):
-                # An answer that has thinking has no empty thinking block.
-                short = header.rpartition(THINKING[0])[0]
-                if not short or not text.startswith(short, end):
-                    raise self._unclear("does not begin each assistant turn in the same way")
-                start, lead = end + len(short), ""
-            if not text[:start].endswith(lead):
-                lead = ""
-            stop = self._after(text, answer.strip(), start)
-            is_closed = following.startswith(self._closing)
-            close = self._closing if is_closed else following
-            after_close = self._after(text, close.lstrip(), stop)
-            end = after_close - len(close)
-            spans.append((start - len(lead), after_close if is_closed else stop))
+        shape = self._shape(turns, tools, generation=generation)
+        others = {index for index, turn in enumerate(turns) if turn["role"] != "assistant"}
+        if tools is None and all(turn.keys() == _PLAIN for turn in turns):
+            for form in (str, str.strip):  # as the template may have it
+                pieces, order = [shape.pieces[0]], []
+                for index, piece in zip(shape.order, shape.pieces[1:], strict=True):
+                    if index in others:
+                        order.append(index)
+                        pieces.append(piece)
+                    else:
+                        pieces[-1] += form(turns[index]["content"]) + piece
+                if follows := _follow(text, turns, pieces, order):
+                    return [self._span(*follows[index - 1], answer) for index, answer in shape.answers.items()]
+        pieces, order = self._split(turns, others, tools, generation=generation)
+        if not (follows := _follow(text, turns, pieces, order)):
+            raise self._unclear("does not write all turns of a role in the same way")
+        spans = []
+        for index, answer in shape.answers.items():
+            begin, piece = follows[index - 1]
+            if calls := turns[index].get("tool_calls"):
+                alone, _ = self._split(turns[: index + 1], others, tools, generation=False)
+                answer = replace(answer, after=self._after_calls(piece, alone[-1], tool_name(calls[-1])))
+            spans.append(self._span(begin, piece, answer))
         return spans
 
-    def _answer_prefix(self, header: str, user: Turn) -> str:
-        """What precedes an answer's content and is not part of the generation prompt, such as the space after [/INST]."""
-        if header.endswith(EMPTY_THINKING):
-            return EMPTY_THINKING if self._template.thinking else ""
-        prompt, bare = (
-            self._split(self._template.render([user], generation=generation), [_mark(0)])[1]
-            for generation in (True, False)
-        )
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(header, prompt, strict=False)))
-        lead = header[common:]
-        # A template without generation prompt, whose header then is not what the model writes.
-        return "" if prompt == bare and lead.strip() else lead
+    def _after_calls(self, piece: str, alone: str, name: str) -> str:
+        """What follows a turn's calls in ``piece``; ``alone``: the same where it is the last turn, which a special token ends."""
+        for end in reversed([found.end() for found in self._tokens.finditer(alone)]):
+            last_call = alone[alone.rfind(name, 0, end) : end]
+            if name in last_call and last_call in piece:
+                return piece[piece.rindex(last_call) + len(last_call) :]
+        raise self._unclear("leaves out a tool call, or does not end it with a special token")
 
-    def _after(self, text: str, part: str, start: int) -> int:
-        """The end of ``part`` in ``text``, which begins at ``start`` or after white space."""
-        begin = text.find(part, start)
-        if begin < 0 or text[start:begin].strip():
-            raise self._unclear("changes the text of an assistant turn")
-        return begin + len(part)
+    def _span(self, begin: int, piece: str, answer: _Answer) -> tuple[int, int]:
+        """Of the answer in ``piece``, which follows the content before it and starts at ``begin``."""
+        head = answer.prompt if piece.startswith(answer.prompt) else answer.header
+        stop = len(piece) - len(answer.after)
+        if not piece.startswith(head) or not piece.endswith(answer.after) or stop < len(head):
+            raise self._unclear("does not begin and end each assistant turn in the same way")
+        if answer.after.startswith(self._closing):
+            stop += len(self._closing)
+        return begin + len(head), begin + stop
 
-    def _split(self, text: str, marks: Sequence[str]) -> list[str]:
-        pieces = []
-        for mark in marks:
-            piece, separator, text = text.partition(mark)
-            if not separator:
-                raise self._unclear("leaves out the text of a turn")
-            pieces.append(piece)
-        return [*pieces, text]
+    def _shape(self, turns: Sequence[Turn], tools: Tools = None, *, generation: bool = False) -> _Shape:
+        """What the template writes around contents. It may need to see the calls that a tool's answer belongs to."""
+        has_calls = any("tool_calls" in turn for turn in turns)
+        key = (*(turn["role"] for turn in turns), generation)
+        if not has_calls and (known := self._shapes.get(key)) is not None:
+            return known
+        if has_calls:
+            turns = [{name: value for name, value in turn.items() if name not in THINKING_FIELDS} for turn in turns]
+        else:
+            turns, tools = [{"role": turn["role"], "content": ""} for turn in turns], None
+        marked = {index for index, turn in enumerate(turns) if "tool_calls" not in turn}
+        pieces, order = self._split(turns, marked, tools, generation=generation)
+        answers = {}
+        for index in (n for n, turn in enumerate(turns) if turn["role"] == "assistant" and n):
+            prompt, bare = (self._split(turns[:index], marked, tools, generation=each)[0][-1] for each in (True, False))
+            header, after = prompt, ""
+            if index in marked:
+                before, after = pieces[order.index(index) :][:2]
+                header = os.path.commonprefix([prompt, before])
+                if prompt == bare and before[len(header) :].strip():
+                    prompt = header = before  # a template without generation prompt: its header is not what the model writes
+            if THINKING[0] in header:
+                header = header.rpartition(THINKING[0])[0]
+            answers[index] = _Answer(prompt, header, after)
+        shape = _Shape(pieces, order, answers)
+        if not has_calls:
+            self._shapes[key] = shape
+        return shape
+
+    def _split(
+        self, turns: Sequence[Turn], marked: Collection[int], tools: Tools = None, *, generation: bool
+    ) -> tuple[list[str], list[int]]:
+        """The text around the contents of the ``marked`` turns, and the order of these."""
+        replaced = [{**turn, "content": _mark(n)} if n in marked else turn for n, turn in enumerate(turns)]
+        parts = _MARK.split(self._template.render(replaced, tools, generation=generation))
+        order = list(map(int, parts[1::2]))
+        if sorted(order) != sorted(n for n in marked if n < len(turns)):
+            raise self._unclear("leaves out the text of a turn")
+        return parts[::2], order
 
     def _unclear(self, what: str) -> UserError:
         return UserError(
             f"tokenizer: the chat template of {self._template.folder} {what}; finch cannot know what to train on"
         )
+
+
+def _follow(
+    text: str, turns: Sequence[Turn], pieces: Sequence[str], order: Sequence[int]
+) -> dict[int, tuple[int, str]] | None:
+    """By turn, where the piece after its content starts in ``text``, and that piece; None: ``text`` is not made of these pieces."""
+    if not text.startswith(pieces[0]):
+        return None
+    end, found = len(pieces[0]), {}
+    for number, (index, piece) in enumerate(zip(order, pieces[1:], strict=True), start=1):
+        content, is_last = turns[index]["content"], number == len(order)
+        ends = [end + len(form) for form in (content, content.strip(), content.rstrip(), content.lstrip()) if text.startswith(form, end)]
+        ends += [len(text) - len(piece) if is_last else text.find(piece, end)]  # a content that the template changes
+        fits = (each for each in ends if each >= end and text.startswith(piece, each))
+        stop = next((each for each in fits if not is_last or each + len(piece) == len(text)), None)
+        if stop is None:
+            return None
+        found[index] = stop, piece
+        end = stop + len(piece)
+    return found
+
+
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """The name of the function that a tool or a call has, in OpenAI's form or without its outer object."""
+    return str(tool.get("function", tool).get("name", ""))
+
+
+_MARK = re.compile("\ue000(\\d+)\ue001")
 
 
 def _mark(number: int) -> str:

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from torchtune.data import Message
 from torchtune.modules.transforms import Transform
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
 from finch.errors import UserError
 from finch.log import logger
-from finch.models.chat_template import THINKING, AnswerSpans, ChatTemplate, read_chat_template
+from finch.models.chat_template import (
+    THINKING,
+    THINKING_FIELDS,
+    AnswerSpans,
+    ChatTemplate,
+    Tools,
+    Turn,
+    read_chat_template,
+    tool_name,
+)
 from finch.models.hf_config import CONFIG, check_folder, read_settings
 
 TOKENIZER = "tokenizer.json"
 PROMPT_STYLES = ("chat", "authors")
+Spans = list[tuple[int, int]]
+"""Starts and ends in a text, in characters."""
 
 
 class ChatTokenizer(ModelTokenizer, Transform):
@@ -84,47 +95,107 @@ class ChatTokenizer(ModelTokenizer, Transform):
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def tokenize_messages(
-        self, messages: list[Message], *, add_end_tokens: bool = True
+        self, messages: Sequence[Message], *, tools: Tools = None, add_end_tokens: bool = True
     ) -> tuple[list[int], list[bool]]:
         """Token ids and mask (True: no target) of a conversation of torchtune's messages, text only.
 
-        Without ``add_end_tokens`` it ends in the header of the next assistant turn, for generation. Raises UserError if the template refuses
-        the conversation, or leaves a turn out.
+        Without ``add_end_tokens`` it ends in the header of the next assistant turn, for generation. ``tools``: JSON schemas, for the template.
+
+        Raises:
+            UserError: the template refuses the conversation, or leaves out a part of it.
         """
-        # torchtune calls a tool's answer "ipython", chat templates "tool".
-        turns = [
-            {"role": "tool" if message.role == "ipython" else message.role, "content": message.text_content}
-            for message in messages
-        ]
-        text = self._template.render(turns, generation=not add_end_tokens)
-        for turn in turns:
-            if turn["content"].strip() not in text:
-                raise UserError(
-                    f"tokenizer: the chat template of {self._template.folder} leaves out the text of a {turn['role']} turn; finch would train "
-                    "on a conversation without it: give rows, or a template, without such turns"
-                )
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids, offsets = encoding.ids, encoding.offsets
+        text, spans = self._render(messages, tools, generation=not add_end_tokens)
+        return self._masked(self._tokenizer.encode(text, add_special_tokens=False), text, spans)
+
+    def tokenize_many(self, samples: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[bool]] | UserError]:
+        """:meth:`tokenize_messages` of each sample's ``messages`` and ``tools``, on all cores; of one that it refuses, the error."""
+        rendered: list[tuple[str, Spans] | UserError] = []
+        for sample in samples:
+            try:
+                rendered.append(self._render(sample["messages"], sample.get("tools")))
+            except UserError as error:
+                rendered.append(error)
+        texts = [each[0] for each in rendered if not isinstance(each, UserError)]
+        encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
+        return [each if isinstance(each, UserError) else self._masked(next(encodings), *each) for each in rendered]
+
+    def _render(self, messages: Sequence[Message], tools: Tools, *, generation: bool = False) -> tuple[str, Spans]:
+        """The text, and where in it targets are, in characters."""
+        turns = [turn_of(message, self._template.source) for message in messages]
+        text = self._template.render(turns, tools, generation=generation)
+        if missing := _left_out(text, turns, tools):
+            raise UserError(
+                f"tokenizer: the chat template of {self._template.folder} leaves out {missing}; finch would train on a conversation without it: "
+                "give rows without it, or a template that writes it"
+            )
         if any(not message.masked and message.role != "assistant" for message in messages):
-            mask = [False] * len(ids)
-        else:
-            mask = [True] * len(ids)
-            answers = [message for message in messages if message.role == "assistant"]
-            spans = self._answer_spans.find(text, turns, generation=not add_end_tokens)
-            for answer, (start, stop) in zip(answers, spans, strict=True):
-                if answer.masked:
-                    continue
-                for index, (begin, end) in enumerate(offsets):
-                    if start <= begin < stop:  # Phi-3's closing token ends later: it takes a newline along
-                        mask[index] = False
-                    elif begin < start < end and text[start:end].strip() and ids[index] not in self._added_ids:
-                        mask[index] = False  # a token of the answer that takes the space before it along
+            return text, [(0, len(text))]
+        spans = self._answer_spans.find(text, turns, tools, generation=generation)
+        answers = (message for message in messages if message.role == "assistant")
+        return text, [span for answer, span in zip(answers, spans, strict=True) if not answer.masked]
+
+    def _masked(self, encoding: Encoding, text: str, spans: Spans) -> tuple[list[int], list[bool]]:
+        """Ids and mask, up to ``max_seq_len``."""
+        ids = encoding.ids
+        mask = [True] * len(ids)
+        for start, stop in spans:
+            first, end = _first_token(encoding, start, len(text)), _first_token(encoding, stop, len(text))
+            if (before := encoding.char_to_token(start)) is not None and before < first:
+                # A token of the answer may take the space before it along; Phi-3's <|assistant|> takes the newline after it along.
+                is_answers = text[start : encoding.token_to_chars(before)[1]].strip() and ids[before] not in self._added_ids
+                first = before if is_answers else first
+            mask[first:end] = [False] * (end - first)
         return ids[: self.max_seq_len], mask[: self.max_seq_len]
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> Mapping[str, Any]:
         sample = dict(sample)
-        tokens, mask = self.tokenize_messages(sample.pop("messages"), add_end_tokens=not inference)
+        messages, tools = sample.pop("messages"), sample.pop("tools", None)
+        tokens, mask = self.tokenize_messages(messages, tools=tools, add_end_tokens=not inference)
         return {**sample, "tokens": tokens, "mask": mask}
+
+
+def turn_of(message: Message, template: str) -> Turn:
+    """A message as transformers gives it to a chat template: without null values, and thinking under the names that templates read."""
+    # torchtune calls a tool's answer "ipython", chat templates "tool".
+    role = "tool" if message.role == "ipython" else message.role
+    fields = {"role": role, "content": message.text_content, **getattr(message, "fields", {})}
+    turn = {key: value for key, value in fields.items() if value is not None}
+    thinking = next((turn[name] for name in THINKING_FIELDS if name in turn), None)
+    if thinking is not None:
+        turn = {"thinking": thinking, **turn, "reasoning_content": thinking}
+    if "tool_calls" in turn and "arguments is string" not in template:
+        # OpenAI's rows have JSON in a string there, which the template would write in quotation marks.
+        turn["tool_calls"] = [_with_object(call) for call in turn["tool_calls"]]
+    return turn
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function", call)
+    if not isinstance(function.get("arguments"), str):
+        return call
+    function = {**function, "arguments": json.loads(function["arguments"])}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _left_out(text: str, turns: Sequence[Turn], tools: Tools) -> str | None:
+    """The first part of a conversation that is not in its ``text``. A template may leave out the thinking of all answers but the last."""
+    for number, turn in enumerate(turns, start=1):
+        thinking, _, answer = turn.get("content", "").rpartition(THINKING[1] if turn["role"] == "assistant" else "\0")
+        if answer.strip() not in text:
+            return f"the text of a {turn['role']} turn"
+        if number == len(turns) and thinking.rpartition(THINKING[0])[2].strip() not in text:
+            return "the thinking of the last answer"
+        if any(tool_name(call) not in text for call in turn.get("tool_calls", ())):
+            return "a tool call"
+    return "the tools" if any(tool_name(tool) not in text for tool in tools or ()) else None
+
+
+def _first_token(encoding: Encoding, position: int, length: int) -> int:
+    """The first token that begins at a character of the text or later; white space can belong to none."""
+    for each in range(position, length):
+        if (token := encoding.char_to_token(each)) is not None:
+            return token if encoding.token_to_chars(token)[0] >= position else token + 1
+    return len(encoding)
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
@@ -132,9 +203,13 @@ def load_tokenizer(file: Path) -> Tokenizer:
     if not file.is_file():
         raise UserError(f"tokenizer: {file} does not exist; download it or correct the path")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises plain Exceptions
         raise UserError(f"tokenizer: {file} cannot be read ({error}); download it again") from error
+    # What an earlier call left in the file, and transformers ignores: rows would be cut or padded by it.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
