@@ -18,7 +18,7 @@ from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from finch import average, run_files
-from finch.config import instantiate, parser, resolved, schema
+from finch.config import parser, resolved, schema
 from finch.data.loader import Batch, to_device
 from finch.data.training_data import TrainingData
 from finch.distributed import fsdp, parallel, precision, watchdog
@@ -82,7 +82,7 @@ class FinchFullFinetune(FTRecipeInterface):
     def setup_data(self) -> None:
         """Tokenizer, loss and rows; with them the run's identity is known."""
         cfg = self.cfg
-        self.tokenizer = instantiate.build(cfg.tokenizer, "tokenizer")
+        self.tokenizer = self.run.build_tokenizer(self.parallel)
         self.base.chat_template = getattr(self.tokenizer, "chat_template", None)  # torchtune's tokenizers have none
         self.loss = StepLoss(cfg, self.decoder, self.parallel, self.run.scalars)
         needs_stats = self.loss.needs_stats

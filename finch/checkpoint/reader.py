@@ -43,8 +43,8 @@ from finch.errors import UserError
 STATE_FILE = "state.json"
 FORMAT = 1
 """Version of state.json; another one cannot be read."""
-UNKNOWN_WITHOUT_CHECK = ("number of target tokens", "digest of the tokenized rows")
-"""Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False)."""
+UNKNOWN_WITHOUT_CHECK = ("number of target tokens", "digest of the tokenized rows", "tokenizer.date")
+"""Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False), or no date was kept."""
 REPLACED = ".replaced"
 """Suffix of a checkpoint while the next save of the same step takes its place."""
 ARCHIVED = ".left"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchtune.data import Message
 from torchtune.modules.transforms import Transform
 
-from finch.data.row_files import local_files, read_rows, source_of
+from finch.data.row_files import local_files, read_rows, source_of, without_none
 from finch.errors import UserError
 
 AUTO = "auto"
@@ -252,32 +253,98 @@ ROLES = {
 }
 
 
+LEARNED = ("weight", "train", "training", "loss")
+"""Keys of a turn that say whether it is learned, true or 1, or only read, false or 0: OpenAI's, axolotl's and ms-swift's."""
+_OF_ANY_ROLE = {"train", "training", "loss"}
+SYSTEM = ("system", "system_prompt")
+"""Columns with a system turn's text."""
+
+
+class ChatMessage(Message):
+    """torchtune's message with what else chat templates read of a turn.
+
+    Args:
+        fields: of the turn, such as ``tool_calls`` and ``reasoning_content``; a ``content`` of None: it has only calls.
+        options: torchtune's.
+    """
+
+    def __init__(self, *, fields: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.fields = fields
+
+
 class RowToMessages(Transform):
-    """Makes each row a conversation. Every assistant turn is a target, except those that belong to a prompt.
+    """Makes each row a conversation. Every assistant turn is a target, except those that belong to a prompt or say that they are none.
 
     A question or prompt becomes a user turn, its answer or completion an assistant turn; prompt and completion may each be a list of
-    messages, as in TRL. An instruction and its input become one user turn, with a line break between them, as in LLaMA-Factory.
+    messages, as in TRL. An instruction and its input become one user turn, with a line break between them, as in LLaMA-Factory, which
+    ``history`` precedes. A column ``system`` or ``system_prompt`` becomes the system turn.
 
     Args:
         row_format: the rows' format and columns; any but ``text``.
         train_on_input: whether turns that are not the assistant's are targets too.
         new_system_prompt: a system turn before each conversation, instead of the one it has; never a target.
+        tokenizer: whose ``reads``, if it has that, says which further fields of a turn reach its chat template.
     """
 
     def __init__(
-        self, row_format: RowFormat, *, train_on_input: bool = False, new_system_prompt: str | None = None
+        self,
+        row_format: RowFormat,
+        *,
+        train_on_input: bool = False,
+        new_system_prompt: str | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self._format, self._columns = row_format.format, row_format.columns
         self._train_on_input, self._new_system_prompt = train_on_input, new_system_prompt
+        self._reads = fields_read_by(tokenizer)
+        # Tables that are not JSON give every turn the keys that any turn has.
+        self._clean = (lambda value: value) if row_format.source == "json" else without_none
 
-    def __call__(self, sample: Mapping[str, Any]) -> dict[str, list[Message]]:
-        """Raises UserError if a field is missing or not text, a role is unknown, or the order of turns is not a conversation's."""
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``messages``, and ``tools`` where the row has some. Raises UserError if a field is missing or not text, a role is unknown, the order of
+        turns is not a conversation's, or a field that changes what is learned is not understood."""
+        if self._format == "prompt_completion" and sample.get("label") is False:
+            raise UserError(
+                "its label is false: these are preferences, for KTO, which finch does not train; keep the rows whose label is true"
+            )
         messages = list(self._messages(sample))
-        if self._new_system_prompt is not None:
+        system = self._new_system_prompt
+        if system is None:
+            system = self._system_column(sample, messages)
+        if system is not None:
             messages = [message for message in messages if message.role != "system"]
-            messages.insert(0, Message(role="system", content=self._new_system_prompt, masked=True))
+            messages.insert(0, Message(role="system", content=system, masked=True))
         check_turns(messages)
-        return {"messages": messages}
+        tools = self._tools(sample)
+        return {"messages": messages, "tools": tools} if tools else {"messages": messages}
+
+    def _system_column(self, sample: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
+        for column in SYSTEM:
+            text = None if column in self._columns.values() else sample.get(column)
+            if text is None or text == "":
+                continue
+            if not isinstance(text, str):
+                raise UserError(f"its field {column!r} is {type(text).__name__}, not text")
+            own = next((message.text_content for message in messages if message.role == "system"), text)
+            if own != text:
+                raise UserError(f"it has a system turn and another text in its field {column!r}; keep one of them")
+            return text
+        return None
+
+    def _tools(self, sample: Mapping[str, Any]) -> Any:
+        tools = sample.get("tools")
+        if isinstance(tools, str):
+            tools = _parsed(tools, "its field 'tools'") if tools.strip() else None
+        if not tools:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise UserError("its field 'tools' is not a list of JSON schemas")
+        if not self._reads("tools"):
+            raise UserError(
+                "it has tools, which the tokenizer's chat template does not write; give a model whose template does, or remove them"
+            )
+        return self._clean(tools)
 
     def _messages(self, sample: Mapping[str, Any]) -> Iterable[Message]:
         values = {field: sample.get(column) for field, column in self._columns.items()}
@@ -292,11 +359,19 @@ class RowToMessages(Transform):
             return [*self._turns(prompt, "user", is_prompt=True), *self._turns(completion, "assistant")]
         if self._format == "instruction":
             request = "\n".join(filter(None, (self._text(values, "instruction"), self._text(values, "input"))))
-            return [self._message("user", request), self._message("assistant", self._text(values, "output"))]
-        return [
-            self._message("user", self._text(values, "question")),
-            self._message("assistant", self._text(values, "answer")),
-        ]
+            answer = self._text(values, "output")
+        else:
+            request, answer = self._text(values, "question"), self._text(values, "answer")
+        history = [text for pair in self._history(sample) for text in zip(("user", "assistant"), pair, strict=True)]
+        return [self._message(role, text) for role, text in (*history, ("user", request), ("assistant", answer))]
+
+    def _history(self, sample: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Earlier requests and answers, as in LLaMA-Factory."""
+        history = sample.get("history") or []
+        is_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+        if not is_pairs or not all(isinstance(text, str) for pair in history for text in pair):
+            raise UserError("its field 'history' is not a list of pairs of texts, a request and its answer")
+        return history
 
     def _text(self, values: Mapping[str, Any], field: str) -> str:
         value = values.get(field)
@@ -323,16 +398,97 @@ class RowToMessages(Transform):
                 raise UserError(
                     f"its turn {number} has the unknown role {turn[role_key]!r}; known are {', '.join(ROLES)}"
                 )
-            if turn.get("tool_calls"):
-                raise UserError(
-                    f"its turn {number} has tool_calls, which are not rendered; write the call into {content_key!r}"
-                )
-            messages.append(self._message(role, _content(turn.get(content_key), number), is_prompt))
+            messages.append(self._turn(turn, number, role, role_key, content_key, is_prompt))
         return messages
+
+    def _turn(
+        self, turn: Mapping[str, Any], number: int, role: str, role_key: str, content_key: str, is_prompt: bool
+    ) -> Message:
+        content, fields = (
+            turn.get(content_key),
+            self._clean({key: turn[key] for key in turn if key not in (role_key, content_key)}),
+        )
+        if turn.get("tool_calls"):
+            if not self._reads("tool_calls"):
+                raise UserError(
+                    f"its turn {number} has tool_calls, which the tokenizer's chat template does not write; give a model whose template does, or "
+                    f"write the call into {content_key!r}"
+                )
+            fields["tool_calls"] = [_call(call, number) for call in fields["tool_calls"]]
+            if not content:
+                content, fields["content"] = "", content
+        elif "tool_calls" in fields:
+            del fields["tool_calls"]
+        is_learned = self._is_learned(fields, number, role)
+        message = self._message(role, _content(content, number), is_prompt or not is_learned)
+        return (
+            ChatMessage(role=role, content=message.content, masked=message.masked, fields=fields) if fields else message
+        )
+
+    def _is_learned(self, fields: dict[str, Any], number: int, role: str) -> bool:
+        """What the turn itself says, whose keys leave ``fields``."""
+        said = {key: fields.pop(key) for key in (*LEARNED, "masked") if fields.get(key) is not None}
+        if fields.get("train_detail"):
+            raise UserError(
+                f"its turn {number} has train_detail; finch learns a turn or does not: remove it, or set train"
+            )
+        for key, value in said.items():
+            if value not in (0, 1):
+                raise UserError(
+                    f"its turn {number} has {key} {value!r}; finch learns a turn or does not: set 0 or 1, false or true"
+                )
+        learned = [bool(value) != (key == "masked") for key, value in said.items()]
+        if self._train_on_input and not all(learned):
+            raise UserError(
+                f"its turn {number} is not to be learned, but dataset.train_on_input=True learns all turns; remove one of the two"
+            )
+        if role != "assistant" and not self._train_on_input and _OF_ANY_ROLE & said.keys() and any(learned):
+            raise UserError(
+                f"its turn {number} is of role {role} and to be learned; finch learns the assistant's turns, or with dataset.train_on_input=True all"
+            )
+        return all(learned)
 
     def _message(self, role: str, content: Any, is_prompt: bool = False) -> Message:
         is_masked = (role != "assistant" or is_prompt) and not self._train_on_input
         return Message(role=role, content=content, masked=is_masked)
+
+
+def _call(call: Any, number: int) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"its turn {number} has a tool call that names no function")
+    return call
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{what} is not JSON ({error})") from error
+
+
+def fields_read_by(tokenizer: Any) -> Callable[[str], bool]:
+    """Whether a field of a turn, or ``tools``, reaches the tokenizer's chat template; torchtune's own tokenizers read none."""
+    return getattr(tokenizer, "reads", None) or (lambda field: False)
+
+
+def unused_fields(row: Mapping[str, Any], row_format: RowFormat, tokenizer: Any = None) -> list[str]:
+    """The fields of a row that training does not see, those of turns as ``messages[].name``; null ones are none."""
+    known, reads = {*row_format.columns.values()}, fields_read_by(tokenizer)
+    if row_format.format != "text":
+        known |= {*SYSTEM, "tools"}
+    if row_format.format in ("instruction", "question_answer"):
+        known.add("history")
+    found = dict.fromkeys(name for name, value in row.items() if name not in known and value is not None)
+    for column in row_format.columns.values():
+        turns = row.get(column)
+        for turn in turns if isinstance(turns, list) else ():
+            if not isinstance(turn, Mapping):
+                continue
+            keys = {*TURN_KEYS.get(row_format.format, TURN_KEYS["messages"]), *LEARNED, "masked", "tool_calls"}
+            names = (name for name, value in turn.items() if name not in keys and value is not None and not reads(name))
+            found |= dict.fromkeys(f"{column}[].{name}" for name in names)
+    return list(found)
 
 
 def check_turns(messages: list[Message]) -> None:

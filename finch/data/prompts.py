@@ -11,7 +11,7 @@ import torch
 from torchtune.data import Message
 from torchtune.datasets._sft import SFTTransform
 
-from finch.data.formats import RowToMessages, detect_columns
+from finch.data.formats import RowFormat, RowToMessages, detect_columns
 from finch.data.row_files import SOURCES, local_files, source_of
 from finch.errors import UserError
 from finch.integrations.self_replay import around_content
@@ -91,7 +91,7 @@ def tokenize_prompts(
     for number, row in enumerate(rows, start=1):
         name = f"{key}: row {number} of {where}"
         try:
-            prompt = _prompt(_first_turns(row, format, column_map), tokenizer)
+            prompt = _prompt(**_first_turns(row, format, column_map, tokenizer), tokenizer=tokenizer)
         except Exception as error:  # a row can break any library's tokenizer
             reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             raise UserError(f"{name} cannot be used ({reason}); fix or remove that row") from error
@@ -141,33 +141,41 @@ def user_prompt(text: str, tokenizer: Any) -> list[int]:
     return _prompt([Message(role="user", content=text, masked=True)], tokenizer)
 
 
-def _prompt(turns: list[Message], tokenizer: Any) -> list[int]:
+def _prompt(turns: list[Message], tokenizer: Any, **tools: Any) -> list[int]:
     """What comes before an assistant's answer to ``turns``."""
-    sample = plain(
-        SFTTransform(model_transform=tokenizer)({"messages": [*turns, Message(role="assistant", content=".")]})
-    )
+    messages = [*turns, Message(role="assistant", content=".")]
+    sample = plain(SFTTransform(model_transform=tokenizer)({"messages": messages, **tools}))
     is_target = [label != IGNORE_INDEX for label in sample["labels"]]
     return sample["tokens"][: is_target.index(True) if any(is_target) else None]
 
 
-def _first_turns(row: Mapping[str, Any], format: str, column_map: Mapping[str, str] | None) -> list[Message]:
-    """The system turn, if there is one, and the first user turn."""
+def _first_turns(
+    row: Mapping[str, Any], format: str, column_map: Mapping[str, str] | None, tokenizer: Any
+) -> dict[str, Any]:
+    """The system turn, if there is one, and the first user turn, as :func:`_prompt` takes them; with the row's tools, if it has some."""
+    present = {name: value for name, value in row.items() if value is not None}
     for column in ((column_map or {}).get("prompt"), "question", "query", "prompt", "instruction"):
         if (
             column is not None
             and isinstance(row.get(column), str)
             and not (column == "instruction" and row.get("input"))
         ):
-            return [Message(role="user", content=row[column], masked=True)]
-    present = {name: value for name, value in row.items() if value is not None}
-    row_format = detect_columns(present, present, format, column_map)
+            # Rows of prompts have no answers; what else a row has is read as that of a row with one.
+            row_format = RowFormat("question_answer", {"question": column, "answer": ""})
+            present[""] = "."
+            break
+    else:
+        row_format = detect_columns(present, present, format, column_map)
     if row_format.format == "text":
         raise UserError(
             f"it has the fields {', '.join(row)} and no prompt; kind self needs question, prompt or a conversation"
         )
-    messages = RowToMessages(row_format)(row)["messages"]
+    sample = RowToMessages(row_format, tokenizer=tokenizer)(present)
+    messages = sample.pop("messages")
     turns = messages[: next(index for index, message in enumerate(messages) if message.role == "assistant")]
-    return [Message(role=turn.role, content=turn.content, masked=True) for turn in turns]
+    for turn in turns:
+        turn.masked = True
+    return {"turns": turns, **sample}
 
 
 def plain(sample: Mapping[str, Any]) -> Sample:

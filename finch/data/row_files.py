@@ -209,14 +209,14 @@ def check_fractions(part: str, validation_fraction: float, test_fraction: float)
 
 
 def _digest(value: Any, seed: int) -> bytes:
-    text = json.dumps(_without_none(value), sort_keys=True, separators=(",", ":"), default=str)
+    text = json.dumps(without_none(value), sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.blake2b(text.encode("ascii"), key=str(seed).encode(), digest_size=16).digest()
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
     """The datasets library gives every row the fields that any row of the file has."""
     if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
+        return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
-        return [_without_none(item) for item in value]
+        return [without_none(item) for item in value]
     return value

@@ -219,7 +219,9 @@ def tokenized(
     if is_text:
         transforms += [TextToTokens(tokenizer, row_format.columns["text"], is_truncated=not packed)]
     else:
-        messages = RowToMessages(row_format, train_on_input=train_on_input, new_system_prompt=new_system_prompt)
+        messages = RowToMessages(
+            row_format, train_on_input=train_on_input, new_system_prompt=new_system_prompt, tokenizer=tokenizer
+        )
         # Given the message transform as well, SFTTransform would refuse tool turns.
         transforms += [messages, SFTTransform(model_transform=tokenizer)]
     rows = Rows(table, row_format, files if len(files) > 1 else (), transforms, indices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -31,7 +32,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
+def environment(strftime_now: Callable[[str], str]) -> ImmutableSandboxedEnvironment:
     """The dialect that chat templates are written for: transformers'."""
 
     def refuse(message: str) -> None:
@@ -45,7 +46,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     )
     found.filters["tojson"] = to_json
     found.globals["raise_exception"] = refuse
-    found.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    found.globals["strftime_now"] = strftime_now
     return found
 
 
@@ -57,7 +58,7 @@ def main() -> None:
     job = json.load(sys.stdin)
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     try:
-        template = environment().from_string(job["source"])
+        template = environment(datetime.now().strftime).from_string(job["source"])
         for messages, generation in ((turns, False), (turns[:1], True)):
             template.render(**job["variables"], messages=messages, add_generation_prompt=generation)
     except RUNAWAY as error:

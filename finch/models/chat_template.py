@@ -5,14 +5,15 @@ Also where the answers are in that text: from the end of the generation prompt t
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,26 @@ class ChatTemplate:
         folder: where it comes from, for messages.
         special_tokens: by transformers' names, such as ``bos_token``; templates write some of them.
         thinking: the template's ``enable_thinking``.
+        today: the day that ``strftime_now`` knows.
 
     Raises UserError if the source is no template, or does not render a short conversation within 5 s and 2 GB.
     """
 
-    def __init__(self, source: str, folder: Path, special_tokens: Mapping[str, str], *, thinking: bool = False) -> None:
+    def __init__(
+        self,
+        source: str,
+        folder: Path,
+        special_tokens: Mapping[str, str],
+        *,
+        thinking: bool = False,
+        today: datetime.date | None = None,
+    ) -> None:
         self.source, self.folder, self.thinking = source, folder, thinking
+        self.today = today or datetime.date.today()  # rows do not change at midnight
         self._variables = {"documents": None, **special_tokens, "enable_thinking": thinking}
         try_template(source, self._variables, folder)
         try:
-            self._template = chat_environment.environment().from_string(source)
+            self._template = chat_environment.environment(lambda form: self.today.strftime(form)).from_string(source)
         except RENDER_ERRORS as error:
             raise UserError(f"tokenizer: the chat template of {folder} cannot be read ({error}); fix it") from error
 
@@ -136,7 +147,7 @@ class AnswerSpans:
     template changes, such as one with tool calls or thinking, is rendered a second time.
 
     Attributes:
-        closing_token: one of ``added_tokens``; it ends an assistant turn.
+        closing_tokens: those of ``added_tokens`` that end an assistant turn, one after the other.
 
     Raises:
         UserError: the template leaves an assistant turn out or does not close it.
@@ -147,12 +158,19 @@ class AnswerSpans:
         self._shapes: dict[tuple[Any, ...], _Shape] = {}
         tokens = sorted((re.escape(token) for token in added_tokens if token.strip()), key=len, reverse=True)
         self._tokens = re.compile("|".join(tokens) or "(?!)")
-        end = self._shape([{"role": "user"}, {"role": "assistant"}]).pieces[-1]
-        closing = self._tokens.search(end)
-        if closing is None:
+        user, answer = ({"role": role, "content": ""} for role in ("user", "assistant"))
+        prompt, bare = (self._split([user], {0}, generation=each)[0] for each in (True, False))
+        self._has_prompt = prompt != bare
+        end = self._shape([user, answer]).pieces[-1]
+        first = self._tokens.search(end)
+        if first is None:
             raise self._unclear("does not close an assistant turn with a special token")
-        self.closing_token = closing.group()
-        self._closing = end[: closing.end()]
+        self.closing_tokens, stop = [first.group()], first.end()
+        self._closings = [end[:stop]]  # the longest comes first: a template may end its last turn with one token more
+        while following := self._tokens.match(end, stop):
+            self.closing_tokens.append(following.group())
+            stop = following.end()
+            self._closings.insert(0, end[:stop])
 
     def find(
         self, text: str, turns: Sequence[Turn], tools: Tools = None, *, generation: bool = False
@@ -167,7 +185,7 @@ class AnswerSpans:
         shape = self._shape(turns, tools, generation=generation)
         others = {index for index, turn in enumerate(turns) if turn["role"] != "assistant"}
         if tools is None and all(turn.keys() == _PLAIN for turn in turns):
-            for form in (str, str.strip):  # as the template may have it
+            for form in (str, str.strip):  # as the template may write it
                 pieces, order = [shape.pieces[0]], []
                 for index, piece in zip(shape.order, shape.pieces[1:], strict=True):
                     if index in others:
@@ -176,7 +194,9 @@ class AnswerSpans:
                     else:
                         pieces[-1] += form(turns[index]["content"]) + piece
                 if follows := _follow(text, turns, pieces, order):
-                    return [self._span(*follows[index - 1], answer) for index, answer in shape.answers.items()]
+                    return [
+                        self._span(*follows[index - 1], each, turns[index]) for index, each in shape.answers.items()
+                    ]
         pieces, order = self._split(turns, others, tools, generation=generation)
         if not (follows := _follow(text, turns, pieces, order)):
             raise self._unclear("does not write all turns of a role in the same way")
@@ -186,7 +206,7 @@ class AnswerSpans:
             if calls := turns[index].get("tool_calls"):
                 alone, _ = self._split(turns[: index + 1], others, tools, generation=False)
                 answer = replace(answer, after=self._after_calls(piece, alone[-1], tool_name(calls[-1])))
-            spans.append(self._span(begin, piece, answer))
+            spans.append(self._span(begin, piece, answer, turns[index]))
         return spans
 
     def _after_calls(self, piece: str, alone: str, name: str) -> str:
@@ -197,15 +217,15 @@ class AnswerSpans:
                 return piece[piece.rindex(last_call) + len(last_call) :]
         raise self._unclear("leaves out a tool call, or does not end it with a special token")
 
-    def _span(self, begin: int, piece: str, answer: _Answer) -> tuple[int, int]:
+    def _span(self, begin: int, piece: str, answer: _Answer, turn: Turn) -> tuple[int, int]:
         """Of the answer in ``piece``, which follows the content before it and starts at ``begin``."""
         head = answer.prompt if piece.startswith(answer.prompt) else answer.header
         stop = len(piece) - len(answer.after)
-        if not piece.startswith(head) or not piece.endswith(answer.after) or stop < len(head):
+        is_written = visible(turn.get("content", "")) in piece[len(head) : stop]
+        if not piece.startswith(head) or not piece.endswith(answer.after) or not is_written:
             raise self._unclear("does not begin and end each assistant turn in the same way")
-        if answer.after.startswith(self._closing):
-            stop += len(self._closing)
-        return begin + len(head), begin + stop
+        closing = next((each for each in self._closings if answer.after.startswith(each)), "")
+        return begin + len(head), begin + stop + len(closing)
 
     def _shape(self, turns: Sequence[Turn], tools: Tools = None, *, generation: bool = False) -> _Shape:
         """What the template writes around contents. It may need to see the calls that a tool's answer belongs to."""
@@ -221,13 +241,13 @@ class AnswerSpans:
         pieces, order = self._split(turns, marked, tools, generation=generation)
         answers = {}
         for index in (n for n, turn in enumerate(turns) if turn["role"] == "assistant" and n):
-            prompt, bare = (self._split(turns[:index], marked, tools, generation=each)[0][-1] for each in (True, False))
+            prompt = self._split(turns[:index], marked, tools, generation=True)[0][-1]
             header, after = prompt, ""
             if index in marked:
                 before, after = pieces[order.index(index) :][:2]
-                header = os.path.commonprefix([prompt, before])
-                if prompt == bare and before[len(header) :].strip():
-                    prompt = header = before  # a template without generation prompt: its header is not what the model writes
+                header = _common_prefix(prompt, before)
+                if not self._has_prompt and before[len(header) :].strip():
+                    prompt = header = before  # the template's header is not what the model writes
             if THINKING[0] in header:
                 header = header.rpartition(THINKING[0])[0]
             answers[index] = _Answer(prompt, header, after)
@@ -262,7 +282,11 @@ def _follow(
     end, found = len(pieces[0]), {}
     for number, (index, piece) in enumerate(zip(order, pieces[1:], strict=True), start=1):
         content, is_last = turns[index]["content"], number == len(order)
-        ends = [end + len(form) for form in (content, content.strip(), content.rstrip(), content.lstrip()) if text.startswith(form, end)]
+        ends = [
+            end + len(form)
+            for form in (content, content.strip(), content.rstrip(), content.lstrip())
+            if text.startswith(form, end)
+        ]
         ends += [len(text) - len(piece) if is_last else text.find(piece, end)]  # a content that the template changes
         fits = (each for each in ends if each >= end and text.startswith(piece, each))
         stop = next((each for each in fits if not is_last or each + len(piece) == len(text)), None)
@@ -273,9 +297,18 @@ def _follow(
     return found
 
 
+def visible(answer: str) -> str:
+    """An answer without its thinking."""
+    return answer.rpartition(THINKING[1])[2].strip()
+
+
 def tool_name(tool: Mapping[str, Any]) -> str:
     """The name of the function that a tool or a call has, in OpenAI's form or without its outer object."""
     return str(tool.get("function", tool).get("name", ""))
+
+
+def _common_prefix(one: str, other: str) -> str:
+    return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
 
 
 _MARK = re.compile("\ue000(\\d+)\ue001")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from finch.models.chat_template import (
     Turn,
     read_chat_template,
     tool_name,
+    visible,
 )
 from finch.models.hf_config import CONFIG, check_folder, read_settings
 
@@ -46,6 +49,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
         max_seq_len: tokens after which a conversation is truncated; None: never.
 
     Attributes:
+        date: the day that the template writes as today's, as YYYY-MM-DD; None: it writes none.
         chat_template: Jinja source with which transformers renders conversations as this tokenizer does, ``enable_thinking`` left out.
 
     Raises UserError for a special token that the tokenizer lacks, and a template that leaves an assistant turn out or does not close it.
@@ -67,7 +71,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
         self.bos_id = None if bos_token is None else self.special_id(bos_token)
         self.eos_id, self.pad_id = self.special_id(eos_token), self.special_id(pad_token)
         self._answer_spans = AnswerSpans(template, self.special_tokens)
-        self.stop_tokens = sorted({self.eos_id, self.special_id(self._answer_spans.closing_token)})
+        self.stop_tokens = sorted({self.eos_id, *map(self.special_id, self._answer_spans.closing_tokens)})
         self.max_seq_len = max_seq_len
         self.prompt_template = None
         self._added_ids = frozenset(self.special_tokens.values())
@@ -84,6 +88,19 @@ class ChatTokenizer(ModelTokenizer, Transform):
                 f"tokenizer: {self._template.folder / TOKENIZER} lacks the special token {token}, which the chat template needs; give the tokenizer of this model"
             )
         return number
+
+    @property
+    def date(self) -> str | None:
+        return str(self._template.today) if self.reads("strftime_now") else None
+
+    @date.setter
+    def date(self, day: str) -> None:
+        self._template.today = day_of(day)
+
+    def reads(self, field: str) -> bool:
+        """Whether the chat template reads a field of a turn, or ``tools``: whether it names it."""
+        names = ("reasoning_content", "thinking") if field in THINKING_FIELDS else (field,)
+        return any(re.search(rf"\b{re.escape(name)}\b", self._template.source) for name in names)
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         """Token ids of plain text; ``add_bos`` is ignored where the model was not trained with such a token."""
@@ -142,8 +159,9 @@ class ChatTokenizer(ModelTokenizer, Transform):
             first, end = _first_token(encoding, start, len(text)), _first_token(encoding, stop, len(text))
             if (before := encoding.char_to_token(start)) is not None and before < first:
                 # A token of the answer may take the space before it along; Phi-3's <|assistant|> takes the newline after it along.
-                is_answers = text[start : encoding.token_to_chars(before)[1]].strip() and ids[before] not in self._added_ids
-                first = before if is_answers else first
+                end_of_token = _start_and_end(encoding, before)[1]
+                if text[start:end_of_token].strip() and ids[before] not in self._added_ids:
+                    first = before
             mask[first:end] = [False] * (end - first)
         return ids[: self.max_seq_len], mask[: self.max_seq_len]
 
@@ -173,28 +191,39 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function", call)
     if not isinstance(function.get("arguments"), str):
         return call
-    function = {**function, "arguments": json.loads(function["arguments"])}
+    try:
+        function = {**function, "arguments": json.loads(function["arguments"])}
+    except ValueError as error:
+        raise UserError(f"the arguments of its call of {function.get('name')} are not JSON ({error})") from error
     return {**call, "function": function} if "function" in call else function
 
 
 def _left_out(text: str, turns: Sequence[Turn], tools: Tools) -> str | None:
     """The first part of a conversation that is not in its ``text``. A template may leave out the thinking of all answers but the last."""
     for number, turn in enumerate(turns, start=1):
-        thinking, _, answer = turn.get("content", "").rpartition(THINKING[1] if turn["role"] == "assistant" else "\0")
-        if answer.strip() not in text:
-            return f"the text of a {turn['role']} turn"
-        if number == len(turns) and thinking.rpartition(THINKING[0])[2].strip() not in text:
+        content, is_answer = turn.get("content", ""), turn["role"] == "assistant"
+        if (visible(content) if is_answer else content.strip()) not in text:
+            return f"the text of {'an' if is_answer else 'a'} {turn['role']} turn"
+        thinking = content.rpartition(THINKING[1])[0].rpartition(THINKING[0])[2]
+        if is_answer and number == len(turns) and thinking.strip() not in text:
             return "the thinking of the last answer"
         if any(tool_name(call) not in text for call in turn.get("tool_calls", ())):
             return "a tool call"
     return "the tools" if any(tool_name(tool) not in text for tool in tools or ()) else None
 
 
+def _start_and_end(encoding: Encoding, token: int) -> tuple[int, int]:
+    """Of a token, in characters."""
+    span = encoding.token_to_chars(token)
+    assert span is not None
+    return span
+
+
 def _first_token(encoding: Encoding, position: int, length: int) -> int:
     """The first token that begins at a character of the text or later; white space can belong to none."""
     for each in range(position, length):
         if (token := encoding.char_to_token(each)) is not None:
-            return token if encoding.token_to_chars(token)[0] >= position else token + 1
+            return token if _start_and_end(encoding, token)[0] >= position else token + 1
     return len(encoding)
 
 
@@ -252,6 +281,14 @@ def styled(source: str, prompt_style: str) -> str:
     return source if is_done else _EMPTY_SYSTEM_TURN + source
 
 
+def day_of(date: str | None) -> datetime.date:
+    """A day from YYYY-MM-DD; None: today. Raises UserError for another form."""
+    try:
+        return datetime.date.today() if date is None else datetime.date.fromisoformat(str(date))
+    except ValueError as error:
+        raise UserError(f"tokenizer.date={date} must be a day such as 2026-01-31") from error
+
+
 def with_default_thinking(source: str, thinking: bool) -> str:
     """A hybrid model's template that takes ``thinking`` where whoever renders it gives no ``enable_thinking``; another one as it is."""
     if "enable_thinking" not in source:
@@ -265,7 +302,11 @@ def with_default_thinking(source: str, thinking: bool) -> str:
 
 
 def auto_tokenizer(
-    path: str, max_seq_len: int | None = None, thinking: bool = False, prompt_style: str = "chat"
+    path: str,
+    max_seq_len: int | None = None,
+    thinking: bool = False,
+    prompt_style: str = "chat",
+    date: str | None = None,
 ) -> ChatTokenizer:
     """The tokenizer of a Hugging Face folder with tokenizer.json, with the folder's chat template.
 
@@ -278,6 +319,7 @@ def auto_tokenizer(
         thinking: the template's ``enable_thinking``; off: answers follow an empty thinking block where the template writes it.
         prompt_style: ``chat``, or ``authors`` for the prompts of the FINCH paper's code: an empty system turn where a conversation
             has none, and blank lines between the turns where the folder has no template.
+        date: for a template that writes today's, as YYYY-MM-DD; None: that of the run's first start, which the run keeps.
 
     Raises UserError for a folder or file that is missing or broken, another prompt_style, no EOS, or a template that does not show what an
     answer is.
@@ -304,7 +346,7 @@ def auto_tokenizer(
         template += AUTHORS_TEMPLATE if prompt_style == "authors" else PLAIN_TEMPLATE
     return ChatTokenizer(
         tokenizer,
-        ChatTemplate(styled(template, prompt_style), folder, special, thinking=thinking),
+        ChatTemplate(styled(template, prompt_style), folder, special, thinking=thinking, today=day_of(date)),
         bos_token=bos,
         eos_token=special["eos_token"],
         pad_token=special.get("pad_token", special["eos_token"]),
@@ -366,6 +408,7 @@ def qwen3_tokenizer(
     truncation_type: str = "right",
     thinking: bool = False,
     prompt_style: str = "chat",
+    date: str | None = None,
 ) -> ChatTokenizer:
     """The tokenizer of a Qwen3 folder, with that folder's chat template; arguments not listed as for :func:`finch.models.auto_tokenizer`.
 
@@ -392,7 +435,8 @@ def qwen3_tokenizer(
         file = file.with_name(TOKENIZER)
     loaded = load_tokenizer(file)
     source = styled(read_chat_template(file.parent) or CHATML, prompt_style)
-    template = ChatTemplate(source, file.parent, {"eos_token": IM_END, "pad_token": END_OF_TEXT}, thinking=thinking)
+    special = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
+    template = ChatTemplate(source, file.parent, special, thinking=thinking, today=day_of(date))
     tokenizer = ChatTokenizer(
         loaded,
         template,

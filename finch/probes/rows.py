@@ -153,7 +153,7 @@ def _transform(kind: str, rows: list[dict[str, Any]], settings: Probe, tokenizer
     if kind == "text":
         encode = TextToTokens(tokenizer, row_format.columns["text"])
         return lambda row: ([encode(row)], None)
-    messages, tokenize = RowToMessages(row_format), SFTTransform(model_transform=tokenizer)
+    messages, tokenize = RowToMessages(row_format, tokenizer=tokenizer), SFTTransform(model_transform=tokenizer)
     return lambda row: ([plain(tokenize(messages(row)))], None)
 
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torchtune.modules import TransformerDecoder
 
 from finch import files, run_files
 from finch.checkpoint import manifest
 from finch.checkpoint import reader as checkpoint
-from finch.config.instantiate import component_of
+from finch.config.instantiate import build, component_of
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel, is_launched, launched_rank
@@ -40,6 +40,7 @@ from finch.training.optimizer import optimizer_bytes
 from finch.weights.files import is_whole
 
 ACQUIRE_TIMEOUT_S = 5.0  # a holder that has been killed may take a moment to exit
+_DATE = "tokenizer.date"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -115,6 +116,20 @@ class Run:
         """The config's seed, or where it has none that of the run that is resumed."""
         seed: int | None = self._cfg.seed if self._cfg.seed is not None else self.scalars.get("seed")
         return seed
+
+    def build_tokenizer(self, parallel: Parallel) -> Any:
+        """The config's tokenizer. One whose chat template writes today's date keeps that of the run's first start: a resumed run has the same
+        rows on another day. A collective."""
+        node = self._cfg.tokenizer
+        tokenizer = build(node, "tokenizer")
+        if getattr(tokenizer, "date", None) is not None:
+            kept = self.scalars.get("identity", {}).get(_DATE)
+            if kept is not None and node.get("date") is None:
+                tokenizer.date = kept
+            tokenizer.date = parallel.gather_all_ranks(tokenizer.date)[0]  # it may be midnight
+            with open_dict(self._cfg):
+                node.date = tokenizer.date
+        return tokenizer
 
     def identify(self, data: TrainingData, seed: int) -> dict[str, Any]:
         """The identity of the run, see :func:`identity_of`. Raises UserError if the checkpoint to resume from is another run's."""
@@ -416,6 +431,7 @@ def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any
     stats, mixture = data.stats, data.mixture
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),
+        **({} if cfg.tokenizer.get("date") is None else {_DATE: cfg.tokenizer.date}),
         "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,
         "optimizer._component_": component_of(cfg.optimizer),
         "lr_scheduler._component_": component_of(cfg.lr_scheduler),
