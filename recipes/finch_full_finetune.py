@@ -20,6 +20,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from finch import average, run_files
 from finch.config import parser, resolved, schema
 from finch.data.loader import Batch, to_device
+from finch.data.prompts import stop_tokens
 from finch.data.training_data import TrainingData
 from finch.distributed import fsdp, parallel, precision, watchdog
 from finch.errors import exit_without_teardown
@@ -84,6 +85,7 @@ class FinchFullFinetune(FTRecipeInterface):
         cfg = self.cfg
         self.tokenizer = self.run.build_tokenizer(self.parallel)
         self.base.chat_template = getattr(self.tokenizer, "chat_template", None)  # torchtune's tokenizers have none
+        self.base.stop_tokens = stop_tokens(self.tokenizer)
         self.loss = StepLoss(cfg, self.decoder, self.parallel, self.run.scalars)
         needs_stats = self.loss.needs_stats
         self.data = TrainingData(cfg, self.tokenizer, self.parallel, seed=self.seed, needs_stats=needs_stats)

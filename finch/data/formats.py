@@ -169,11 +169,14 @@ def _has_type(format: str, value: Any) -> bool:
     return isinstance(value, str) or (format == "prompt_completion" and _is_conversation(value, "role", "content"))
 
 
-def _is_conversation(value: Any, *keys: str) -> bool:
+def _is_conversation(value: Any, role_key: str, content_key: str) -> bool:
     return (
         isinstance(value, list)
         and len(value) > 0
-        and all(isinstance(turn, dict) and all(key in turn for key in keys) for turn in value)
+        and all(
+            isinstance(turn, dict) and role_key in turn and (content_key in turn or turn.get("tool_calls"))
+            for turn in value
+        )
     )
 
 

@@ -33,6 +33,7 @@ from finch.weights.files import (
     check_files,
     copy_side_files,
     indexed_shards,
+    read_json,
     read_shapes,
     read_tensors,
     stored_tensors,
@@ -51,6 +52,8 @@ _ROPE_SCALING = {
     "original_max_position_embeddings": "old_context_len",
 }
 
+GENERATION_CONFIG = "generation_config.json"
+
 Part = tuple[str, tuple[slice, ...], torch.Tensor]
 """A weight's name, a part of it as a slice for each dimension, and the values there."""
 
@@ -58,12 +61,15 @@ Part = tuple[str, tuple[slice, ...], torch.Tensor]
 class PretrainedFolder(ABC):
     """A folder that training starts from: checks the model against it, reads its weights from ``files``, writes a folder like it.
 
-    ``chat_template``: of the rows that are trained on, which written folders get; None: that of ``folder``, if any.
+    Attributes:
+        chat_template: of the rows that are trained on, which written folders get; None: that of ``folder``, if any.
+        stop_tokens: ids that end an answer in these rows, at which whoever serves a written folder has to stop.
     """
 
     folder: Path
     files: list[Path]
     chat_template: str | None = None
+    stop_tokens: Sequence[int] = ()
 
     @abstractmethod
     def check_model(self, model: TransformerDecoder, component: str) -> None:
@@ -134,10 +140,22 @@ class PretrainedFolder(ABC):
                     with torch.no_grad():
                         to_local(parameter).copy_(stored.read_rows(rows[local_rows], tuple(columns)))
 
-    def write_chat_template(self, target: Path) -> None:
-        """Writes the trained chat template into a folder that has another one or none, where transformers looks first."""
+    def write_chat_settings(self, target: Path) -> None:
+        """Makes a written folder answer as it was trained: its chat template, where transformers looks first, and the tokens that end an answer.
+
+        A model's own end may be another token than the one that closes a turn of the template, as in base models of Qwen.
+        """
         if self.chat_template is not None and self.chat_template != read_chat_template(target):
             write_text(target / CHAT_TEMPLATE, self.chat_template)
+        for name in (GENERATION_CONFIG, CONFIG):
+            file = target / name
+            if not file.is_file() and name == GENERATION_CONFIG:
+                file = self.folder / name  # an adapter's folder has none
+            settings = read_json(file) if file.is_file() else {}
+            known = settings.get("eos_token_id")
+            ends = known if isinstance(known, list) else [] if known is None else [known]
+            if settings and (added := [token for token in self.stop_tokens if token not in ends]):
+                write_json(target / name, {**settings, "eos_token_id": [*ends, *added]})
 
     def write(
         self,
@@ -183,7 +201,7 @@ class PretrainedFolder(ABC):
         try:
             with atomic_folder(target) as partial:
                 self._write_into(partial, like, parts)
-                self.write_chat_template(partial)
+                self.write_chat_settings(partial)
         except OSError as error:
             for _ in parts:  # the other ranks still send
                 pass

@@ -83,7 +83,7 @@ class PeftFolder:
             with atomic_folder(target) as partial:
                 save_file(content, partial / ADAPTER_WEIGHTS, SAFETENSORS_METADATA)
                 write_json(partial / ADAPTER_CONFIG, config)
-                self._base.write_chat_template(partial)
+                self._base.write_chat_settings(partial)
         except (OSError, SafetensorError) as error:
             raise WriteFailed(str(error)) from error
 

@@ -1,5 +1,6 @@
 """The tokenizer of any folder, and Qwen3's own, against transformers' on the same files."""
 
+import datetime
 import json
 import re
 
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 
 import finch.models
 from benchmarks.tiny_text import WORDS
+from finch.data.formats import ChatMessage
 from finch.errors import UserError
 from finch.models.qwen3 import qwen3_tokenizer
 
@@ -329,3 +331,74 @@ def test_named_templates(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:1]}))
     with pytest.raises(UserError, match="none named default"):
         qwen3_of(tmp_path)
+
+
+def test_what_a_tokenizer_file_keeps_of_an_earlier_call_does_not_count(tmp_path):
+    write(tmp_path, "qwen3")
+    messages = turns("who sings?", "the red bird sings and the fox sleeps under the old tree")
+    expected = transformers_ids(tmp_path, "qwen3", messages)
+    file = tmp_path / "tokenizer.json"
+    for state in (
+        {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
+        {"padding": {"strategy": {"Fixed": 128}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"}},
+    ):  # fmt: skip
+        file.write_text(json.dumps({**json.loads(file.read_text()), **state}))
+        tokenizer = finch.models.auto_tokenizer(str(tmp_path))
+        assert tokenize(tokenizer, messages)[0] == expected == transformers_ids(tmp_path, "qwen3", messages)
+        assert len(tokenizer.encode("the red bird sings")) == len(
+            AutoTokenizer.from_pretrained(tmp_path)("the red bird sings")["input_ids"]
+        )
+
+
+def test_many_conversations_are_tokenized_like_single_ones(tmp_path):
+    write(tmp_path, "mistral")
+    tokenizer = finch.models.auto_tokenizer(str(tmp_path), max_seq_len=30)
+    conversations = [turns("who?", "a bird", "and?", " a fox "), turns("a", "b", system="c"), turns("\U0001f426", "")]
+    samples = [
+        {"messages": [Message(masked=turn["role"] != "assistant", **turn) for turn in each]} for each in conversations
+    ]
+    first, refused, last = tokenizer.tokenize_many(samples)
+    assert [first, last] == [tokenize(tokenizer, conversations[index]) for index in (0, 2)]
+    assert "refuses a conversation" in str(refused)
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_run(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}\n{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    write(tmp_path, "qwen3", template=template)
+    texts = {}
+    for date in ("2024-07-26", None):
+        tokenizer = finch.models.auto_tokenizer(str(tmp_path), date=date)
+        texts[tokenizer.date] = tokenizer.decode(tokenize(tokenizer, turns("a", "b"))[0])
+        assert tokenizer.date == (date or str(datetime.date.today()))
+    assert [text.split("\n")[0] for text in texts.values()] == [
+        "26 Jul 2024",
+        datetime.date.today().strftime("%d %b %Y"),
+    ]
+    with pytest.raises(UserError, match=r"tokenizer\.date=26 Jul must be a day such as"):
+        finch.models.auto_tokenizer(str(tmp_path), date="26 Jul")
+    write(tmp_path, "qwen3")
+    assert finch.models.auto_tokenizer(str(tmp_path)).date is None
+
+
+def test_arguments_in_a_string_are_written_as_the_object_that_they_hold(tmp_path):
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    write(tmp_path, "qwen3", template=template)
+    tokenizer = finch.models.auto_tokenizer(str(tmp_path))
+    for arguments in ('{"a": 2}', {"a": 2}):
+        call = {"tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+        answer = ChatMessage(role="assistant", content="", fields=call)
+        tokens, mask = tokenizer.tokenize_messages([Message(role="user", content="a", masked=True), answer])
+        kept = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+        assert tokenizer.decode(kept, skip_special_tokens=False).endswith('add {"a": 2}<|im_end|>')
+    call["tool_calls"][0]["function"]["arguments"] = "{"
+    with pytest.raises(UserError, match="the arguments of its call of add are not JSON"):
+        tokenizer.tokenize_messages([Message(role="user", content="a", masked=True), answer])
+
+
+def test_a_template_that_drops_the_last_answers_thinking_is_refused(tmp_path):
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>') | last }}<|im_end|>{% endfor %}"
+    write(tmp_path, "qwen3", template=template)
+    tokenizer, thinking = finch.models.auto_tokenizer(str(tmp_path)), "<think>two and two</think>4"
+    assert targets(tokenizer, turns("a", thinking, "b", "6"))[1] == "4<|im_end|>6<|im_end|>"
+    with pytest.raises(UserError, match="leaves out the thinking of the last answer"):
+        tokenize(tokenizer, turns("a", thinking))

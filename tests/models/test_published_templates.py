@@ -102,7 +102,7 @@ PROMPT_OR_END = re.compile(
     rf"<think>(\s*</think>)?|\s|<\|start\|>assistant|<{BAR}Assistant{BAR}>|<{BAR}tool▁outputs▁end{BAR}>|<\|end\|>|<eos>"
 )
 """What TRL's masks have and finch's targets have not: a part of the generation prompt, or what follows the closing token."""
-EXTRA = re.compile(r"(<\|tool_response>|<\|turn>model\n)*")
+EXTRA = re.compile(r"(<\|tool_response>|(<\|turn>)?model\n)*")
 """What a turn of Gemma's goes on with after a call; TRL's masks leave it to the program that answers the call."""
 REFUSED = re.compile("leaves out|in the same way")
 

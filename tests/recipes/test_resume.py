@@ -1,10 +1,12 @@
 """A run that is killed anywhere and resumed equals the uninterrupted run bit for bit; through the recipe, on the CPU."""
 
+import datetime
 import json
 import os
 import shutil
 
 import pytest
+from helpers.models import save
 from helpers.runs import (
     COSINE,
     FULL,
@@ -17,8 +19,12 @@ from helpers.runs import (
     run_broken,
     run_here,
 )
+from helpers.tokenizers import write_qwen3_tokenizer
+from omegaconf import OmegaConf
 
+from benchmarks.tiny_text import WORDS
 from finch import run_files
+from finch.models import chat_tokenizer
 
 DROPOUT = {**LORA_MODEL, "lora_dropout": 0.3}  # makes the random states matter
 KL = {"_component_": "finch.regularization.KL", "reference": "cached", "top_k": 5}
@@ -181,3 +187,30 @@ def test_resume_on_another_number_of_ranks(before, after, config, trained, tmp_p
     assert resumed.column("num_target_tokens") == uninterrupted.column("num_target_tokens")
     assert len(resumed.column("loss")) == 22
     assert resumed.column("loss") == pytest.approx(uninterrupted.column("loss"), rel=0, abs=1e-5)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def test_a_run_keeps_the_date_that_its_template_writes(tiny, tmp_path, monkeypatch):
+    """A run that is resumed on another day is the same run; so is what reads its rows later."""
+    folder = tmp_path / "base"
+    save("qwen3 tied", folder, vocab_size=320)
+    write_qwen3_tokenizer(folder, WORDS, DATED)
+    config = {**tiny(epochs=2), "model": {"_component_": "finch.models.auto", "path": str(folder)}}
+    config["checkpointer"]["checkpoint_dir"] = str(folder)
+    config["tokenizer"] = {"_component_": "finch.models.auto_tokenizer", "path": str(folder)}
+
+    def on(day):
+        monkeypatch.setattr(chat_tokenizer, "day_of", lambda date: datetime.date.fromisoformat(date or day))
+
+    on("2026-01-31")
+    uninterrupted = finished(tmp_path / "uninterrupted", config)
+    broken = broken_config(config, tmp_path / "broken", every_n_steps=3)
+    run_broken(tmp_path / "b", broken, monkeypatch, 5)
+    on("2026-02-01")
+    assert_same_run(run_here(tmp_path / "b", broken), uninterrupted)
+    saved = OmegaConf.load(tmp_path / "broken" / "config.yaml")
+    assert saved.tokenizer.date == "2026-01-31"
+    other = run_here(tmp_path / "b", broken, "tokenizer.date=2026-02-01", "epochs=3")
+    assert 'belongs to a run with tokenizer.date="2026-01-31", this config says "2026-02-01"' in other.error()

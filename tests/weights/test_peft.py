@@ -123,12 +123,22 @@ def test_folder_is_replaced_by_the_writer_only(tmp_path):
     assert not (tmp_path / "adapter.partial").exists()
 
 
-def test_adapter_and_merged_folder_have_the_trained_chat_template(tmp_path):
+def test_adapter_and_merged_folder_answer_as_they_were_trained(tmp_path):
+    """With the trained chat template; and they end where an answer of it ends, also where that is not the model's own end."""
     base, decoder = random_adapter("qwen3", tmp_path / "base")
-    base.chat_template = "{{ messages }}"
+    base.chat_template, base.stop_tokens = "{{ messages }}", [7, 9]
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 9, "top_p": 0.8}')
     PeftFolder(decoder, base).write(decoder, tmp_path / "adapter", is_writer=True)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    assert {read_chat_template(tmp_path / name) for name in ("adapter", "merged")} == {"{{ messages }}"}
+    base.write(base.weights(), tmp_path / "full", is_writer=True)
+    assert {read_chat_template(tmp_path / name) for name in ("adapter", "merged", "full")} == {"{{ messages }}"}
+    for name in ("adapter", "merged", "full"):
+        assert json.loads((tmp_path / name / "generation_config.json").read_text()) == {
+            "eos_token_id": [9, 7],
+            "top_p": 0.8,
+        }
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "full").generation_config.eos_token_id == [9, 7]
+    assert set(json.loads((tmp_path / "full" / "config.json").read_text())["eos_token_id"]) >= {7, 9}
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
 
 
