@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import inspect
 import itertools
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from finch.cli.early_checks import build_model, config_checks, device_of, machin
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
 from finch.config.resolved import format_value
-from finch.errors import UserError, one_line
+from finch.errors import UsageError, UserError, one_line
 from finch.files import existing_part, gigabytes
 
 if TYPE_CHECKING:
@@ -25,15 +26,18 @@ if TYPE_CHECKING:
     from finch.data.mixture import Mixture
     from finch.data.stats import DatasetStats
 
+IGNORE_INDEX = -100  # torch's, which is not imported yet
 _MAX_SHOWN = 120  # characters of a part of a row
 _MAX_FAKE_LAYERS = 8  # of a model whose step runs on fake tensors within 5 s
-USAGE = "finch check [--nproc_per_node N] CONFIG [key=value ...] [~key] [method=NAME]"
+USAGE = "finch check [--rows N] [--nproc_per_node N] CONFIG [key=value ...] [~key] [method=NAME]"
 
 HELP = f"""usage: {USAGE}
 
 Checks everything about a run that can be known without training, and prints it: keys, components, files, the model against its
 folder, each row, steps, what will be written, and an estimate of the memory per rank. The arguments are those of `finch run`.
-Nothing is written, no weights are loaded. The exit code is 1 if something is wrong."""
+Nothing is written, no weights are loaded. The exit code is 1 if something is wrong.
+
+--rows N    also prints the first N rows token by token, targets in «»"""
 
 
 def check(arguments: Sequence[str]) -> None:
@@ -45,9 +49,15 @@ def check(arguments: Sequence[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return
-    config, overrides, options = parse_arguments(arguments, USAGE)
+    parser = argparse.ArgumentParser(prog="finch check", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--rows", type=int, default=0)
+    try:
+        parsed, words = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error}; write a number, such as --rows 3") from error
+    config, overrides, options = parse_arguments(words, USAGE)
     nodes, local_ranks = number_of_ranks(options)
-    report = Report(config, overrides, nodes * local_ranks)
+    report = Report(config, overrides, nodes * local_ranks, parsed.rows)
     with only_errors_logged():  # the report says what a run would log
         report.run()
     number = report.num_problems
@@ -62,13 +72,14 @@ class Report:
         config: a path or the name of a config of finch.
         overrides: ``key=value`` and ``~key``.
         ranks: on all nodes.
+        num_rows: training rows that are shown token by token.
 
     Attributes:
         num_problems: printed so far.
     """
 
-    def __init__(self, config: str, overrides: Sequence[str], ranks: int) -> None:
-        self._config, self._overrides, self._ranks = config, overrides, ranks
+    def __init__(self, config: str, overrides: Sequence[str], ranks: int, num_rows: int = 0) -> None:
+        self._config, self._overrides, self._ranks, self._num_rows = config, overrides, ranks, num_rows
         self.num_problems = 0
         self._title = ""
         self._mixture: Mixture | None = None
@@ -143,6 +154,10 @@ class Report:
         limit = getattr(tokenizer, "max_seq_len", None)
         size = getattr(tokenizer, "vocab_size", None)
         self._print(f"{cfg.tokenizer['_component_']}: {size or '?'} tokens; max_seq_len {limit or 'not limited'}")
+        if getattr(tokenizer, "date", None) is not None:
+            self._print(f"the chat template writes the date, {tokenizer.date}; a run keeps that of its first start")
+        if problem := getattr(tokenizer, "prompt_problem", None):
+            self._print(f"warning: {problem}")
         return tokenizer
 
     def _check_files(self, cfg: DictConfig) -> None:
@@ -195,6 +210,8 @@ class Report:
                 self._problem(f"{key}: {bad.number:,} rows cannot be used ({reason}), {rows}; fix or remove them")
         if key == "dataset" and not stats.bad and len(samples):
             self._print(f"first row, its targets in «»: {rendered(samples[samples.rows[0]], tokenizer)}")
+            for index in samples.rows[: self._num_rows]:
+                self._print(f"{samples.row(index)}: {token_by_token(samples[index], tokenizer)}")
         if not stats.num_targets and not stats.num_bad:
             self._problem(f"{key}: no row has a target token; raise tokenizer.max_seq_len={limit}")
         return samples, stats
@@ -348,17 +365,29 @@ def _share(part: int, total: int) -> str:
     return "all" if part == total else f"{part:,} ({part / total:.1%})"
 
 
-def rendered(sample: Mapping[str, Any], tokenizer: Any) -> str:
-    """A row as the model reads it, with its targets in «», line breaks as ⏎, and the middle of a long part left out."""
-    from finch.objectives import IGNORE_INDEX
-
+def _decoder(tokenizer: Any) -> Callable[[Iterable[int]], str]:
+    """Decodes all tokens, special ones as well; line breaks as ⏎."""
     options = {"skip_special_tokens": False, "truncate_at_eos": False}
     known = inspect.signature(tokenizer.decode).parameters
     options = {name: value for name, value in options.items() if name in known}
+    return lambda tokens: tokenizer.decode([int(token) for token in tokens], **options).replace("\n", "⏎")
+
+
+def token_by_token(sample: Mapping[str, Any], tokenizer: Any) -> str:
+    """A row's tokens, each with its id and those that are targets in «»."""
+    decode, shown = _decoder(tokenizer), []
+    for token, label in zip(sample["tokens"], sample["labels"], strict=True):
+        text = f"{decode([token])} {int(token)}"
+        shown.append(f"«{text}»" if label != IGNORE_INDEX else text)
+    return f"{len(shown)} tokens: " + " | ".join(shown)
+
+
+def rendered(sample: Mapping[str, Any], tokenizer: Any) -> str:
+    """A row as the model reads it, with its targets in «», line breaks as ⏎, and the middle of a long part left out."""
+    decode, parts = _decoder(tokenizer), []
     pairs = zip(sample["tokens"], sample["labels"], strict=True)
-    parts = []
     for is_target, part in itertools.groupby(pairs, key=lambda pair: pair[1] != IGNORE_INDEX):
-        text = tokenizer.decode([int(token) for token, _ in part], **options).replace("\n", "⏎")
+        text = decode(token for token, _ in part)
         text = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 2 :]}"
         parts.append(f"«{text}»" if is_target else text)
     return "".join(parts)

@@ -148,6 +148,7 @@ class AnswerSpans:
 
     Attributes:
         closing_tokens: those of ``added_tokens`` that end an assistant turn, one after the other.
+        prompt_problem: why a tuned model is asked from another prompt than it learned to answer; None: it is not.
 
     Raises:
         UserError: the template leaves an assistant turn out or does not close it.
@@ -161,7 +162,14 @@ class AnswerSpans:
         user, answer = ({"role": role, "content": ""} for role in ("user", "assistant"))
         prompt, bare = (self._split([user], {0}, generation=each)[0] for each in (True, False))
         self._has_prompt = prompt != bare
-        end = self._shape([user, answer]).pieces[-1]
+        shape = self._shape([user, answer])
+        (_, before, end), start = shape.pieces, shape.answers[1].prompt
+        self.prompt_problem = None
+        if not before.startswith(start):
+            self.prompt_problem = (
+                f"the chat template of {template.folder} starts an answer with {start[-40:]!r}, but writes {before[-40:]!r} before those in rows: "
+                "the tuned model is asked from another prompt than it learned; give a template that writes both alike"
+            )
         first = self._tokens.search(end)
         if first is None:
             raise self._unclear("does not close an assistant turn with a special token")

@@ -50,6 +50,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
 
     Attributes:
         date: the day that the template writes as today's, as YYYY-MM-DD; None: it writes none.
+        prompt_problem: of :class:`finch.models.chat_template.AnswerSpans`.
         chat_template: Jinja source with which transformers renders conversations as this tokenizer does, ``enable_thinking`` left out.
 
     Raises UserError for a special token that the tokenizer lacks, and a template that leaves an assistant turn out or does not close it.
@@ -71,6 +72,9 @@ class ChatTokenizer(ModelTokenizer, Transform):
         self.bos_id = None if bos_token is None else self.special_id(bos_token)
         self.eos_id, self.pad_id = self.special_id(eos_token), self.special_id(pad_token)
         self._answer_spans = AnswerSpans(template, self.special_tokens)
+        self.prompt_problem = self._answer_spans.prompt_problem
+        if self.prompt_problem is not None:
+            logger.warning(f"tokenizer: {self.prompt_problem}")
         self.stop_tokens = sorted({self.eos_id, *map(self.special_id, self._answer_spans.closing_tokens)})
         self.max_seq_len = max_seq_len
         self.prompt_template = None

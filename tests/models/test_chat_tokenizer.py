@@ -340,7 +340,7 @@ def test_what_a_tokenizer_file_keeps_of_an_earlier_call_does_not_count(tmp_path)
     file = tmp_path / "tokenizer.json"
     for state in (
         {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
-        {"padding": {"strategy": {"Fixed": 128}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"}},
+        {"padding": {"strategy": {"Fixed": 128}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}},
     ):  # fmt: skip
         file.write_text(json.dumps({**json.loads(file.read_text()), **state}))
         tokenizer = finch.models.auto_tokenizer(str(tmp_path))
@@ -402,3 +402,13 @@ def test_a_template_that_drops_the_last_answers_thinking_is_refused(tmp_path):
     assert targets(tokenizer, turns("a", thinking, "b", "6"))[1] == "4<|im_end|>6<|im_end|>"
     with pytest.raises(UserError, match="leaves out the thinking of the last answer"):
         tokenize(tokenizer, turns("a", thinking))
+
+
+def test_a_prompt_that_no_row_has_is_named(tmp_path, caplog):
+    """As DeepSeek's distilled models have it: generation starts within thinking, which is left out of answers."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    write(tmp_path, "qwen3", template=template)
+    tokenizer = finch.models.auto_tokenizer(str(tmp_path))
+    assert "the tuned model is asked from another prompt than it learned" in caplog.text
+    assert targets(tokenizer, turns("a", "b"))[1] == "b<|im_end|>"
+    assert targets(tokenizer, turns("a", "<think>\nc\n</think>\n\nb"))[1] == "c\n</think>\n\nb<|im_end|>"
