@@ -10,6 +10,7 @@ from finch.extras import prepare_recipe
 
 prepare_recipe()  # before the imports that fail without the extra
 
+import functools
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self.base.stop_tokens = stop_tokens(self.tokenizer)
         self.loss = StepLoss(cfg, self.decoder, self.parallel, self.run.scalars)
         needs_stats = self.loss.needs_stats
-        self.data = TrainingData(cfg, self.tokenizer, self.parallel, seed=self.seed, needs_stats=needs_stats)
+        fit = functools.partial(model.check_rows, self.decoder, self.base, self.tokenizer)
+        self.data = TrainingData(cfg, self.tokenizer, self.parallel, seed=self.seed, needs_stats=needs_stats, fit=fit)
         self.loss.replay.read_prompts(self.tokenizer, self.data)
         watchdog.heartbeat()
         self.num_steps = cfg.epochs * self.data.steps_per_epoch

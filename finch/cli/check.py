@@ -84,6 +84,7 @@ class Report:
         self._title = ""
         self._mixture: Mixture | None = None
         self._refuse_replayed: Callable[[str, Any], None] = lambda key, rows: None
+        self._fit: Callable[[Any, str, Any], str | None] = lambda tokenizer, key, stats: None
 
     def run(self) -> None:
         """Prints all sections."""
@@ -136,8 +137,10 @@ class Report:
 
     def _check_model(self, recipe: str, cfg: DictConfig) -> Any:
         from finch.models.hf_config import check_folder, read_config
+        from finch.training.model import check_rows
 
         decoder, base = build_model(recipe, cfg)
+        self._fit = functools.partial(check_rows, decoder, base)
         number = sum(parameter.numel() for parameter in decoder.parameters())
         trained = sum(parameter.numel() for parameter in decoder.parameters() if parameter.requires_grad)
         self._print(f"{cfg.model['_component_']}: {number:,} parameters, {_share(trained, number)} trained")
@@ -192,6 +195,9 @@ class Report:
         if stats.num_truncated:
             rows = name_rows(stats.truncated, stats.num_truncated)
             self._print(f"{stats.num_truncated:,} reach max_seq_len={limit} and are truncated there ({rows})")
+        with self._as_problem(False):
+            if warning := self._fit(tokenizer, key, stats):
+                self._print(f"warning: {warning.removeprefix(f'{key}: ')}")
         if stats.num_without_targets:
             rows = name_rows(stats.without_targets, stats.num_without_targets)
             self._print(f"{stats.num_without_targets:,} samples without target tokens, which teach nothing ({rows})")

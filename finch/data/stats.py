@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torchtune.datasets import PackedDataset, TextCompletionDataset
@@ -37,6 +37,7 @@ class DatasetStats:
     Attributes:
         num_targets: target tokens.
         num_without_targets: samples that have none.
+        max_token: the highest number of a token.
         num_truncated: rows that reach the tokenizer's max_seq_len. One that has just this length counts as well.
         digest: of tokens and labels, and of how often a mixture draws each row, modulo 2^64.
         first_epoch_digest: of the rows that the first epoch draws; all of them without a mixture. More epochs do not change it.
@@ -50,6 +51,7 @@ class DatasetStats:
     num_targets: int = 0
     num_without_targets: int = 0
     num_truncated: int = 0
+    max_token: int = 0
     digest: int = 0
     first_epoch_digest: int = 0
     lengths: list[int] = field(default_factory=list)
@@ -94,6 +96,7 @@ class DatasetStats:
             num_targets=self.num_targets + other.num_targets,
             num_without_targets=self.num_without_targets + other.num_without_targets,
             num_truncated=self.num_truncated + other.num_truncated,
+            max_token=max(self.max_token, other.max_token),
             digest=(self.digest + other.digest) % 2**64,
             first_epoch_digest=(self.first_epoch_digest + other.first_epoch_digest) % 2**64,
             lengths=sorted(self.lengths + other.lengths),
@@ -105,10 +108,16 @@ class DatasetStats:
         return total
 
 
-def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parallel) -> DatasetStats:
+Fit: TypeAlias = Callable[[str, DatasetStats | None], str | None]
+"""Whether a model fits rows, by their config key and statistics, None where they have not been read: raises UserError, or returns a warning."""
+
+
+def validate_dataset(
+    samples: Samples, max_seq_len: int | None, parallel: Parallel, fit: Fit | None = None
+) -> DatasetStats:
     """Reads each of ``samples.rows`` once, divided over the ranks, warns of what is unusual, and keeps the lengths in ``samples``.
 
-    ``max_seq_len``: the tokenizer's; None: no limit. Raises UserError for a row that cannot be read or tokenized, and if no row has a target
+    ``max_seq_len``: the tokenizer's; None: no limit. ``fit``: checks that the model can take the rows. Raises UserError for a row that cannot be read or tokenized, and if no row has a target
     token.
     """
     try:
@@ -139,6 +148,8 @@ def validate_dataset(samples: Samples, max_seq_len: int | None, parallel: Parall
             f"{samples.key}: {stats.num_truncated} of {stats.num_rows} samples reach tokenizer.max_seq_len={max_seq_len} and are truncated "
             f"there ({name_rows(stats.truncated, stats.num_truncated)}); raise it to keep their ends"
         )
+    if fit is not None and (warning := fit(samples.key, stats)):
+        logger.warning(warning)
     logger.info(f"{samples.key}: {stats.num_targets:,} target tokens, longest sample {stats.max_length} tokens")
     return stats
 
@@ -163,6 +174,7 @@ def collect_stats(
             continue
         targets = int((shift_labels(torch.as_tensor(sample["labels"])) != IGNORE_INDEX).sum())
         stats.num_targets += targets
+        stats.max_token = max(stats.max_token, int(torch.as_tensor(sample["tokens"]).max()))
         sample_lengths[index] = len(sample["labels"])
         draws = 1 if samples.draws is None else int(samples.draws[index])
         row_digest = _digest(index if samples.draws is None else (index, draws), sample)

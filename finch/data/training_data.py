@@ -16,14 +16,14 @@ from finch.data.loader import Batch, EvalLoader, EvalSettings, collator, load_ba
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
 from finch.data.replay import Replay, WithReplay
-from finch.data.stats import validate_dataset
+from finch.data.stats import Fit, validate_dataset
 from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
 
 
 class TrainingData:
-    """The rows of a run, read and ordered. ``needs_stats``: read every row even with ``check_dataset=False``.
+    """The rows of a run, read and ordered. ``needs_stats``: read every row even with ``check_dataset=False``; ``fit``: see there.
 
     Attributes:
         samples: the training rows.
@@ -38,7 +38,16 @@ class TrainingData:
     Raises UserError for rows that cannot be used, or fewer than one optimizer step needs.
     """
 
-    def __init__(self, cfg: DictConfig, tokenizer: Any, parallel: Parallel, *, seed: int, needs_stats: bool) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        tokenizer: Any,
+        parallel: Parallel,
+        *,
+        seed: int,
+        needs_stats: bool,
+        fit: Fit = lambda key, stats: None,
+    ) -> None:
         self._cfg, self._parallel = cfg, parallel
         self.samples = load_dataset(cfg, "dataset", tokenizer)
         sets = validation_sets(cfg.dataset_validation).items()
@@ -61,9 +70,12 @@ class TrainingData:
         self.collator = functools.partial(collator, tokenizer=tokenizer, collate=collate)
         self.eval_settings = EvalSettings(parallel, self.collator, cfg.batch_size)
         max_seq_len = getattr(tokenizer, "max_seq_len", None)
-        self.stats = validate_dataset(self.samples, max_seq_len, parallel) if cfg.check_dataset or needs_stats else None
+        is_read = cfg.check_dataset or needs_stats
+        self.stats = validate_dataset(self.samples, max_seq_len, parallel, fit) if is_read else None
+        if not is_read and (warning := fit("dataset", None)):
+            logger.warning(warning)
         for samples in self.validations.values() if cfg.check_dataset else ():
-            validate_dataset(samples, max_seq_len, parallel)
+            validate_dataset(samples, max_seq_len, parallel, fit)
         if not self.samples.packed:  # packs are full
             self.order = replace(self.order, lengths=self.samples.lengths)
         logger.info(

@@ -18,6 +18,12 @@ CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TIED_BY_DEFAULT = ("gemma", "gemma2")
 # Old files of these families lack the base of the rotary embedding where it is transformers' default; Qwen's always have it.
+_DEFAULT_WINDOW = {
+    "mistral": 4096,
+    "phi3": None,
+    "qwen2": 4096,
+    "qwen3": 4096,
+}  # transformers', of models with one here and not in finch
 _HAS_DEFAULT_ROPE_BASE = ("llama", "mistral", "gemma", "gemma2", "phi3")
 
 
@@ -143,6 +149,17 @@ def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> di
 def is_tied(config: dict[str, Any]) -> bool:
     """Whether the output layer of config.json's model is its embedding."""
     return bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT))
+
+
+def attention_window(config: dict[str, Any]) -> int | None:
+    """Tokens that some layer of config.json's model attends to where finch's model has no such limit; None: both attend to all."""
+    model_type = str(config.get("model_type"))
+    if model_type.startswith("qwen"):
+        in_window = config.get("num_hidden_layers", 0) - config.get("max_window_layers", 28)  # the last ones
+        kinds = config.get("layer_types") or ["sliding_attention"] * in_window
+        if not config.get("use_sliding_window") or "sliding_attention" not in kinds:
+            return None
+    return config.get("sliding_window", _DEFAULT_WINDOW[model_type]) if model_type in _DEFAULT_WINDOW else None
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:

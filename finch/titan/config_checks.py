@@ -13,6 +13,8 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from finch.errors import UserError
+from finch.log import logger
+from finch.models.hf_config import attention_window
 from finch.titan.losses import ObjectiveLoss, build_objective
 from finch.titan.lr_scheduler import FinchLRSchedulersContainer, build_schedule
 
@@ -153,3 +155,8 @@ def _check_pretrained(config: Any) -> None:
                 f"{file} has {key}={in_file}, and the model {config.model_spec.name} {config.model_spec.flavor} {in_model}; give the "
                 "folder of this model, or the config of that one"
             )
+    if (window := attention_window(settings)) is not None and window < config.training.seq_len:
+        logger.warning(
+            f"{file} has sliding_window={window}, which TorchTitan's model has not: longer rows are trained with more context than the pretrained "
+            f"model's; training.seq_len={window} avoids it"
+        )

@@ -19,6 +19,7 @@ from torchtune.modules import RotaryPositionalEmbeddings
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from finch.config.instantiate import build, component_of, did_you_mean
+from finch.data.stats import DatasetStats
 from finch.distributed import fsdp, watchdog
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
@@ -26,6 +27,7 @@ from finch.distributed.tensor_parallel import Plan, apply_plan, build_plan
 from finch.errors import UserError
 from finch.log import logger
 from finch.models.families import replace_known_bad_builder
+from finch.models.hf_config import CONFIG
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import check_text_decoder
 from finch.training.padding_free_attention import DESCRIPTIONS, accept_padding_free, choose_way
@@ -48,6 +50,30 @@ def build_decoder(
     base = open_checkpoint(cfg.checkpointer)
     base.check_model(decoder, component)
     return decoder, base, plan
+
+
+def check_rows(
+    decoder: modules.TransformerDecoder, base: PretrainedFolder, tokenizer: Any, key: str, stats: DatasetStats | None
+) -> str | None:
+    """A warning where the rows of a config key are longer than the window that the pretrained model attends to, or may be; see ``Fit``.
+
+    Raises UserError for a token that the model has no embedding of.
+    """
+    number = decoder.tok_embeddings.num_embeddings
+    if stats is not None and stats.max_token >= number:
+        names = {each: f", {text!r}," for text, each in getattr(tokenizer, "special_tokens", {}).items()}
+        raise UserError(
+            f"{key}: the rows have the token {stats.max_token}{names.get(stats.max_token, '')} and the model has {number} embeddings, from 0 on; "
+            "give the tokenizer of this model"
+        )
+    window, longest = base.window, decoder.max_seq_len if stats is None else stats.max_length
+    if window is None or longest <= window:
+        return None
+    rows = "rows" if stats is None else f"{sum(each > window for each in stats.lengths):,} of {stats.num_rows:,} rows"
+    return (
+        f"{key}: {rows} longer than sliding_window={window} in {CONFIG} of {base.folder} are trained with more context than the pretrained model "
+        f"has, since finch's model has no window; tokenizer.max_seq_len={window} cuts them there"
+    )
 
 
 def decoder_on_meta(cfg: DictConfig, precision: Precision) -> tuple[modules.TransformerDecoder, Plan | None, str]:

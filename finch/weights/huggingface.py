@@ -20,9 +20,8 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 from finch.dtensor import each_shard, local_block, to_local
 from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder, write_text
-from finch.log import logger
 from finch.models.chat_template import CHAT_TEMPLATE, read_chat_template
-from finch.models.hf_config import CONFIG, FAMILIES, check_folder, is_tied, read_config, rope_settings
+from finch.models.hf_config import CONFIG, FAMILIES, attention_window, check_folder, is_tied, read_config, rope_settings
 from finch.models.lora import adapter_parameters
 from finch.torchtune_names import Gemma2Attention
 from finch.weights.conversion import HEAD, StateDict, StoredWeight, conversion_for, rows_of
@@ -62,12 +61,14 @@ class PretrainedFolder(ABC):
     """A folder that training starts from: checks the model against it, reads its weights from ``files``, writes a folder like it.
 
     Attributes:
+        window: see :func:`finch.models.hf_config.attention_window`.
         chat_template: of the rows that are trained on, which written folders get; None: that of ``folder``, if any.
         stop_tokens: ids that end an answer in these rows, at which whoever serves a written folder has to stop.
     """
 
     folder: Path
     files: list[Path]
+    window: int | None = None
     chat_template: str | None = None
     stop_tokens: Sequence[int] = ()
 
@@ -236,6 +237,7 @@ class HuggingFaceFolder(PretrainedFolder):
     ) -> None:
         self.folder = check_folder(checkpoint_dir)
         self.config: dict[str, Any] = read_config(self.folder)
+        self.window = attention_window(self.config)
         self._conversion = conversion_for(self.config, checkpoint_dir)
         self.files = check_files(self.folder, self._file_names(checkpoint_files))
 
@@ -324,8 +326,6 @@ def validate_against_hf_config(
 ) -> None:
     """Compares family, heads, norms and rotary embedding: weights of the right shapes could otherwise be silently misused.
 
-    A sliding attention window that the model lacks is only a warning: rows within the window give the same losses.
-
     Args:
         component: the dotted path of the decoder's builder.
         config: the content of ``file`` in ``folder``; keys that are missing are not compared.
@@ -360,19 +360,6 @@ def validate_against_hf_config(
             raise UserError(
                 f"model._component_={component} has {name} {_format(built)}, {file} of checkpointer.checkpoint_dir={folder} says {_format(stored)}; {remedy}"
             )
-    _warn_about_sliding_window(decoder, component, config, folder)
-
-
-def _warn_about_sliding_window(
-    decoder: TransformerDecoder, component: str, config: dict[str, Any], folder: str
-) -> None:
-    uses_window = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
-    window = config.get("sliding_window") if uses_window else None
-    if window and decoder.max_seq_len > window and not isinstance(decoder.layers[0].attn, Gemma2Attention):
-        logger.warning(
-            f"config.json of {folder} limits attention to the last {window} tokens, {component} does not: longer rows are trained "
-            f"with more context than the checkpoint uses; tokenizer.max_seq_len={window} avoids it"
-        )
 
 
 def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:

@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
+from helpers.models import edit_config
 from helpers.runs import finch, make_config, write_config
+from helpers.tokenizers import write_qwen3_tokenizer
 
-from benchmarks.tiny_job import instruct_dataset
+from benchmarks.tiny_job import instruct_dataset, llama_args
 from finch.cli.check import HELP
 from finch.data.dataset import Row
 from finch.data.stats import BadRows, DatasetStats
@@ -149,6 +152,30 @@ def test_check_names_rows_with_empty_texts(check, tmp_path):
     file.write_text("\n".join(map(json.dumps, rows)))
     _, out = check(dataset={"_component_": "finch.data.rows.rows_dataset", "data_files": str(file)})
     assert "2 rows with an empty text, which the model learns to answer or to write (rows 4, 10)\n" in out
+
+
+def test_check_counts_rows_beyond_the_window(check, base_folder, tmp_path):
+    folder = shutil.copytree(base_folder, tmp_path / "mistral")
+    edit_config(folder, model_type="mistral", sliding_window=10)
+    model = {"_component_": "torchtune.models.mistral.mistral", **llama_args()}
+    overrides = (f"checkpointer.checkpoint_dir={folder}", "~checkpointer.model_type")
+    code, out = check(*overrides, model=model)
+    assert code == 0, out
+    assert re.search(
+        r"warning: \d+ of 41 rows longer than sliding_window=10 in config.json of .* are trained with", out
+    )
+    assert "sliding_window" not in check(*overrides, "tokenizer.max_seq_len=10", model=model)[1]
+
+
+def test_check_names_a_token_without_embedding(check, tmp_path):
+    write_qwen3_tokenizer(tmp_path, ["a b c"])  # 320 tokens
+    code, out = check(
+        tokenizer={"_component_": "finch.models.qwen3.qwen3_tokenizer", "path": str(tmp_path / "tokenizer.json")}
+    )
+    assert code == 1
+    assert re.findall("problem: (.*)", out) == [
+        "dataset: the rows have the token 261 and the model has 64 embeddings, from 0 on; give the tokenizer of this model"
+    ]
 
 
 def test_check_reads_the_rows_of_probes(check, rows_file):

@@ -166,14 +166,41 @@ def test_rotary_embeddings_torchtune_lacks_are_refused(tmp_path, name, rope, mes
         check(name, tmp_path)
 
 
-def test_missing_sliding_window_warns(tmp_path, caplog):
-    save("phi3", tmp_path)
-    edit_config(tmp_path, sliding_window=64)  # as long as the longest row
-    check("phi3", tmp_path)
-    assert "limits attention" not in caplog.text
-    edit_config(tmp_path, sliding_window=16)
-    check("phi3", tmp_path)
-    assert "limits attention to the last 16 tokens" in caplog.text
+QWEN = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "window"),
+    [
+        ("mistral", {"sliding_window": 8}, 8),
+        ("phi3", {"sliding_window": 8}, 8),
+        ("phi3", {"sliding_window": None}, None),
+        ("qwen2", {**QWEN, "max_window_layers": 1}, 8),
+        ("qwen2", {**QWEN, "max_window_layers": 2}, None),
+        ("qwen3", QWEN, None),  # from layer 28 on
+        ("qwen3", {**QWEN, "max_window_layers": 0, "use_sliding_window": False}, None),
+        ("qwen3", {**QWEN, "layer_types": ["sliding_attention", "full_attention"]}, 8),
+        ("gemma2", {}, None),  # finch's model has it
+        ("llama", {"sliding_window": 8}, None),  # which transformers' model has not
+    ],
+)
+def test_window_is_known_where_only_transformers_has_it(tmp_path, name, changes, window):
+    reference = save(name, tmp_path, **changes)
+    tokens = torch.randint(0, VOCAB, (3, 24))
+    with torch.no_grad():
+        base, decoder = load(name, tmp_path)
+        differs = (decoder(tokens) - reference(tokens).logits).abs().amax((0, 2)) > 2 * FAMILIES[name].atol
+    assert not differs[:8].any()
+    assert (base.window, bool(differs[8:].any())) == (window, window is not None)
+    if "layer_types" not in changes:
+        edit_config(tmp_path, layer_types=...)  # older files have none
+        assert HuggingFaceFolder(str(tmp_path)).window == window
+
+
+def test_default_window_is_transformers(tmp_path):
+    save("mistral", tmp_path)
+    edit_config(tmp_path, sliding_window=...)
+    assert HuggingFaceFolder(str(tmp_path)).window == transformers.AutoConfig.from_pretrained(tmp_path).sliding_window
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma", "gemma2", "phi3"])
