@@ -85,6 +85,8 @@ class FinchFullFinetune(FTRecipeInterface):
         """Tokenizer, loss and rows; with them the run's identity is known."""
         cfg = self.cfg
         self.tokenizer = self.run.build_tokenizer(self.parallel)
+        if (self.tokenizer.pad_id or 0) >= self.decoder.tok_embeddings.num_embeddings:
+            self.tokenizer.pad_id = self.tokenizer.eos_id  # padding is looked up too, and then masked
         self.base.chat_template = getattr(self.tokenizer, "chat_template", None)  # torchtune's tokenizers have none
         self.base.stop_tokens = stop_tokens(self.tokenizer)
         self.loss = StepLoss(cfg, self.decoder, self.parallel, self.run.scalars)

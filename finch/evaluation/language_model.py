@@ -22,7 +22,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finch.errors import UserError
 from finch.evaluation.loading import Ranks, hash_values
@@ -34,6 +34,7 @@ _TOKENS_PER_REQUEST = 5
 """Generated tokens that take about as long as a log-likelihood; measured on a CPU, estimated for a GPU."""
 _DEFAULT_MAX_TOKENS = 256
 """Of an answer, lm-eval's."""
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 AUTO = "auto"
 MAX_ROWS = 64
@@ -199,6 +200,15 @@ class LanguageModel(HFLM):
         ranks: Ranks,
         progress: EvaluationProgress,
     ) -> None:
+        # Lengths, sampling and penalties are the task's, not the folder's: generate() takes from here what a call leaves open.
+        special = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
+        self._answer_prefix, self._user_header, closing = _around_answer(tokenizer)
+        ends = special["eos_token_id"]
+        known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        special["eos_token_id"] = list(
+            dict.fromkeys([*known, tokenizer.eos_token_id, *closing])
+        )  # base and tuned stop alike
+        model.generation_config = GenerationConfig(**special)
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1, softmax_dtype="float32")
         self._name, self._row_limit, self._ranks, self._progress = name, batch_size, ranks, progress
         self._rank, self._world_size = ranks.rank, ranks.size
@@ -207,7 +217,6 @@ class LanguageModel(HFLM):
         self._logits_to_keep = 0
         self._can_keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._sizes = model.config.get_text_config()
-        self._answer_prefix, self._user_header = _plain_parts(tokenizer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """With the spaces that the template puts before an answer: lm-eval gives them to an answer that it scores."""
@@ -391,10 +400,11 @@ class LanguageModel(HFLM):
         )
 
 
-def _plain_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
-    """A chat template's spaces before an answer, and the plain text, such as ``User:``, of the next turn that a pretrained model goes on with."""
+def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], list[int]]:
+    """A chat template's spaces before an answer; the plain text, such as ``User:``, of the next turn that a pretrained model goes on with; and
+    the special token that ends an answer, which may be another than the model's own end."""
     if tokenizer.chat_template is None:
-        return "", []
+        return "", [], []
     user, answer = {"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}
     try:
         prompt = str(tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True))
@@ -402,11 +412,14 @@ def _plain_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
     except (
         Exception
     ):  # Jinja's errors of all kinds: a template for other conversations, which a task's own prompts may fit
-        return "", []
+        return "", [], []
     before, _, after = whole.partition("\ue001")
     lead = before.removeprefix(prompt)
     header = after.partition("\ue000")[0].rpartition("\n")[2]
-    return "" if lead.strip() else lead, [f"\n{header.strip()}"] if header.endswith(": ") else []
+    closing = [
+        number for number, token in tokenizer.added_tokens_decoder.items() if after.lstrip().startswith(token.content)
+    ]
+    return "" if lead.strip() else lead, [f"\n{header.strip()}"] if header.endswith(": ") else [], closing
 
 
 def _run_in_memory(run: Callable[[list[Any]], list[Any]], batch: list[Any]) -> list[Any]:

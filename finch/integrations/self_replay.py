@@ -23,6 +23,8 @@ from finch.objectives.regularization import coarse_token_kl, top_log_probs
 Row = TypeVar("Row")
 BATCH_ROWS = 32
 """Prompts that are continued at a time."""
+_NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "num_beams": 1}
+"""Of what ``generate`` takes from the folder's generation_config.json where a call leaves it open: Qwen2.5's has a penalty."""
 _running: list[nn.Module] = []
 
 
@@ -187,7 +189,11 @@ def _continue(
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
     settings = GenerationConfig(
-        max_new_tokens=draws.shape[1], do_sample=False, eos_token_id=list(stop_tokens) or None, pad_token_id=0
+        max_new_tokens=draws.shape[1],
+        do_sample=False,
+        eos_token_id=list(stop_tokens) or None,
+        pad_token_id=0,
+        **_NEUTRAL,
     )
     found = model.generate(
         tokens, attention_mask=mask, generation_config=settings, logits_processor=LogitsProcessorList([choose])

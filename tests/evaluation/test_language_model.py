@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from benchmarks.tiny_text import WORDS
 from finch.errors import UserError
@@ -97,6 +97,23 @@ def test_texts_equal_transformers_greedy(make, model):
         with torch.no_grad():
             answer = model.generate(tokens, max_new_tokens=7, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :]
         assert text == lm.tok_decode(answer.tolist()).split("\n")[0]
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        {"max_length": 3, "max_new_tokens": 2},
+        {"min_new_tokens": 9},
+        {"repetition_penalty": 5.0},
+        {"num_beams": 3, "no_repeat_ngram_size": 1},
+        {"suppress_tokens": list(range(10, 40))},
+    ],
+)
+def test_settings_of_the_folder_do_not_count(make, model, folders):
+    prompts, own = [context for context, _ in pairs(9)], model.generation_config
+    expected = generate(make(), *prompts, max_gen_toks=7)
+    model.generation_config = GenerationConfig(**own.to_dict() | folders)
+    assert generate(make(), *prompts, max_gen_toks=7) == expected
 
 
 PLAIN = (

@@ -20,6 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from finch import extras
 from finch.errors import UserError
 from finch.integrations.objective_loss import ObjectiveLoss
+from finch.integrations.self_replay import own_answers
 from finch.integrations.transformers import STATE_FILE, FinchCallback
 from finch.objectives import DFT, EAFT, TALR, CrossEntropy
 
@@ -79,6 +80,14 @@ def test_warmup_and_defaults(tmp_path, caplog):
     train(tmp_path / "default", callback, learning_rate=rate, max_steps=1)
     assert [record.getMessage() for record in caplog.records if "equals eta_max" in record.getMessage()]
     assert callback.schedule.ema_loss == pytest.approx(mean_loss(make_model(), ROWS), rel=1e-2)
+
+
+def test_own_answers_without_the_folders_penalties():
+    found, model = [], make_model()
+    for settings in ({}, {"repetition_penalty": 9.0, "min_new_tokens": 8, "no_repeat_ngram_size": 1, "num_beams": 2}):
+        model.generation_config.update(**settings)
+        found.append(own_answers(model, [[1], [5, 2]], stop_tokens=[3], max_new_tokens=8))
+    assert [each.tokens.tolist() for each in found[0]] == [each.tokens.tolist() for each in found[1]]
 
 
 def test_compiled_model_has_no_graph_break(tmp_path):
