@@ -204,9 +204,9 @@ class LanguageModel(HFLM):
         special = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
         self._answer_prefix, self._user_header, closing = _around_answer(tokenizer)
         ends = special["eos_token_id"]
-        known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id, *closing]
         special["eos_token_id"] = list(
-            dict.fromkeys([*known, tokenizer.eos_token_id, *closing])
+            dict.fromkeys(end for end in ends if end is not None)
         )  # base and tuned stop alike
         model.generation_config = GenerationConfig(**special)
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1, softmax_dtype="float32")

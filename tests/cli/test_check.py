@@ -54,7 +54,9 @@ def test_check_reports_a_good_run(check, rows_file, base_folder):
     )
     assert " tokens: " not in out
     tokens = check("--rows", "2")[1].split("row 1 of")[1].split("row 2 of")
-    assert re.match(rf" {rows_file}: \d+ tokens: .* \| «bird \d+» \| « 2»", tokens[0])  # SentencePiece's </s> has no text
+    assert re.match(
+        rf" {rows_file}: \d+ tokens: .* \| «bird \d+» \| « 2»", tokens[0]
+    )  # SentencePiece's </s> has no text
     assert len(tokens) == 2
     assert "4 samples a step (4 x 1 x 1 ranks), 11 steps an epoch, 3 epochs: 33 steps" in out
     assert "epoch_N/: 78.5 kB an epoch, 3 epochs: 235.4 kB" in out

@@ -131,6 +131,20 @@ def test_space_before_an_answer_is_the_templates(make, model):
     assert generate(lm, prompt, max_gen_toks=7) == generate(make(), bare, until=["\nUser:"], max_gen_toks=7)
 
 
+def test_an_answer_ends_with_the_templates_token_and_with_the_models_own(make, model, base_folder):
+    """A base model's own end is not that of its turns; one that was tuned knows both, and they are compared."""
+    tokenizer = AutoTokenizer.from_pretrained(base_folder)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    closing = "{% for m in messages %}{{ m.role }}\n{{ m.content }}<s>\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+    lm = make(chat_template=closing)
+    assert lm.model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.bos_token_id]
+    prompt = torch.tensor([lm.tok_encode("the red bird")])
+    free = lm.model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=-1)[0, prompt.shape[1] :]
+    lm.model.generation_config.eos_token_id[1] = int(free[3])  # as if the model had written it
+    [text] = generate(lm, "the red bird", max_gen_toks=8)
+    assert text == lm.tok_decode(free[: list(free).index(free[3]) + 1].tolist())
+
+
 @pytest.mark.parametrize(("template", "ends"), [(PLAIN, ["\nUser:"]), (PLAIN.replace("': '", "'\n'"), [])])
 def test_answer_ends_where_a_plain_user_turn_begins(make, monkeypatch, template, ends):
     lm, seen = make(chat_template=template), []
