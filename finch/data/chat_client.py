@@ -408,8 +408,6 @@ def read_translation(data_files: str | list[str], language: str, model: str, lim
                 problem = None
                 if not isinstance(value, str) and not (value is None and field == "input"):
                     problem = "is " + ("missing" if value is None else f"{type(value).__name__}, not text")
-                elif value is not None and not _is_encodable(value):
-                    problem = "has halves of surrogate pairs, which are no characters"
                 if problem:
                     raise UserError(
                         f"data_files={file}: row {number}: its field {column!r} {problem}; fix or remove that row"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torchtune.data import Message
 from torchtune.datasets._sft import SFTTransform
 
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
-from finch.data.row_files import SOURCES, local_files, source_of
+from finch.data.row_files import local_files, read_rows
+from finch.data.rows import files_and_source, load_table
 from finch.errors import UserError
 from finch.integrations.self_replay import around_content
 from finch.objectives import IGNORE_INDEX
@@ -38,27 +41,21 @@ def load_rows(
     data_files: str | Iterable[str] | None, source: str | None, name: str | None, split: str, number: int
 ) -> list[dict[str, Any]]:
     """The first ``number`` rows of a split, or prompts of a text file, one per line. Raises UserError for files that cannot be read."""
-    import datasets
-
     names = None if data_files is None else [data_files] if isinstance(data_files, str) else list(map(str, data_files))
-    is_hub = source is not None and source not in SOURCES.values()
-    if names is None and not is_hub:
-        raise UserError(f"dataset.source={source} needs data_files, the path of the rows; set it")
-    if names is not None and not is_hub and not any("://" in file for file in names):
-        files = local_files(names)
-        if all(file.suffix == ".txt" for file in files):
-            return _lines("\n".join(file.read_text(encoding="utf-8") for file in files))[:number]
-        source = source or source_of(files)
-        names = [str(file) for file in files]
-    try:
-        table = datasets.load_dataset(source or "json", name, data_files=names, split=split)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise UserError(f"dataset: {' '.join(str(error.__cause__ or error).split())[:200]}") from error
-    except (ValueError, OSError) as error:
-        raise UserError(f"dataset: {' '.join(str(error).split())[:200]}") from error
-    if len(table) == 0:
+    if names is not None and all(Path(name).suffix == ".txt" for name in names):
+        return _lines("\n".join(file.read_text(encoding="utf-8") for file in local_files(names)))[:number]
+    files, reader = files_and_source(source, names)
+    if files and split == "train":
+        rows = [row for file in files for row in itertools.islice(read_rows(file, reader), number)][:number]
+    else:
+        try:
+            table = load_table(reader, names, files, name=name, split=split)
+        except (ValueError, OSError) as error:
+            raise UserError(f"dataset: {' '.join(str(error).split())[:200]}") from error
+        rows = [dict(row) for row in table.select(range(min(number, len(table))))]
+    if not rows:
         raise UserError("dataset is empty: the split has no rows; give another file or split")
-    return [dict(row) for row in table.select(range(min(number, len(table))))]
+    return rows
 
 
 def everyday_prompts(number: int) -> list[dict[str, Any]]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import codecs
 import csv
+import functools
 import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +24,7 @@ from typing import IO, Any
 import datasets
 
 from finch.errors import UserError
+from finch.log import logger
 
 ALL = "all"
 PARTS = (ALL, "train", "validation", "test")
@@ -34,7 +38,7 @@ def local_files(data_files: str | Iterable[str]) -> list[Path]:
     names = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
     files: list[Path] = []
     for name in map(str, names):
-        matches = sorted(glob.glob(name, recursive=True)) if is_pattern(name) and not Path(name).exists() else [name]
+        matches = sorted(glob.glob(name, recursive=True)) if is_pattern(name) else [name]
         if not matches:
             raise UserError(f"data_files={name} matches no file; correct the pattern")
         files.extend(map(Path, matches))
@@ -56,12 +60,13 @@ def check_file(file: Path, key: str) -> None:
 
 
 def is_pattern(name: str) -> bool:
-    return any(sign in name for sign in "*?[")
+    """Whether a name stands for several files; one that is there is that file, whatever characters it has."""
+    return any(sign in name for sign in "*?[") and not Path(name).exists()
 
 
 def extension_of(name: str) -> str:
-    """A path's extension without .gz."""
-    return Path(name.removesuffix(".gz")).suffix
+    """A path's extension in small letters, without .gz."""
+    return Path(name.lower().removesuffix(".gz")).suffix
 
 
 def source_of(files: Iterable[Path]) -> str:
@@ -71,7 +76,7 @@ def source_of(files: Iterable[Path]) -> str:
         source = SOURCES.get(extension_of(str(file)))
         if source is None:
             raise UserError(
-                f"data_files={file} has an unknown extension; known are {', '.join(SOURCES)}: rename it, or name its kind: source=json"
+                f"data_files={file} has an unknown extension; known are {', '.join(SOURCES)}: rename it, or name its kind: dataset.source=json"
             )
         sources[source] = file
     if len(sources) > 1:
@@ -83,67 +88,192 @@ def source_of(files: Iterable[Path]) -> str:
 
 
 def read_rows(file: Path, source: str) -> Iterator[dict[str, Any]]:
-    """The rows of one local file in its order. Raises UserError if the file cannot be read, or a row is not JSON."""
+    """The rows of one local file in its order: the values of the JSON, or the cells of the CSV, of which an empty one is None; no type is
+    inferred. Raises UserError if the file cannot be read, or a row is not JSON."""
     try:
-        if source == "json":
-            yield from _read_json(file)
-        elif source == "csv":
-            with _open(file) as text:
-                for number, row in enumerate(csv.DictReader(text), start=1):
-                    if None in row:
-                        raise UserError(
-                            f"data_files={file}: row {number} has more fields than the header; fix or remove that row"
-                        )
-                    yield row
-        else:
-            yield from datasets.load_dataset(source, data_files=str(file), split="train")
+        if source in ("json", "csv"):
+            with _open_bytes(file) as content:
+                _check_encoding(content, file)
+                yield from _read_json(content, file) if source == "json" else _read_csv(content, file)
+        else:  # a name may have signs that the library takes for a pattern
+            yield from datasets.load_dataset(source, data_files=glob.escape(str(file)), split="train")
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        raise _not_utf8(file, f"byte 0x{error.object[error.start]:02x}", "cp1252") from error
     except _UNREADABLE as error:
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         raise UserError(f"data_files={file} cannot be read as {source} ({reason}); check the file") from error
 
 
-def csv_columns(file: Path) -> list[str]:
-    """The header of a CSV file."""
-    with _open(file) as text:
-        return next(csv.reader(text), [])
+def _check_encoding(content: IO[bytes], file: Path) -> None:
+    start = content.read(4)
+    content.seek(0)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start:
+        raise _not_utf8(file, "its first bytes are UTF-16's", "UTF-16")
 
 
-def _read_json(file: Path) -> Iterator[dict[str, Any]]:
-    with _open_bytes(file) as content:
-        start = next((line.strip() for line in content if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
-        is_array = start.startswith(b"[")
-        content.seek(0)
-        for number, row in enumerate(_array(content, file) if is_array else _lines(content, file), start=1):
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"data_files={file}: row {number} is {'null, ' if row is None else ''}not a JSON object, it has no fields; fix or remove that row"
-                )
-            yield row
+def _not_utf8(file: Path, why: str, encoding: str) -> UserError:
+    return UserError(
+        f"data_files={file} is not UTF-8 ({why}), perhaps {encoding}; write it as UTF-8: iconv -f {encoding} -t UTF-8 OLD > NEW"
+    )
+
+
+def _read_csv(content: IO[bytes], file: Path) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(2**31 - 1)  # a cell may hold a document
+    lines = csv.reader(io.TextIOWrapper(content, encoding="utf-8-sig", newline=""))
+    header = next(lines, [])
+    if twice := next((name for name in header if header.count(name) > 1), None):
+        raise UserError(f"data_files={file}: its header has the column {twice!r} twice; rename one of them")
+    for number, cells in enumerate((cells for cells in lines if cells), start=1):
+        if len(cells) > len(header):
+            raise UserError(f"data_files={file}: row {number} has more fields than the header; fix or remove that row")
+        # A column without a name is the index that pandas writes.
+        yield {name: cell or None for name, cell in itertools.zip_longest(header, cells) if name}
+
+
+def _read_json(content: IO[bytes], file: Path) -> Iterator[dict[str, Any]]:
+    start = next((line.strip() for line in content if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
+    is_array = start.startswith(b"[")
+    content.seek(0)
+    for number, row in enumerate(_array(content, file) if is_array else _lines(content, file), start=1):
+        if not isinstance(row, dict):
+            raise UserError(
+                f"data_files={file}: row {number} is {'null, ' if row is None else ''}not a JSON object, it has no fields; fix or remove that row"
+            )
+        yield row
 
 
 def _array(content: IO[bytes], file: Path) -> Iterator[Any]:
     try:
-        yield from json.load(content)
+        rows = json.loads(content.read().decode("utf-8-sig"), object_pairs_hook=_without_repetition)
+    except UnicodeDecodeError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"data_files={file} is not a JSON array ({error}); fix it") from error
+    for number, row in enumerate(rows, start=1):
+        _check_whole_characters(json.dumps(row), row, file, number)
+        yield row
 
 
 def _lines(content: IO[bytes], file: Path) -> Iterator[Any]:
     for number, line in enumerate(filter(bytes.strip, content), start=1):
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         try:
-            yield json.loads(line)
+            row = json.loads(text, object_pairs_hook=_without_repetition)
         except (ValueError, RecursionError) as error:
             raise UserError(f"data_files={file}: row {number} is not JSON ({error}); fix or remove that row") from error
+        _check_whole_characters(text, row, file, number)
+        yield row
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has the field {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
+def _check_whole_characters(text: str, row: Any, file: Path, number: int) -> None:
+    """Half a surrogate pair, such as half an emoji, is no character of UTF-8; JSON can write it by an escape only."""
+    if _SURROGATE.search(text) and (half := _SURROGATE_CHARACTER.search(json.dumps(row, ensure_ascii=False))):
+        raise UserError(
+            f"data_files={file}: row {number} has {half.group()!r}, half of a character that is written as two; fix or remove that row"
+        )
+
+
+_SURROGATE, _SURROGATE_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+
+
+class JsonRows:
+    """Rows of JSON or CSV files, each as JSON text in an arrow table, so that no value is cast to the type of another row's.
+
+    What :class:`datasets.Dataset` has of the same name is the same here.
+
+    Args:
+        texts: with the one column ``row``.
+    """
+
+    def __init__(self, texts: datasets.Dataset) -> None:
+        self._texts = texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, key: int | str) -> Any:
+        if isinstance(key, str):
+            return [row.get(key) for row in self]
+        return json.loads(self._texts[key]["row"])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (json.loads(row["row"]) for row in self._texts)
+
+    @functools.cached_property
+    def column_names(self) -> list[str]:
+        """Of all rows; not every row needs to have each."""
+        return list(dict.fromkeys(name for row in self for name in row))
+
+    @property
+    def _indices(self) -> Any:
+        return self._texts._indices
+
+    def select(self, indices: Iterable[int]) -> JsonRows:
+        return JsonRows(self._texts.select(indices))
+
+    def train_test_split(self, **options: Any) -> dict[str, JsonRows]:
+        return {name: JsonRows(part) for name, part in self._texts.train_test_split(**options).items()}
+
+
+def json_rows(files: Sequence[Path], source: str, split: str) -> JsonRows:
+    """The rows of JSON or CSV files, one after the other; the library keeps them in its cache, from where all processes map them.
+
+    ``split``: ``train`` or a part of it, such as ``train[:400]``. Raises UserError as :func:`read_rows`, and for another split.
+    """
+    versions = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    features = datasets.Features({"row": datasets.Value("large_string")})
+    try:
+        texts = datasets.Dataset.from_generator(
+            _texts, features=features, gen_kwargs={"versions": (tuple(versions),), "source": source}
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from error
+        if not isinstance(error.__cause__, OSError):
+            raise
+        texts = _in_memory(error.__cause__, versions, source, features)
+    except OSError as error:
+        texts = _in_memory(error, versions, source, features)
+    if split != "train":
+        try:
+            [part] = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(texts)})
+        except (ValueError, AssertionError) as error:
+            raise UserError(
+                f"dataset.split={split}: files have the split train and parts of it, such as train[:400]"
+            ) from error
+        texts = texts.select(range(part.from_ or 0, len(texts) if part.to is None else part.to))
+    return JsonRows(texts)
+
+
+def _in_memory(
+    error: OSError, versions: Sequence[tuple[Any, ...]], source: str, features: datasets.Features
+) -> datasets.Dataset:
+    logger.warning(
+        f"the cache of the datasets library, {datasets.config.HF_DATASETS_CACHE}, cannot be written ({error.strerror or error}); the rows are kept in "
+        "memory; HF_DATASETS_CACHE names another folder"
+    )
+    return datasets.Dataset.from_dict({"row": [row["row"] for row in _texts((tuple(versions),), source)]}, features)
+
+
+def _texts(versions: Sequence[Sequence[tuple[Any, ...]]], source: str) -> Iterator[dict[str, str]]:
+    """``versions``: path, size and time of each file, which the library takes into its fingerprint."""
+    for path, *_ in versions[0]:
+        for row in read_rows(Path(path), source):
+            yield {"row": json.dumps(row)}
 
 
 def _open_bytes(file: Path) -> Any:
-    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
-
-
-def _open(file: Path) -> IO[str]:
-    return io.TextIOWrapper(_open_bytes(file), encoding="utf-8-sig", errors="replace", newline="")
+    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")
 
 
 def part_indices(

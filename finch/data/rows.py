@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 from torch.utils.data import Dataset
@@ -14,9 +15,19 @@ from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
 from finch.data.formats import AUTO, FIELDS, TURN_KEYS, RowFormat, RowToMessages, detect, detect_columns
-from finch.data.row_files import PARTS, SOURCES, csv_columns, local_files, part_indices, read_rows, source_of
+from finch.data.row_files import (
+    PARTS,
+    SOURCES,
+    JsonRows,
+    json_rows,
+    local_files,
+    part_indices,
+    read_rows,
+    source_of,
+)
 from finch.errors import UserError
 
+Table: TypeAlias = datasets.Dataset | JsonRows
 SPLITS_BY = ("order", "content")
 TARGETS = {"instruction": "output", "question_answer": "answer", "prompt_completion": "completion"}
 """The field of a format that is not the prompt; rows of other formats are compared completely."""
@@ -34,7 +45,7 @@ class Rows(Dataset[Any]):
 
     def __init__(
         self,
-        table: datasets.Dataset,
+        table: Table,
         row_format: RowFormat,
         files: Sequence[Path],
         transforms: Sequence[Callable[[Any], Any]],
@@ -185,7 +196,7 @@ def check_packing(tokenizer: Any, packed: bool) -> None:
         raise UserError("dataset.packed=True needs tokenizer.max_seq_len, the length of a pack; set it")
 
 
-def contents(table: datasets.Dataset, row_format: RowFormat) -> list[tuple[Any, Any]]:
+def contents(table: Table, row_format: RowFormat) -> list[tuple[Any, Any]]:
     """Each row's prompt and target, for ``part_indices``; an optional field that is missing is the empty text."""
     target = TARGETS.get(row_format.format)
 
@@ -200,7 +211,7 @@ def contents(table: datasets.Dataset, row_format: RowFormat) -> list[tuple[Any, 
 
 def tokenized(
     tokenizer: Any,
-    table: datasets.Dataset,
+    table: Table,
     row_format: RowFormat,
     files: Sequence[Path],
     *,
@@ -230,9 +241,7 @@ def tokenized(
     return PackedDataset(rows, max_seq_len=tokenizer.max_seq_len, split_across_pack=is_text)
 
 
-def train_validation_split(
-    table: datasets.Dataset, part: str, validation_fraction: float, split_seed: int
-) -> datasets.Dataset:
+def train_validation_split(table: Table, part: str, validation_fraction: float, split_seed: int) -> Table:
     """One of two parts of a table: ``train`` or ``validation``, which holds ``validation_fraction`` of the rows and at least one. Raises
     UserError for a fraction out of range, or no row left to train on."""
     if not 0 < validation_fraction < 1:
@@ -262,37 +271,22 @@ def files_and_source(source: str | None, data_files: str | list[str] | None) -> 
 
 def load_table(
     source: str, data_files: str | list[str] | None, files: list[Path], *, name: str | None, split: str
-) -> datasets.Dataset:
+) -> Table:
     """The rows of local ``files`` where there are some, otherwise of the hub or of URLs. Raises UserError if the local files cannot be read
     as one table."""
     if not files:
         names = data_files if data_files is None or isinstance(data_files, str) else list(map(str, data_files))
         return datasets.load_dataset(source, name, split=split, data_files=names)
-    options: dict[str, Any] = {}
-    if source == "csv":  # numbers stay text, and so do the words None and NA
-        strings = datasets.Features({column: datasets.Value("string") for column in csv_columns(files[0])})
-        options = {"features": strings, "keep_default_na": False, "na_values": [""]}
+    if source in ("json", "csv"):
+        return json_rows(files, source, split)
     try:
-        return datasets.load_dataset(source, data_files=[str(file) for file in files], split=split, **options)
+        # Each file by itself: the library would cast the columns of one to the types of another.
+        names = [glob.escape(str(file)) for file in files]
+        return datasets.load_dataset(source, data_files=names, split=split)
     except datasets.exceptions.DatasetGenerationError as error:
-        _check_same_fields(files, source)
         raise UserError(f"dataset: {error.__cause__ or error}") from error
 
 
 @functools.cache
 def _num_rows(file: Path, source: str) -> int:
     return sum(1 for _ in read_rows(file, source))
-
-
-def _check_same_fields(files: list[Path], source: str) -> None:
-    first: set[str] | None = None
-    for file in files:
-        for number, row in enumerate(read_rows(file, source), start=1):
-            first = set(row) if first is None else first
-            if set(row) != first:
-                different = sorted(first ^ set(row))[0]
-                problem = "lacks" if different in first else "has"
-                raise UserError(
-                    f"data_files={file}: row {number} {problem} the field {different!r}, unlike the rows before it, and the datasets library "
-                    "cannot read them as one table; give all rows the same fields, or each file an entry in a list of datasets"
-                )

@@ -7,12 +7,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import datasets
 from torchtune.datasets import PackedDataset
 
 from finch.data.formats import RowFormat
 from finch.data.row_files import ALL, PARTS, check_fractions, part_indices
-from finch.data.rows import Rows, check_packing, check_part, files_and_source, load_table, tokenized
+from finch.data.rows import Rows, Table, check_packing, check_part, files_and_source, load_table, tokenized
 from finch.errors import UserError
 from finch.log import logger
 
@@ -146,7 +145,7 @@ def sciknoweval_solutions_dataset(
     )
 
 
-def _load_questions(source: str, name: str | None, questions: str | list[str] | None) -> datasets.Dataset:
+def _load_questions(source: str, name: str | None, questions: str | list[str] | None) -> Table:
     if questions is None:
         return load_table(source, None, [], name=name, split="test")
     files, reader = files_and_source(None, questions)
@@ -232,7 +231,7 @@ def _columns(names: list[str], column_map: Mapping[str, str] | None) -> dict[str
     return {field: column for field, column in columns.items() if column in names}
 
 
-def _rows_of(table: datasets.Dataset, domain: str | None, level: str | None) -> list[int]:
+def _rows_of(table: Table, domain: str | None, level: str | None) -> list[int]:
     """The numbers of the rows of a domain and level, from 0."""
     if domain is None and level is None:
         return list(range(len(table)))
@@ -254,7 +253,7 @@ def _rows_of(table: datasets.Dataset, domain: str | None, level: str | None) -> 
 
 
 def _part(
-    table: datasets.Dataset,
+    table: Table,
     columns: Mapping[str, str],
     indices: list[int],
     part: str,
@@ -273,7 +272,7 @@ def _part(
     return [indices[index] for index in chosen]
 
 
-def _log_targets(table: datasets.Dataset, columns: Mapping[str, str], part: str) -> None:
+def _log_targets(table: Table, columns: Mapping[str, str], part: str) -> None:
     solutions = table[columns["solution"]] if "solution" in columns else [None] * len(table)
     plain = [choices for solution, choices in zip(solutions, table[columns["choices"]], strict=True) if not solution]
     num_letters = sum(isinstance(choices, Mapping) and bool(choices.get("label")) for choices in plain)

@@ -267,7 +267,7 @@ def test_answers_are_on_the_disk_before_the_next_call(translate, server, tmp_pat
         ([{"question": "a", "answer": "b"}], (), "the rows are question/answer; rows to translate have instruction"),
         ([*ROWS, {"instruction": "a", "output": None}], (), "row 5: its field 'output' is missing; fix or remove"),
         ([*ROWS, {"instruction": 3, "output": "a"}], (), "row 5: its field 'instruction' is int, not text"),
-        (['{"instruction": "\\ud83d", "output": "a"}'], (), "row 1: its field 'instruction' has halves of surrogate"),
+        (['{"instruction": "\\ud83d", "output": "a"}'], (), "half of a character that is written as two"),
         (ROWS, ("--base-url", "localhost:8000"), "base_url=localhost:8000 must start with http:// or https://"),
         (ROWS, ("--base-url", "http://127.0.0.1:9/v1"), "no answer after 3 tries ([Errno 111] Connection refused)"),
         (ROWS, ("--out", "/nowhere/x.jsonl"), "there is no folder /nowhere; create it"),

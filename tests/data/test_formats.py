@@ -59,7 +59,7 @@ def test_detect_column_map_gives_the_format(write):
         (["[1, 2]"], "row 1 is not a JSON object"),
         (["[1, 2"], "is not a JSON array"),
         ([QA, "[" * 3000], r"row 2 is not JSON \(maximum recursion depth"),
-        ([QA, b'{"question": "\xe9t\xe9", "answer": "a"}'], r"row 2 is not JSON \('utf-8' codec can't decode"),
+        ([QA, b'{"question": "\xe9t\xe9", "answer": "a"}'], r"is not UTF-8 \(byte 0xe9\), perhaps cp1252; write it"),
         ([{"Frage": "a"}], r"row 1 has the fields Frage, which are no known row format; .*column_map.question=COLUMN"),
         (
             [{"prompt": "a", "chosen": "b", "rejected": "c"}],

@@ -1,10 +1,20 @@
-"""Splits by content: the same rows for everybody, exact sizes, and equal prompts on one side."""
+"""Rows as their files have them; splits by content: the same rows for everybody, exact sizes, and equal prompts on one side."""
 
+import csv
+import gzip
+import io
+import json
 import random
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
-from finch.data.row_files import PARTS, part_indices
+from finch.data.formats import detect
+from finch.data.prompts import load_rows
+from finch.data.row_files import PARTS, local_files, part_indices, read_rows, source_of
+from finch.data.rows import load_table
 from finch.errors import UserError
 
 SHARES = {"validation_fraction": 0.05, "test_fraction": 0.25, "seed": 0}
@@ -60,3 +70,98 @@ def test_bad_splits_raise(rows, part, changes, message):
     with pytest.raises(UserError, match=message) as raised:
         part_indices(rows, part, **(SHARES | changes))
     assert "\n" not in str(raised.value)
+
+
+# Files
+
+DATES = [
+    {"question": "when?", "answer": "2024-06-01T00:30:00+02:00", "id": 10**25},
+    {"question": "q", "answer": "5.50"},
+]
+MIXED = [*DATES, {"question": "text", "answer": [{"type": "text", "text": "parts"}]}, {"question": "", "answer": None}]
+NUMBERS = [{"question": "q", "answer": 5.50}, {"question": "\u00e9", "answer": True, "other": {"a": [None]}}]
+
+
+def lines(rows, end="\n"):
+    return "".join(json.dumps(row) + end for row in rows)
+
+
+def table_of(*files, split="train"):
+    names = [str(file) for file in files]
+    return list(load_table(source_of(files), names, local_files(names), name=None, split=split))
+
+
+def test_json_values_are_those_of_the_file_in_every_file(tmp_path):
+    """No file and no row gives another a type: dates stay text, numbers numbers, of any size."""
+    one, two, three = (tmp_path / name for name in ("one.jsonl", "two.JSON", "three.jsonl.GZ"))
+    one.write_bytes(b"\xef\xbb\xbf" + lines(DATES, "\r\n\n").encode())
+    two.write_text(json.dumps(MIXED, indent=1))
+    three.write_bytes(gzip.compress(lines(NUMBERS).encode()))
+    assert table_of(one, two, three) == [*DATES, *MIXED, *NUMBERS]
+    assert [row for file in (one, two, three) for row in read_rows(file, "json")] == [*DATES, *MIXED, *NUMBERS]
+    assert table_of(one, two, three, split="train[1:4]") == [*DATES, *MIXED, *NUMBERS][1:4]
+    assert load_rows([str(one), str(two)], None, None, "train", 3) == [*DATES, MIXED[0]]
+    two.write_text(lines(NUMBERS))  # read again, not taken from the cache
+    assert table_of(two) == NUMBERS
+
+
+def test_csv_cells_are_those_of_the_file(tmp_path):
+    cells = [["2024-01-12", "NA"], ["5.50", "a" * 200_000], ["None", ""], ["x, y", 'two\nlines "quoted"']]
+    text = io.StringIO()
+    csv.writer(text).writerows([["", "question", "answer"], *([number, *row] for number, row in enumerate(cells))])
+    file = tmp_path / "pandas.csv"
+    file.write_text("\ufeff" + text.getvalue(), newline="")
+    assert table_of(file) == [{"question": one, "answer": two or None} for one, two in cells]
+    assert detect(str(file)).columns == {"question": "question", "answer": "answer"}
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "what?.csv", "*.jsonl", "{a},b c=$d.jsonl", "a[1] {x},*?.parquet"])
+def test_a_named_file_is_the_file_that_is_read(tmp_path, name):
+    rows = [{"question": "a", "answer": "b"}]
+    for each, content in ((name, rows), (f"b{name}", [{"question": "other", "answer": "other"}])):
+        if name.endswith(".parquet"):
+            pyarrow.parquet.write_table(pa.Table.from_pylist(content), tmp_path / each)
+        elif name.endswith(".csv"):
+            (tmp_path / each).write_text("question,answer\n" + ",".join(content[0].values()))
+        else:
+            (tmp_path / each).write_text(lines(content))
+    assert table_of(tmp_path / name) == rows
+    assert load_rows(str(tmp_path / name), None, None, "train", 1) == rows
+    assert detect(str(tmp_path / name)).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "question,answer\nq,caf\u00e9\n".encode("cp1252"), "is not UTF-8 .byte 0xe9., perhaps cp1252"),
+        (
+            "a.csv",
+            "question,answer\nq,a\n".encode("utf-16"),
+            "is not UTF-8 .its first bytes are UTF-16's., perhaps UTF-16",
+        ),
+        ("a.jsonl", lines(DATES).encode("utf-16-le"), "perhaps UTF-16; write it as UTF-8: iconv -f UTF-16 -t UTF-8"),
+        ("a.csv", b"answer,question,answer\na,q,a\n", "its header has the column 'answer' twice"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1, "a": 2}\n', "row 2 is not JSON .it has the field 'a' twice."),
+        ("a.json", b'[{"a": 1}, {"a": "\\ud83d"}]', r"row 2 has '.*', half of a character"),
+        ("a.jsonl", b'{"a": "\\ud83d\\udc26"}\n{"a": "\\udc26"}\n', r"row 2 has '.*', half of a character"),
+        ("a.csv", b"question,answer\nq,a,b\n", "row 1 has more fields than the header"),
+    ],
+)
+def test_what_cannot_be_read_as_it_is_meant_is_named(tmp_path, name, content, message):
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        table_of(file)
+    assert str(file) in str(error.value)
+
+
+def test_rows_stay_in_memory_where_the_cache_cannot_be_written(tmp_path, monkeypatch, caplog):
+    (tmp_path / "rows.jsonl").write_text(lines(MIXED))
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(datasets.Dataset, "from_generator", full)
+    assert table_of(tmp_path / "rows.jsonl") == MIXED
+    assert "No space left on device" in caplog.text
+    assert "HF_DATASETS_CACHE names another folder" in caplog.text

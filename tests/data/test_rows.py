@@ -175,7 +175,7 @@ def test_packed_rows_hold_all_targets(load):
     packed, plain = load(*ROWS, packed=True), load(*ROWS)
     assert packed.packed
     assert targets_of(*rows_of(packed)) == targets_of(*rows_of(plain))
-    with pytest.raises(UserError, match=r"row 2 of .* has no field 'answer'"):
+    with pytest.raises(UserError, match=r"row 2 of .* \(its field 'answer' is missing or null\)"):
         load(ROWS[0], {"question": "a"}, packed=True)
 
 
@@ -213,8 +213,8 @@ def test_source_is_needed(tokenizer):
         rows_dataset(tokenizer, packed=True, data_files="x.jsonl")
 
 
-def test_rows_of_unequal_fields_say_so(load, write):
+def test_rows_of_unequal_fields_are_read(load, write):
     files = [write({"instruction": "a", "output": "b"}, name="one.jsonl")]
     files.append(write({"instruction": "a", "output": "b", "input": "c"}, name="two.jsonl"))
-    with pytest.raises(UserError, match=r"two.jsonl: row 1 has the field 'input', unlike the rows before it"):
-        load(data_files=files)
+    samples = load(data_files=files)
+    assert len(samples[0]["tokens"]) < len(samples[1]["tokens"])
