@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import ListConfig
 from torch.utils.data import Dataset
@@ -20,6 +21,8 @@ from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern, 
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 
+STATISTICS = ("tokens", "labels", "input_pos", "seq_lens")
+"""Keys of a sample that statistics read."""
 REFERENCE_LOSSES = "reference_losses"
 """Key of a row's losses under the pretrained model, [targets] in nats."""
 
@@ -81,6 +84,14 @@ class Samples(Dataset[Any]):
             raise UserError(
                 f"{self.key}: {self.row(index)} cannot be used ({self.reason(index, error)}); fix or remove that row"
             ) from error
+
+    def arrays(self, index: int) -> Mapping[str, Any]:
+        """A row's tensors or arrays as statistics need them, which is faster for rows that were tokenized at once. Raises as ``[index]``."""
+        data, local_index, _ = self.part_of(index)
+        tokenized = getattr(data, "tokenized", None)
+        if tokenized is None or tokenized.error(local_index) is not None:
+            return {name: np.asarray(value) for name, value in self[index].items() if name in STATISTICS}
+        return tokenized.arrays(local_index)
 
     def part_of(self, index: int) -> tuple[Any, int, str]:
         """The dataset that a row belongs to, the row's index there, and where it comes from."""

@@ -218,6 +218,10 @@ class JsonRows:
     def _indices(self) -> Any:
         return self._texts._indices
 
+    @property
+    def _fingerprint(self) -> str:
+        return str(self._texts._fingerprint)
+
     def select(self, indices: Iterable[int]) -> JsonRows:
         return JsonRows(self._texts.select(indices))
 
@@ -230,7 +234,7 @@ def json_rows(files: Sequence[Path], source: str, split: str) -> JsonRows:
 
     ``split``: ``train`` or a part of it, such as ``train[:400]``. Raises UserError as :func:`read_rows`, and for another split.
     """
-    versions = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    versions = [(str(file.absolute()), _content_digest(file)) for file in files]
     features = datasets.Features({"row": datasets.Value("large_string")})
     try:
         texts = datasets.Dataset.from_generator(
@@ -255,6 +259,11 @@ def json_rows(files: Sequence[Path], source: str, split: str) -> JsonRows:
     return JsonRows(texts)
 
 
+def _content_digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "blake2b").hexdigest()
+
+
 def _in_memory(
     error: OSError, versions: Sequence[tuple[Any, ...]], source: str, features: datasets.Features
 ) -> datasets.Dataset:
@@ -266,7 +275,7 @@ def _in_memory(
 
 
 def _texts(versions: Sequence[Sequence[tuple[Any, ...]]], source: str) -> Iterator[dict[str, str]]:
-    """``versions``: path, size and time of each file, which the library takes into its fingerprint."""
+    """``versions``: path and digest of each file, which the library takes into its fingerprint."""
     for path, *_ in versions[0]:
         for row in read_rows(Path(path), source):
             yield {"row": json.dumps(row)}

@@ -5,16 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
+import numpy as np
 from torch.utils.data import Dataset
 from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
-from finch.data.formats import AUTO, FIELDS, TURN_KEYS, RowFormat, RowToMessages, detect, detect_columns
+from finch.data.formats import (
+    AUTO,
+    FIELDS,
+    TURN_KEYS,
+    RowFormat,
+    RowToMessages,
+    detect,
+    detect_columns,
+    unused_fields,
+)
 from finch.data.row_files import (
     PARTS,
     SOURCES,
@@ -25,7 +35,9 @@ from finch.data.row_files import (
     read_rows,
     source_of,
 )
+from finch.data.token_cache import TokenizedRow, TokenizedRows, tokenized_rows
 from finch.errors import UserError
+from finch.objectives import IGNORE_INDEX
 
 Table: TypeAlias = datasets.Dataset | JsonRows
 SPLITS_BY = ("order", "content")
@@ -41,6 +53,8 @@ class Rows(Dataset[Any]):
         files: of the rows, where there are several and the table has them all.
         transforms: from a row to tokens and labels, one after the other.
         indices: of the rows in their split, from 0; None: the table says it.
+        tokenizer, settings: whose ``tokenize_many`` takes many rows at once, and what the rows depend on next to table, format and
+            tokenizer; None: each row is tokenized whenever it is read.
     """
 
     def __init__(
@@ -50,22 +64,66 @@ class Rows(Dataset[Any]):
         files: Sequence[Path],
         transforms: Sequence[Callable[[Any], Any]],
         indices: Sequence[int] | None = None,
+        tokenizer: Any = None,
+        settings: Sequence[Any] = (),
     ) -> None:
         self._data, self._files, self._transforms, self._indices = table, files, transforms, indices
+        self._tokenizer, self._settings = tokenizer, settings
         self.row_format = row_format
+        self.tokenized: TokenizedRows | None = None
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.tokenized is not None:
+            return self.tokenized[index]
         sample: Any = self._data[index]
         for transform in self._transforms:
             sample = transform(sample)
         return sample
 
-    def has_empty_text(self, index: int) -> bool:
-        """Whether a text or turn of the row is empty or spaces only; an instruction's input may be."""
-        row, columns = self._data[index], self.row_format.columns
+    def tokenize(self, title: str) -> None:
+        """Tokenizes all rows at once, or maps those that an earlier call has kept, see :mod:`finch.data.token_cache`; nothing without a
+        tokenizer for many rows."""
+        if self._tokenizer is None or self.tokenized is not None:
+            return
+        format = [self.row_format.format, self.row_format.columns, self.row_format.source]
+        content = [self._data._fingerprint, *format, *self._settings, *self._tokenizer.fingerprint]
+        self.tokenized = tokenized_rows(self._batches, len(self), content, title)
+
+    def _batches(self, size: int) -> Iterator[list[TokenizedRow]]:
+        for start in range(0, len(self), size):
+            yield self._tokenize_batch([self._data[index] for index in range(start, min(start + size, len(self)))])
+
+    def _tokenize_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[TokenizedRow]:
+        samples: list[Any] = []
+        for row in rows:
+            try:
+                samples.append(self._transforms[0](row))  # a conversation, or the tokens of a text
+            except UserError as error:
+                samples.append(error)
+        if self.row_format.format != "text":
+            found = iter(self._tokenizer.tokenize_many([each for each in samples if not isinstance(each, UserError)]))
+            samples = [each if isinstance(each, UserError) else next(found) for each in samples]
+        return [self._tokenized_row(row, sample) for row, sample in zip(rows, samples, strict=True)]
+
+    def _tokenized_row(self, row: Mapping[str, Any], sample: Any) -> TokenizedRow:
+        notes = unused_fields(row, self.row_format, self._tokenizer), self.has_empty_text(row)
+        if isinstance(sample, UserError):
+            return TokenizedRow(error=str(sample), unused=notes[0], is_empty=notes[1])
+        if isinstance(sample, Mapping):
+            return TokenizedRow(sample["tokens"], sample["labels"], None, *notes)
+        tokens, mask = sample
+        return TokenizedRow(tokens, np.where(mask, IGNORE_INDEX, tokens), None, *notes)
+
+    def is_empty(self, index: int) -> bool:
+        """See :meth:`has_empty_text`."""
+        return self.has_empty_text(self._data[index]) if self.tokenized is None else self.tokenized.is_empty(index)
+
+    def has_empty_text(self, row: Mapping[str, Any]) -> bool:
+        """Whether a text or turn of a row is empty or spaces only; an instruction's input may be."""
+        columns = self.row_format.columns
         values = [row.get(column) for field, column in columns.items() if field != "input"]
         turns = [turn for value in values if isinstance(value, list) for turn in value if isinstance(turn, dict)]
         texts = [*values, *(turn.get(key) for turn in turns for _, key in TURN_KEYS.values())]
@@ -235,9 +293,19 @@ def tokenized(
         )
         # Given the message transform as well, SFTTransform would refuse tool turns.
         transforms += [messages, SFTTransform(model_transform=tokenizer)]
-    rows = Rows(table, row_format, files if len(files) > 1 else (), transforms, indices)
+    takes_many = convert is None and hasattr(tokenizer, "tokenize_many")
+    rows = Rows(
+        table,
+        row_format,
+        files if len(files) > 1 else (),
+        transforms,
+        indices,
+        tokenizer if takes_many else None,
+        [train_on_input, new_system_prompt, is_text and not packed],
+    )
     if not packed:
         return rows
+    rows.tokenize("dataset")
     return PackedDataset(rows, max_seq_len=tokenizer.max_seq_len, split_across_pack=is_text)
 
 

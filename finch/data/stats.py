@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torchtune.datasets import PackedDataset, TextCompletionDataset
 
@@ -16,7 +18,6 @@ from finch.distributed.parallel import Parallel
 from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX
-from finch.torchtune_names import shift_labels
 
 NUM_SHOWN = 3
 _OTHER = "for other reasons"
@@ -162,19 +163,21 @@ def collect_stats(
     Raises UserError for a row that cannot be read or tokenized; with ``keep_bad_rows`` such rows are listed in the statistics instead.
     """
     stats = DatasetStats()
+    for data in _row_parts(samples):
+        data.tokenize(samples.key)
     sample_lengths = torch.zeros(len(samples), dtype=torch.int32)
     for index in samples.rows[rank::ranks]:
         try:
-            sample = samples[index]
+            sample = samples.arrays(index)
         except UserError as error:
             if not keep_bad_rows:
                 raise
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             stats.add_bad(samples.reason(index, cause), BadRows(1, [samples.row(index)]))
             continue
-        targets = int((shift_labels(torch.as_tensor(sample["labels"])) != IGNORE_INDEX).sum())
+        targets = int((sample["labels"][1:] != IGNORE_INDEX).sum())  # nothing predicts the first token
         stats.num_targets += targets
-        stats.max_token = max(stats.max_token, int(torch.as_tensor(sample["tokens"]).max()))
+        stats.max_token = max(stats.max_token, int(sample["tokens"].max(initial=0)))
         sample_lengths[index] = len(sample["labels"])
         draws = 1 if samples.draws is None else int(samples.draws[index])
         row_digest = _digest(index if samples.draws is None else (index, draws), sample)
@@ -195,12 +198,19 @@ def collect_stats(
     return stats + DatasetStats()  # sorted, and digests modulo 2^64
 
 
+def _row_parts(samples: Samples) -> list[Rows]:
+    return [data for data, _ in samples.parts if isinstance(data, Rows)]
+
+
+def unused_fields(samples: Samples) -> Counter[str]:
+    """The fields that training does not see, with how many rows have each, of rows that :func:`collect_stats` has read in batches."""
+    return sum((data.tokenized.unused(range(len(data))) for data in _row_parts(samples) if data.tokenized), Counter())
+
+
 def empty_texts(samples: Samples) -> list[Row]:
     """The rows with an empty text, of those in files of rows."""
     parts = ((index, *samples.part_of(index)) for index in samples.rows)
-    found = [
-        samples.row(index) for index, data, local, _ in parts if isinstance(data, Rows) and data.has_empty_text(local)
-    ]
+    found = [samples.row(index) for index, data, local, _ in parts if isinstance(data, Rows) and data.is_empty(local)]
     return sorted(found, key=_by_number)
 
 
@@ -225,10 +235,10 @@ def _length_limit(data: Any, max_seq_len: int | None) -> int | None:
     return max_seq_len - 1 if isinstance(inner, TextCompletionDataset) else max_seq_len
 
 
-def _digest(position: int | tuple[int, int], sample: dict[str, Any]) -> int:
+def _digest(position: int | tuple[int, int], sample: Mapping[str, Any]) -> int:
     """Of a row and its index, or its index and its draws."""
     row = hashlib.blake2b(str(position).encode(), digest_size=8)
     for key in ("tokens", "labels", "input_pos"):
         if key in sample:
-            row.update(torch.as_tensor(sample[key]).to(torch.int64).numpy().tobytes())
+            row.update(sample[key].astype(np.int64).tobytes())
     return int.from_bytes(row.digest(), "little")

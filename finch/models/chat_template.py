@@ -64,6 +64,11 @@ class ChatTemplate:
         except RENDER_ERRORS as error:
             raise UserError(f"tokenizer: the chat template of {folder} cannot be read ({error}); fix it") from error
 
+    @property
+    def fingerprint(self) -> list[Any]:
+        """All that a rendered text depends on; the day only where the template reads it."""
+        return [self.source, self._variables, str(self.today) if "strftime_now" in self.source else None]
+
     def render(self, turns: Sequence[Turn], tools: Tools = None, *, generation: bool = False) -> str:
         """The text of a conversation; with ``generation`` it ends in the header of the next assistant turn.
 

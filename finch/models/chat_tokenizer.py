@@ -101,6 +101,11 @@ class ChatTokenizer(ModelTokenizer, Transform):
     def date(self, day: str) -> None:
         self._template.today = day_of(day)
 
+    @property
+    def fingerprint(self) -> list[Any]:
+        """All that a conversation's tokens depend on."""
+        return [self._tokenizer.to_str(), *self._template.fingerprint, self.bos_id, self.eos_id, self.max_seq_len]
+
     def reads(self, field: str) -> bool:
         """Whether the chat template reads a field of a turn, or ``tools``: whether it names it."""
         names = ("reasoning_content", "thinking") if field in THINKING_FIELDS else (field,)
