@@ -175,6 +175,7 @@ class Report:
         self._print("rows not read: there is no tokenizer")
 
     def _check_rows(self, cfg: Any, key: str, tokenizer: Any) -> tuple[Any, DatasetStats]:
+        from finch.data import stats as statistics
         from finch.data.dataset import load_dataset
         from finch.data.mixture import mix
         from finch.data.stats import NUM_SHOWN, collect_stats, empty_texts, name_rows
@@ -206,6 +207,12 @@ class Report:
             self._print(
                 f"{len(empty):,} rows with an empty text, which the model learns to answer or to write ({rows})"
             )
+        if unused := statistics.describe_unused(samples):
+            self._print(f"fields that training does not use: {unused}")
+        if not stats.bad and (doubled := statistics.rows_with_doubled_ends(samples, tokenizer)):
+            self._print(
+                f"{doubled:,} rows of text begin with BOS or end with EOS already, and get another: write texts without them, or conversations"
+            )
         if not stats.bad:
             self._refuse_replayed(key, samples)
         for reason, bad in stats.bad.items():
@@ -216,6 +223,9 @@ class Report:
                 self._problem(f"{key}: {bad.number:,} rows cannot be used ({reason}), {rows}; fix or remove them")
         if key == "dataset" and not stats.bad and len(samples):
             self._print(f"first row, its targets in «»: {rendered(samples[samples.rows[0]], tokenizer)}")
+            most = statistics.row_with_most_answers(samples)
+            if most != samples.rows[0]:
+                self._print(f"{samples.row(most)}, with most turns: {rendered(samples[most], tokenizer)}")
             for index in samples.rows[: self._num_rows]:
                 self._print(f"{samples.row(index)}: {token_by_token(samples[index], tokenizer)}")
         if not stats.num_targets and not stats.num_bad:

@@ -151,6 +151,8 @@ def validate_dataset(
         )
     if fit is not None and (warning := fit(samples.key, stats)):
         logger.warning(warning)
+    if unused := describe_unused(samples):
+        logger.info(f"{samples.key}: fields that training does not use: {unused}")
     logger.info(f"{samples.key}: {stats.num_targets:,} target tokens, longest sample {stats.max_length} tokens")
     return stats
 
@@ -205,6 +207,31 @@ def _row_parts(samples: Samples) -> list[Rows]:
 def unused_fields(samples: Samples) -> Counter[str]:
     """The fields that training does not see, with how many rows have each, of rows that :func:`collect_stats` has read in batches."""
     return sum((data.tokenized.unused(range(len(data))) for data in _row_parts(samples) if data.tokenized), Counter())
+
+
+def describe_unused(samples: Samples) -> str | None:
+    """These fields in words: ``id (60 rows), messages[].name (3)``."""
+    found = unused_fields(samples).most_common()
+    return ", ".join(f"{name} ({number:,}{' rows' if not index else ''})" for index, (name, number) in enumerate(found))
+
+
+def row_with_most_answers(samples: Samples) -> int:
+    """Its index, of those in the first file or data set of rows."""
+    data = samples.parts[0][0]
+    is_known = isinstance(data, Rows) and data.tokenized is not None
+    return data.tokenized.most_answers() if is_known else samples.rows[0]
+
+
+def rows_with_doubled_ends(samples: Samples, tokenizer: Any) -> int:
+    """Rows of plain text that begin with BOS or end with EOS already, to which the tokenizer adds another."""
+    is_text = any(data.row_format.format == "text" and data.tokenized for data in _row_parts(samples))
+    bos, eos = getattr(tokenizer, "bos_id", None), getattr(tokenizer, "eos_id", None)
+    if not is_text or samples.packed:
+        return 0
+    tokens = (samples.arrays(index)["tokens"] for index in samples.rows)
+    return sum(
+        bool((each[:2] == [bos, bos]).all() or (each[-2:] == [eos, eos]).all()) for each in tokens if len(each) > 1
+    )
 
 
 def empty_texts(samples: Samples) -> list[Row]:

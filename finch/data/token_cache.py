@@ -17,6 +17,7 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute
 from filelock import FileLock, Timeout
 
 import finch
@@ -92,9 +93,9 @@ class TokenizedRows:
     def is_empty(self, index: int) -> bool:
         return bool(self._empty[index].as_py())
 
-    def num_answers(self, index: int) -> int:
-        """Parts of a row that are targets."""
-        return len(self._targets[index].values) // 2
+    def most_answers(self) -> int:
+        """The first row with most parts that are targets."""
+        return int(np.argmax(pa.compute.list_value_length(self._targets).to_numpy()))
 
     def unused(self, indices: Iterable[int]) -> Counter[str]:
         """How many of these rows have each field that training does not see."""
