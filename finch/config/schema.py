@@ -410,9 +410,11 @@ class CosineWithWarmup(Arguments):
     component, key = "finch.cosine.cosine_with_warmup", "lr_scheduler"
 
     warmup_fraction: Fraction = 0.05
-    """share of the steps with a linear warm-up from 0"""
+    """share of the steps with a linear warm-up"""
     num_cycles: float = 0.5
     """periods of the cosine; 0.5 ends at 0"""
+    warmup_from_zero: bool = False
+    """whether step i of the n of the warm-up takes (i - 1) / n of the rate, as in torchtune, and the first one changes nothing; else i / n"""
 
 
 class FLOW(Arguments):

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from finch.log import logger
 from finch.optim.finch_lr import Scalar, check_nonfinite_options, set_group_lr
 
 
@@ -119,6 +120,13 @@ class TorchLR(HostSchedule):
             self._scheduler.load_state_dict(
                 {**self._scheduler.state_dict(), **position, "_last_lr": [state["last_lr"]] * len(groups)}
             )
+            if isinstance(self._scheduler, LambdaLR):
+                rate = float(self._scheduler.base_lrs[0] * self._scheduler.lr_lambdas[0](state["last_epoch"]))
+                if not math.isclose(rate, state["last_lr"], rel_tol=1e-6):
+                    logger.warning(
+                        f"lr_scheduler: step {state['last_epoch'] + 1} had the rate {state['last_lr']:g} and has {rate:g} by this config, which the steps "
+                        "from here on follow; SFT of earlier versions goes on as it was with lr_scheduler.warmup_from_zero=True"
+                    )
             for group in groups:
                 set_group_lr(group, state["last_lr"])
             self._copy_lr()
@@ -134,26 +142,28 @@ def cosine_with_warmup(
     last_epoch: int = -1,
     warmup_fraction: float = 0.05,
     num_cycles: float = 0.5,
+    warmup_from_zero: bool = False,
 ) -> LambdaLR:
-    """Linear warm-up from 0 to the optimizer's lr, then cosine decay to 0 at the end of the run.
+    """Linear warm-up to the optimizer's lr, then cosine decay to 0 at the end of the run.
 
     Args:
         num_training_steps: optimizer steps of the run.
         last_epoch: as in torch's schedulers.
         warmup_fraction: of the steps, in [0, 1), rounded to a number of steps; 0.05 for the baselines of the FINCH paper.
         num_cycles: periods of the cosine; 0.5 ends at 0.
+        warmup_from_zero: whether step i of the n of the warm-up takes (i - 1) / n of the rate, as with torchtune and transformers, so that the
+            first one changes nothing; else i / n.
 
     Raises ValueError if warmup_fraction is out of range.
     """
-    # Imported here: this package needs only torch.
-    from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
-
     if not (isinstance(warmup_fraction, (int, float)) and 0 <= warmup_fraction < 1):
         raise ValueError(f"warmup_fraction={warmup_fraction!r} must lie in [0, 1): it is a fraction of the run's steps")
-    return get_cosine_schedule_with_warmup(
-        optimizer,
-        num_warmup_steps=round(warmup_fraction * num_training_steps),
-        num_training_steps=num_training_steps,
-        num_cycles=num_cycles,
-        last_epoch=last_epoch,
-    )
+    warmup = round(warmup_fraction * num_training_steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + (not warmup_from_zero)) / warmup
+        progress = (step - warmup) / max(1, num_training_steps - warmup)
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)))
+
+    return LambdaLR(optimizer, factor, last_epoch)

@@ -195,8 +195,8 @@ def test_finch_methods_and_configs_show(capsys):
     assert (cfg["model"]["lora_rank"], cfg["save_adapter_weights_only"]) == (64, False)
 
 
-@pytest.mark.parametrize(("steps", "fraction", "warmup"), [(100, 0.05, 5), (75, 0.05, 4), (50, 0, 0)])
-def test_cosine_with_warmup_equals_torchtune(steps, fraction, warmup):
+@pytest.mark.parametrize(("steps", "fraction", "warmup"), [(100, 0.05, 5), (75, 0.05, 4), (20, 0.05, 1), (50, 0, 0)])
+def test_cosine_with_warmup_equals_torchtune_after_the_warmup(steps, fraction, warmup):
     def rates(make, *arguments, **options):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
         schedule, used = make(optimizer, *arguments, **options), [optimizer.param_groups[0]["lr"]]
@@ -206,8 +206,11 @@ def test_cosine_with_warmup_equals_torchtune(steps, fraction, warmup):
             used.append(optimizer.param_groups[0]["lr"])
         return used
 
+    torchtunes = rates(get_cosine_schedule_with_warmup, warmup, steps)
+    assert rates(cosine_with_warmup, steps, warmup_fraction=fraction, warmup_from_zero=True) == torchtunes
     ours = rates(cosine_with_warmup, steps, warmup_fraction=fraction)
-    assert ours == rates(get_cosine_schedule_with_warmup, warmup, steps)
+    assert ours[warmup:] == torchtunes[warmup:]
+    assert ours[:warmup] == pytest.approx([0.3 * step / warmup for step in range(1, warmup + 1)])
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1, "x"])

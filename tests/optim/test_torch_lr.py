@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
-from finch.optim.torch_lr import TorchLR
+from finch.optim.torch_lr import TorchLR, cosine_with_warmup
 
 SCHEDULERS = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
@@ -53,6 +53,30 @@ def test_torch_lr_equals_torchs_own_order(name, lr):
         for optimizer in ours:
             optimizer.step()
     assert rates == [(value,) * 3 for value in expected]
+
+
+@pytest.mark.parametrize(
+    ("steps", "from_zero", "warning"),
+    [(2, False, "step 2 had the rate 0.125 and has 0.25 by this"), (2, True, ""), (5, False, "")],
+)
+def test_state_of_an_earlier_warmup_continues_or_is_said(caplog, steps, from_zero, warning):
+    """Whose first step had the rate 0: after its 4 steps nothing is different."""
+
+    def make(from_zero):
+        (optimizer,) = optimizers()
+        options = {"warmup_fraction": 0.4, "warmup_from_zero": from_zero}
+        return TorchLR([optimizer], cosine_with_warmup(optimizer, 10, **options)), optimizer
+
+    earlier, optimizer = make(True)
+    for _ in range(steps):
+        earlier.step(1.0)
+        optimizer.step()
+    resumed, optimizer = make(from_zero)
+    resumed.load_state_dict(earlier.state_dict())
+    for schedule in (earlier, resumed):
+        schedule.step(1.0)
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text) == (resumed.metrics()["lr"] != earlier.metrics()["lr"])
 
 
 def test_torch_lr_counts_steps_that_are_not_taken():
