@@ -6,22 +6,24 @@ finch's prompts. The model is always blended from the files of both folders, ten
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from finch import files, run_files
 from finch.config import schema
-from finch.config.foreign import refuse_foreign
-from finch.config.instantiate import build, load_config
+from finch.config.foreign import ROWS, offline, read_config_of
+from finch.config.instantiate import build
+from finch.config.resolved import map_values
 from finch.config.validation import check
 from finch.data.training_data import TrainingData
 from finch.distributed import parallel as distributed
@@ -39,7 +41,9 @@ from finch.training import model as models
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
 from finch.training.reference import dataset_loss, fingerprint_of, model_settings
+from finch.training.run import RunLock
 from finch.training.step_loss import NUM_CHUNKS
+from finch.weights.files import is_own
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.peft import merge_adapter
 from finch.weights.wise_ft import blend, wise_ft
@@ -49,7 +53,7 @@ _MAX_TRAINING_ROWS = 128
 _FAIR_EXPONENT = 1.3
 """Of forgetting ~ alpha^p; below it half of the way forgets more than 0.4 of the whole: the rate was too high for averages to help."""
 _EVERYDAY, _MERGED = "everyday", "merged"
-_UNUSED = [
+UNUSED = (
     "optimizer",
     "lr_scheduler",
     "regularizer",
@@ -59,10 +63,15 @@ _UNUSED = [
     "hooks",
     "profiler",
     "average",
-]
-_BUILT = {"model", "tokenizer", "checkpointer", "dataset", "dataset_validation", "loss", "collate_fn"}
-_ONE_PROCESS = {"tensor_parallel_dim": 1, "data_parallel_replicate_dim": 1, "data_parallel_shard_dim": -1}
-_ONE_PROCESS |= {"compile": False, "fsdp_cpu_offload": False}
+    "tensor_parallel_plan",
+)
+_ONE_PROCESS: dict[str, Any] = {
+    "tensor_parallel_dim": 1,
+    "data_parallel_replicate_dim": 1,
+    "data_parallel_shard_dim": -1,
+}
+_ONE_PROCESS |= {"compile": False, "fsdp_cpu_offload": False, "num_workers": 0}
+_ONE_PROCESS |= {"optimizer": {"_component_": "torch.optim.AdamW"}}
 
 
 @dataclass(frozen=True)
@@ -223,7 +232,7 @@ class Averages:
 
     def __init__(self, run: Path, cfg: DictConfig, parallel: Parallel) -> None:
         self.run, self._cfg, self._parallel = run, cfg, parallel
-        self.out = run / run_files.AVERAGE
+        self.out = run_files.inside(run, run_files.AVERAGE)
         cfg = DictConfig(OmegaConf.merge(without_lora(cfg), {"check_dataset": False}))
         precision = precision_of(cfg.dtype)
         decoder, base, plan = models.build_decoder(cfg, precision)
@@ -293,11 +302,11 @@ class Averages:
         if not self._parallel.is_rank_zero:
             return
         partial = self.out / "partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        files.remove(partial)
         [folder] = wise_ft(self.base.folder, self.tuned.folder, [alpha], partial)
         files.replace_folder(folder, self.out / "model")
         partial.rmdir()
-        shutil.rmtree(self.out / _MERGED, ignore_errors=True)
+        files.remove(self.out / _MERGED)
 
     def _choose_metric(self) -> None:
         """The loss on training rows, where the metric of RUN/best is missing or has not improved. Raises UserError if that has not either."""
@@ -359,49 +368,84 @@ def tuned_folder(run: Path) -> Path:
     return folder.resolve()
 
 
-def read_config(run: Path, base: Path | None) -> DictConfig:
-    """RUN/config.yaml for one process; ``base``: where the pretrained folder is now.
+def read_config(run: Path, base: Path | None, unused: Collection[str] = UNUSED, *, trust: bool = False) -> DictConfig:
+    """RUN/config.yaml for one process; ``base``: where the pretrained folder is now; ``unused``: keys that are left out.
 
-    Raises UserError if there is none, or it names components from outside finch and torchtune, which are never imported.
+    Raises UserError as :func:`finch.config.foreign.read_config_of`, which has ``trust``.
     """
-    file = run / run_files.CONFIG
-    if not file.is_file():
-        raise UserError(f"{file} does not exist; give the folder of a run")
-    cfg = load_config(file)
+    blocks = read_config_of(run, unused, trust=trust)
     if base is not None:
-        old = str(cfg.checkpointer.checkpoint_dir)
-        cfg = DictConfig(OmegaConf.create(OmegaConf.to_yaml(cfg).replace(old, str(base))))
-    cfg.update({**dict.fromkeys(_UNUSED), **_ONE_PROCESS})
-    refuse_foreign(cfg, file, _BUILT & cfg.keys())
-    cfg.optimizer = {"_component_": "torch.optim.AdamW"}
-    return cfg
+        checkpointer = blocks.get("checkpointer")
+        old = checkpointer.get("checkpoint_dir") if isinstance(checkpointer, dict) else None
+        if not isinstance(old, str) or not old.strip("/"):
+            raise UserError(
+                f"{run}/{run_files.CONFIG} names no checkpointer.checkpoint_dir, which --base={base} would replace; restore it"
+            )
+
+        def moved(value: Any, _: str) -> Any:
+            is_inside = isinstance(value, str) and f"{value}/".startswith(f"{old.rstrip('/')}/")
+            return str(base) + value[len(old.rstrip("/")) :] if is_inside else value
+
+        blocks = map_values(blocks, moved)
+    required = {"dataset": {"_component_": ROWS}} if "dataset" in unused else {}
+    return check(OmegaConf.create({**required, **blocks, **_ONE_PROCESS}), schema.LoraFinetuneKeys)
 
 
-def average(run: Path, choice: Choice, *, base: Path | None = None) -> list[str]:
-    """Chooses alpha, writes RUN/average and returns what is to be said. Raises UserError, see :class:`Averages`."""
+def average(run: Path, choice: Choice, *, base: Path | None = None, trust: bool = False) -> list[str]:
+    """Chooses alpha, writes RUN/average and returns what is to be said.
+
+    Args:
+        base: the pretrained folder, where it has moved.
+        trust: the run is the user's own: all that its config.yaml names is imported, from the current folder too.
+
+    Raises UserError, see :class:`Averages`.
+    """
     choice.check()
-    cfg = check(read_config(run, base), schema.LoraFinetuneKeys)
-    device = distributed.local_device(cfg.device)
+    cfg = read_config(run, base, trust=trust)
+    tuned = tuned_folder(run)
+    if not trust and not (
+        tuned.is_relative_to(run.resolve()) and all(map(is_own, filter(Path.is_file, tuned.iterdir())))
+    ):
+        raise UserError(
+            f"{run} links files outside of it, which would go into the average; --trust takes those of a run of your own"
+        )
+    device, lock = distributed.local_device(cfg.device), RunLock(run)
+    with _writing(run):
+        lock.acquire()
     group = distributed.start_from(cfg, device, shard=precision_of(cfg.dtype).is_mixed)
     try:
-        return average_in(run, choice, cfg, group)
+        with offline(not trust):
+            return average_in(run, choice, cfg, group)
     finally:
         distributed.stop()
+        lock.release()
 
 
 def average_in(run: Path, choice: Choice, cfg: DictConfig, group: Parallel) -> list[str]:
     """As :func:`average`, on the ranks of ``group``; a collective."""
     tuned_folder(run)
     averages = Averages(run, cfg, group)
-    if group.is_rank_zero:
-        files.make_folder(averages.out)
-    front = Front(averages.out / "front.json", averages.fingerprint, averages.evaluate, group)
-    chosen = choose(front, choice)
-    averages.write(chosen.alpha)
-    lines = describe(front, chosen, choice)
-    if group.is_rank_zero:
-        _write_front(averages, front, chosen, lines)
+    with _writing(run):
+        if group.is_rank_zero:
+            files.make_folder(averages.out)
+        front = Front(averages.out / "front.json", averages.fingerprint, averages.evaluate, group)
+        chosen = choose(front, choice)
+        averages.write(chosen.alpha)
+        lines = describe(front, chosen, choice)
+        if group.is_rank_zero:
+            _write_front(averages, front, chosen, lines)
     return [*lines, f"its model: {averages.out / 'model'}"]
+
+
+@contextlib.contextmanager
+def _writing(run: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or run / run_files.AVERAGE
+        raise UserError(
+            f"{place} cannot be written ({error.strerror or error}); make room, or remove what is in the way"
+        ) from error
 
 
 def _write_front(averages: Averages, front: Front, chosen: Point, lines: list[str]) -> None:
@@ -417,14 +461,14 @@ def _write_front(averages: Averages, front: Front, chosen: Point, lines: list[st
     text = "\n".join("| " + " | ".join(row) + " |" for row in table)
     card = f"# {averages.run.name}, averaged with its pretrained model\n\n" + "\n\n".join(lines)
     card += f"\n\ntheta = (1 - {chosen.alpha:g}) x {averages.base.folder} + {chosen.alpha:g} x {tuned_folder(averages.run)}\n\n{text}\n"
-    (averages.out / "README.md").write_text(card, encoding="utf-8")
-    _draw(front, chosen, averages.out / "front.png")
+    with files.atomic_file(averages.out / "README.md") as partial:
+        partial.write_text(card, encoding="utf-8")
+    if find_spec("matplotlib") is not None:
+        with files.atomic_file(averages.out / "front.png") as partial:
+            _draw(front, chosen, partial)
 
 
 def _draw(front: Front, chosen: Point, file: Path) -> None:
-    """Without matplotlib nothing."""
-    if find_spec("matplotlib") is None:
-        return
     figure, (axes,) = new_panels((5, 4), 1, 1)
     style = STYLES["wise_ft"]
     points = list(front)

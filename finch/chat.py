@@ -13,10 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finch.average import read_config, tuned_folder
-from finch.config import schema
+from finch.average import UNUSED, read_config, tuned_folder
 from finch.config.instantiate import build
-from finch.config.validation import check
 from finch.data.prompts import context_limit, stop_tokens, user_prompt
 from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
@@ -31,6 +29,8 @@ from finch.training.own_answers import generate
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.peft import merge_adapter
 
+_UNUSED = (*UNUSED, "dataset", "dataset_validation", "collate_fn", "loss", "probes", "forgetting_budget", "select_by")
+
 
 class Chat:
     """Both models of a run in memory, in the run's dtype (bf16 for bf16_mixed); an adapter is merged.
@@ -39,14 +39,17 @@ class Chat:
         run: its folder, or its ``average``.
         base: the pretrained folder, where it has moved; None: that of RUN/config.yaml.
         temperature: 0: the likeliest token.
+        trust: see :func:`finch.average.average`.
 
     Raises UserError for a folder that is no run with a model, or whose pretrained folder is gone.
     """
 
-    def __init__(self, run: Path, base: Path | None, *, max_new_tokens: int, temperature: float) -> None:
+    def __init__(
+        self, run: Path, base: Path | None, *, max_new_tokens: int, temperature: float, trust: bool = False
+    ) -> None:
         average = run / "model"  # of RUN/average
         is_average = (average / HF_CONFIG).is_file() and not (run / CONFIG).is_file()
-        cfg = check(read_config(run.resolve().parent if is_average else run, base), schema.LoraFinetuneKeys)
+        cfg = read_config(run.resolve().parent if is_average else run, base, _UNUSED, trust=trust)
         pretrained = Path(cfg.checkpointer.checkpoint_dir)
         if not pretrained.is_dir():
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -17,7 +18,7 @@ PARTIAL = ".partial"
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields the path to write to; on success it takes the place of ``path``. After an error ``path`` is as it was."""
     partial = path.with_name(path.name + PARTIAL)
-    partial.unlink(missing_ok=True)
+    remove(partial)
     try:
         partial.touch()
         mode = partial.stat().st_mode
@@ -28,7 +29,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         partial.replace(path)
         sync(path.parent)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        remove(partial)
         raise
 
 
@@ -38,7 +39,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     is as it was, and what was written is removed: on a full disk it takes the space that is missing."""
     partial = path.with_name(path.name + PARTIAL)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         partial.mkdir(parents=True)
         yield partial
         mode = partial.stat().st_mode
@@ -47,19 +48,35 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 _finish(each, mode if each.is_dir() else mode & 0o666)
         replace_folder(partial, path)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         raise
 
 
 def replace_folder(new: Path, path: Path) -> None:
     """Gives a folder the name ``path``. One that has the name is renamed first, and removed at the end: half of it never has the name."""
     old = path.with_name(f"{path.name}.old{PARTIAL}")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
+    remove(old)
+    if os.path.lexists(path):
         path.rename(old)
     new.rename(path)
     sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with all that is in it, where it is there; what is left of a folder then does not matter."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file. Raises OSError for what is no file: a pipe would keep its reader waiting."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no file", str(path))
+        return file.read()
 
 
 def _finish(path: Path, mode: int) -> None:

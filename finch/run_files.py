@@ -22,12 +22,16 @@ RUN/.lock                         held while a run writes here
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finch.errors import UserError
+from finch.files import read_bytes
 from finch.log import logger
 
 CONFIG = "config.yaml"
@@ -48,6 +52,17 @@ LOCK = ".lock"
 HF_CONFIG = "config.json"
 
 _EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
+
+
+def inside(folder: Path, *names: str) -> Path:
+    """``folder/NAME/...``, a place to write to in a folder that somebody else may have filled. Raises UserError where a part of it is a link, which
+    leads elsewhere, or neither a file nor a folder."""
+    place = folder
+    for name in names:
+        place /= name
+        if os.path.lexists(place) and stat.S_IFMT(place.lstat().st_mode) not in (stat.S_IFDIR, stat.S_IFREG):
+            raise UserError(f"{place} is a link or a device, and finch writes there; remove it")
+    return place
 
 
 def written_epochs(run: Path) -> list[int]:
@@ -93,8 +108,12 @@ def epoch_folders(run: Path) -> dict[tuple[int, bool], Path]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl up to the first that cannot be read, such as one that was cut off; logs how many that leaves out."""
-    texts = path.read_bytes().splitlines()
+    """The lines of a metrics.jsonl up to the first that cannot be read, such as one that was cut off; logs how many that leaves out. Raises UserError
+    where there is no such file."""
+    try:
+        texts = read_bytes(path).splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); restore it, or move it away") from error
     lines = []
     for text in texts:
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,15 +36,8 @@ def read_job(
     from finch.config.parser import read, recipe_for
     from finch.config.schema import RECIPES
 
-    find_users_components()
     recipe = recipe_for(config, list(overrides))
     return recipe, read(["--config", config, *overrides], RECIPES[recipe], on_error)
-
-
-def find_users_components() -> None:
-    """Adds the current folder to where Python imports from, as `tune run` does."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
 
 
 @contextlib.contextmanager

@@ -128,6 +128,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
             dtype=resolve_dtype(parsed.dtype, base.path, ranks.device(parsed.device)),
             batch_size=parsed.batch_size,
             device=parsed.device,
+            trust=parsed.trust,
         )
         evaluation = Evaluation(base, tuned, tasks, harness, options, ranks)
         evaluation.run()
@@ -139,8 +140,9 @@ def evaluate(parsed: argparse.Namespace) -> None:
 def _check(
     parsed: argparse.Namespace,
 ) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str], PreTrainedTokenizerBase]:
-    from finch.evaluation.loading import check_adapter, shared_tokenizer
+    from finch.evaluation.loading import shared_tokenizer
     from finch.evaluation.model_folders import find_base, find_tuned
+    from finch.weights.peft import check_adapter
 
     check_harness()
     if parsed.limit is not None and parsed.limit < parsed.nproc_per_node:

@@ -21,7 +21,6 @@ from finch import run_files
 from finch.cli.early_checks import (
     build_model,
     config_checks,
-    find_users_components,
     machine_checks,
     only_errors_logged,
     read_job,
@@ -153,7 +152,6 @@ def _run_in_process(config: str, overrides: Sequence[str]) -> None:
     """Runs the recipe in this process; its signals and its exit code are this process's."""
     from finch.config.parser import recipe_for
 
-    find_users_components()
     with only_errors_logged():
         recipe = recipe_for(config, list(overrides))
     sys.argv = [recipe, "--config", config, *overrides]

@@ -1,60 +1,153 @@
-"""Configs of finished runs, which somebody else may have written: read without importing or running what is not finch's or torchtune's own."""
+"""Configs of finished runs, which somebody else may have written: data. No resolver runs, only what foreign.yaml lists is imported, and only files of
+this machine are read."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
+import os
 import re
-from collections.abc import Iterable, Iterator
+import socket
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from finch.config.instantiate import component_of, first_line, locate
+from finch import run_files
+from finch.config.instantiate import find_users_components, first_line, load_config, replace_references
+from finch.config.resolved import format_value
+from finch.config.schema import LoraFinetuneKeys
 from finch.errors import UserError
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-_OWN = re.compile(
-    r"finch\.models\.[\w.]+|finch\.objectives\.\w+|finch\.data\.\w+\.\w+_dataset"
-    r"|torchtune\.(models|data|modules\.(loss|transforms))\.[\w.]+|torchtune\.datasets\.[\w.]+_dataset|torchtune\.training\.FullModel\w+"
-)
-"""What builds models, tokenizers, rows and losses. The packages have other functions, which write files or call servers."""
-_LOSS = "torch.nn.CrossEntropyLoss"
+_KEYS = {field.alias or name for name, field in LoraFinetuneKeys.model_fields.items()}
+ROWS, _SOLUTIONS = "finch.data.rows.rows_dataset", "finch.data.sciknoweval.sciknoweval_solutions_dataset"
+_KINDS = ("json", "csv", "parquet", "arrow", "text")
 
 
-def refuse_foreign(cfg: DictConfig, file: Path, keys: Iterable[str]) -> None:
-    """For a config that somebody else may have written, before anything of it is built.
+def read_data(file: Path) -> dict[str, Any]:
+    """A config as plain data, with what its references refer to in their place.
 
-    Raises UserError if a value asks for something of this machine, or one of the blocks ``keys`` cannot be resolved, or names a component
-    that is no model, tokenizer, dataset or loss of finch or torchtune. Of these packages modules are imported, of others none.
+    Raises UserError for a broken file, see ``load_config``, and for a value that is more than a number, a text, a list or a block.
     """
     from omegaconf import OmegaConf
 
-    if resolver := re.search(r"\$\{[^{}]*:[^{}]*\}", str(OmegaConf.to_container(cfg))):
-        raise UserError(
-            f"{file} asks for {resolver[0]}, which only a config that you name yourself may do; write the value"
-        )
-    for key in keys:
+    blocks: dict[str, Any] = replace_references(OmegaConf.to_container(load_config(file)))
+    for path, _, node in _nodes(blocks):
+        if "${" in path or (isinstance(node, str) and "${" in node):
+            raise UserError(f"{file}: {path}={format_value(node)} asks for more than another key; write the value")
+        if not isinstance(node, (str, int, float, list, dict, type(None))):
+            raise UserError(f"{file}: {path} is a {type(node).__name__}, no number and no text; write one")
+    return blocks
+
+
+def read_config_of(run: Path, unused: Collection[str] = (), *, trust: bool = False) -> dict[str, Any]:
+    """RUN/config.yaml as data, without the keys ``unused``, which may have anything: nobody sees it.
+
+    ``trust``: the run is the user's own: its config counts as one that is named on the command line, and components in the current folder as well.
+
+    Raises UserError as :func:`read_data`, and for a key that no saved config has, a component or an argument that foreign.yaml does not list, and
+    files or rows that are not of this machine.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    file = run / run_files.CONFIG
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; give the folder of a run")
+    if trust:
+        find_users_components()
         try:
-            block = cfg.get(key)
-            block = OmegaConf.to_container(block, resolve=True) if OmegaConf.is_config(block) else block
-        except Exception as error:  # omegaconf's errors have no common class
-            raise UserError(f"{file}: {key} cannot be resolved ({first_line(error)})") from error
-        for path in _components(block):
-            if path != _LOSS and not (_OWN.fullmatch(path) and _is_defined_there(locate(path, key))):
-                raise UserError(
-                    f"{file}: {key} names {path}, which is not of finch or torchtune; a config that is not named on the command line may name nothing else"
-                )
+            blocks: Any = OmegaConf.to_container(load_config(file), resolve=True)
+        except OmegaConfBaseException as error:
+            raise UserError(f"{file}: {first_line(error)}; restore the file") from error
+        return {str(key): block for key, block in blocks.items() if key not in unused}
+    blocks = {key: block for key, block in read_data(file).items() if key not in unused}
+    for path, key, node in _nodes(blocks):
+        if problem := _problem(path, key, node):
+            raise UserError(
+                f"{file}: {path}={format_value(node, key)} {problem}; --trust takes the config of a run of your own as it is"
+            )
+    return blocks
 
 
-def _components(node: Any) -> Iterator[str]:
-    """The dotted paths in a block; a block that is a text is one."""
-    if (path := component_of(node)) is not None:
-        yield str(path)
-    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        if isinstance(part, (dict, list)):
-            yield from _components(part)
+def _nodes(node: Any, path: str = "", key: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Each value with its dotted path and its key; one of a list has the list's."""
+    if path:
+        yield path, key, node
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _nodes(value, f"{path}.{name}" if path else name, name)
+    for number, value in enumerate(node if isinstance(node, list) else ()):
+        yield from _nodes(value, f"{path}[{number}]", key)
 
 
-def _is_defined_there(component: Any) -> bool:
-    """Whether it is the packages' own; modules have other packages' functions as attributes."""
-    return str(getattr(component, "__module__", "")).startswith(("finch.", "torchtune."))
+def _problem(path: str, key: str, node: Any) -> str | None:
+    """Why a value of somebody else's config is not used."""
+    components, arguments = _lists()
+    first = re.split(r"[.\[]", path)[0]
+    if first not in _KEYS:
+        return "is no key that finch saves"
+    if isinstance(node, dict):
+        component, is_probe = str(node.get("_component_", "")), re.fullmatch(r"probes\.[^.\[]+", path)
+        if component not in components.get(first, ()) and not is_probe:
+            return None  # _component_ itself is refused
+        if unknown := [name for name in node if name not in arguments.get(first, node)]:
+            return f"has {unknown[0]}, which is not among the arguments that somebody else's run may give"
+        is_rows = is_probe or first.startswith("dataset")
+        return None if not is_rows or _is_local(component, node) else "has rows that are in no local file"
+    if not isinstance(node, str):
+        return None
+    if key == "_component_" or (path in components and node) or key == "prompt_template":
+        is_listed = key != "prompt_template" and node in components.get(first, ())
+        return None if is_listed else "is not among the components that somebody else's run may name"
+    if key != "new_system_prompt" and re.search("://|::|^data:", node):
+        return "is no path of this machine"
+    with contextlib.suppress(OSError, ValueError):  # most texts are no path
+        if stat.S_IFMT(os.stat(node).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            return "is neither a file nor a folder"
+    return None
+
+
+def _is_local(component: str, rows: Mapping[str, Any]) -> bool:
+    source, is_finch = rows.get("source"), component.startswith("finch.")
+    if rows.get("kind") == "self" and source is None:
+        return True  # of finch's prompts, where there is no file
+    if not rows.get("data_files") or (component == _SOLUTIONS and not rows.get("questions")):
+        return False
+    return source in _KINDS or (source is None and (is_finch or not component)) or (is_finch and component != ROWS)
+
+
+@functools.cache
+def _lists() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Components and arguments, by key."""
+    import yaml
+
+    lists = yaml.safe_load(resources.files(__package__).joinpath("foreign.yaml").read_text(encoding="utf-8"))
+    components = {
+        key: {f"{module}.{name}" for module, names in modules.items() for name in names.split()}
+        for key, modules in lists["components"].items()
+    }
+    return components, {key: {"_component_", *names.split()} for key, names in lists["arguments"].items()}
+
+
+@contextlib.contextmanager
+def offline(is_on: bool = True) -> Iterator[None]:
+    """Nothing inside reaches another machine, whatever a run's rows and models have the libraries that read them ask for, such as pictures by URL."""
+    if not is_on:
+        yield
+        return
+    resolve, connect = socket.getaddrinfo, socket.socket.connect
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENETUNREACH, "files of a run may not name other machines")
+
+    def connect_here(own: socket.socket, address: Any) -> None:
+        refuse() if own.family in (socket.AF_INET, socket.AF_INET6) else connect(own, address)
+
+    socket.getaddrinfo, socket.socket.connect = refuse, connect_here  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        socket.getaddrinfo, socket.socket.connect = resolve, connect  # type: ignore[method-assign]

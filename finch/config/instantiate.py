@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import io
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finch import files
 from finch.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,12 +27,22 @@ CONFIG_FOLDERS = [
 GRIDS = "sweeps/"
 """The folder of grids of runs, which are no configs themselves."""
 
+MAX_SIZE, MAX_DEPTH = 2**20, 50
+"""Of a config: bytes, and values in values; OmegaConf and the YAML reader's C code recurse."""
+_REFERENCE = re.compile(r"(?<!\\)\$\{(\.*)([\w-]+(?:[.\[][\w-]+\]?)*)\}")
+
 
 def component_of(node: Any) -> str | None:
     """The dotted path under ``_component_``, or of torchtune's short form ``loss: torch.nn.CrossEntropyLoss``; None without one."""
     if isinstance(node, str):
         return node
     return node.get("_component_") if isinstance(node, Mapping) else None
+
+
+def find_users_components() -> None:
+    """Lets a config that the user names import from the current folder as well, after everything else."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def locate(path: str, key: str) -> Any:
@@ -57,17 +70,17 @@ def locate(path: str, key: str) -> Any:
 
 
 def build(node: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-    """``torchtune.config.instantiate`` whose failures name the config key.
+    """What a block's component returns; as ``torchtune.config.instantiate``, which would also look for it in the current folder.
 
     Raises:
         UserError: the component does not exist, rejects its arguments, or needs a file that is missing.
     """
     from omegaconf import DictConfig, OmegaConf
-    from torchtune import config
 
     node = node if isinstance(node, DictConfig) else OmegaConf.create(node)
     try:
-        return config.instantiate(node, *args, **kwargs)
+        arguments: Any = OmegaConf.to_container(node, resolve=True)
+        return locate(arguments.pop("_component_"), key)(*args, **{**arguments, **kwargs})
     except UserError:
         raise
     except FileNotFoundError as error:
@@ -85,18 +98,66 @@ def first_line(error: BaseException) -> str:
 
 
 def load_config(path: Path) -> DictConfig:
-    """The keys of a config's file. Raises UserError: it is no YAML, or no mapping."""
+    """The keys of a config's file. Raises UserError: it is no YAML, no mapping, too deep, or too large once its references are replaced."""
+    import yaml
     from omegaconf import DictConfig, OmegaConf
 
     try:
-        cfg = OmegaConf.load(path)
+        content = files.read_bytes(path)
+        if len(content) > MAX_SIZE:
+            raise ValueError(f"it has more than {MAX_SIZE:,} bytes")
+        depth = 0
+        for event in yaml.parse(
+            content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        ):  # which does not descend
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        cfg = OmegaConf.load(io.StringIO(content.decode()))
         if not isinstance(cfg, DictConfig):
             raise TypeError("it has no keys")
+        replace_references(OmegaConf.to_container(cfg))
     except Exception as error:  # the YAML reader's and omegaconf's have no common class
         problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
         reason = first_line(error) if problem is None or mark is None else f"{problem} in line {mark.line + 1}"
         raise UserError(f"{path} cannot be read as YAML ({reason}); correct the file") from error
     return cfg
+
+
+def replace_references(blocks: Any) -> Any:
+    """A config's keys with what ``${other.key}`` refers to in its place; all else that begins with ``${`` stays as it is. Raises ValueError
+    where that has no end, or makes more than ``MAX_SIZE`` characters and values."""
+    left = MAX_SIZE
+
+    def replaced(node: Any, place: tuple[str, ...], depth: int) -> Any:
+        nonlocal left
+        left -= 1 + (len(node) if isinstance(node, str) else 0)
+        if left < 0 or depth > 2 * MAX_DEPTH:
+            raise ValueError("it is too large, or refers to itself")
+        if isinstance(node, dict):
+            return {str(key): replaced(value, (*place, str(key)), depth + 1) for key, value in node.items()}
+        if isinstance(node, list):
+            return [replaced(value, (*place, str(number)), depth + 1) for number, value in enumerate(node)]
+        if not isinstance(node, str):
+            return node
+
+        def referred(match: re.Match[str]) -> Any:
+            dots, names = len(match[1]), re.findall(r"[^.\[\]]+", match[2])
+            found, names = blocks, [*place[: max(0, len(place) - dots) if dots else 0], *names]
+            try:
+                for name in names:
+                    found = found[int(name) if isinstance(found, list) else name]
+            except (LookupError, TypeError, ValueError):
+                return match[0]
+            return replaced(found, tuple(names), depth + 1)
+
+        if whole := _REFERENCE.fullmatch(node):
+            return referred(whole)
+        text = _REFERENCE.sub(lambda match: str(referred(match)), node)
+        left -= len(text)
+        return text
+
+    return replaced(blocks, (), 0)
 
 
 def config_names() -> dict[str, Path]:

@@ -16,7 +16,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from finch.config import methods
-from finch.config.instantiate import component_of, find_config, first_line, load_config, locate
+from finch.config.instantiate import (
+    component_of,
+    find_config,
+    find_users_components,
+    first_line,
+    load_config,
+    locate,
+)
 from finch.config.key_search import recipe_help
 from finch.config.schema import FullFinetuneKeys, Keys, keys
 from finch.config.validation import check, referred_keys
@@ -61,6 +68,7 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     if parsed.config is None:
         raise UsageError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
     path = find_config(parsed.config)
+    find_users_components()
     if flags := [override for override in overrides if override.startswith("--")]:
         raise UsageError(f"{flags[0]} is no option; overrides are key=value, or ~key to remove one")
     if foreign := [override for override in overrides if re.search("[\ud800-\udfff]", override)]:
@@ -116,6 +124,7 @@ def recipe_for(name: str, overrides: list[str]) -> str:
         UserError: the config does not exist; errors inside it are left to ``read``.
     """
     path = find_config(name)
+    find_users_components()
     with contextlib.suppress(Exception):  # `read` reports it
         cfg = load_config(path)
         file_blocks: Any = _text_keys(OmegaConf.to_container(cfg))

@@ -37,8 +37,8 @@ def redacted(cfg: DictConfig) -> DictConfig:
             value = value.replace(secret, "***")
         return value
 
-    masked = _map_values(OmegaConf.to_container(cfg, resolve=True), mask_keys)
-    return OmegaConf.create(_map_values(masked, mask_values))
+    masked = map_values(OmegaConf.to_container(cfg, resolve=True), mask_keys)
+    return OmegaConf.create(map_values(masked, mask_values))
 
 
 def resolved_config(cfg: DictConfig, model: type[Keys]) -> DictConfig:
@@ -53,16 +53,16 @@ def resolved_config(cfg: DictConfig, model: type[Keys]) -> DictConfig:
         OmegaConf.masked_copy(redacted(cfg), [field.alias or name for name, field in model.model_fields.items()])
     )
     return OmegaConf.create(
-        {**_map_values(known, relative), "output_dir": output, "resume_from_checkpoint": False, "overwrite": False}
+        {**map_values(known, relative), "output_dir": output, "resume_from_checkpoint": False, "overwrite": False}
     )
 
 
-def _map_values(node: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
+def map_values(node: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
     """A container with ``change(value, key)`` in place of each value; those of a list have the key ""."""
     if isinstance(node, dict):
-        return {name: _map_values(value, change, str(name)) for name, value in node.items()}
+        return {name: map_values(value, change, str(name)) for name, value in node.items()}
     if isinstance(node, list):
-        return [_map_values(value, change) for value in node]
+        return [map_values(value, change) for value in node]
     return change(node, key)
 
 

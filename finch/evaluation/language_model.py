@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from finch.errors import UserError
 from finch.evaluation.loading import Ranks, hash_values
-from finch.files import atomic_file, write_text
+from finch.files import atomic_file, read_bytes, write_text
 from finch.log import logger
 from finch.progress import EvaluationProgress
 
@@ -84,7 +84,7 @@ class AnswerCache:
 def _read_answers(path: Path, key: str) -> dict[str, list[Any]]:
     batches: dict[str, list[Any]] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(path).decode().splitlines()
         if not lines or json.loads(lines[0]) != {"key": key}:
             return {}
         for line in lines[1:]:

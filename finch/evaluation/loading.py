@@ -2,16 +2,13 @@
 result belongs to a model.
 
 A PEFT adapter is merged into the weights of its model in memory: PEFT's own loader refuses to run with the torchao that torchtune needs, and a
-merged model answers faster. LoRA and DoRA on linear layers, as finch and PEFT write them: W + s * B A, s = alpha / r (rsLoRA:
-alpha / sqrt(r)). With DoRA each row of that is scaled to the stored magnitude (arXiv 2106.09685, 2312.03732, 2402.09353). Computed in
-fp32, rounded once to the model's dtype.
+merged model answers faster.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, nn
 
+from finch.config.foreign import offline
 from finch.config.instantiate import first_line
 from finch.distributed.parallel import launched_rank, launched_ranks
 from finch.distributed.processes import die_with_parent
@@ -28,9 +26,8 @@ from finch.errors import UserError
 from finch.evaluation.model_folders import ModelFolder, weight_files
 from finch.log import logger
 from finch.models.chat_template import read_chat_template, try_template
-from finch.models.hf_config import CONFIG, read_config, read_settings
-from finch.models.lora import merged_weight
-from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_tensors
+from finch.models.hf_config import CONFIG, read_config
+from finch.weights.peft import merge_layer, read_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,19 +38,6 @@ _STORED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 SHORT = 12
 """Digits of a hash in a folder's name."""
 
-_PREFIX = "base_model.model."
-_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
-# Settings that would change the formula, and the values under which they do not.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None,),
-    "use_qalora": (False, None),
-}
 _TIMEOUT = timedelta(weeks=1)  # a rank with short answers waits for one with long ones
 
 
@@ -120,9 +104,10 @@ def load_model(folder: ModelFolder, dtype: str, device: torch.device) -> PreTrai
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder.base or folder.path, dtype=DTYPES[dtype], output_loading_info=True
-        )
+        with offline():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder.base or folder.path, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=False
+            )
     except Exception as error:  # transformers and safetensors have an exception for each kind of damage
         raise UserError(f"{folder} cannot be loaded by transformers ({first_line(error)}); check the folder") from error
     model, info = loaded
@@ -143,7 +128,8 @@ def load_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        with offline():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and sentencepiece have an exception for each kind of damage
         raise UserError(
             f"{option}={folder} has no tokenizer that transformers can load ({first_line(error)}); copy the tokenizer's files there"
@@ -186,42 +172,18 @@ def shared_tokenizer(base: ModelFolder, tuned: Sequence[ModelFolder]) -> PreTrai
     return tokenizer
 
 
-def check_adapter(folder: Path, label: str) -> dict[str, Any]:
-    """The adapter's settings.
-
-    Raises:
-        UserError: the adapter is of a kind that cannot be merged here.
-    """
-    config = read_settings(folder / ADAPTER_CONFIG)
-    for key, plain in _PLAIN.items():
-        if key in config and config[key] not in plain:
-            raise UserError(
-                f"{label} has {key}={config[key]} in {ADAPTER_CONFIG}, which finch cannot merge; "
-                "merge it with PEFT (merge_and_unload) and give the merged folder"
-            )
-    return config
-
-
 @torch.no_grad()
 def merge_adapter(model: nn.Module, folder: Path, label: str) -> None:
     """Changes the model's weights in place.
 
     Raises:
-        UserError: the adapter does not fit the model.
+        UserError: the adapter is damaged, of a kind that cannot be merged here, or does not fit the model.
     """
-    config = check_adapter(folder, label)
-    rank = config["r"]
-    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    modules: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in read_tensors(folder / ADAPTER_WEIGHTS):
-        module, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-        if part not in _PARTS:
-            raise UserError(f"{label} holds {name}, which is not part of LoRA; merge the adapter with PEFT first")
-        modules.setdefault(module, {})[part] = tensor
+    scale, modules = read_adapter(folder, label)
     embedding = next((module.weight for module in model.modules() if isinstance(module, nn.Embedding)), None)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for name, parts in modules.items():
-        if name not in linear or not {"lora_A", "lora_B"} <= parts.keys():
+        if name not in linear:
             raise UserError(
                 f"{label} is for {name}, which is not a linear layer of the base; give the model that it was trained on"
             )
@@ -230,13 +192,7 @@ def merge_adapter(model: nn.Module, folder: Path, label: str) -> None:
             raise UserError(
                 f"{label} is for {name}, which shares its weight with the embedding; merge it with PEFT first"
             )
-        a, b = (parts[part].float() for part in ("lora_A", "lora_B"))
-        if (b.shape[0], a.shape[1]) != weight.shape:
-            raise UserError(
-                f"{label} is for {name} of shape {[b.shape[0], a.shape[1]]}, in the base it has {list(weight.shape)}; "
-                "give the model that it was trained on"
-            )
-        weight.copy_(merged_weight(weight, a, b, scale, parts.get("lora_magnitude_vector")))
+        weight.copy_(merge_layer(weight, parts, scale, f"{label} is for {name}"))
 
 
 def hash_weights(folder: ModelFolder) -> str:

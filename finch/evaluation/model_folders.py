@@ -130,12 +130,13 @@ def weight_files(folder: ModelFolder) -> list[Path]:
     return sorted(folder.path.glob("pytorch_model*.bin"))
 
 
-def training_questions(run: Path) -> frozenset[str] | None:
-    """The user's first turn of each row of the run's ``dataset``; None where the run has no config or its rows are gone."""
-    from omegaconf import DictConfig, ListConfig
+def training_questions(run: Path, *, trust: bool = False) -> frozenset[str] | None:
+    """The user's first turn of each row of the run's ``dataset``; None where the run has no config or its rows are gone. ``trust``: see
+    :func:`finch.average.average`."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
 
-    from finch.config.foreign import refuse_foreign
-    from finch.config.instantiate import load_config
+    from finch.config.foreign import offline, read_config_of
+    from finch.config.schema import LoraFinetuneKeys
     from finch.data.dataset import load_unpacked
 
     file = run / run_files.CONFIG
@@ -143,15 +144,16 @@ def training_questions(run: Path) -> frozenset[str] | None:
         return None
     tokenizer = _FirstTurn()
     try:
-        cfg = load_config(file)
-        refuse_foreign(cfg, file, ["dataset"])
+        others = LoraFinetuneKeys.model_fields.keys() - {"dataset"}
+        cfg = OmegaConf.create(read_config_of(run, others, trust=trust))
         node = cfg.get("dataset")
         nodes = node if isinstance(node, ListConfig) else [node]
         if not all(isinstance(each, DictConfig) and "_component_" in each for each in nodes):
             raise UserError("it has no dataset")
-        rows = load_unpacked(cfg, "dataset", tokenizer).data
-        for index in range(len(rows)):
-            rows[index]
+        with offline(not trust):
+            rows = load_unpacked(cfg, "dataset", tokenizer).data
+            for index in range(len(rows)):
+                rows[index]
     except (UserError, OSError, KeyError) as error:
         logger.warning(f"{file}: the rows that it trained on are unknown ({error})")
         return None

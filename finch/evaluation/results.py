@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finch.errors import UserError
-from finch.files import atomic_file, make_folder, write_text
+from finch.files import atomic_file, make_folder, read_bytes, write_text
 
 FORMAT = 1
 _MAX_NUMBER = 1e9  # beyond it, squares of differences lose all digits
@@ -131,7 +131,7 @@ def read_result(path: Path) -> SuiteResult:
         UserError: the file is missing, broken, or of a later format.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode()
         is_later = json.loads(text)["format"] > FORMAT
         result = None if is_later else read_as(SuiteResult, text)
     except FileNotFoundError as error:
@@ -158,7 +158,7 @@ def read_samples(folder: Path, task: TaskResult) -> list[Sample]:
     """
     path = folder / Path(task.samples).name
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(path).decode().splitlines()
         read_as(list[_Sample], f"[{','.join(lines)}]")
         samples = [json.loads(line) for line in lines]
     except (OSError, ValueError, RecursionError) as error:

@@ -27,6 +27,7 @@ from finch.evaluation.tasks.task import Task, average
 from finch.files import make_folder
 from finch.log import logger
 from finch.progress import EvaluationProgress
+from finch.run_files import inside
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Options:
         dtype: a key of ``finch.evaluation.loading.DTYPES``.
         batch_size: rows, or ``auto``.
         device: None: a GPU where there is one.
+        trust: the tuned runs are the user's own, see :func:`finch.config.foreign.read_config_of`.
     """
 
     out: Path
@@ -48,6 +50,7 @@ class Options:
     dtype: str = "fp32"
     batch_size: int | str = "auto"
     device: str | None = None
+    trust: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Evaluation:
         has_waited = False
         with contextlib.ExitStack() as stack:
             if self._ranks.is_first:
-                make_folder(target.output)
+                make_folder(self._place(target))
                 lock = FileLock(target.output / ".lock", fallback_to_soft=False)
                 with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
                     try:
@@ -183,7 +186,8 @@ class Evaluation:
         from finch.evaluation.language_model import AnswerCache, LanguageModel
 
         run = target.folder.run
-        questions = training_questions(run) if run is not None and self._ranks.is_first else None
+        trust, is_first = self._options.trust, self._ranks.is_first
+        questions = training_questions(run, trust=trust) if run is not None and is_first else None
         device = self._ranks.device(self._options.device)
         progress.set_title(f"{target.folder.label}: loading")
         model = LanguageModel(
@@ -213,10 +217,15 @@ class Evaluation:
             if self._ranks.is_first:  # of all ranks, and of an earlier start with another number of them
                 self._remove_answers(target, task.suite, task.name)
 
-    @staticmethod
-    def _remove_answers(target: Target, suite: str, name: str) -> None:
+    def _remove_answers(self, target: Target, suite: str, name: str) -> None:
         for path in target.output.glob(f"{suite}.{name}.answers*.jsonl"):
-            path.unlink(missing_ok=True)
+            (self._place(target) / path.name).unlink(missing_ok=True)
+
+    def _place(self, target: Target) -> Path:
+        """The folder of a model's results, to write there."""
+        run = target.folder.run or target.folder.path.parent
+        is_foreign = target.folder.results is not None and not self._options.trust
+        return inside(run, *target.output.relative_to(run).parts) if is_foreign else target.output
 
     def _write(self, target: Target, task: Task, definition: str, samples: list[dict[str, Any]]) -> None:
         scores = [sample["score"] for sample in samples if sample["score"] is not None]

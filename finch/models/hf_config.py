@@ -13,6 +13,7 @@ from typing import Any
 
 from finch.config.instantiate import download_command
 from finch.errors import UserError
+from finch.files import read_bytes
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -101,6 +102,9 @@ def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") 
     """
     folder = Path(path)
     if folder.is_dir():
+        for each in (*folder.glob("*"), *folder.glob("*/*")):  # of which libraries may open any
+            if each.exists() and not (each.is_file() or each.is_dir()):
+                raise UserError(f"{option}={path} holds {each.name}, which is neither a file nor a folder; remove it")
         return folder
     if _HUB_NAME.fullmatch(str(path)) and not folder.exists():
         target = f"/tmp/{folder.name}"
@@ -120,8 +124,8 @@ def _hub_name(name: str) -> str:
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises UserError if it is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        return json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); download it again") from error
 
 

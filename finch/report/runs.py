@@ -12,10 +12,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from finch import run_files
-from finch.config.instantiate import component_of, first_line, load_config
+from finch.config.foreign import read_data
+from finch.config.instantiate import component_of
 from finch.config.methods import METHODS
 from finch.errors import UserError
 from finch.evaluation.results import SuiteResult, read_as, read_results
+from finch.files import read_bytes
 from finch.sweep.grid import LABEL, LR, METHOD, SEED
 
 BATCH_SIZE = "batch_size"
@@ -232,22 +234,19 @@ def _is_run(folder: Path) -> bool:
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    from omegaconf import OmegaConf
-
-    cfg = load_config(path)
+    config = read_data(path)
     try:
-        text = json.dumps(OmegaConf.to_container(cfg, resolve=True), default=str)
-        read_as(_Config, text)
-    except Exception as error:  # omegaconf's errors have no common class
-        raise UserError(f"{path} cannot be read ({first_line(error)}); restore it, or leave the run out") from error
-    return json.loads(text)
+        read_as(_Config, json.dumps(config))
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}); restore it, or leave the run out") from error
+    return config
 
 
 def _read_cell(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode()
         read_as(_Cell, text)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore it, or leave the run out") from error

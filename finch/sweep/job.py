@@ -34,7 +34,7 @@ from finch.sweep.grid import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-FINCH = (sys.executable, "-m", "finch.cli")
+FINCH = (sys.executable, "-P", "-m", "finch.cli")
 _LINKED = (run_files.CONFIG, run_files.METRICS, run_files.BEST, run_files.EVALUATION)
 # Keys that do not change what a run computes, or that a finished run may have had otherwise.
 _IGNORED = frozenset(
@@ -176,6 +176,7 @@ class Job:
             *command,
             "--out",
             str(self.grid.out),
+            "--trust",
             *_options(data_root=evaluation.data_root, limit=evaluation.limit),
         ]
 

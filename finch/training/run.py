@@ -293,7 +293,7 @@ class RunLock:
     """
 
     def __init__(self, run: Path) -> None:
-        self._path = run / run_files.LOCK
+        self._path = run_files.inside(run, run_files.LOCK)
         # Not filelock's lock file without flock: it would outlive a killed holder.
         self._lock = FileLock(self._path, fallback_to_soft=False)
 

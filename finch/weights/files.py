@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from finch.errors import UserError
+from finch.log import logger
 from finch.models.hf_config import read_json
 
 SAFETENSORS = "model.safetensors"
@@ -84,12 +85,24 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
+def is_own(path: Path) -> bool:
+    """Whether a file of a folder lies there, or is a link of the hub's cache to its blobs: others lead to what is not the folder's."""
+    folder, real = path.parent.resolve(), path.resolve()
+    is_blob = folder.parent.name == "snapshots" and real.parent == folder.parents[1] / "blobs"
+    return path.is_file() and (is_blob or real.is_relative_to(folder))
+
+
 def copy_side_files(source: Path, target: Path, without: tuple[str, ...] = ()) -> None:
-    """Copies tokenizer files, generation_config and the like: all files but weights, their index and hidden ones."""
+    """Copies tokenizer files, generation_config and the like: all files but weights, their index and hidden ones. A link to elsewhere is left out, and
+    a log line says so: somebody else may have made it."""
     for path in sorted(source.iterdir()):
         is_hidden_or_weights = path.name.startswith(".") or path.name.endswith(_WEIGHT_SUFFIXES)
-        if path.is_file() and not is_hidden_or_weights and path.name not in without:
+        if is_hidden_or_weights or path.name in without or not path.is_file():
+            continue
+        if is_own(path):
             shutil.copyfile(path, target / path.name)
+        else:
+            logger.warning(f"{path} is a link out of its folder and is not copied; put a copy in its place")
 
 
 def rewrite(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
@@ -117,6 +130,8 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
 def open_safetensors(file: Path) -> Any:
     """A safetensors file mapped into memory. Raises UserError if it is broken."""
     try:
+        if not file.is_file():  # a pipe would keep its reader waiting
+            raise FileNotFoundError("there is no such file")
         return safe_open(file, framework="pt", device="cpu")
     except Exception as error:  # the library has a separate exception for each way a file can be broken
         raise UserError(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torchtune.modules.peft import DoRALinear
 
 from finch.dtensor import full_tensor
 from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder
-from finch.models.hf_config import read_json
+from finch.models.hf_config import read_settings
 from finch.models.lora import AdapterLayer, adapter_layers, merged_weight, scaling
 from finch.weights.conversion import Conversion, StateDict, conversion_for, with_columns
 from finch.weights.files import (
@@ -22,12 +23,25 @@ from finch.weights.files import (
     ADAPTER_WEIGHTS,
     SAFETENSORS_METADATA,
     copy_side_files,
+    read_tensors,
     rewrite,
     write_json,
 )
 from finch.weights.huggingface import HuggingFaceFolder, PretrainedFolder
 
 _PREFIX = "base_model.model."  # PEFT's wrapper around a model
+_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
+# Settings that would change the formula, and the values under which they do not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "use_qalora": (False, None),
+}
 
 
 class PeftFolder:
@@ -125,21 +139,74 @@ class PeftFolder:
         }
 
 
+def check_adapter(folder: Path, label: str) -> dict[str, Any]:
+    """The adapter's settings. Raises UserError if they are damaged, or of a kind that cannot be merged here."""
+    config = read_settings(folder / ADAPTER_CONFIG)
+    for key, plain in _PLAIN.items():
+        if key in config and config[key] not in plain:
+            raise UserError(
+                f"{label} has {key}={config[key]} in {ADAPTER_CONFIG}, which finch cannot merge; "
+                "merge it with PEFT (merge_and_unload) and give the merged folder"
+            )
+    for key in ("r", "lora_alpha"):
+        value = config.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise UserError(
+                f"{label} has {key}={value} in {ADAPTER_CONFIG}, no number above 0; write the adapter again"
+            )
+    return config
+
+
+def read_adapter(folder: Path, label: str) -> tuple[float, dict[str, StateDict]]:
+    """s, and by the names of linear layers A, B and DoRA's magnitudes: a layer's W becomes W + s * B A, s = alpha / r (rsLoRA: alpha / sqrt(r)); with
+    DoRA each row of that is scaled to the stored magnitude (arXiv 2106.09685, 2312.03732, 2402.09353).
+
+    Raises UserError for a file that is damaged, and an adapter of another kind. ``label``: what messages call it.
+    """
+    config = check_adapter(folder, label)
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    modules: dict[str, StateDict] = {}
+    for name, tensor in read_tensors(folder / ADAPTER_WEIGHTS):
+        module, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        if part not in _PARTS:
+            raise UserError(f"{label} holds {name}, which is not part of LoRA; merge the adapter with PEFT first")
+        modules.setdefault(module, {})[part] = tensor
+    for name, parts in modules.items():
+        if missing := [part for part in _PARTS[:2] if part not in parts]:
+            raise UserError(f"{label} lacks {missing[0]} of {name}; write the adapter again")
+    return scale, modules
+
+
+def merge_layer(weight: torch.Tensor, parts: StateDict, scale: float, label: str) -> torch.Tensor:
+    """[out, in] the weight of a layer with what :func:`read_adapter` has of it, computed in fp32 or wider and rounded once. Raises UserError if the
+    shapes do not fit."""
+    a, b, magnitude = (parts.get(part) for part in _PARTS)
+    assert a is not None
+    assert b is not None
+    shape, ranks = [*b.shape[:1], *a.shape[1:]], {tuple(a.shape[:1]), tuple(b.shape[1:])}
+    if shape != list(weight.shape) or len(ranks) > 1 or (magnitude is not None and magnitude.shape != b.shape[:1]):
+        raise UserError(
+            f"{label} of shape {shape}, in the base it has {list(weight.shape)}; give the model that it was trained on"
+        )
+    return merged_weight(weight, a, b, scale, magnitude).to(weight.dtype)
+
+
 def merge_adapter(base: Path, adapter: Path, target: Path) -> None:
     """Writes the folder ``base`` with the adapter that :class:`PeftFolder` has written merged into its weights, in their shards and dtypes.
-    Memory holds one shard. Raises UserError for a broken file, or a folder that cannot be written."""
-    config, stored = read_json(adapter / ADAPTER_CONFIG), load_file(adapter / ADAPTER_WEIGHTS)
+    Memory holds one shard. Raises UserError for a broken file, an adapter of another model, or a folder that cannot be written."""
+    scale, modules = read_adapter(adapter, str(adapter))
 
     def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
-        module = _PREFIX + name.removesuffix(".weight")
-        if (a := stored.get(f"{module}.lora_A.weight")) is None:
-            return weight
-        b, magnitude = stored[f"{module}.lora_B.weight"], stored.get(f"{module}.lora_magnitude_vector")
-        return merged_weight(weight, a, b, config["lora_alpha"] / config["r"], magnitude).to(weight.dtype)
+        parts = modules.pop(name.removesuffix(".weight"), None)
+        return weight if parts is None else merge_layer(weight, parts, scale, f"{adapter} is for {name}")
 
     try:
         with atomic_folder(target) as partial:
             rewrite(base, partial, merged)
             copy_side_files(adapter, partial, without=(ADAPTER_CONFIG,))  # the chat template
+            for name in modules:
+                raise UserError(
+                    f"{adapter} is for {name}, which {base} does not have; give the model that it was trained on"
+                )
     except (OSError, SafetensorError) as error:
         raise UserError(f"{target} cannot be written ({error}); make room") from error

@@ -7,12 +7,12 @@ percent, changes in points.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from finch.models.hf_config import read_settings
 from finch.report.figures import Curve
 from finch.report.runs import Run, base_builder
 
@@ -65,7 +65,7 @@ def paper_model(run: Run) -> str | None:
     folder = checkpointer.get("checkpoint_dir") if isinstance(checkpointer, Mapping) else None
     if folder is not None:
         try:
-            return _by_sizes(json.loads((Path(str(folder)) / "config.json").read_text(encoding="utf-8")))
+            return _by_sizes(read_settings(Path(str(folder)) / "config.json"))
         except (OSError, ValueError):
             pass
     builder = base_builder(run.config)
@@ -76,8 +76,8 @@ def _by_sizes(config: Mapping[str, Any]) -> str | None:
     if config.get("model_type") == "llama" and config.get("rope_scaling") is not None:
         return None  # Llama 3.1 and later
     keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    sizes: Any = tuple(config.get(key) for key in keys)
-    return _SIZES.get(sizes)
+    sizes = tuple(config.get(key) for key in keys)
+    return next((name for known, name in _SIZES.items() if known == sizes), None)
 
 
 def _rows(name: str) -> list[dict[str, str]]:
