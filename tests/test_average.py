@@ -185,7 +185,7 @@ def test_auto_averages_at_the_end_on_the_runs_ranks(tiny, rows_file, tmp_path):
         (
             {"dataset": {"_component_": "os.system"}},
             Choice(),
-            "dataset names os.system, which is not of finch or torchtune",
+            "dataset._component_=os.system is not among the components",
         ),
         ({"collate_fn": "builtins.print"}, Choice(), "collate_fn=builtins.print is not among the components"),
         ({"hooks": {"mine": {"_component_": "os.system"}}}, Choice(alpha=0.0), None),  # is not used, and not imported

@@ -90,7 +90,7 @@ def _try(
         OmegaConf.save(OmegaConf.create(blocks), file)
         for number, candidate in enumerate(candidates):
             keys = [f"{key}={value}" for key, value in candidate.items()]
-            command = [sys.executable, "-m", "finch.cli", "estimate", str(file), *shape, *overrides, *keys]
+            command = [sys.executable, "-P", "-m", "finch.cli", "estimate", str(file), *shape, *overrides, *keys]
             try:
                 seconds = max(end - time.monotonic(), 0.1)
                 done = subprocess.run(command, env=environment, timeout=seconds, capture_output=True, text=True)

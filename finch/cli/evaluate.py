@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finch.cli.run import failed_rank, prepare_launcher
+from finch.cli.run import SAFE_PYTHON, failed_rank, prepare_launcher
 from finch.errors import UserError, exit_without_teardown
 from finch.evaluation.results import SuiteResult, TaskResult, read_samples
 from finch.evaluation.tasks.registry import ALL, select_tasks
@@ -304,7 +304,7 @@ def _launch(number: int) -> None:
     from torch.distributed.run import run as run_launcher
 
     prepare_launcher(number)
-    arguments = ["--standalone", f"--nproc_per_node={number}", "--module", "finch.cli", *sys.argv[1:]]
+    arguments = ["--standalone", f"--nproc_per_node={number}", "--no_python", *SAFE_PYTHON, "finch.cli", *sys.argv[1:]]
     try:
         run_launcher(get_args_parser().parse_args(arguments))
     except ChildFailedError as error:

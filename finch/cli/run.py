@@ -166,8 +166,8 @@ def _launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run as run_launcher
 
-    options.module, options.no_python, options.run_path = True, False, False
-    options.training_script, options.training_script_args = recipe, list(arguments)
+    options.module, options.no_python, options.run_path = False, True, False
+    options.training_script, options.training_script_args = SAFE_PYTHON[0], [*SAFE_PYTHON[1:], recipe, *arguments]
     if not options.rdzv_endpoint and options.nnodes in ("1", "1:1"):
         options.standalone = True
     if "SIGUSR1" not in options.signals_to_handle:
@@ -188,6 +188,10 @@ def _launch(
         except (ValueError, OSError) as error:
             raise UserError(f"torchrun's launcher: {' '.join(str(error).split())}") from error
     return 0
+
+
+SAFE_PYTHON = (sys.executable, "-P", "-u", "-m")
+"""Starts a module; files in the current folder are no modules then, unless a config that the user names finds no other."""
 
 
 def prepare_launcher(local_ranks: int) -> None:

@@ -93,7 +93,7 @@ def _kill_a_rank(check: Check, ranks: int) -> None:
     """The launcher must end the others soon, and the run go on from its last asynchronous save, here on one rank."""
     write_base(check.folder, TINY["Q"])
     config = job(check, "killed", ranks=ranks, **kill_hook(rank=1))
-    command = [sys.executable, "-m", "finch.cli", "run", "--nproc_per_node", str(ranks), "--config", config]
+    command = [sys.executable, "-P", "-m", "finch.cli", "run", "--nproc_per_node", str(ranks), "--config", config]
     with (check.folder / "launcher.log").open("wb") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment_of())
     train(job(check, "straight"))

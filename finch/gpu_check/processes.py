@@ -39,7 +39,7 @@ class Ranks:
     def __init__(
         self, name: str, target: str, arguments: dict[str, Any], folder: Path, *, ranks: int = 1, leads: bool = False
     ) -> None:
-        command = [sys.executable, "-m", "finch.gpu_check.processes", target, json.dumps(arguments)]
+        command = [sys.executable, "-P", "-m", "finch.gpu_check.processes", target, json.dumps(arguments)]
         environment = environment_of(ranks)
         self._logs = [folder / (f"{name}.log" if ranks == 1 else f"{name}_rank_{rank}.log") for rank in range(ranks)]
         self._leads = leads

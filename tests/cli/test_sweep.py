@@ -108,7 +108,7 @@ def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys
     out = tmp_path / "out"
     words = f"dtype=bf16_mixed method=sft seed=0 output_dir={out}/sft_seed0 resume_from_checkpoint=auto"
     assert run == f"run --nproc_per_node 2 --config {tmp_path}/config.yaml {words}"
-    common = f"evaluate --base {base_folder} --tuned {out}/sft_seed0 --out {out} --data-root data --limit 5"
+    common = f"evaluate --base {base_folder} --tuned {out}/sft_seed0 --out {out} --trust --data-root data --limit 5"
     assert tasks == f"{common} --tasks tofu,mine --include-path yaml --new-task mine"
 
 
@@ -120,8 +120,8 @@ def test_epochs_that_are_chosen_from_are_scored_before_the_run(grid, tmp_path, b
     epochs, run = (line.partition("--base ")[2] for line in printed.splitlines() if " evaluate " in line)
     out = tmp_path / "out"
     models = f"{out}/sft/epoch_0 {out}/sft/epoch_1"
-    assert epochs == f"{base_folder} --tuned {models} --out {out} --suite knowledge_validation"
-    assert run == f"{base_folder} --tuned {out}/sft --out {out} --suite knowledge,knowledge_validation"
+    assert epochs == f"{base_folder} --tuned {models} --out {out} --trust --suite knowledge_validation"
+    assert run == f"{base_folder} --tuned {out}/sft --out {out} --trust --suite knowledge,knowledge_validation"
     error = finch(capsys, "sweep", file, "--dry-run", "save_last_epoch_only=True")[2]
     assert "cell sft: save_last_epoch_only=True leaves no epochs to choose from by evaluate.select_by" in error
 

@@ -197,7 +197,7 @@ def test_job_resumes_after_its_time_limit_and_scancel(submit, config, uninterrup
     started = (tmp_path / "log").read_text().splitlines()
     assert len(started) == 4  # two nodes, two starts: the settings outlive the requeue
     binds = ",".join(f"{folder}:{folder}" for folder in (limited.run.parent, limited.run, "/data/a"))
-    assert all(f"--bind {binds},/b:/c image.sif {sys.executable} -m torch" in line for line in started)
+    assert all(f"--bind {binds},/b:/c image.sif {sys.executable} -P -m torch" in line for line in started)
 
 
 def test_job_resumes_after_a_killed_rank_and_a_lost_node(submit, uninterrupted, lab):

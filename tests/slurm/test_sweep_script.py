@@ -62,7 +62,7 @@ def test_evaluation_has_the_exit_code_of_the_sweep(start, tmp_path):
     job = start("grid.yaml", "--out", "a b", "epochs=1", FINCH_SETUP=str(tmp_path / "setup.sh"))
     job.communicate(timeout=600)
     assert job.returncode == 5
-    assert events(tmp_path) == ["-m finch.cli sweep grid.yaml --out a b epochs=1 --skip-training"]
+    assert events(tmp_path) == ["-P -m finch.cli sweep grid.yaml --out a b epochs=1 --skip-training"]
 
 
 @pytest.mark.parametrize(("number", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
@@ -81,7 +81,7 @@ def test_containers_get_the_command(start, tmp_path):
     settings = {"FINCH_CONTAINER": "image.sif", "FINCH_CONTAINER_MOUNTS": "/data,/a:/b"}
     start("grid.yaml", **settings, FINCH_CONTAINER_RUNTIME="apptainer").communicate(timeout=600)
     mounts = f"{tmp_path}:{tmp_path},/data:/data,/a:/b"
-    command = "python -m finch.cli sweep grid.yaml --skip-training"
+    command = "python -P -m finch.cli sweep grid.yaml --skip-training"
     assert events(tmp_path) == [f"exec --nv --pwd {tmp_path} --bind {mounts} image.sif {command}"]
     assert (
         "must be pyxis or apptainer" in start("g", **settings, FINCH_CONTAINER_RUNTIME="x").communicate(timeout=600)[0]

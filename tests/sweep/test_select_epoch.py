@@ -22,7 +22,7 @@ from finch.evaluation.results import SuiteResult, TaskResult, base_path, read_re
 from finch.evaluation.tasks.registry import SUITES
 from finch.sweep import local
 from finch.sweep.grid import cells_of, read_grid
-from finch.sweep.job import Job
+from finch.sweep.job import FINCH, Job
 from finch.sweep.local import LocalSweep
 
 SCORES = {"epoch_0": 0.25, "epoch_1": 0.75, "epoch_2": 0.5}
@@ -41,7 +41,7 @@ class Programs:
         self.events, self.scores, self.returncode, self.pid = [], dict(SCORES), 0, None
 
     def __call__(self, command, **_):
-        verb, *words = command[3:]
+        verb, *words = command[len(FINCH) :]
         options = dict(itertools.pairwise(words))
         if verb == "run":
             self.train(Path(next(word for word in words if word.startswith("output_dir="))[len("output_dir=") :]))
@@ -255,7 +255,7 @@ def test_real_results_of_the_chosen_epoch_are_the_runs(base_folder, tmp_path, ca
     )
 
     of_epochs, of_run = job.evaluate_commands()
-    assert finch(capsys, *of_epochs[3:])[0] == 0
+    assert finch(capsys, *of_epochs[len(FINCH) :])[0] == 0
     scores = {name: read_result(run / "evaluation" / name / f"{SUITE}.json") for name in ("epoch_0", "epoch_1")}
     values = {name: result.tasks["tofu_validation"].score for name, result in scores.items()}
     job.select_epoch()
@@ -263,7 +263,7 @@ def test_real_results_of_the_chosen_epoch_are_the_runs(base_folder, tmp_path, ca
     assert len(set(values.values())) == 2, values
     assert (run / "best").readlink() == Path(best)
     assert job.evaluate_commands() == [of_run]
-    assert finch(capsys, *of_run[3:])[0] == 0
+    assert finch(capsys, *of_run[len(FINCH) :])[0] == 0
     assert f"{run}/evaluation/{SUITE}.json is reused: tofu_validation" in caplog.text
     own = read_result(run / "evaluation" / f"{SUITE}.json")
     assert (own.weights, own.tasks["tofu_validation"].score) == (scores[best].weights, values[best])
