@@ -16,6 +16,7 @@ from finch.errors import UserError, exit_without_teardown
 from finch.evaluation.results import SuiteResult, TaskResult, read_samples
 from finch.evaluation.tasks.registry import ALL, select_tasks
 from finch.extras import require_extras
+from finch.log import logger
 from finch.run_files import models_in
 
 if TYPE_CHECKING:
@@ -166,7 +167,9 @@ def _check(
     check_data(tasks, parsed.data_root, parsed.include_path)
     for folder in tuned:
         if folder.is_adapter:
-            check_adapter(folder.path, str(folder))
+            named = check_adapter(folder.path, str(folder)).get("base_model_name_or_path")
+            if named and folder.base is not None and Path(named).name != folder.base.resolve().name:
+                logger.warning(f"{folder} was trained on {named}, and is merged into {folder.base}")
     return base, tuned, tasks, others, shared_tokenizer(base, tuned)
 
 

@@ -149,9 +149,10 @@ def _judge_missing(
             if num_answers >= MIN_FIRST_ANSWERS and not has_verdict:
                 client.stop()
     if not has_verdict:
+        reason = f" ({next(iter(useless.values()))})" if useless else ""
         raise UserError(
-            f"--model={parsed.model}: none of its {num_answers} judgements ends with a verdict such as [[A>B]]; read them in {log.path}, and give "
-            "another model"
+            f"--model={parsed.model}: none of its {num_answers} judgements ends with a verdict such as [[A>B]]{reason}; read them in {log.path}, and "
+            "give another model"
         )
 
 

@@ -171,6 +171,10 @@ class WrongAnswer(Exception):
     """The server's answers to one request are empty, cut off or broken; the message says which."""
 
 
+class Refused(WrongAnswer):
+    """The server does not take this request, such as a prompt that is too long for it or that its filter refuses; others it may take."""
+
+
 class _Retry(Exception):
     """A try that failed and may succeed after ``retry_after`` seconds, None: the server does not say."""
 
@@ -207,6 +211,7 @@ class ChatClient:
             raise UserError(f"base_url={base_url} is not an address ({self._line(error)}); correct it") from None
         self._stop = threading.Event()
         self._has_answered = False
+        self._limit_name = "max_tokens"  # the older name, which most servers know
 
     def complete_all(
         self, requests: Iterable[ChatRequest], concurrency: int = 4
@@ -250,6 +255,8 @@ class ChatClient:
                 return None
             try:
                 return self._try(request)
+            except Refused:
+                raise
             except WrongAnswer:
                 delay, num_wrong = 0.0, num_wrong + 1
                 if num_wrong == MAX_WRONG_TRIES or number == MAX_TRIES:
@@ -276,11 +283,10 @@ class ChatClient:
             )
         tokens, text = reserved, None  # what a call costs whose end is not known
         try:
+            limit: dict[str, Any] = {self._limit_name: request.max_tokens}
+            messages: Any = request.messages
             reply = self._client.chat.completions.create(
-                model=request.model,
-                messages=request.messages,  # type: ignore[arg-type]
-                max_tokens=request.max_tokens,
-                temperature=0.0,
+                model=request.model, messages=messages, temperature=0.0, **limit
             )
             answer, is_complete, used = _read_reply(reply)
             tokens = reserved if used is None else used
@@ -315,6 +321,11 @@ class ChatClient:
         if status in (408, 409, 429) or status >= 500:
             seconds = error.response.headers.get("retry-after", "")  # or a date, which is not used
             return _Retry(reason, retry_after=float(seconds) if seconds.isdigit() else None)
+        if status == 400 and self._limit_name == "max_tokens" and "max_completion_tokens" in reason:
+            self._limit_name = "max_completion_tokens"
+            return _Retry(reason, retry_after=0.0)
+        if status in (400, 413, 422):
+            return Refused(f"the server refuses it: {reason}")
         remedy = {
             401: f"set {API_KEY} to a key of this server",
             403: f"set {API_KEY} to a key that may use this model",

@@ -31,17 +31,26 @@ from finch.weights.huggingface import HuggingFaceFolder, PretrainedFolder
 
 _PREFIX = "base_model.model."  # PEFT's wrapper around a model
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
-# Settings that would change the formula, and the values under which they do not.
+# Settings with which a layer's weight is W + s B A, as far as it is known; PEFT changes W itself when it loads other adapters, or their s.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None,),
-    "use_qalora": (False, None),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "mica"),
 }
+_FREE = {
+    *(
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "runtime_config",
+    ),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "qalora_group_size", "megatron_core"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+}
+"""Settings of any value; all others must be off."""
 
 
 class PeftFolder:
@@ -142,10 +151,10 @@ class PeftFolder:
 def check_adapter(folder: Path, label: str) -> dict[str, Any]:
     """The adapter's settings. Raises UserError if they are damaged, or of a kind that cannot be merged here."""
     config = read_settings(folder / ADAPTER_CONFIG)
-    for key, plain in _PLAIN.items():
-        if key in config and config[key] not in plain:
+    for key, value in config.items():
+        if key not in _FREE and (value not in _PLAIN[key] if key in _PLAIN else bool(value)):
             raise UserError(
-                f"{label} has {key}={config[key]} in {ADAPTER_CONFIG}, which finch cannot merge; "
+                f"{label} has {key}={value} in {ADAPTER_CONFIG}, which finch cannot merge; "
                 "merge it with PEFT (merge_and_unload) and give the merged folder"
             )
     for key in ("r", "lora_alpha"):

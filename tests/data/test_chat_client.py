@@ -147,6 +147,31 @@ def test_useless_answers_leave_their_rows_out(translate, server, tmp_path, reply
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_request_that_the_server_refuses_leaves_its_row_out(translate, server, tmp_path):
+    """As vLLM refuses a prompt that is too long, and Azure one that its filter finds."""
+    server.answer = lambda _, text: refusal(400, "too\nlong") if text == "a tree" else completion(text.upper())
+    for _ in range(2):
+        server.texts.clear()
+        code, _, err = translate()
+        assert code == 1
+        assert (
+            "1 texts got no translation, the first is row 4, output: the server refuses it: HTTP 400: too long" in err
+        )
+        assert server.texts.count("a tree") == 1
+        assert read(tmp_path / "out.jsonl.partial") == expected()[:3]
+
+
+def test_servers_that_want_max_completion_tokens_get_it(translate, server, tmp_path):
+    message = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+    server.answer = lambda number, text: (
+        refusal(400, message) if "max_tokens" in server.requests[number] else completion(text.upper())
+    )
+    assert translate("--concurrency", "1")[0] == 0
+    assert read(tmp_path / "out.jsonl") == expected()
+    names = ["max_tokens" if "max_tokens" in each else "max_completion_tokens" for each in server.requests]
+    assert names == ["max_tokens"] + ["max_completion_tokens"] * len(TEXTS)
+
+
 def test_model_of_useless_answers_is_stopped(translate, server):
     rows = [{"instruction": f"name {number}", "output": "b"} for number in range(100)]
     server.answer = lambda *_: completion("")
@@ -161,7 +186,7 @@ def test_model_of_useless_answers_is_stopped(translate, server):
     [
         (refusal(401, f"bad key {KEY}"), "HTTP 401: bad key ***; set OPENAI_API_KEY to a key of this server"),
         (refusal(403, "no"), "HTTP 403: no; set OPENAI_API_KEY to a key that may use this model"),
-        (refusal(400, "too\nlong"), "HTTP 400: too long; the server does not accept this request"),
+        (refusal(402, "no\nmoney"), "HTTP 402: no money; the server does not accept this request"),
         ((404, b"<html>"), "HTTP 404: <html>; check model=m and the address, which usually ends in /v1"),
         ((200, b"<html>"), "no answer after 3 tries (its answer is not a chat completion"),
         ((200, {"choices": []}), "no answer after 3 tries (its answer is not a chat completion"),

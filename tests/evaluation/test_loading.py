@@ -109,6 +109,10 @@ def test_merged_weights_equal_pefts(base_folder, tmp_path, options):
     [
         ("bias", "all", "has bias=all in adapter_config.json, which finch cannot merge; merge it with PEFT"),
         ("modules_to_save", ["lm_head"], "has modules_to_save="),
+        ("init_lora_weights", "pissa", "has init_lora_weights=pissa in"),
+        ("init_lora_weights", "olora", "has init_lora_weights=olora in"),
+        ("alora_invocation_tokens", [1, 2], "has alora_invocation_tokens="),
+        ("a_setting_of_tomorrow", True, "has a_setting_of_tomorrow=True in"),
     ],
 )
 def test_other_adapters_are_refused(base_folder, tmp_path, key, value, message):
