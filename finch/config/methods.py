@@ -231,6 +231,10 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
         for key, block in METHODS[one].blocks.items():
             if key != "model":  # LoRA's: resolved later, since the command line may name the builder
                 blocks[key] = _keep_settings(block, file_blocks.get(key))
+    if {"finch", "lora"} <= set(
+        names
+    ):  # LORA_LR is above the cap of full fine-tuning: the rate would be that cap throughout
+        blocks["lr_scheduler"]["eta_max"] = "auto"
     return blocks, remaining, names
 
 

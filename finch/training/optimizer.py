@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from finch import FinchLR, ReplayLR, dtensor
@@ -153,6 +154,10 @@ def make_update(
     return update(model, optimizers, schedule, parallel, cfg.clip_grad_norm)
 
 
+FUSED_ON_SHARDS = ("torch.optim.AdamW", "torch.optim.Adam")
+"""The optimizers of torch whose fused kernel takes DTensors."""
+
+
 def build_optimizers(
     cfg: DictConfig, parameters: Sequence[nn.Parameter], precision: Precision, device: torch.device, *, tensor_lr: bool
 ) -> list[Optimizer]:
@@ -162,6 +167,15 @@ def build_optimizers(
     synchronises with a GPU.
     """
     node = stochastic_optimizer(cfg.optimizer) if precision.stochastic else cfg.optimizer
+    if (
+        node.get("fused")
+        and node["_component_"] not in FUSED_ON_SHARDS
+        and any(isinstance(each, DTensor) for each in parameters)
+    ):
+        logger.info(
+            f"optimizer.fused=True: torch has no such kernel of {node['_component_']} for sharded weights; it runs without"
+        )
+        node = {**node, "fused": None}
     on_device = tensor_lr and device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload
 
     def make(params: list[nn.Parameter]) -> Optimizer:

@@ -141,7 +141,9 @@ def test_lora_replaces_the_model_builder(full, lora):
     assert merged("method=lora", model={"_component_": full})["model"] == expected
     cfg = merged("method=finch+lora", f"model={full}", "model.lora_rank=8")
     assert cfg["model"] == {**expected, "lora_rank": 8}
-    assert (cfg["lr_scheduler"], cfg["loss"], cfg["regularizer"]) == (FINCH, CROSS_ENTROPY, None)
+    schedule = {**FINCH, "eta_max": "auto"}  # LoRA's rate lies above the cap of full fine-tuning
+    assert (cfg["lr_scheduler"], cfg["loss"], cfg["regularizer"]) == (schedule, CROSS_ENTROPY, None)
+    assert merged("method=finch+lora", "lr_scheduler.eta_max=1e-4")["lr_scheduler"]["eta_max"] == 1e-4
 
 
 def test_full_recipe_rejects_lora_with_the_right_command(file):

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from finch import FinchLR
 from finch.distributed.parallel import Parallel
+from finch.distributed.precision import precision_of
 from finch.optim.torch_lr import TorchLR
+from finch.training import optimizer
 from finch.training.optimizer import Update, grad_norm
 
 
@@ -42,10 +45,10 @@ def test_clipping_in_the_kernel_is_that_in_memory(is_finch: bool) -> None:
     for in_kernel in (True, False):
         parameters = weights(torch.float32)
         rate = torch.tensor(1e-2) if is_finch else 1e-2
-        optimizer = torch.optim.SGD([{"params": list(parameters.values()), "lr": rate}], momentum=0.9, fused=True)
-        schedule = FinchLR(optimizer, init="first_batch", eta_max=1.0) if is_finch else TorchLR([optimizer], None)
+        sgd = torch.optim.SGD([{"params": list(parameters.values()), "lr": rate}], momentum=0.9, fused=True)
+        schedule = FinchLR(sgd, init="first_batch", eta_max=1.0) if is_finch else TorchLR([sgd], None)
         model = SimpleNamespace(trained_parameters=parameters.copy)
-        update = Update(model, [optimizer], schedule, Parallel(torch.device("cpu")), clip_grad_norm=5.0)
+        update = Update(model, [sgd], schedule, Parallel(torch.device("cpu")), clip_grad_norm=5.0)
         assert not update.clips_in_kernel  # on a CPU
         update.clips_in_kernel = in_kernel
         for step, factor in enumerate((1.0, 1e-2)):
@@ -58,3 +61,14 @@ def test_clipping_in_the_kernel_is_that_in_memory(is_finch: bool) -> None:
         trained.append(torch.cat([parameter.detach() for parameter in parameters.values()]))
     torch.testing.assert_close(*trained, rtol=1e-6, atol=0)
     assert not torch.equal(trained[0], torch.cat([each.detach() for each in weights(torch.float32).values()]))
+
+
+@pytest.mark.parametrize(("name", "fused"), [("AdamW", True), ("Adam", True), ("SGD", None)])
+def test_a_fused_kernel_that_takes_no_shards_is_not_used_for_them(name, fused, monkeypatch) -> None:
+    cfg = OmegaConf.create({"optimizer": {"_component_": f"torch.optim.{name}", "lr": 0.1, "fused": True}})
+    cfg.update(fsdp_cpu_offload=False, optimizer_in_bwd=False)
+    arguments = list(weights(torch.float32).values()), precision_of("fp32"), torch.device("cpu")
+    for sharded_class, expected in ((nn.Parameter, fused), (SimpleNamespace, True)):
+        monkeypatch.setattr(optimizer, "DTensor", sharded_class)
+        [made] = optimizer.build_optimizers(cfg, *arguments, tensor_lr=False)
+        assert made.param_groups[0]["fused"] == expected
