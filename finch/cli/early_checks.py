@@ -111,10 +111,12 @@ def build_model(recipe: str, cfg: DictConfig) -> Any:
     from finch.distributed.precision import precision_of
     from finch.models.lora import check_lora_settings, train_adapters_only
     from finch.training.model import build_decoder
+    from finch.weights.peft import PeftFolder
 
     if recipe == LORA_RECIPE:
         check_lora_settings(cfg.model)
     decoder, base, _ = build_decoder(cfg, precision_of(cfg.dtype))
     if recipe == LORA_RECIPE:
         train_adapters_only(decoder, component_of(cfg.model) or "")
+        PeftFolder(decoder, base)
     return decoder, base

@@ -16,8 +16,8 @@ from finch.dtensor import full_tensor
 from finch.errors import UserError, WriteFailed
 from finch.files import atomic_folder
 from finch.models.hf_config import read_settings
-from finch.models.lora import AdapterLayer, adapter_layers, merged_weight, scaling
-from finch.weights.conversion import Conversion, StateDict, conversion_for, with_columns
+from finch.models.lora import AdapterLayer, adapter_layers, adapter_parameters, merged_weight, scaling
+from finch.weights.conversion import StateDict, StoredWeight, conversion_for
 from finch.weights.files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -58,8 +58,11 @@ class PeftFolder:
 
     The decoder may be sharded afterwards; ``base``, the pretrained folder, becomes ``base_model_name_or_path``.
 
-    Raises UserError if the base folder has no config.json, or PEFT's format cannot hold the adapter: it is on layers that Hugging Face
-    stores as one weight, or its layers differ in rank or alpha.
+    Layers that Hugging Face stores as one weight, such as Phi-3's projections, become one adapter of the sum of their ranks, in which each has
+    its rows of B and its own ranks; all other adapters get that rank too, with zeros.
+
+    Raises UserError if the base folder has no config.json, or PEFT's format cannot hold the adapter: its layers differ in rank or alpha, or
+    DoRA is on some of the layers that are stored as one.
     """
 
     def __init__(self, decoder: nn.Module, base: PretrainedFolder) -> None:
@@ -69,19 +72,25 @@ class PeftFolder:
                 "give the model's folder in Hugging Face's format"
             )
         self._base = base
-        self._conversion: Conversion = conversion_for(base.config, str(base.folder))
-        layers = adapter_layers(decoder)
-        for name in layers:
-            if any(part in f"{name}.weight" for group in self._conversion.fused for part in group):
-                raise UserError(
-                    f"LoRA on {name} cannot be written in PEFT's format: {base.config['model_type']} models store it in one weight with others; "
-                    "leave it out of model.lora_attn_modules or apply_lora_to_mlp, or fine-tune in full"
-                )
+        layers, adapters = adapter_layers(decoder), adapter_parameters(decoder)
         shapes = {(layer.lora_a.out_features, scaling(layer)) for layer in layers.values()}
         if len(shapes) > 1:
             raise UserError(
                 "the model's LoRA layers differ in rank or alpha; build them with one lora_rank and lora_alpha"
             )
+        weights = ((name, tensor.to("meta")) for name, tensor in decoder.state_dict().items() if name not in adapters)
+        conversion, trained = conversion_for(base.config, str(base.folder)), {f"{name}.weight" for name in layers}
+        self._stored = [each for each in conversion.stored_weights(weights, base.config) if trained & each.rows.keys()]
+        self._rank = 0
+        for stored in self._stored:
+            [*others] = stored.rows.keys() - trained
+            if others and any(isinstance(layer, DoRALinear) for layer in layers.values()):
+                raise UserError(
+                    f"DoRA without {others[0]} cannot be written in PEFT's format: {base.config['model_type']} models store it in one weight with "
+                    "layers that have it; add it to model.lora_attn_modules, or set use_dora=False"
+                )
+            rank = (len(stored.rows) - len(others)) * next(iter(shapes))[0]
+            self._rank = max(self._rank, rank)
 
     def write(self, decoder: nn.Module, target: Path, *, is_writer: bool, dtype: torch.dtype | None = None) -> None:
         """Writes the folder, replacing one that is there; it is complete or absent. Raises WriteFailed on the writer, after all ranks have gathered.
@@ -90,18 +99,19 @@ class PeftFolder:
         None: as they are.
         """
         content: StateDict = {}
-        modules: set[str] = set()
         layers = adapter_layers(decoder)
-        for name, layer in layers.items():
-            tensors = {part: full_tensor(layer.get_parameter(part).detach()) for part in layer.adapter_params()}
+        for stored in self._stored:
+            parts: dict[str, StateDict] = {}
+            for name in stored.rows:
+                if layer := layers.get(name.removesuffix(".weight")):
+                    tensors = {part: full_tensor(layer.get_parameter(part).detach()) for part in layer.adapter_params()}
+                    parts[name] = {part: each.to("cpu", dtype or each.dtype) for part, each in tensors.items()}
             if is_writer:
-                tensors = {part: tensor.to("cpu", dtype or tensor.dtype) for part, tensor in tensors.items()}
-                module, stored = self._to_peft(name, tensors)
-                modules.add(module.rpartition(".")[2])
-                content.update({f"{_PREFIX}{module}.{part}": tensor for part, tensor in stored.items()})
+                module = _PREFIX + stored.name.removesuffix(".weight")
+                content.update({f"{module}.{part}": each for part, each in self._to_peft(stored, parts).items()})
         if not is_writer:
             return
-        config = self._config(next(iter(layers.values())), sorted(modules))
+        config = self._config(next(iter(layers.values())))
         try:
             with atomic_folder(target) as partial:
                 save_file(content, partial / ADAPTER_WEIGHTS, SAFETENSORS_METADATA)
@@ -110,36 +120,33 @@ class PeftFolder:
         except (OSError, SafetensorError) as error:
             raise WriteFailed(str(error)) from error
 
-    def _to_peft(self, name: str, tensors: StateDict) -> tuple[str, StateDict]:
-        """A layer's name in Hugging Face's model, and its tensors under PEFT's names.
+    def _to_peft(self, stored: StoredWeight, parts: dict[str, StateDict]) -> StateDict:
+        """The adapter of a stored weight, under PEFT's names, from those of torchtune's weights in it. B's rows and DoRA's magnitudes are where the
+        weight's rows are."""
+        (rows, columns), first = stored.tensor.shape, next(iter(parts.values()))
+        new, rank = first["lora_a.weight"].new_zeros, len(first["lora_a.weight"])
+        adapter = {"lora_A.weight": new(self._rank, columns), "lora_B.weight": new(rows, self._rank)}
+        if "magnitude" in first:
+            adapter["lora_magnitude_vector"] = new(rows)
+        for index, (name, each) in enumerate(parts.items()):
+            ranks, own = slice(index * rank, (index + 1) * rank), stored.rows[name]
+            adapter["lora_A.weight"][ranks] = each["lora_a.weight"]
+            adapter["lora_B.weight"][own, ranks] = each["lora_b.weight"]
+            if "magnitude" in each:
+                adapter["lora_magnitude_vector"][own] = each["magnitude"]
+        return adapter
 
-        Conversions rename a weight and may permute its rows, one per output feature. B has such rows, A does not, and
-        DoRA's magnitudes are one column of them.
-        """
-        weight, b = self._convert(name, tensors["lora_b.weight"])
-        stored = {"lora_A.weight": tensors["lora_a.weight"].contiguous(), "lora_B.weight": b}
-        if "magnitude" in tensors:
-            stored["lora_magnitude_vector"] = self._convert(name, tensors["magnitude"].unsqueeze(1))[1].flatten()
-        return weight.removesuffix(".weight"), stored
-
-    def _convert(self, name: str, rows: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """Converts a tensor [out_features, columns] as the weight of a layer with so many inputs (conversions' hidden size)."""
-        config = with_columns(self._base.config, rows.shape[1])
-        [(stored, converted)] = self._conversion.to_hugging_face({f"{name}.weight": rows.contiguous()}, config).items()
-        return stored, converted.contiguous()
-
-    def _config(self, layer: AdapterLayer, target_modules: list[str]) -> dict[str, Any]:
-        rank = layer.lora_a.out_features
-        alpha = scaling(layer) * rank
+    def _config(self, layer: AdapterLayer) -> dict[str, Any]:
+        alpha = scaling(layer) * self._rank
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": str(self._base.folder),
             "inference_mode": True,
-            "r": rank,
+            "r": self._rank,
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
             "lora_dropout": layer.dropout.p if isinstance(layer.dropout, nn.Dropout) else 0.0,
-            "target_modules": target_modules,
+            "target_modules": sorted({stored.name.split(".")[-2] for stored in self._stored}),
             "bias": "none",
             "use_dora": isinstance(layer, DoRALinear),
             "use_rslora": False,

@@ -36,6 +36,8 @@ LORA_BUILDERS = {
     "qwen2": "torchtune.models.qwen2.lora_qwen2",  # biases
     "mistral": "torchtune.models.mistral.lora_mistral",
     "gemma": "torchtune.models.gemma.lora_gemma",  # heads of another width
+    "phi3": "torchtune.models.phi3.lora_phi3",  # three projections in one weight
+    "phi3 grouped": "torchtune.models.phi3.lora_phi3",
 }
 
 
@@ -43,7 +45,7 @@ def random_adapter(name, folder, **options):
     """A pretrained folder, and a decoder on it whose adapters hold random values."""
     save(name, folder)
     arguments = {"apply_lora_to_mlp": True, **FAMILIES[name].arguments, **LORA, **options}
-    decoder = locate(LORA_BUILDERS[name], "model")(ATTENTION, **arguments)
+    decoder = locate(LORA_BUILDERS[name], "model")(**{"lora_attn_modules": ATTENTION, **arguments})
     base = HuggingFaceFolder(str(folder))
     stored = decoder.state_dict(keep_vars=True)
     with torch.no_grad():
@@ -64,7 +66,9 @@ OUTPUT_TOO = [{"apply_lora_to_output": True, "use_dora": dora} for dora in (Fals
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, {}) for name in LORA_BUILDERS] + [(name, each) for name in ("llama 3", "qwen3") for each in OUTPUT_TOO],
+    [(name, {}) for name in LORA_BUILDERS]
+    + [(name, each) for name in ("llama 3", "qwen3") for each in OUTPUT_TOO]
+    + [("phi3 grouped", {"use_dora": True}), ("phi3 grouped", {"lora_attn_modules": ["k_proj", "output_proj"]})],
 )
 def test_adapter_and_merged_model_equal_pefts(tmp_path, name, options):
     base, decoder = random_adapter(name, tmp_path / "base", **options)
@@ -150,10 +154,8 @@ def test_what_pefts_format_cannot_hold_is_refused(tmp_path):
     with pytest.raises(UserError, match="differ in rank or alpha"):
         PeftFolder(decoder, base)
 
-    save("phi3", tmp_path / "phi3")
-    arguments = FAMILIES["phi3"].arguments | LORA
-    builder = locate("torchtune.models.phi3.lora_phi3", "model")
-    fused = HuggingFaceFolder(str(tmp_path / "phi3"))
-    with pytest.raises(UserError, match=r"layers.0.attn.q_proj cannot be written in PEFT's format: phi3 models store"):
-        PeftFolder(builder(ATTENTION, **arguments), fused)
-    PeftFolder(builder(["output_proj"], **arguments), fused)
+    attention = {"lora_attn_modules": ["q_proj", "k_proj"], "use_dora": True}
+    with pytest.raises(
+        UserError, match=r"DoRA without layers.0.attn.v_proj.weight cannot be .*: phi3 models store it in"
+    ):
+        PeftFolder(*reversed(random_adapter("phi3", tmp_path / "phi3", **attention)))
