@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +22,8 @@ from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
 from finch.errors import UserError
 from finch.integrations.self_replay import uniform_draws
+from finch.log import printable
+from finch.models.chat_tokenizer import ChatTokenizer
 from finch.models.lora import without_lora
 from finch.run_files import CONFIG, HF_CONFIG
 from finch.training import model as models
@@ -74,7 +77,8 @@ class Chat:
         room = self._max_new_tokens if self._limit is None else min(self._max_new_tokens, self._limit - len(tokens))
         if room < 1:
             raise UserError(f"the prompt has {len(tokens)} tokens, the context {self._limit}; give a shorter one")
-        ends = stop_tokens(self._tokenizer)
+        is_own, ends = isinstance(self._tokenizer, ChatTokenizer), stop_tokens(self._tokenizer)
+        known = math.inf if is_own else getattr(self._tokenizer, "vocab_size", math.inf)  # a model may have more
         options: dict[str, Any] = {
             "max_new_tokens": room,
             "dtype": precision_of(self._cfg.dtype).compute,
@@ -83,7 +87,8 @@ class Chat:
         texts = []
         for model in self._models:
             [answer] = generate(model, [tokens], uniform_draws(1, room, 0), self._temperature, ends, **options)
-            texts.append(self._tokenizer.decode([token for token in answer["tokens"] if token not in ends]).strip())
+            shown = [token for token in answer["tokens"] if token not in ends and token < known]
+            texts.append(self._tokenizer.decode(shown).strip())
         return texts
 
     def _load(self, folder: Path) -> TokenLoss:
@@ -104,9 +109,9 @@ def talk(chat: Chat, prompt: str | None, console: Console) -> None:
         with torch.no_grad():
             base, tuned = chat.answers(text)
         is_piped = prompt is None and not sys.stdin.isatty()  # nobody sees what was typed
-        title = Text(f"prompt> {text}") if is_piped else None
+        title = Text(printable(f"prompt> {text}")) if is_piped else None
         table = Table("pretrained", "tuned", expand=True, title=title, title_justify="left", title_style="bold")
-        table.add_row(Text(base), Text(tuned))
+        table.add_row(Text(printable(base)), Text(printable(tuned)))
         console.print(table)
         if prompt is not None:
             return

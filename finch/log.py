@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 
 logger = logging.getLogger("finch")
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text of a model or of somebody else's files, whose control characters would act on a terminal or end a page, with these escaped."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def quiet_dependencies() -> None:
@@ -35,7 +42,7 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        return mark + super().format(record)
+        return mark + printable(super().format(record))
 
 
 if not logger.hasHandlers():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from finch import files
+from finch.log import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -175,8 +176,8 @@ def new_panels(size: tuple[float, float], rows: int, columns: int, **options: An
 
 
 def _no_math(text: str) -> str:
-    """Names are not TeX: what stands between two dollar signs, matplotlib would parse."""
-    return text.replace("$", r"\$")
+    """Names are not TeX: what stands between two dollar signs, matplotlib would parse; and XML has no control characters."""
+    return printable(text).replace("$", r"\$")
 
 
 @dataclass(frozen=True)
@@ -310,5 +311,5 @@ def _inline(text: str, name: str, description: str) -> str:
     text = text.replace("#ffffff", "none")  # the page's background
     for variable, colour in COLOURS.items():
         text = re.sub(f"{colour}\\b", f"var(--{variable})", text, flags=re.IGNORECASE)
-    label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    label = printable(description).replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return re.sub(r'<svg width="[^"]*" height="[^"]*"', f'<svg role="img" aria-label="{label}"', text, count=1)

@@ -53,6 +53,17 @@ def test_answers_are_those_of_transformers(run, base_folder, capsys, monkeypatch
     assert text.split() == table.split()
 
 
+def test_control_characters_are_shown_escaped(capsys):
+    class Model:
+        def answers(self, _):
+            return "a\x1b[2J\x9b1m\u202eb", "c\nd\ue000\u200d"
+
+    talk(Model(), "p", Console(width=80))
+    text = capsys.readouterr().out
+    assert r"a\x1b[2J\x9b1m\u202eb" in text
+    assert "d\ue000\u200d" in text
+
+
 def test_adapter_is_merged_and_the_base_may_have_moved(tiny, trained, base_folder, tmp_path, capsys):
     config = tiny(model=LORA_MODEL)
     full = trained(config, recipe=LORA).folder

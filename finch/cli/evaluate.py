@@ -16,7 +16,7 @@ from finch.errors import UserError, exit_without_teardown
 from finch.evaluation.results import SuiteResult, TaskResult, read_samples
 from finch.evaluation.tasks.registry import ALL, select_tasks
 from finch.extras import require_extras
-from finch.log import logger
+from finch.log import logger, printable
 from finch.run_files import models_in
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
         evaluation = Evaluation(base, tuned, tasks, harness, options, ranks)
         evaluation.run()
         if ranks.is_first:
-            print(_report(evaluation, tasks))
+            print(printable(_report(evaluation, tasks)))
     exit_without_teardown()
 
 

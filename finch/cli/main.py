@@ -17,7 +17,7 @@ from finch.cli.arguments import CommandsParser, Parser, complete_in_shell, conta
 from finch.distributed.processes import limit_spinning
 from finch.errors import UsageError, UserError, report_user_errors
 from finch.extras import require_extras
-from finch.log import quiet_dependencies
+from finch.log import printable, quiet_dependencies
 
 _GROUPS = {
     "train": {
@@ -279,7 +279,7 @@ def average(parsed: argparse.Namespace) -> None:
     for line in choose(
         parsed.run, Choice(parsed.alpha, parsed.keep, parsed.budget), base=parsed.base, trust=parsed.trust
     ):
-        print(line)
+        print(printable(line))
 
 
 def chat(parsed: argparse.Namespace) -> None:
@@ -301,7 +301,8 @@ def report(parsed: argparse.Namespace) -> None:
     require_extras("finch report", "torchtune", "report")
     from finch.report.report import write_report
 
-    print(write_report(parsed.runs, parsed.out, new_task=parsed.new_task, old_tasks=parsed.old_tasks, base=parsed.base))
+    options = {"new_task": parsed.new_task, "old_tasks": parsed.old_tasks, "base": parsed.base}
+    print(printable(str(write_report(parsed.runs, parsed.out, **options))))
 
 
 def show_config(parsed: argparse.Namespace) -> None:

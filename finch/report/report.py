@@ -14,6 +14,7 @@ from typing import Any
 
 from finch import __version__, files
 from finch.errors import UserError
+from finch.log import printable
 from finch.report.front import compare_fronts, group_settings, trade_off
 from finch.report.measures import compare
 from finch.report.runs import read_runs, sort_runs
@@ -93,7 +94,7 @@ def _render(name: str, page: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("finch.report"),
         autoescape=name == PAGE,
-        finalize=None if name == PAGE else _markdown,
+        finalize=_plain if name == PAGE else _markdown,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
@@ -102,9 +103,13 @@ def _render(name: str, page: Mapping[str, Any]) -> str:
     return template.render(page=page, figures=FIGURES, colours=COLOURS).strip() + "\n"
 
 
+def _plain(value: Any) -> Any:
+    return printable(str(value)) if isinstance(value, (str, os.PathLike)) and not hasattr(value, "__html__") else value
+
+
 def _markdown(value: Any) -> str:
     """Names and numbers as Markdown that shows them as they are, in one line; what the template calls ``safe`` stays."""
     if hasattr(value, "__html__"):
-        return str(value)
-    text = re.sub(r"[\\`*|<]|(?<!\w)_|_(?!\w)|\](?=[(\[:])", r"\\\g<0>", " ".join(str(value).split("\n")))
+        return printable(str(value))
+    text = re.sub(r"[\\`*|<]|(?<!\w)_|_(?!\w)|\](?=[(\[:])", r"\\\g<0>", " ".join(printable(str(value)).split("\n")))
     return re.sub(r"^(?=[#>~=]|[-+]\s)", r"\\", text)

@@ -34,6 +34,9 @@ class _Config:
     seed: int | None = None
     dtype: str | None = None
     probes: dict[str, dict[str, Any] | None] | None = None
+    model: dict[str, Any] | None = None
+    checkpointer: dict[str, Any] | None = None
+    optimizer: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

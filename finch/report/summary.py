@@ -268,13 +268,14 @@ def _model(config: Mapping[str, Any]) -> str:
 
 def _training_rows(config: Mapping[str, Any]) -> str:
     """The lines of the file, where it is still there, else its name."""
-    file = (config.get("dataset") or {}).get("data_files")
+    dataset = config.get("dataset")
+    file = dataset.get("data_files") if isinstance(dataset, Mapping) else None
     if not isinstance(file, str):
         return ""
     path = Path(file)
     if path.suffix != ".jsonl" or not path.is_file():
         return path.name
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         return f"{sum(bool(line.strip()) for line in lines):,} of {path.name}"
 
 

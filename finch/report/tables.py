@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 from finch.evaluation.results import OLD, POINTS, Sample
 from finch.evaluation.statistics import Z, expected_calibration_error, half_width
 from finch.evaluation.tasks.confidence import stated_confidences
+from finch.log import printable
 from finch.report.front import FOLDER, Front, Setting, TradeOff, on_front, points_by_method
 from finch.report.measures import Comparison, Estimate, Outcome
 from finch.report.paper import METRICS
@@ -494,10 +496,8 @@ def summary_csv(comparison: Comparison) -> str:
 def _as_text(row: dict[str, Any]) -> dict[str, Any]:
     """A spreadsheet takes a name that begins with one of these for a formula, which a quotation mark before it prevents."""
     starts = ("=", "+", "-", "@", "\t", "\r")
-    return {
-        key: f"'{value}" if str(value).startswith(starts) and not isinstance(value, (int, float)) else value
-        for key, value in row.items()
-    }
+    texts = {key: printable(str(value)) for key, value in row.items() if isinstance(value, (str, os.PathLike))}
+    return row | {key: f"'{text}" if text.startswith(starts) else text for key, text in texts.items()}
 
 
 def _delta_columns(one: Estimate | None) -> dict[str, float | None]:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from helpers.evaluated_runs import make_base, make_run, make_sweep
+from helpers.runs import finch
 
 from finch.report.front import compare_fronts, group_settings, trade_off
 from finch.report.measures import compare
@@ -75,3 +76,13 @@ def test_labels_are_shown_as_they_are(tmp_path, label):
     markdown = (tmp_path / "out" / "report.md").read_text()
     assert label not in markdown or not set("|_`<") & set(label)
     assert label in re.sub(r"\\([\\|_`*<\[\]#=])", r"\1", markdown)
+
+
+def test_control_characters_of_names_are_shown_escaped(tmp_path, capsys):
+    name = "a\x1b]0;x\x07\x9b\u202e"
+    run = make_run(tmp_path / name, "sft", 1e-4, base=None, cell={"label": name})
+    assert finch(capsys, "report", str(run), "--out", str(tmp_path / "out"))[0] == 0
+    for file in (tmp_path / "out").rglob("*"):
+        if file.is_file() and file.suffix != ".png":
+            assert not set("\x1b\x07\x9b\u202e") & set(file.read_text()), file
+    assert r"a\x1b]0;x\x07\x9b\u202e" in (tmp_path / "out" / "summary.csv").read_text()
