@@ -123,6 +123,24 @@ def test_script_counts_a_new_checkpoint_as_progress(job):
     assert "gave up: no new checkpoint in 4 starts" in job.start(8)[0]
 
 
+def test_a_task_of_an_array_requeues_itself_alone(job):
+    """The task that starts last has the array's own number as its job's, by which Slurm would requeue every task."""
+    job.put("srun", "exit 9")
+    job.start(0, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
+    assert job.requeues() == ["requeue 7_2"]
+
+
+def test_starts_that_others_end_are_not_without_progress(job):
+    """As a preemption, or somebody's requeue: Slurm ends the script's shell, and starts it again."""
+    job.put("srun", "kill -TERM $PPID; sleep 1; exit 143")
+    for number in range(6):
+        output, code = job.start(number)
+        assert (code, "cancelled or preempted" in output) == (143, True), output
+    job.put("srun", "exit 9")
+    outputs = [job.start(number)[0] for number in range(6, 10)]
+    assert ["gave up: no new checkpoint in 4 starts" in output for output in outputs] == [False, False, False, True]
+
+
 def test_script_chooses_host_and_port_for_each_start(job):
     ports = set()
     for number in range(3):
