@@ -91,7 +91,8 @@ def test_configs_of_all_arms_are_accepted(name, tmp_path):
         values = cell.values
         assert found == (str(cell.folder), values["optimizer.lr"], values["seed"], values.get("dtype", "fp32"))
         assert cfg.dataset.data_files.startswith(f"{tmp_path}/train")
-        assert (cfg.get("lr_scheduler") is None) == (method == "constant")
+        assert (cfg.get("lr_scheduler") is None) == (method in ("constant", "self_replay"))
+        assert (cfg.self_replay is not None) == method.endswith("self_replay")
         if method.startswith("finch"):
             assert cfg.lr_scheduler._component_ == "finch.FinchLR"
 
