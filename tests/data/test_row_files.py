@@ -133,7 +133,7 @@ def test_a_named_file_is_the_file_that_is_read(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "question,answer\nq,caf\u00e9\n".encode("cp1252"), "is not UTF-8 .byte 0xe9., perhaps cp1252"),
+        ("a.csv", "question,answer\nq,\u00e9t\u00e9\n".encode("cp1252"), "is not UTF-8 .byte 0xe9., perhaps cp1252"),
         (
             "a.csv",
             "question,answer\nq,a\n".encode("utf-16"),
