@@ -234,7 +234,7 @@ def json_rows(files: Sequence[Path], source: str, split: str) -> JsonRows:
 
     ``split``: ``train`` or a part of it, such as ``train[:400]``. Raises UserError as :func:`read_rows`, and for another split.
     """
-    versions = [(str(file.absolute()), _content_digest(file)) for file in files]
+    versions = [(str(file.absolute()), _content_digest(file), code_digest()) for file in files]
     features = datasets.Features({"row": datasets.Value("large_string")})
     try:
         texts = datasets.Dataset.from_generator(
@@ -259,6 +259,14 @@ def json_rows(files: Sequence[Path], source: str, split: str) -> JsonRows:
     return JsonRows(texts)
 
 
+@functools.cache
+def code_digest() -> str:
+    """Of the code that rows depend on, so that what an earlier version has kept is not taken."""
+    package = Path(__file__).parents[1]
+    files = sorted([*package.glob("data/*.py"), *package.glob("models/chat_*.py")])
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
 def _content_digest(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "blake2b").hexdigest()
@@ -275,7 +283,7 @@ def _in_memory(
 
 
 def _texts(versions: Sequence[Sequence[tuple[Any, ...]]], source: str) -> Iterator[dict[str, str]]:
-    """``versions``: path and digest of each file, which the library takes into its fingerprint."""
+    """``versions``: path and digest of each file, and the code's, which the library takes into its fingerprint."""
     for path, *_ in versions[0]:
         for row in read_rows(Path(path), source):
             yield {"row": json.dumps(row)}

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute
 from filelock import FileLock, Timeout
 
-import finch
+from finch.data.row_files import code_digest
 from finch.distributed import watchdog
 from finch.errors import UserError
 from finch.files import atomic_file, write_text
@@ -29,7 +29,6 @@ from finch.objectives import IGNORE_INDEX
 from finch.progress import Progress
 
 Int64: TypeAlias = npt.NDArray[np.int64]
-FORMAT = 1
 BATCH_ROWS = 512
 POLL_S = 2.0
 _SCHEMA = pa.schema(
@@ -111,7 +110,7 @@ def tokenized_rows(
         batches: the rows in their order, so many at a time.
         settings: all that the rows depend on, as JSON values.
     """
-    content = json.dumps([FORMAT, finch.__version__, num_rows, *settings], default=str)
+    content = json.dumps([code_digest(), num_rows, *settings], default=str)
     name = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
     file = Path(datasets.config.HF_DATASETS_CACHE) / "finch" / f"rows-{name}.arrow"
     try:
