@@ -417,6 +417,8 @@ class RowToMessages(Transform):
                     f"its turn {number} has tool_calls, which the tokenizer's chat template does not write; give a model whose template does, or "
                     f"write the call into {content_key!r}"
                 )
+            if not isinstance(fields["tool_calls"], list):
+                raise UserError(f"its turn {number} has tool_calls that are no list")
             fields["tool_calls"] = [_call(call, number) for call in fields["tool_calls"]]
             if not content:
                 content, fields["content"] = "", content

@@ -101,12 +101,22 @@ class Rows(Dataset[Any]):
         for row in rows:
             try:
                 samples.append(self._transforms[0](row))  # a conversation, or the tokens of a text
-            except UserError as error:
-                samples.append(error)
+            except Exception as error:  # a row can break any library's transform, as in Samples
+                samples.append(_as_user_error(error))
         if self.row_format.format != "text":
-            found = iter(self._tokenizer.tokenize_many([each for each in samples if not isinstance(each, UserError)]))
+            whole = [each for each in samples if not isinstance(each, UserError)]
+            try:
+                found = iter(self._tokenizer.tokenize_many(whole))
+            except Exception:  # one by one, so that only the row that breaks the template or tokenizer is bad
+                found = iter([self._tokenize_one(each) for each in whole])
             samples = [each if isinstance(each, UserError) else next(found) for each in samples]
         return [self._tokenized_row(row, sample) for row, sample in zip(rows, samples, strict=True)]
+
+    def _tokenize_one(self, sample: Any) -> Any:
+        try:
+            return self._tokenizer.tokenize_many([sample])[0]
+        except Exception as error:  # as above
+            return _as_user_error(error)
 
     def _tokenized_row(self, row: Mapping[str, Any], sample: Any) -> TokenizedRow:
         notes = unused_fields(row, self.row_format, self._tokenizer), self.has_empty_text(row)
@@ -143,6 +153,10 @@ class Rows(Dataset[Any]):
                 return str(file), number
             number -= num_rows
         return None, number
+
+
+def _as_user_error(error: Exception) -> UserError:
+    return error if isinstance(error, UserError) else UserError(f"{type(error).__name__}: {str(error)[:200]}")
 
 
 class TextToTokens:

@@ -165,8 +165,8 @@ def _write(sink: Any, batches: Callable[[int], Iterator[list[TokenizedRow]]], nu
             columns = [
                 [row.tokens for row in rows],
                 [_runs(row.labels) for row in rows],
-                [row.error for row in rows],
-                [row.unused for row in rows],
+                [None if row.error is None else _encodable(row.error) for row in rows],
+                [list(map(_encodable, row.unused)) for row in rows],
                 [row.is_empty for row in rows],
             ]
             arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
@@ -174,6 +174,11 @@ def _write(sink: Any, batches: Callable[[int], Iterator[list[TokenizedRow]]], nu
             progress.advance(len(rows))
             watchdog.heartbeat()
     progress.close()
+
+
+def _encodable(text: str) -> str:
+    """Half a surrogate pair, which names of fields can have, is no character of UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _runs(labels: Sequence[int] | Int64) -> npt.NDArray[np.int32]:
