@@ -18,6 +18,7 @@ import pytest
 import yaml
 from helpers.evaluated_runs import make_base as make_results_of_base
 from helpers.evaluated_runs import make_run
+from helpers.models import save
 from helpers.runs import finch
 from helpers.tokenizers import write_qwen3_tokenizer
 
@@ -263,6 +264,7 @@ def fill_model(folder, base_folder):
     shutil.copytree(base_folder, folder, dirs_exist_ok=True)
     (folder / "tokenizer.model").unlink()
     write_qwen3_tokenizer(folder, ["the", "quick", "fox"])
+    save("qwen3 tied", folder, vocab_size=320)  # an embedding for each token
 
 
 ROWS = {
