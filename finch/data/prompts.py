@@ -107,8 +107,12 @@ def check_context(name: str, length: int, max_new_tokens: int, limit: int | None
 
 
 def context_limit(max_seq_len: int | None, tokenizer: Any) -> int | None:
-    """The longest row in tokens, of a model that takes ``max_seq_len`` and of the tokenizer's max_seq_len; None: no limit."""
-    limits = (max_seq_len, getattr(tokenizer, "max_seq_len", None))
+    """The longest row in tokens, of a model that takes ``max_seq_len`` and of the tokenizer's max_seq_len; None: no limit. Raises UserError if
+    the tokenizer's is no number: torchtune's tokenizers take anything."""
+    own = getattr(tokenizer, "max_seq_len", None)
+    if own is not None and (isinstance(own, bool) or not isinstance(own, int) or own < 1):
+        raise UserError(f"tokenizer.max_seq_len={own} must be a number of tokens of at least 1, or null")
+    limits = (max_seq_len, own)
     return min((limit for limit in limits if limit is not None), default=None)
 
 

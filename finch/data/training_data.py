@@ -15,6 +15,7 @@ from finch.data.dataset import Samples, load_dataset
 from finch.data.loader import Batch, EvalLoader, EvalSettings, collator, load_batches
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
+from finch.data.prompts import context_limit
 from finch.data.replay import Replay, WithReplay
 from finch.data.stats import Fit, validate_dataset
 from finch.distributed.parallel import Parallel
@@ -69,7 +70,7 @@ class TrainingData:
         collate = locate(cfg.collate_fn, "collate_fn")
         self.collator = functools.partial(collator, tokenizer=tokenizer, collate=collate)
         self.eval_settings = EvalSettings(parallel, self.collator, cfg.batch_size)
-        max_seq_len = getattr(tokenizer, "max_seq_len", None)
+        max_seq_len = context_limit(None, tokenizer)
         is_read = cfg.check_dataset or needs_stats
         self.stats = validate_dataset(self.samples, max_seq_len, parallel, fit) if is_read else None
         if not is_read and (warning := fit("dataset", None)):

@@ -76,8 +76,6 @@ class ChatTokenizer(ModelTokenizer, Transform):
         if self.prompt_problem is not None:
             logger.warning(f"tokenizer: {self.prompt_problem}")
         self.stop_tokens = sorted({self.eos_id, *map(self.special_id, self._answer_spans.closing_tokens)})
-        if max_seq_len is not None and (not isinstance(max_seq_len, int) or max_seq_len < 1):
-            raise UserError(f"tokenizer.max_seq_len={max_seq_len} must be a number of tokens of at least 1, or null")
         self.max_seq_len = max_seq_len
         self.prompt_template = None
         self._added_ids = frozenset(self.special_tokens.values())
