@@ -86,6 +86,13 @@ def _finish(path: Path, mode: int) -> None:
     sync(path)
 
 
+def exists(name: str) -> bool:
+    """Whether something has this path; a name that no system takes is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return Path(name).exists()
+    return False
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a new file and waits until it is on the disk."""
     with path.open("w", encoding="utf-8", newline="\n") as file:

@@ -109,6 +109,8 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     chosen.update(device)
     chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
+    if given.get("source") is None:
+        blocks.pop("source", None)  # nothing refers to it
     if "optimizer" in blocks and OmegaConf.select(given, "optimizer.lr") is None:
         epochs = given.get("epochs")
         epochs = epochs if isinstance(epochs, int) else 1  # a wrong value is named when all keys are checked
@@ -221,18 +223,19 @@ def _long_row(cfg: DictConfig) -> tuple[int, int]:
 
 def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
     """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown); a line about them."""
-    source = OmegaConf.select(given, "dataset.source")
+    source = OmegaConf.select(given, "dataset.source") or given.get("source")
+    named = "${source}" if given.get("source") else None
     block: Blocks = {"_component_": _ROWS}
     num_rows = None
     if given.get("data_files") is None and source is not None:
-        block |= {"source": str(source)}
+        block |= {"source": named or str(source)}
         message = f"dataset.source={source}: rows of the hub, the format is found when they are read"
     else:
         names = _file_names(given)
         column_map: Any = OmegaConf.select(given, "dataset.column_map")
         column_map = None if column_map is None else OmegaConf.to_container(column_map)
         rows = formats.detect(names, source, column_map)
-        block |= {"source": rows.source, "data_files": "${data_files}", "format": rows.format}
+        block |= {"source": named or rows.source, "data_files": "${data_files}", "format": rows.format}
         num_rows = rows.num_rows
         count = "rows" if num_rows is None else f"{num_rows:,} rows"
         message = f"data_files={', '.join(names)}: {count} of {rows.label}"
@@ -266,7 +269,9 @@ def _rows_name(given: DictConfig) -> str:
     """What a run on these rows is named after."""
     if given.get("data_files") is not None:
         return Path(_file_names(given)[0]).name.split(".")[0]
-    return str(OmegaConf.select(given, "dataset.source") or component_of(given.get("dataset"))).rpartition("/")[2]
+    return str(
+        OmegaConf.select(given, "dataset.source") or given.get("source") or component_of(given.get("dataset"))
+    ).rpartition("/")[2]
 
 
 def _slug(name: str) -> str:

@@ -165,11 +165,11 @@ class Report:
 
     def _check_files(self, cfg: DictConfig) -> None:
         """The local files of the rows, where there is no tokenizer to read them with."""
-        from finch.data.row_files import check_file, is_pattern
+        from finch.data.row_files import check_file, is_pattern, is_url
 
         for key in ("dataset", "dataset_validation"):
             name = cfg[key].get("data_files") if isinstance(cfg[key], Mapping) else None
-            if isinstance(name, str) and not is_pattern(name) and "://" not in name:
+            if isinstance(name, str) and not is_pattern(name) and not is_url(name):
                 with self._as_problem(True):
                     check_file(Path(name), f"{key}.data_files")
         self._print("rows not read: there is no tokenizer")

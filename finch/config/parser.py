@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import os
 import re
 import sys
@@ -28,6 +29,7 @@ from finch.config.key_search import recipe_help
 from finch.config.schema import FullFinetuneKeys, Keys, keys
 from finch.config.validation import check, referred_keys
 from finch.errors import UsageError, UserError, report_user_errors
+from finch.files import exists
 from finch.log import logger
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
@@ -149,7 +151,24 @@ def complete(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[dict[st
     """
     blocks = dict(file_blocks)
     name = blocks.pop("auto", None)
-    return (blocks, []) if name is None else locate(str(name), "auto")(blocks, overrides)
+    return (blocks, []) if name is None else locate(str(name), "auto")(blocks, quote_paths(overrides))
+
+
+def quote_paths(overrides: list[str]) -> list[str]:
+    """Overrides with paths in YAML's quotation marks, which is to take no character of theirs for a sign of its own. Raises UserError for a path
+    with ``${``, which omegaconf would resolve."""
+    return list(map(_quote_path, overrides))
+
+
+def _quote_path(override: str) -> str:
+    key, _, value = override.partition("=")
+    is_folder = key.endswith("_dir") and value not in ("", "~", "null", "None", "???")
+    is_path = is_folder or (re.search(r"[^\w./-]", value) and exists(value))
+    if not is_path or value[0] in "\"'":
+        return override
+    if "${" in value and exists(value):
+        raise UserError(f"{override}: configs take ${{...}} for another key's value; rename it, or name a link to it")
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, list[str]]:
@@ -164,11 +183,13 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
     """
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    blocks, overrides, names = methods.apply_method(file_blocks, overrides)
+    blocks, overrides, names = methods.apply_method(file_blocks, quote_paths(overrides))
     in_lists = [override for override in overrides if _ENTRY.match(override)]
-    others = [override for override in overrides if override not in in_lists]
+    with_sign = [override for override in overrides if override.count("=") > 1 and override not in in_lists]
+    others = [override for override in overrides if override not in in_lists + with_sign]
     arguments = [_expand_component(_remove_block(override, blocks)) for override in others]
     cfg = _merge_yaml_and_cli_args(argparse.Namespace(**blocks), arguments)
+    cfg = DictConfig(OmegaConf.merge(cfg, OmegaConf.from_dotlist(with_sign)))  # torchtune's parser refuses a second =
     for override in in_lists:
         _set_in_list(cfg, override)
     methods.resolve(names, cfg, overrides)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from omegaconf import ListConfig
@@ -17,7 +20,8 @@ from finch.config.instantiate import build, component_of
 from finch.config.validation import without_weight
 from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
-from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern, read_rows
+from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern, is_url
+from finch.data.rows import files_and_source, load_table
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 
@@ -119,7 +123,7 @@ class Samples(Dataset[Any]):
         table, columns = _table_of(data)
         if table is not None and not isinstance(data, PackedDataset):
             row = table[local_index]
-            missing = next((column for column in columns.values() if row.get(column, "") is None), None)
+            missing = next((name for role, name in columns.items() if role != "image" and row.get(name) is None), None)
             if missing is not None:
                 return f"its field {missing!r} is missing or null"
         return _reason(error)
@@ -151,11 +155,7 @@ def load_unpacked(cfg: Any, key: str, tokenizer: Any) -> Samples:
     for node in _nodes(cfg[key]):
         _check_arguments(node, key)
         unpacked = {**node, "packed": False} if node.get("packed") else node
-        try:
-            parts.append((build(unpacked, key, tokenizer), _source_of(node)))
-        except UserError as error:
-            _check_json_lines(node, key, error.__cause__)
-            raise
+        parts.append((_build(unpacked, key, tokenizer), _source_of(node)))
     return _concatenate(parts, key)
 
 
@@ -175,14 +175,13 @@ def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
     source = _source_of(node)
     _check_arguments(node, key)
     try:
-        data = build(node, key, tokenizer)
+        data = _build(node, key, tokenizer)
     except UserError as error:
         if "corresponds to no data" in str(error):
             raise UserError(f"{key} is empty: {source} has no rows; give another split") from error
-        _check_json_lines(node, key, error.__cause__)
         if node.get("packed"):
             # Packing tokenizes every row: read the same rows unpacked, where a bad one has a number.
-            unpacked = build({**node, "packed": False}, key, tokenizer)
+            unpacked = _build({**node, "packed": False}, key, tokenizer)
             _check_columns(unpacked, key, source)
             samples = Samples(unpacked, key, source)
             for index in range(len(samples)):
@@ -194,6 +193,35 @@ def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
         raise UserError(f"{key} is empty: {source} has no rows; give another file or split")
     _check_columns(data, key, source)
     return data
+
+
+def _build(node: Any, key: str, tokenizer: Any) -> Any:
+    with _one_reader():
+        return build(node, key, tokenizer)
+
+
+@contextlib.contextmanager
+def _one_reader() -> Iterator[None]:
+    """torchtune's datasets read local files as finch's do; the datasets library would guess the types of their values."""
+    names = [name for name in sys.modules if name.startswith("torchtune.datasets.")]
+    modules = [sys.modules[name] for name in names if hasattr(sys.modules[name], "load_dataset")]
+    try:
+        for module in modules:
+            vars(module)["load_dataset"] = _load
+        yield
+    finally:
+        for module in modules:
+            vars(module)["load_dataset"] = datasets.load_dataset
+
+
+def _load(
+    source: str, name: str | None = None, *, data_files: Any = None, split: str | None = None, **rest: Any
+) -> Any:
+    if source in SOURCES.values() and data_files is not None and split is not None and not rest:
+        files, _ = files_and_source(source, data_files)
+        if files:
+            return load_table(source, data_files, files, name=name, split=split)
+    return datasets.load_dataset(source, name, data_files=data_files, split=split, **rest)
 
 
 def _check_arguments(node: Any, key: str) -> None:
@@ -212,12 +240,12 @@ def _check_arguments(node: Any, key: str) -> None:
 
 
 def _local_files(node: Any) -> list[Path]:
-    """The data files of a component that are plain paths; patterns and URLs are left to the datasets library."""
+    """The data files of a component that are paths, not patterns or URLs."""
     if node.get("source") not in (None, *SOURCES.values(), "text"):
         return []  # files of a repository on the hub
     files = node.get("data_files")
     names = [files] if isinstance(files, str) else list(files) if isinstance(files, (list, ListConfig)) else []
-    return [Path(name) for name in map(str, names) if not is_pattern(name) and "://" not in name]
+    return [Path(name) for name in map(str, names) if not is_pattern(name) and not is_url(name)]
 
 
 def _source_of(node: Any) -> str:
@@ -276,27 +304,6 @@ def _style_of(row: Any, key: str) -> str:
         f"; its rows look like {LABELS[found]}: correct the columns or the style, or set "
         f"{key}._component_=finch.data.rows.rows_dataset"
     )
-
-
-def _check_json_lines(node: Any, key: str, cause: BaseException | None) -> None:
-    """Names the row that the datasets library could not read, for its error ``cause``: 4.7 raises KeyError where a row lacks a field."""
-    field = cause.args[0] if isinstance(cause, KeyError) else None
-    has_field, without_field, source = False, [], ""
-    for file in _local_files(node):
-        if SOURCES.get(extension_of(str(file))) != "json":
-            continue
-        try:
-            for number, row in enumerate(read_rows(file, "json"), start=1):
-                has_field |= field in row
-                if field not in row and source in ("", str(file)):
-                    without_field.append(number)
-                    source = str(file)
-        except UserError as error:
-            raise UserError(f"{key}.{error}") from error
-    if has_field and without_field:  # else it is no field of these rows: another error
-        raise UserError(
-            f"{key}: {_name(without_field, source)} no field {field!r}; fix or remove {_them(without_field)}"
-        )
 
 
 def _name(rows: Sequence[int], source: str) -> str:

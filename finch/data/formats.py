@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune.data import Message
 from torchtune.modules.transforms import Transform
 
-from finch.data.row_files import local_files, read_rows, source_of, without_none
+from finch.data.cache import remembered
+from finch.data.row_files import local_files, source_of, without_none
+from finch.data.table import Table, read_table
 from finch.errors import UserError
 
 AUTO = "auto"
@@ -77,33 +79,45 @@ def detect(
     """
     files = local_files(data_files)
     source = source or source_of(files)
+    return format_of_table(read_table(files, source), source, column_map)
+
+
+def format_of_table(table: Table, source: str, column_map: Mapping[str, str] | None) -> RowFormat:
+    """:func:`detect` of local files that are open."""
+    column_map = dict(column_map or {})
+    title = str(table.parts[0].file)
+    found = remembered(
+        ["format", *table.key, source, column_map], lambda: asdict(_detect(table, source, column_map)), title
+    )
+    return RowFormat(**{**found, "unused_columns": tuple(found["unused_columns"])})
+
+
+def _detect(table: Table, source: str, column_map: Mapping[str, str]) -> RowFormat:
     first: str | None = None
     unknown: str | None = None
     names: dict[str, None] = {}
-    num_rows = 0
-    for file in files:
-        number = 0
-        for number, row in enumerate(read_rows(file, source), start=1):
+    for rows in table.parts:
+        for number in range(1, len(rows) + 1):
+            row = rows[number - 1]
             names.update(dict.fromkeys(row))
             if first is None:
                 first = format_of_map(column_map) if column_map else format_of(row)
-                first_file = file
+                first_file = rows.file
                 if first is None:  # a row that is broken is named when all rows are read: together with those like it
-                    unknown = unknown or f"data_files={file}: {_unknown(row, number)}"
+                    unknown = unknown or f"data_files={rows.file}: {_unknown(row, number)}"
             elif not column_map and not _fits(first, row):
                 other = format_of(row)
                 if other not in (None, first):
-                    before = f"the rows of {first_file} are" if file != first_file else "the rows before it are"
+                    before = f"the rows of {first_file} are" if rows.file != first_file else "the rows before it are"
                     raise UserError(
-                        f"data_files={file}: row {number} is {LABELS[other]}, {before} {LABELS[first]}; one dataset holds one format: give "
+                        f"data_files={rows.file}: row {number} is {LABELS[other]}, {before} {LABELS[first]}; one dataset holds one format: give "
                         "each format a file and an entry in a list of datasets"
                     )
-        if number == 0:
-            raise UserError(f"data_files is empty: {file} has no rows; give another file")
-        num_rows += number
+        if not len(rows):
+            raise UserError(f"data_files is empty: {rows.file} has no rows; give another file")
     if first is None:
         raise UserError(str(unknown))
-    return _with_columns(first, names, column_map, source, num_rows)
+    return _with_columns(first, names, column_map, source, len(table))
 
 
 def detect_columns(

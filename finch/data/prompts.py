@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -14,7 +13,7 @@ from torchtune.data import Message
 from torchtune.datasets._sft import SFTTransform
 
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
-from finch.data.row_files import local_files, read_rows
+from finch.data.row_files import local_files
 from finch.data.rows import files_and_source, load_table
 from finch.errors import UserError
 from finch.integrations.self_replay import around_content
@@ -45,17 +44,15 @@ def load_rows(
     if names is not None and all(Path(name).suffix == ".txt" for name in names):
         return _lines("\n".join(file.read_text(encoding="utf-8") for file in local_files(names)))[:number]
     files, reader = files_and_source(source, names)
-    if files and split == "train":
-        rows = [row for file in files for row in itertools.islice(read_rows(file, reader), number)][:number]
-    else:
-        try:
-            table = load_table(reader, names, files, name=name, split=split)
-        except (ValueError, OSError) as error:
-            raise UserError(f"dataset: {' '.join(str(error).split())[:200]}") from error
-        rows = [dict(row) for row in table.select(range(min(number, len(table))))]
-    if not rows:
+    try:
+        table = load_table(reader, names, files, name=name, split=split)
+    except UserError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UserError(f"dataset: {' '.join(str(error).split())[:200]}") from error
+    if not len(table):
         raise UserError("dataset is empty: the split has no rows; give another file or split")
-    return rows
+    return [table[index] for index in range(min(number, len(table)))]
 
 
 def everyday_prompts(number: int) -> list[dict[str, Any]]:

@@ -7,9 +7,8 @@ parts, in the same order.
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import csv
-import functools
 import glob
 import gzip
 import hashlib
@@ -17,20 +16,24 @@ import io
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import datasets
+import pyarrow
+from pyarrow import parquet
 
 from finch.errors import UserError
-from finch.log import logger
+from finch.files import exists
 
 ALL = "all"
 PARTS = (ALL, "train", "validation", "test")
-_UNREADABLE = (OSError, EOFError, ValueError, csv.Error, datasets.exceptions.DatasetGenerationError)
+_UNREADABLE = (OSError, EOFError, ValueError, csv.Error)
 """What readers of broken files raise; pyarrow's errors are ValueErrors."""
 SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_END = "\ufdd0"
+"""A line after the last one of a CSV file, which a quotation mark that is not closed would take along."""
 
 
 def local_files(data_files: str | Iterable[str]) -> list[Path]:
@@ -60,17 +63,21 @@ def check_file(file: Path, key: str) -> None:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name stands for several files; one that is there is that file, whatever characters it has."""
-    return any(sign in name for sign in "*?[") and not Path(name).exists()
+    """A path that exists is none, whatever characters it has."""
+    return any(sign in name for sign in "*?[") and not exists(name)
+
+
+def is_url(name: str) -> bool:
+    return "://" in name and not exists(name)
 
 
 def extension_of(name: str) -> str:
-    """A path's extension in small letters, without .gz."""
+    """A path's extension without .gz, in small letters."""
     return Path(name.lower().removesuffix(".gz")).suffix
 
 
 def source_of(files: Iterable[Path]) -> str:
-    """The datasets library's reader for files, by their extensions. Raises UserError for an unknown extension, or several kinds of files."""
+    """The reader for files, by their extensions. Raises UserError for an unknown extension, or several kinds of files."""
     sources = {}
     for file in files:
         source = SOURCES.get(extension_of(str(file)))
@@ -88,209 +95,147 @@ def source_of(files: Iterable[Path]) -> str:
 
 
 def read_rows(file: Path, source: str) -> Iterator[dict[str, Any]]:
-    """The rows of one local file in its order: the values of the JSON, or the cells of the CSV, of which an empty one is None; no type is
-    inferred. Raises UserError if the file cannot be read, or a row is not JSON."""
+    """The rows of one local file in its order. Raises UserError if the file cannot be read, or a row is not JSON."""
+    if source in ("json", "csv"):
+        return map(json.loads, read_texts(file, source))
+    return (row for batch in read_batches(file, source) for row in batch.to_pylist())
+
+
+def read_texts(file: Path, source: str) -> Iterator[str]:
+    """The rows of a JSON or CSV file, each as the text of a JSON object. Raises UserError as :func:`read_rows`."""
+    with _named(file, source), _open(file) as content:
+        encoding = json.detect_encoding(content.read(4))
+        if encoding not in ("utf-8", "utf-8-sig"):
+            name = encoding.upper()[:6]
+            raise _not_utf8(file, f"its first bytes are {name}'s", name)
+        content.seek(3 if encoding == "utf-8-sig" else 0)
+        yield from (_read_csv if source == "csv" else _read_json)(content, file)
+
+
+def read_batches(file: Path, source: str) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of a parquet or arrow file with the file's own columns; an empty batch first. Raises UserError if it cannot be read."""
+    with _named(file, source), pyarrow.memory_map(str(file)) as content:
+        if source == "parquet":
+            table = parquet.ParquetFile(content)
+            schema, batches = table.schema_arrow, table.iter_batches(1000)
+        elif content.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(content)
+            schema, batches = reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            content.seek(0)
+            batches = pyarrow.ipc.open_stream(content)
+            schema = batches.schema
+        yield pyarrow.RecordBatch.from_pylist([], schema)
+        yield from batches
+
+
+@contextlib.contextmanager
+def _named(file: Path, source: str) -> Iterator[None]:
     try:
-        if source in ("json", "csv"):
-            with _open_bytes(file) as content:
-                _check_encoding(content, file)
-                yield from _read_json(content, file) if source == "json" else _read_csv(content, file)
-        else:  # a name may have signs that the library takes for a pattern
-            yield from datasets.load_dataset(source, data_files=glob.escape(str(file)), split="train")
+        yield
     except UserError:
         raise
-    except UnicodeDecodeError as error:
-        raise _not_utf8(file, f"byte 0x{error.object[error.start]:02x}", "cp1252") from error
     except _UNREADABLE as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise UserError(f"data_files={file} cannot be read as {source} ({reason}); check the file") from error
+        raise UserError(
+            f"data_files={file} cannot be read as {source} ({' '.join(str(error).split())[:200]}); check the file"
+        ) from error
 
 
-def _check_encoding(content: IO[bytes], file: Path) -> None:
-    start = content.read(4)
-    content.seek(0)
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start:
-        raise _not_utf8(file, "its first bytes are UTF-16's", "UTF-16")
+def _open(file: Path) -> Any:
+    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")
 
 
-def _not_utf8(file: Path, why: str, encoding: str) -> UserError:
+def _not_utf8(file: Path, why: str, encoding: str, place: str = "") -> UserError:
     return UserError(
-        f"data_files={file} is not UTF-8 ({why}), perhaps {encoding}; write it as UTF-8: iconv -f {encoding} -t UTF-8 OLD > NEW"
+        f"data_files={file}{place} is not UTF-8 ({why}), perhaps {encoding}; write it as UTF-8: iconv -f {encoding} -t UTF-8 OLD > NEW"
     )
 
 
-def _read_csv(content: IO[bytes], file: Path) -> Iterator[dict[str, Any]]:
-    csv.field_size_limit(2**31 - 1)  # a cell may hold a document
-    lines = csv.reader(io.TextIOWrapper(content, encoding="utf-8-sig", newline=""))
-    header = next(lines, [])
-    if twice := next((name for name in header if header.count(name) > 1), None):
+def _utf8(content: bytes, file: Path, place: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(file, f"byte 0x{content[error.start]:02x}", "cp1252", place) from error
+
+
+def _read_csv(content: IO[bytes], file: Path) -> Iterator[str]:
+    csv.field_size_limit(sys.maxsize)
+    lines = io.TextIOWrapper(content, encoding="utf-8", errors="surrogateescape", newline="")
+    rows = (cells for cells in csv.reader(line for part in (lines, [_END]) for line in part) if cells)
+    header = next(rows)
+    if header == [_END]:
+        return
+    if twice := next((name for name in header if name and header.count(name) > 1), None):
         raise UserError(f"data_files={file}: its header has the column {twice!r} twice; rename one of them")
-    for number, cells in enumerate((cells for cells in lines if cells), start=1):
+    number = 0
+    for number, cells in enumerate(rows, start=1):
+        if cells == [_END]:
+            return
+        if _END in cells[-1]:
+            break
         if len(cells) > len(header):
             raise UserError(f"data_files={file}: row {number} has more fields than the header; fix or remove that row")
         # A column without a name is the index that pandas writes.
-        yield {name: cell or None for name, cell in itertools.zip_longest(header, cells) if name}
+        row = {name: cell or None for name, cell in itertools.zip_longest(header, cells) if name}
+        text = json.dumps(row, ensure_ascii=False)
+        _utf8(text.encode(errors="surrogateescape"), file, f": row {number}")
+        yield text
+    raise UserError(
+        f"data_files={file}: row {max(number, 1)} opens a quotation mark that is not closed; fix or remove that row"
+    )
 
 
-def _read_json(content: IO[bytes], file: Path) -> Iterator[dict[str, Any]]:
-    start = next((line.strip() for line in content if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
-    is_array = start.startswith(b"[")
-    content.seek(0)
-    for number, row in enumerate(_array(content, file) if is_array else _lines(content, file), start=1):
+def _read_json(content: IO[bytes], file: Path) -> Iterator[str]:
+    start = content.tell()
+    is_array = next((line.strip() for line in content if line.strip()), b"").startswith(b"[")
+    content.seek(start)
+    for number, (text, row) in enumerate(_array(content, file) if is_array else _lines(content, file), start=1):
         if not isinstance(row, dict):
             raise UserError(
                 f"data_files={file}: row {number} is {'null, ' if row is None else ''}not a JSON object, it has no fields; fix or remove that row"
             )
-        yield row
+        yield text
 
 
-def _array(content: IO[bytes], file: Path) -> Iterator[Any]:
+def _array(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
+    text = _utf8(content.read(), file, "")
     try:
-        rows = json.loads(content.read().decode("utf-8-sig"), object_pairs_hook=_without_repetition)
-    except UnicodeDecodeError:
-        raise
+        rows = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise UserError(f"data_files={file} is not a JSON array ({error}); fix it") from error
     for number, row in enumerate(rows, start=1):
-        _check_whole_characters(json.dumps(row), row, file, number)
-        yield row
+        yield _whole(json.dumps(row), row, file, number), row
 
 
-def _lines(content: IO[bytes], file: Path) -> Iterator[Any]:
+def _lines(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(filter(bytes.strip, content), start=1):
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        text = _utf8(line.strip(), file, f": row {number}")
         try:
-            row = json.loads(text, object_pairs_hook=_without_repetition)
+            row = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise UserError(f"data_files={file}: row {number} is not JSON ({error}); fix or remove that row") from error
-        _check_whole_characters(text, row, file, number)
-        yield row
+        yield _whole(text, row, file, number), row
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it has the field {next(name for name in names if names.count(name) > 1)!r} twice")
-    return found
-
-
-def _check_whole_characters(text: str, row: Any, file: Path, number: int) -> None:
-    """Half a surrogate pair, such as half an emoji, is no character of UTF-8; JSON can write it by an escape only."""
+def _whole(text: str, row: Any, file: Path, number: int) -> str:
+    """The text of a row that has no half of a surrogate pair, such as half an emoji; JSON can write one by an escape only."""
     if _SURROGATE.search(text) and (half := _SURROGATE_CHARACTER.search(json.dumps(row, ensure_ascii=False))):
         raise UserError(
             f"data_files={file}: row {number} has {half.group()!r}, half of a character that is written as two; fix or remove that row"
         )
+    return text
 
 
 _SURROGATE, _SURROGATE_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 
 
-class JsonRows:
-    """Rows of JSON or CSV files, each as JSON text in an arrow table, so that no value is cast to the type of another row's.
-
-    What :class:`datasets.Dataset` has of the same name is the same here.
-
-    Args:
-        texts: with the one column ``row``.
-    """
-
-    def __init__(self, texts: datasets.Dataset) -> None:
-        self._texts = texts
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, key: int | str) -> Any:
-        if isinstance(key, str):
-            return [row.get(key) for row in self]
-        return json.loads(self._texts[key]["row"])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (json.loads(row["row"]) for row in self._texts)
-
-    @functools.cached_property
-    def column_names(self) -> list[str]:
-        """Of all rows; not every row needs to have each."""
-        return list(dict.fromkeys(name for row in self for name in row))
-
-    @property
-    def _indices(self) -> Any:
-        return self._texts._indices
-
-    @property
-    def _fingerprint(self) -> str:
-        return str(self._texts._fingerprint)
-
-    def select(self, indices: Iterable[int]) -> JsonRows:
-        return JsonRows(self._texts.select(indices))
-
-    def train_test_split(self, **options: Any) -> dict[str, JsonRows]:
-        return {name: JsonRows(part) for name, part in self._texts.train_test_split(**options).items()}
-
-
-def json_rows(files: Sequence[Path], source: str, split: str) -> JsonRows:
-    """The rows of JSON or CSV files, one after the other; the library keeps them in its cache, from where all processes map them.
-
-    ``split``: ``train`` or a part of it, such as ``train[:400]``. Raises UserError as :func:`read_rows`, and for another split.
-    """
-    versions = [(str(file.absolute()), _content_digest(file), code_digest()) for file in files]
-    features = datasets.Features({"row": datasets.Value("large_string")})
-    try:
-        texts = datasets.Dataset.from_generator(
-            _texts, features=features, gen_kwargs={"versions": (tuple(versions),), "source": source}
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from error
-        if not isinstance(error.__cause__, OSError):
-            raise
-        texts = _in_memory(error.__cause__, versions, source, features)
-    except OSError as error:
-        texts = _in_memory(error, versions, source, features)
-    if split != "train":
-        try:
-            [part] = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(texts)})
-        except (ValueError, AssertionError) as error:
-            raise UserError(
-                f"dataset.split={split}: files have the split train and parts of it, such as train[:400]"
-            ) from error
-        texts = texts.select(range(part.from_ or 0, len(texts) if part.to is None else part.to))
-    return JsonRows(texts)
-
-
-@functools.cache
-def code_digest() -> str:
-    """Of the code that rows depend on, so that what an earlier version has kept is not taken."""
-    package = Path(__file__).parents[1]
-    files = sorted([*package.glob("data/*.py"), *package.glob("models/chat_*.py")])
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
-
-
-def _content_digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "blake2b").hexdigest()
-
-
-def _in_memory(
-    error: OSError, versions: Sequence[tuple[Any, ...]], source: str, features: datasets.Features
-) -> datasets.Dataset:
-    logger.warning(
-        f"the cache of the datasets library, {datasets.config.HF_DATASETS_CACHE}, cannot be written ({error.strerror or error}); the rows are kept in "
-        "memory; HF_DATASETS_CACHE names another folder"
-    )
-    return datasets.Dataset.from_dict({"row": [row["row"] for row in _texts((tuple(versions),), source)]}, features)
-
-
-def _texts(versions: Sequence[Sequence[tuple[Any, ...]]], source: str) -> Iterator[dict[str, str]]:
-    """``versions``: path and digest of each file, and the code's, which the library takes into its fingerprint."""
-    for path, *_ in versions[0]:
-        for row in read_rows(Path(path), source):
-            yield {"row": json.dumps(row)}
-
-
-def _open_bytes(file: Path) -> Any:
-    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are all different."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has the field {next(name for name in names if names.count(name) > 1)!r} twice")
+    return row
 
 
 def part_indices(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import datasets
 import numpy as np
@@ -21,25 +19,16 @@ from finch.data.formats import (
     TURN_KEYS,
     RowFormat,
     RowToMessages,
-    detect,
     detect_columns,
+    format_of_table,
     unused_fields,
 )
-from finch.data.row_files import (
-    PARTS,
-    SOURCES,
-    JsonRows,
-    json_rows,
-    local_files,
-    part_indices,
-    read_rows,
-    source_of,
-)
+from finch.data.row_files import PARTS, SOURCES, is_url, local_files, part_indices, source_of
+from finch.data.table import Table, read_table
 from finch.data.token_cache import TokenizedRow, TokenizedRows, tokenized_rows
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 
-Table: TypeAlias = datasets.Dataset | JsonRows
 SPLITS_BY = ("order", "content")
 TARGETS = {"instruction": "output", "question_answer": "answer", "prompt_completion": "completion"}
 """The field of a format that is not the prompt; rows of other formats are compared completely."""
@@ -50,9 +39,7 @@ class Rows(Dataset[Any]):
 
     Args:
         table: with the columns that the transforms read.
-        files: of the rows, where there are several and the table has them all.
         transforms: from a row to tokens and labels, one after the other.
-        indices: of the rows in their split, from 0; None: the table says it.
         tokenizer, settings: whose ``tokenize_many`` takes many rows at once, and what the rows depend on next to table, format and
             tokenizer; None: each row is tokenized whenever it is read.
     """
@@ -61,13 +48,11 @@ class Rows(Dataset[Any]):
         self,
         table: Table,
         row_format: RowFormat,
-        files: Sequence[Path],
         transforms: Sequence[Callable[[Any], Any]],
-        indices: Sequence[int] | None = None,
         tokenizer: Any = None,
         settings: Sequence[Any] = (),
     ) -> None:
-        self._data, self._files, self._transforms, self._indices = table, files, transforms, indices
+        self._data, self._transforms = table, transforms
         self._tokenizer, self._settings = tokenizer, settings
         self.row_format = row_format
         self.tokenized: TokenizedRows | None = None
@@ -89,7 +74,7 @@ class Rows(Dataset[Any]):
         if self._tokenizer is None or self.tokenized is not None:
             return
         format = [self.row_format.format, self.row_format.columns, self.row_format.source]
-        content = [self._data._fingerprint, *format, *self._settings, *self._tokenizer.fingerprint]
+        content = [*self._data.key, *format, *self._settings, *self._tokenizer.fingerprint]
         self.tokenized = tokenized_rows(self._batches, len(self), content, title)
 
     def _batches(self, size: int) -> Iterator[list[TokenizedRow]]:
@@ -140,19 +125,8 @@ class Rows(Dataset[Any]):
         return any(isinstance(text, str) and not text.strip() for text in texts)
 
     def origin(self, index: int) -> tuple[str | None, int]:
-        """The file that a row of this part comes from, and its number there, from 1; where there are not several files, None and its
-        number in the split."""
-        if self._indices is not None:
-            number = 1 + self._indices[index]
-        else:
-            indices = self._data._indices
-            number = 1 + (index if indices is None else indices.column(0)[index].as_py())
-        for file in self._files:
-            num_rows = _num_rows(file, self.row_format.source or "json")
-            if number <= num_rows:
-                return str(file), number
-            number -= num_rows
-        return None, number
+        """As of the table."""
+        return self._data.origin(index)
 
 
 def _as_user_error(error: Exception) -> UserError:
@@ -226,13 +200,13 @@ def rows_dataset(
     if source is None and data_files is None:
         raise UserError("dataset needs data_files, the path of the rows, or source, a name on the hub; set one")
     files, reader = files_and_source(source, data_files)
-    if files and format == AUTO:
-        format = detect(map(str, files), reader, column_map).format
     table = load_table(reader, data_files, files, name=name, split=split)
     if len(table) == 0:
         raise UserError("dataset is empty: the split has no rows; give another file or split")
-    row_format = detect_columns(table.column_names, table[0], format, column_map)
-    indices = None
+    if files and format == AUTO:
+        row_format = format_of_table(table, reader, column_map)
+    else:
+        row_format = detect_columns(table.column_names, table[0], format, column_map)
     if part != "all" and is_by_content:
         indices = part_indices(
             contents(table, row_format),
@@ -248,8 +222,6 @@ def rows_dataset(
         tokenizer,
         table,
         dataclasses.replace(row_format, source=reader),
-        files if split == "train" else [],
-        indices=indices,
         train_on_input=train_on_input,
         new_system_prompt=new_system_prompt,
         packed=packed,
@@ -285,9 +257,7 @@ def tokenized(
     tokenizer: Any,
     table: Table,
     row_format: RowFormat,
-    files: Sequence[Path],
     *,
-    indices: Sequence[int] | None,
     convert: Callable[[Any], Any] | None = None,
     train_on_input: bool,
     new_system_prompt: str | None,
@@ -311,9 +281,7 @@ def tokenized(
     rows = Rows(
         table,
         row_format,
-        files if len(files) > 1 else (),
         transforms,
-        indices,
         tokenizer if takes_many else None,
         [train_on_input, new_system_prompt, is_text and not packed],
     )
@@ -324,8 +292,8 @@ def tokenized(
 
 
 def train_validation_split(table: Table, part: str, validation_fraction: float, split_seed: int) -> Table:
-    """One of two parts of a table: ``train`` or ``validation``, which holds ``validation_fraction`` of the rows and at least one. Raises
-    UserError for a fraction out of range, or no row left to train on."""
+    """One of two parts of a table: ``train`` or ``validation``, which holds ``validation_fraction`` of the rows and at least one; those of
+    ``datasets.Dataset.train_test_split``. Raises UserError for a fraction out of range, or no row left to train on."""
     if not 0 < validation_fraction < 1:
         raise UserError(f"dataset.validation_fraction={validation_fraction} must lie in (0, 1), such as 0.1")
     held_out = max(1, round(validation_fraction * len(table)))
@@ -333,15 +301,15 @@ def train_validation_split(table: Table, part: str, validation_fraction: float, 
         raise UserError(
             f"dataset: {len(table)} rows are too few to hold out {validation_fraction:g} of them; give more rows"
         )
-    parts = table.train_test_split(test_size=held_out, seed=split_seed)
-    return parts["train" if part == "train" else "test"]
+    order = np.random.default_rng(split_seed).permutation(len(table))
+    return table.select(order[held_out:] if part == "train" else order[:held_out])
 
 
 def files_and_source(source: str | None, data_files: str | list[str] | None) -> tuple[list[Path], str]:
     """The local files of rows, none of them for rows of the hub or of URLs; and the reader or the hub's name. Raises UserError if no files
     are named, or they cannot be read."""
     names = None if data_files is None else [data_files] if isinstance(data_files, str) else list(map(str, data_files))
-    is_local = names is not None and not any("://" in file for file in names)
+    is_local = names is not None and not any(map(is_url, names))
     is_hub = source is not None and source not in SOURCES.values()
     if names is None and not is_hub:
         raise UserError(f"dataset.source={source} needs data_files, the path of the rows; set it")
@@ -354,21 +322,16 @@ def files_and_source(source: str | None, data_files: str | list[str] | None) -> 
 def load_table(
     source: str, data_files: str | list[str] | None, files: list[Path], *, name: str | None, split: str
 ) -> Table:
-    """The rows of local ``files`` where there are some, otherwise of the hub or of URLs. Raises UserError if the local files cannot be read
-    as one table."""
-    if not files:
-        names = data_files if data_files is None or isinstance(data_files, str) else list(map(str, data_files))
-        return datasets.load_dataset(source, name, split=split, data_files=names)
-    if source in ("json", "csv"):
-        return json_rows(files, source, split)
+    """The rows of local ``files`` where there are some, otherwise of the hub or of URLs. Raises UserError if they cannot be read."""
+    if files:
+        return read_table(files, source, split)
+    names = data_files if data_files is None or isinstance(data_files, str) else list(map(str, data_files))
     try:
-        # Each file by itself: the library would cast the columns of one to the types of another.
-        names = [glob.escape(str(file)) for file in files]
-        return datasets.load_dataset(source, data_files=names, split=split)
+        return Table([datasets.load_dataset(source, name, split=split, data_files=names)])
+    except PermissionError as error:
+        cache = datasets.config.HF_DATASETS_CACHE
+        raise UserError(
+            f"dataset: the cache {cache} cannot be written ({error}); set HF_DATASETS_CACHE to another folder"
+        ) from error
     except datasets.exceptions.DatasetGenerationError as error:
-        raise UserError(f"dataset: {error.__cause__ or error}") from error
-
-
-@functools.cache
-def _num_rows(file: Path, source: str) -> int:
-    return sum(1 for _ in read_rows(file, source))
+        raise UserError(f"dataset: {' '.join(str(error.__cause__ or error).split())[:200]}") from error

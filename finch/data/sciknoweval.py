@@ -11,7 +11,8 @@ from torchtune.datasets import PackedDataset
 
 from finch.data.formats import RowFormat
 from finch.data.row_files import ALL, PARTS, check_fractions, part_indices
-from finch.data.rows import Rows, Table, check_packing, check_part, files_and_source, load_table, tokenized
+from finch.data.rows import Rows, check_packing, check_part, files_and_source, load_table, tokenized
+from finch.data.table import Table
 from finch.errors import UserError
 from finch.log import logger
 
@@ -73,8 +74,6 @@ def sciknoweval_dataset(
         tokenizer,
         table,
         dataclasses.replace(_QUESTION_ANSWER, source=reader),
-        files if split == "train" else [],
-        indices=indices,
         convert=functools.partial(to_question_answer, columns),
         train_on_input=train_on_input,
         new_system_prompt=new_system_prompt,
@@ -137,8 +136,6 @@ def sciknoweval_solutions_dataset(
         tokenizer,
         table.select(indices),
         RowFormat("prompt_completion", dict(zip(("prompt", "completion"), SOLUTION_FIELDS, strict=True)), reader),
-        files,
-        indices=indices,
         train_on_input=False,
         new_system_prompt=None,
         packed=packed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import hashlib
 import json
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torchtitan.config import CompileConfig
 from torchtitan.distributed import utils as dist_utils
 
 from finch import files
+from finch.data.row_files import local_files
 from finch.dtensor import full_tensor, to_local
 from finch.errors import UserError
 from finch.log import logger
@@ -193,7 +193,7 @@ def identity_of(config: Any) -> dict[str, Any] | None:
         return None
     paths = [path for folder in sorted({weights, config.hf_assets_path}) for path in sorted(Path(folder).glob("*"))]
     if names := getattr(config.dataloader, "data_files", None):
-        paths += map(Path, sorted(glob.glob(names)))
+        paths += local_files(names)
     return {
         "model": [config.model_spec.name, config.model_spec.flavor],
         "dataloader": config.dataloader.to_dict(),

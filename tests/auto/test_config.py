@@ -68,6 +68,14 @@ def test_learning_rate_is_the_measured_one(num_parameters, num_steps, rate):
     assert learning_rate(num_parameters, num_steps) == rate
 
 
+def test_auto_config_takes_the_kind_of_files_with_other_names(folder, rows_file, tmp_path):
+    file = tmp_path / "rows [1].data"
+    file.write_bytes(rows_file.read_bytes())
+    for key in ("source", "dataset.source"):
+        cfg = auto(f"model_dir={folder}", f"data_files={file}", f"{key}=json", "device=cpu")
+        assert (cfg.dataset.source, cfg.dataset.data_files) == ("json", str(file))
+
+
 def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch, caplog):
     """Where finch's prompts fit into the context."""
     given = f"model_dir={folder}", f"data_files={rows_file}", "device=cpu"

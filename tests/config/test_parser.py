@@ -50,6 +50,19 @@ def test_read_accepts_user_keys_whose_reference_is_overridden(file):
     assert read(["--config", path, "output_dir=elsewhere"], FullFinetuneKeys).output_dir == "elsewhere"
 
 
+@pytest.mark.parametrize("name", ["a = b, [1]: {c} $ #3", "*?!&", "[x]", "1e3", "null, x", "%"])
+def test_paths_are_taken_as_they_are(file, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    overrides = [f"output_dir={name} not there, yet", f"tokenizer.path={tmp_path}/{name}", "epochs=1"]
+    cfg = read(["--config", file(), *overrides], FullFinetuneKeys)
+    assert (cfg.output_dir, cfg.tokenizer.path, cfg.epochs) == (f"{name} not there, yet", f"{tmp_path}/{name}", 1)
+    assert read(["--config", file(), f"output_dir={name}"], FullFinetuneKeys).output_dir == name
+    (tmp_path / "${x}").mkdir()
+    with pytest.raises(UserError, match="another key's value; rename it, or name a link"):
+        read(["--config", file(), "tokenizer.path=${x}"], FullFinetuneKeys)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

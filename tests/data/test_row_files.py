@@ -6,7 +6,6 @@ import io
 import json
 import random
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -153,15 +152,3 @@ def test_what_cannot_be_read_as_it_is_meant_is_named(tmp_path, name, content, me
     with pytest.raises(UserError, match=message) as error:
         table_of(file)
     assert str(file) in str(error.value)
-
-
-def test_rows_stay_in_memory_where_the_cache_cannot_be_written(tmp_path, monkeypatch, caplog):
-    (tmp_path / "rows.jsonl").write_text(lines(MIXED))
-
-    def full(*args, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(datasets.Dataset, "from_generator", full)
-    assert table_of(tmp_path / "rows.jsonl") == MIXED
-    assert "No space left on device" in caplog.text
-    assert "HF_DATASETS_CACHE names another folder" in caplog.text

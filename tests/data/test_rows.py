@@ -213,8 +213,7 @@ def test_source_is_needed(tokenizer):
         rows_dataset(tokenizer, packed=True, data_files="x.jsonl")
 
 
-def test_rows_of_unequal_fields_are_read(load, write):
-    files = [write({"instruction": "a", "output": "b"}, name="one.jsonl")]
-    files.append(write({"instruction": "a", "output": "b", "input": "c"}, name="two.jsonl"))
-    samples = load(data_files=files)
-    assert len(samples[0]["tokens"]) < len(samples[1]["tokens"])
+def test_rows_may_have_unequal_fields(load, write):
+    rows = [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": "b", "input": "c", "id": 10**25}]
+    files = [write(row, name=f"{number}.jsonl") for number, row in enumerate(rows)]
+    assert contents(load(data_files=files)) == contents(load({**rows[0], "input": ""}, rows[1]))
