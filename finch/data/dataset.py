@@ -21,7 +21,7 @@ from finch.config.validation import without_weight
 from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
 from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern, is_url
-from finch.data.rows import files_and_source, load_table
+from finch.data.rows import files_and_source, load_table, reason_of
 from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 
@@ -126,7 +126,7 @@ class Samples(Dataset[Any]):
             missing = next((name for role, name in columns.items() if role != "image" and row.get(name) is None), None)
             if missing is not None:
                 return f"its field {missing!r} is missing or null"
-        return _reason(error)
+        return reason_of(error)
 
     def _with_reference_losses(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
         return sample if self.reference_losses is None else {**sample, REFERENCE_LOSSES: self.reference_losses(index)}
@@ -276,7 +276,7 @@ def _check_columns(data: Any, key: str, source: str) -> None:
     except Exception as error:  # as in Samples
         if style := _style_of(table[0], key):
             raise UserError(
-                f"{key}: row 1 of {source} cannot be used by {type(_message_transform(data)).__name__} ({_reason(error)}){style}"
+                f"{key}: row 1 of {source} cannot be used by {type(_message_transform(data)).__name__} ({reason_of(error)}){style}"
             ) from error
 
 
@@ -315,10 +315,3 @@ def _name(rows: Sequence[int], source: str) -> str:
 
 def _them(rows: Sequence[int]) -> str:
     return "that row" if len(rows) == 1 else "them"
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, UserError):
-        return text
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -499,12 +499,12 @@ def unused_fields(row: Mapping[str, Any], row_format: RowFormat, tokenizer: Any 
     if row_format.format in ("instruction", "question_answer"):
         known.add("history")
     found = dict.fromkeys(name for name, value in row.items() if name not in known and value is not None)
+    keys = {*TURN_KEYS.get(row_format.format, TURN_KEYS["messages"]), *LEARNED, "masked", "tool_calls"}
     for column in row_format.columns.values():
         turns = row.get(column)
         for turn in turns if isinstance(turns, list) else ():
-            if not isinstance(turn, Mapping):
+            if not isinstance(turn, dict) or turn.keys() <= keys:
                 continue
-            keys = {*TURN_KEYS.get(row_format.format, TURN_KEYS["messages"]), *LEARNED, "masked", "tool_calls"}
             names = (name for name, value in turn.items() if name not in keys and value is not None and not reads(name))
             found |= dict.fromkeys(f"{column}[].{name}" for name in names)
     return list(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ class Rows(Dataset[Any]):
     Args:
         table: with the columns that the transforms read.
         transforms: from a row to tokens and labels, one after the other.
-        tokenizer, settings: whose ``tokenize_many`` takes many rows at once, and what the rows depend on next to table, format and
-            tokenizer; None: each row is tokenized whenever it is read.
+        many: the last transform of many samples at once, to ids and masks or errors; None: each row is tokenized whenever it is read.
+        tokenizer, settings: what the rows depend on next to table and format.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class Rows(Dataset[Any]):
         table: Table,
         row_format: RowFormat,
         transforms: Sequence[Callable[[Any], Any]],
-        tokenizer: Any = None,
-        settings: Sequence[Any] = (),
+        many: Callable[[Sequence[Any]], Sequence[Any]] | None,
+        tokenizer: Any,
+        settings: Sequence[Any],
     ) -> None:
-        self._data, self._transforms = table, transforms
+        self._data, self._transforms, self._many = table, transforms, many
         self._tokenizer, self._settings = tokenizer, settings
         self.row_format = row_format
         self.tokenized: TokenizedRows | None = None
@@ -71,7 +73,7 @@ class Rows(Dataset[Any]):
     def tokenize(self, title: str) -> None:
         """Tokenizes all rows at once, or maps those that an earlier call has kept, see :mod:`finch.data.token_cache`; nothing without a
         tokenizer for many rows."""
-        if self._tokenizer is None or self.tokenized is not None:
+        if self._many is None or self.tokenized is not None:
             return
         format = [self.row_format.format, self.row_format.columns, self.row_format.source]
         content = [*self._data.key, *format, *self._settings, *self._tokenizer.fingerprint]
@@ -82,34 +84,25 @@ class Rows(Dataset[Any]):
             yield self._tokenize_batch([self._data[index] for index in range(start, min(start + size, len(self)))])
 
     def _tokenize_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[TokenizedRow]:
-        samples: list[Any] = []
-        for row in rows:
-            try:
-                samples.append(self._transforms[0](row))  # a conversation, or the tokens of a text
-            except Exception as error:  # a row can break any library's transform, as in Samples
-                samples.append(_as_user_error(error))
-        if self.row_format.format != "text":
-            whole = [each for each in samples if not isinstance(each, UserError)]
-            try:
-                found = iter(self._tokenizer.tokenize_many(whole))
-            except Exception:  # one by one, so that only the row that breaks the template or tokenizer is bad
-                found = iter([self._tokenize_one(each) for each in whole])
-            samples = [each if isinstance(each, UserError) else next(found) for each in samples]
-        return [self._tokenized_row(row, sample) for row, sample in zip(rows, samples, strict=True)]
+        *before, last = self._transforms
+        samples = [_attempt(before, row) for row in rows]
+        whole = [sample for sample in samples if not isinstance(sample, Exception)]
+        found = _attempt([self._many], whole)
+        if isinstance(found, Exception):  # one row can break it for all
+            found = [_attempt([last], sample) for sample in whole]
+        rest = iter(found)
+        found = [sample if isinstance(sample, Exception) else next(rest) for sample in samples]
+        return [self._tokenized_row(row, each) for row, each in zip(rows, found, strict=True)]
 
-    def _tokenize_one(self, sample: Any) -> Any:
-        try:
-            return self._tokenizer.tokenize_many([sample])[0]
-        except Exception as error:  # as above
-            return _as_user_error(error)
-
-    def _tokenized_row(self, row: Mapping[str, Any], sample: Any) -> TokenizedRow:
-        notes = unused_fields(row, self.row_format, self._tokenizer), self.has_empty_text(row)
-        if isinstance(sample, UserError):
-            return TokenizedRow(error=str(sample), unused=notes[0], is_empty=notes[1])
-        if isinstance(sample, Mapping):
-            return TokenizedRow(sample["tokens"], sample["labels"], None, *notes)
-        tokens, mask = sample
+    def _tokenized_row(self, row: Mapping[str, Any], found: Any) -> TokenizedRow:
+        is_converted = isinstance(self._transforms[0], functools.partial)  # which reads fields of its own
+        unused = () if is_converted else unused_fields(row, self.row_format, self._tokenizer)
+        notes = unused, self.has_empty_text(row)
+        if isinstance(found, Exception):
+            return TokenizedRow((), (), reason_of(found), *notes)
+        if isinstance(found, Mapping):
+            return TokenizedRow(found["tokens"], found["labels"], None, *notes)
+        tokens, mask = np.asarray(found[0], np.int32), np.frombuffer(bytes(found[1]), bool)
         return TokenizedRow(tokens, np.where(mask, IGNORE_INDEX, tokens), None, *notes)
 
     def is_empty(self, index: int) -> bool:
@@ -129,10 +122,6 @@ class Rows(Dataset[Any]):
         return self._data.origin(index)
 
 
-def _as_user_error(error: Exception) -> UserError:
-    return error if isinstance(error, UserError) else UserError(f"{type(error).__name__}: {str(error)[:200]}")
-
-
 class TextToTokens:
     """Plain text between the tokenizer's BOS and EOS, every token a target, as in torchtune's TextCompletionDataset.
 
@@ -144,11 +133,37 @@ class TextToTokens:
         self._limit = tokenizer.max_seq_len if is_truncated else None
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = self._tokenizer.encode(self._text(row), add_bos=True, add_eos=True)[: self._limit]
+        return {"tokens": tokens, "labels": tokens.copy()}
+
+    def many(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[bool]]]:
+        """Ids and mask of each row."""
+        found = self._tokenizer.encode_many([self._text(row) for row in rows])
+        return [(ids[: self._limit], [False] * len(ids[: self._limit])) for ids in found]
+
+    def _text(self, row: Mapping[str, Any]) -> str:
         text = row.get(self._column)
         if not isinstance(text, str):
             raise UserError(f"its field {self._column!r} is {'missing or null' if text is None else 'not text'}")
-        tokens = self._tokenizer.encode(text, add_bos=True, add_eos=True)[: self._limit]
-        return {"tokens": tokens, "labels": tokens.copy()}
+        return text
+
+
+def _attempt(transforms: Sequence[Callable[[Any], Any]], value: Any) -> Any:
+    """The transformed value, or the error."""
+    try:
+        for transform in transforms:
+            value = transform(value)
+    except Exception as error:  # a row can break any library's transform or tokenizer
+        return error
+    return value
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return text
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 def rows_dataset(
@@ -258,7 +273,7 @@ def tokenized(
     table: Table,
     row_format: RowFormat,
     *,
-    convert: Callable[[Any], Any] | None = None,
+    convert: functools.partial[Any] | None = None,
     train_on_input: bool,
     new_system_prompt: str | None,
     packed: bool,
@@ -270,21 +285,17 @@ def tokenized(
     is_text = row_format.format == "text"
     transforms: list[Callable[[Any], Any]] = [] if convert is None else [convert]
     if is_text:
-        transforms += [TextToTokens(tokenizer, row_format.columns["text"], is_truncated=not packed)]
+        last = TextToTokens(tokenizer, row_format.columns["text"], is_truncated=not packed)
+        transforms, many = [last], last.many if hasattr(tokenizer, "encode_many") else None
     else:
+        many = getattr(tokenizer, "tokenize_many", None)
         messages = RowToMessages(
             row_format, train_on_input=train_on_input, new_system_prompt=new_system_prompt, tokenizer=tokenizer
         )
         # Given the message transform as well, SFTTransform would refuse tool turns.
         transforms += [messages, SFTTransform(model_transform=tokenizer)]
-    takes_many = convert is None and hasattr(tokenizer, "tokenize_many")
-    rows = Rows(
-        table,
-        row_format,
-        transforms,
-        tokenizer if takes_many else None,
-        [train_on_input, new_system_prompt, is_text and not packed],
-    )
+    settings = [train_on_input, new_system_prompt, is_text and not packed, *(convert.args if convert else ())]
+    rows = Rows(table, row_format, transforms, many, tokenizer, settings)
     if not packed:
         return rows
     rows.tokenize("dataset")

@@ -41,7 +41,7 @@ class TokenizedRow(NamedTuple):
         is_empty: whether one of its texts is empty.
     """
 
-    tokens: Sequence[int] = ()
+    tokens: Sequence[int] | Int64 = ()
     labels: Sequence[int] | Int64 = ()
     error: str | None = None
     unused: Sequence[str] = ()

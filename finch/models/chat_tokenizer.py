@@ -117,6 +117,12 @@ class ChatTokenizer(ModelTokenizer, Transform):
         bos = [self.bos_id] if add_bos and self.bos_id is not None else []
         return [*bos, *ids, *([self.eos_id] if add_eos else [])]
 
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """:meth:`encode` of each text between BOS and EOS, on all cores."""
+        bos = [] if self.bos_id is None else [self.bos_id]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [[*bos, *each.ids, self.eos_id] for each in encodings]
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
