@@ -100,14 +100,16 @@ def rotated(items: Sequence[Any], number: int) -> list[Any]:
     return [*items[start:], *items[:start]]
 
 
-def alternate(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def alternate(
+    runs: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each run in each round; each round begins with another one."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for name in rotated([*runs], number):
-            start = time.perf_counter()
+            start = clock()
             runs[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return times
 
 
