@@ -1,16 +1,22 @@
 """Rows of every format: the same tokens and labels as torchtune's own datasets, and errors that name the row."""
 
+import functools
 import gzip
 import json
 
 import datasets
 import pytest
+from helpers import rows as rows_helper
 from helpers.rows import openai, sharegpt
+from helpers.tokenizers import write_qwen3_tokenizer
 from torchtune.datasets import chat_dataset, instruct_dataset, text_completion_dataset
 
 from finch.data.formats import detect
 from finch.data.rows import rows_dataset
+from finch.data.sciknoweval import sciknoweval_dataset
+from finch.data.stats import collect_stats
 from finch.errors import UserError
+from finch.models import auto_tokenizer
 
 SYSTEM = "be the bird"
 WORDS = [("the bird", "the tree"), ("a river", "a bird and a tree"), ("the tree", "a")]
@@ -217,3 +223,43 @@ def test_rows_may_have_unequal_fields(load, write):
     rows = [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": "b", "input": "c", "id": 10**25}]
     files = [write(row, name=f"{number}.jsonl") for number, row in enumerate(rows)]
     assert contents(load(data_files=files)) == contents(load({**rows[0], "input": ""}, rows[1]))
+
+
+@pytest.fixture
+def chat_tokenizer(tmp_path):
+    write_qwen3_tokenizer(tmp_path, ["the bird and the tree"])
+    return auto_tokenizer(str(tmp_path), max_seq_len=24)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("format", ["chat", "text", "converted"])
+def test_rows_tokenized_at_once_are_those_tokenized_one_by_one(write, chat_tokenizer, format, packed):
+    kinds = {"chat": openai(*conversation("the bird", "a tree")), "text": "the bird and the tree " * 9}
+    if format == "converted":
+        rows = [
+            {"question": "a", "choices": {"text": [word], "label": ["A"]}, "answerKey": "A", "answer": ""}
+            for word in "abc"
+        ]
+        file, build = write(*rows), functools.partial(sciknoweval_dataset, domain=None, level=None, part="all")
+    else:
+        file = write(*({"messages" if format == "chat" else "text": kinds[format]} for _ in range(3)))
+        build = rows_dataset
+    data = build(chat_tokenizer, data_files=file, packed=packed)
+    reference = build(chat_tokenizer, data_files=file)
+    if packed:
+        assert targets_of(*rows_of(data)) == targets_of(*rows_of(reference)) or format == "text"
+        return
+    data.tokenize("dataset")
+    assert data.tokenized is not None
+    assert contents(data) == contents(reference)
+    assert format != "converted" or not data.tokenized.unused(range(3))
+
+
+def test_a_row_that_breaks_its_batch_is_named(write, chat_tokenizer):
+    rows = [{"messages": openai(("user", "a"), ("assistant", "b"))}, {"messages": [{"role": ["x"], "content": "a"}]}]
+    samples = rows_helper.load(chat_tokenizer, write(*rows, rows[0]), format="messages")
+    stats = collect_stats(samples, 0, 1, keep_bad_rows=True)
+    assert stats.num_rows == 2
+    [(reason, bad)] = stats.bad.items()
+    assert reason.startswith("TypeError: unhashable")
+    assert [row.number for row in bad.first] == [2]
