@@ -33,7 +33,11 @@ def cached(key: Any, batches: Callable[[], Iterable[pyarrow.RecordBatch]], title
         if table is None:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(folder / f"{name}.lock", title):
-                table = _find(folder, name) or _write(folder, name, batches())
+                if (table := _find(folder, name)) is None:
+                    _write(folder, name, batches())
+                    table = _find(folder, name)
+        if table is None:
+            raise OSError("what was written cannot be read")
         return table
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         _warn(folder, getattr(error, "strerror", None) or str(error))
@@ -108,7 +112,7 @@ def _find(folder: Path, name: str) -> pyarrow.Table | None:
     return None
 
 
-def _write(folder: Path, name: str, batches: Iterable[pyarrow.RecordBatch]) -> pyarrow.Table | None:
+def _write(folder: Path, name: str, batches: Iterable[pyarrow.RecordBatch]) -> None:
     partial = folder / f"{name}.partial"
     try:
         rest = iter(batches)
@@ -120,4 +124,3 @@ def _write(folder: Path, name: str, batches: Iterable[pyarrow.RecordBatch]) -> p
         partial.rename(folder / f"{name}-{_hash(partial)}.arrow")
     finally:
         partial.unlink(missing_ok=True)
-    return _find(folder, name)

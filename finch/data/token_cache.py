@@ -110,8 +110,8 @@ def _record_batches(
         columns = [
             [row.tokens for row in rows],
             [_runs(row.labels) for row in rows],
-            [row.error for row in rows],
-            [row.unused for row in rows],
+            [None if row.error is None else _encodable(row.error) for row in rows],
+            [list(map(_encodable, row.unused)) for row in rows],
             [row.is_empty for row in rows],
         ]
         arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]

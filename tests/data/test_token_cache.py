@@ -5,7 +5,7 @@ from collections import Counter
 import datasets
 import pytest
 
-from finch.data import token_cache
+from finch.data import cache as file_cache
 from finch.data.token_cache import TokenizedRow, tokenized_rows
 from finch.errors import UserError
 
@@ -62,23 +62,21 @@ def test_rows_are_made_once_for_equal_settings(cache, make):
 def test_a_damaged_or_foreign_file_is_made_again(cache, make):
     make()
     [file] = cache.glob("*.arrow")
-    content, digest = file.read_bytes(), file.with_suffix(".digest").read_text()
+    content = file.read_bytes()
     flipped = bytes([*content[:-40], content[-40] ^ 1, *content[-39:]])
     for number, damaged in enumerate((flipped, content[: len(content) // 2], b"", b"another"), start=2):
         file.write_bytes(damaged)
         rows, calls = make()
         check(rows)
         assert calls == number
-        assert (file.read_bytes(), file.with_suffix(".digest").read_text()) == (content, digest)
-    file.with_suffix(".digest").unlink()
-    assert make()[1] == number + 1
+        assert file.read_bytes() == content
 
 
 def test_rows_stay_in_memory_where_there_is_no_room(cache, make, monkeypatch, caplog):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_cache, "atomic_file", full)
+    monkeypatch.setattr(file_cache, "_write", full)
     rows, _ = make()
     check(rows)
     assert "No space left on device" in caplog.text
