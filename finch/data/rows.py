@@ -87,6 +87,7 @@ class Rows(Dataset[Any]):
         *before, last = self._transforms
         samples = [_attempt(before, row) for row in rows]
         whole = [sample for sample in samples if not isinstance(sample, Exception)]
+        assert self._many is not None
         found = _attempt([self._many], whole)
         if isinstance(found, Exception):  # one row can break it for all
             found = [_attempt([last], sample) for sample in whole]
@@ -102,7 +103,7 @@ class Rows(Dataset[Any]):
             return TokenizedRow((), (), reason_of(found), *notes)
         if isinstance(found, Mapping):
             return TokenizedRow(found["tokens"], found["labels"], None, *notes)
-        tokens, mask = np.asarray(found[0], np.int32), np.frombuffer(bytes(found[1]), bool)
+        tokens, mask = np.asarray(found[0], np.int64), np.frombuffer(bytes(found[1]), bool)
         return TokenizedRow(tokens, np.where(mask, IGNORE_INDEX, tokens), None, *notes)
 
     def is_empty(self, index: int) -> bool:
