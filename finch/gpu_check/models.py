@@ -144,7 +144,7 @@ def seed_rows(tokenizer: Any, *, vocab_size: int, packed: bool) -> Any:
 
 def no_tokenizer(vocab_size: int) -> Any:
     """Stands where a config needs a tokenizer: rows of seeds have tokens."""
-    return SimpleNamespace(pad_id=0, max_seq_len=None, vocab_size=vocab_size)
+    return SimpleNamespace(pad_id=0, eos_id=0, max_seq_len=None, vocab_size=vocab_size)
 
 
 def dataset_of(rows: Sequence[Row], pack: int = 0) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def model_block(folder: Path, max_seq_len: int | None = None, *, option: str = "
     rope = rope_settings(config)
     for key in (*SIZES.values(), "rope_theta", *(("factor",) if rope["rope_type"] == "llama3" else ())):
         value = config.get(key) if key in SIZES.values() else rope.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise UserError(f"{CONFIG} of {option}={folder} has {key}={value}, not a number above 0; download it again")
     for key, value, reason in _unsupported(config):
         raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,18 @@ FAMILIES = {
 }
 
 
+_COUNT = (int, "a whole number")
+_NUMBER = (Real, "a number")
+_KINDS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size"), _COUNT),
+    **dict.fromkeys(("num_attention_heads", "num_hidden_layers", "num_key_value_heads"), _COUNT),
+    **dict.fromkeys(("max_window_layers", "sliding_window"), _COUNT),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), _NUMBER),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), (dict, "a block of settings")),
+    "layer_types": (list, "a list"),
+}
+
+
 def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") -> Path:
     """The path, if it is a folder; otherwise raises UserError with the command that downloads a model.
 
@@ -142,11 +155,10 @@ def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> di
     if not (folder / CONFIG).is_file():
         raise UserError(f"{option}={folder} has no {CONFIG}; give a folder in Hugging Face's format")
     config = read_settings(folder / CONFIG)
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise UserError(
-                f"{CONFIG} of {option}={folder} has {key}={config[key]}, no block of settings; download it again"
-            )
+    for key, (kind, name) in _KINDS.items():
+        value = config.get(key)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise UserError(f"{CONFIG} of {option}={folder} has {key}={value}, not {name}; download it again")
     return config
 
 
@@ -159,8 +171,8 @@ def attention_window(config: dict[str, Any]) -> int | None:
     """Tokens that some layer of config.json's model attends to where finch's model has no such limit; None: both attend to all."""
     model_type = str(config.get("model_type"))
     if model_type.startswith("qwen"):
-        in_window = config.get("num_hidden_layers", 0) - config.get("max_window_layers", 28)  # the last ones
-        kinds = config.get("layer_types") or ["sliding_attention"] * in_window
+        first, end = config.get("max_window_layers"), config.get("num_hidden_layers") or 0
+        kinds = config.get("layer_types") or ["sliding_attention"] * (end - (28 if first is None else first))
         if not config.get("use_sliding_window") or "sliding_attention" not in kinds:
             return None
     return config.get("sliding_window", _DEFAULT_WINDOW[model_type]) if model_type in _DEFAULT_WINDOW else None

@@ -1,5 +1,6 @@
 """Decoders built from a folder's config.json alone. Their equality with transformers is in test_families.py."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,10 @@ def test_lora_where_it_is_impossible_is_refused(tmp_path):
     [
         ("llama", {"model_type": "mixtral"}, r"holds a model of type 'mixtral', .* llama .Llama 2, 3.*SmolLM2., .* qwen3 .Qwen3.$"),
         ("llama", {"hidden_size": ...}, "has hidden_size=None, not a number above 0"),
+        ("qwen2", {"rope_parameters": 5}, "has rope_parameters=5, not a block of settings; download it again"),
+        ("qwen2", {"max_window_layers": "2"}, "has max_window_layers=2, not a whole number; download it again"),
+        ("qwen2", {"num_hidden_layers": 2.5}, "has num_hidden_layers=2.5, not a whole number; download it again"),
+        ("qwen2", {"rms_norm_eps": math.nan}, "has rms_norm_eps=nan, not a number above 0; download it again"),
         ("qwen2", {"rope_parameters": ...}, "has rope_theta=None, not a number above 0"),
         ("llama", {"head_dim": 16}, r"has head_dim=16, but the builder of Llama .* has hidden_size / num_attention_heads = 8;"),
         ("mistral", {"tie_word_embeddings": True}, "tie_word_embeddings=True, but the builder of Mistral has tie_word_embeddings=False"),
