@@ -63,11 +63,11 @@ def _runs(folder: Path, file: Path, rows: list[dict[str, Any]]) -> dict[str, Cal
     from trl import SFTConfig, SFTTrainer
 
     tokenizer, other = auto_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
-    texts = other.apply_chat_template([row["messages"] for row in rows], tokenize=False)
+    texts: Any = other.apply_chat_template([row["messages"] for row in rows], tokenize=False)
     cfg = OmegaConf.create(
         {"dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": str(file), "format": "auto"}}
     )
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    size: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(other), **size))
     options = SFTConfig(str(file.parent), report_to=[], max_length=None, use_cpu=True, bf16=False)
 

@@ -15,6 +15,7 @@ from finch.auto.trial import choose
 from finch.config.instantiate import build, component_of
 from finch.config.parser import merge
 from finch.data import formats
+from finch.data.row_files import local_files, source_of
 from finch.distributed import parallel
 from finch.errors import UserError
 from finch.models.families import model_block
@@ -57,7 +58,7 @@ _NUM_MEASURED = 256
 Blocks = dict[str, Any]
 
 
-def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[str]]:
+def complete(file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = True) -> tuple[Blocks, list[str]]:
     """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers.
 
     It runs before the command line is merged, so that each key of these blocks can be overridden there. A block is left out
@@ -66,6 +67,7 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
     Args:
         file_blocks: the file's top-level keys. A key that has a value stays as it is.
         overrides: the command line's ``key=value``.
+        reads_rows: False leaves their format, and what depends on their number, open.
 
     Returns:
         The complete file, and lines that say what was chosen.
@@ -102,7 +104,7 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
             messages.append(f"probes.own: {_NUM_PROMPTS} own answers, evaluated as it trains; ~probes removes it")
     num_rows = None
     if _is_open(given, "dataset"):
-        data, num_rows, message = _data(given)
+        data, num_rows, message = _data(given, reads_rows)
         chosen.update(data)
         messages.append(message)
     device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows)
@@ -121,7 +123,12 @@ def complete(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[st
             f"optimizer.lr={rate:g}, for {num_parameters / 1e6:,.1f} M parameters{'' if steps is None else f' and about {steps:,} steps'}; "
             "double it if the validation loss still gains (docs/choose.md)"
         )
-    if "dtype" in device and device["dtype"] != "fp32" and not any(given.get(key) is not None for key in _BATCH_KEYS):
+    if (
+        reads_rows
+        and "dtype" in device
+        and device["dtype"] != "fp32"
+        and not any(given.get(key) is not None for key in _BATCH_KEYS)
+    ):
         batch, message = _fitting_batch(blocks, overrides, num_rows)
         blocks.update(batch)
         messages.append(message)
@@ -221,7 +228,7 @@ def _long_row(cfg: DictConfig) -> tuple[int, int]:
     return tokens, max(1, min(tokens - 1, round(num_targets / sum(lengths) * tokens)))
 
 
-def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
+def _data(given: DictConfig, reads_rows: bool) -> tuple[Blocks, int | None, str]:
     """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown); a line about them."""
     source = OmegaConf.select(given, "dataset.source") or given.get("source")
     named = "${source}" if given.get("source") else None
@@ -234,13 +241,15 @@ def _data(given: DictConfig) -> tuple[Blocks, int | None, str]:
         names = _file_names(given)
         column_map: Any = OmegaConf.select(given, "dataset.column_map")
         column_map = None if column_map is None else OmegaConf.to_container(column_map)
-        rows = formats.detect(names, source, column_map)
-        block |= {"source": named or rows.source, "data_files": "${data_files}", "format": rows.format}
-        num_rows = rows.num_rows
-        count = "rows" if num_rows is None else f"{num_rows:,} rows"
-        message = f"data_files={', '.join(names)}: {count} of {rows.label}"
-        if rows.unused_columns:
-            message += f" (not used: {', '.join(rows.unused_columns)})"
+        source = source or source_of(local_files(names))
+        block |= {"source": named or source, "data_files": "${data_files}"}
+        message = f"data_files={', '.join(names)}"
+        if reads_rows:
+            rows = formats.detect(names, source, column_map)
+            block["format"], num_rows = rows.format, rows.num_rows
+            message += f": {num_rows:,} rows of {rows.label}"
+            if rows.unused_columns:
+                message += f" (not used: {', '.join(rows.unused_columns)})"
     if num_rows is not None and num_rows < MIN_ROWS_TO_SPLIT:
         return {"dataset": block}, num_rows, f"{message}, too few to hold out some for validation"
     fraction = VALIDATION_FRACTION

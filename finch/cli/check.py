@@ -88,7 +88,7 @@ class Report:
 
     def run(self) -> None:
         """Prints all sections."""
-        from finch.data.training_data import validation_sets
+        from finch.data.training_data import file_errors, validation_sets
 
         job = self._section("config", self._read_config)
         if job is None:
@@ -97,7 +97,12 @@ class Report:
         model = self._section("model", lambda: self._check_model(recipe, cfg))
         tokenizer = self._section("tokenizer", lambda: self._build_tokenizer(cfg))
         samples = stats = steps = None
-        if tokenizer is not None:
+        errors: dict[str, UserError] = {}
+        with self._as_problem(self.num_problems > 0):
+            errors.update(file_errors(cfg))
+        for error in errors.values():
+            self._problem(error)
+        if tokenizer is not None and not errors:
             samples, stats = self._section("dataset", lambda: self._check_rows(cfg, "dataset", tokenizer)) or (
                 None,
                 None,
@@ -106,10 +111,11 @@ class Report:
                 self._section("self_replay", lambda: self._check_replayed(cfg, samples, tokenizer, model))
             for key, node in validation_sets(cfg.dataset_validation).values():
                 self._section("validation", functools.partial(self._check_rows, {key: node}, key, tokenizer))
-            for name in cfg.probes if isinstance(cfg.probes, Mapping) else ():
-                self._section("probes", functools.partial(self._check_probe, cfg, name, tokenizer, model))
         else:
-            self._section("dataset", lambda: self._check_files(cfg))
+            self._print("rows not read, because of the problems above")
+        for name in cfg.probes if isinstance(cfg.probes, Mapping) and tokenizer is not None else ():
+            if f"probes.{name}" not in errors:
+                self._section("probes", functools.partial(self._check_probe, cfg, name, tokenizer, model))
         if samples is not None:
             steps = self._section("steps", lambda: self._count_steps(cfg, samples))
         if model is not None:
@@ -152,9 +158,10 @@ class Report:
 
     def _build_tokenizer(self, cfg: DictConfig) -> Any:
         from finch.config.instantiate import build
+        from finch.data.prompts import context_limit
 
         tokenizer = build(cfg.tokenizer, "tokenizer")
-        limit = getattr(tokenizer, "max_seq_len", None)
+        limit = context_limit(None, tokenizer)
         size = getattr(tokenizer, "vocab_size", None)
         self._print(f"{cfg.tokenizer['_component_']}: {size or '?'} tokens; max_seq_len {limit or 'not limited'}")
         if getattr(tokenizer, "date", None) is not None:
@@ -162,17 +169,6 @@ class Report:
         if problem := getattr(tokenizer, "prompt_problem", None):
             self._print(f"warning: {problem}")
         return tokenizer
-
-    def _check_files(self, cfg: DictConfig) -> None:
-        """The local files of the rows, where there is no tokenizer to read them with."""
-        from finch.data.row_files import check_file, is_pattern, is_url
-
-        for key in ("dataset", "dataset_validation"):
-            name = cfg[key].get("data_files") if isinstance(cfg[key], Mapping) else None
-            if isinstance(name, str) and not is_pattern(name) and not is_url(name):
-                with self._as_problem(True):
-                    check_file(Path(name), f"{key}.data_files")
-        self._print("rows not read: there is no tokenizer")
 
     def _check_rows(self, cfg: Any, key: str, tokenizer: Any) -> tuple[Any, DatasetStats]:
         from finch.data import stats as statistics

@@ -308,11 +308,10 @@ def report(parsed: argparse.Namespace) -> None:
 def show_config(parsed: argparse.Namespace) -> None:
     """Prints the config as a run would see it; a missing value as ``<key>``."""
     require_extras("finch configs show", "torchtune")
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf import OmegaConf
 
-    from finch.config.instantiate import find_config, grid_names
-    from finch.config.parser import complete, merge, recipe_of
+    from finch.config.instantiate import find_config, grid_names, load_config
+    from finch.config.parser import complete, merge, named_errors, readable, recipe_of
     from finch.config.schema import RECIPES
     from finch.config.validation import check, drop_null_blocks, fill_in
 
@@ -323,12 +322,13 @@ def show_config(parsed: argparse.Namespace) -> None:
             )
         print(grid_names()[parsed.name].read_text(encoding="utf-8"), end="")
         return
-    try:
-        file_cfg = DictConfig(OmegaConf.load(find_config(parsed.name)))
-        cfg, is_changed = file_cfg, bool(parsed.overrides) or "method" in file_cfg
+    path, overrides = find_config(parsed.name), readable(parsed.overrides)
+    with named_errors(path, overrides):
+        file_cfg = load_config(path)
+        cfg, is_changed = file_cfg, bool(overrides) or "method" in file_cfg
         if is_changed:  # only then, since torchtune's parser takes seconds to import
             file_blocks: Any = OmegaConf.to_container(file_cfg)
-            cfg, _ = merge(complete(file_blocks, parsed.overrides)[0], parsed.overrides)
+            cfg, _ = merge(complete(file_blocks, overrides)[0], overrides)
             drop_null_blocks(cfg)
         for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
             cfg[key] = f"<{key}>"
@@ -337,10 +337,6 @@ def show_config(parsed: argparse.Namespace) -> None:
         if is_changed:
             check(cfg, model, user_keys=file_cfg)
         print(OmegaConf.to_yaml(cfg, resolve=True), end="")
-    except UserError:
-        raise
-    except (OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{parsed.name}: {str(error).splitlines()[0]}; overrides are key=value") from error
 
 
 def copy_config(parsed: argparse.Namespace) -> None:

@@ -9,10 +9,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,7 +28,7 @@ from finch.config.instantiate import (
 )
 from finch.config.key_search import recipe_help
 from finch.config.schema import FullFinetuneKeys, Keys, keys
-from finch.config.validation import check, referred_keys
+from finch.config.validation import PATHS, check, referred_keys
 from finch.errors import UsageError, UserError, report_user_errors
 from finch.files import exists
 from finch.log import logger
@@ -73,43 +74,59 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     find_users_components()
     if flags := [override for override in overrides if override.startswith("--")]:
         raise UsageError(f"{flags[0]} is no option; overrides are key=value, or ~key to remove one")
-    if foreign := [override for override in overrides if re.search("[\ud800-\udfff]", override)]:
-        raise UserError(f"{foreign[0]} is not UTF-8; overrides are key=value, or ~key to remove one")
+    overrides = readable(overrides)
     file_cfg = load_config(path)
     file_blocks: Any = _text_keys(OmegaConf.to_container(file_cfg))
-    blocks, chosen = complete(file_blocks, overrides)
-    try:
-        cfg, names = merge(blocks, overrides)
-        OmegaConf.to_container(cfg, resolve=True)
-    except UserError:
-        raise
-    except OmegaConfBaseException as error:
-        missing = re.search(r"Missing mandatory value: (\w+)", str(error))
-        if missing:
-            raise UserError(
-                f"{missing[1]} is not set: add {missing[1]}=VALUE to the command; the header of {path} describes it"
-            ) from error
-        raise UserError(
-            f"{path}: {first_line(error)}; give the missing key on the command line or in the file"
-        ) from error
-    except ValueError as error:
-        kind = UsageError if "key=value" in str(error) else UserError
-        raise kind(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
-    except Exception as error:  # the YAML reader's, whose classes omegaconf does not re-export
-        raise UserError(
-            f"a value in {' '.join(overrides)} cannot be read as YAML ({getattr(error, 'problem', None) or first_line(error)}); quote it"
-        ) from error
-    if "lora" in names and model is FullFinetuneKeys:
-        command = " ".join(["finch run --config", parsed.config, *overrides])
-        raise UserError(
-            f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
-        )
     user_keys = set(map(str, file_cfg)) if "auto" in file_cfg else referred_keys(file_cfg)
-    cfg = check(cfg, model, user_keys=user_keys, on_error=on_error)
+    errors: list[UserError] = []
+    for reads_rows in (False, True) if "auto" in file_cfg else (True,):  # a wrong key is named before rows are read
+        if not errors:
+            cfg, names, chosen = _completed(path, file_blocks, overrides, reads_rows)
+            if "lora" in names and model is FullFinetuneKeys:
+                command = " ".join(["finch run --config", parsed.config, *overrides])
+                raise UserError(
+                    f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
+                )
+            check(cfg, model, user_keys=user_keys, on_error=errors.append)
+    for error in errors:
+        if on_error is None:
+            raise error
+        on_error(error)
     for message in chosen:
         logger.info(f"{parsed.config}: {message}")
     methods.log_method(names, cfg)
     return cfg
+
+
+def _completed(
+    path: Path, file_blocks: dict[str, Any], overrides: list[str], reads_rows: bool
+) -> tuple[DictConfig, list[str], list[str]]:
+    with named_errors(path, overrides):
+        blocks, chosen = complete(file_blocks, overrides, reads_rows=reads_rows)
+        cfg, names = merge(blocks, overrides)
+        OmegaConf.to_container(cfg, resolve=True)
+        return cfg, names, chosen
+
+
+@contextlib.contextmanager
+def named_errors(path: Path, overrides: list[str]) -> Iterator[None]:
+    """Raises UserError for what omegaconf and torchtune's parser refuse in a config's file and overrides."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OmegaConfBaseException as error:
+        if missing := re.search(r"Missing mandatory value: (\w+)", str(error)):
+            raise UserError(
+                f"{missing[1]} is not set: add {missing[1]}=VALUE to the command; the header of {path} describes it"
+            ) from error
+        reason = " ".join(first_line(error).split())[:200]
+        raise UserError(
+            f"{path}: {reason}; give the missing key on the command line or in the file, or correct the override"
+        ) from error
+    except ValueError as error:
+        kind = UsageError if "key=value" in str(error) else UserError
+        raise kind(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
 
 
 def _text_keys(value: Any) -> Any:
@@ -130,7 +147,8 @@ def recipe_for(name: str, overrides: list[str]) -> str:
     with contextlib.suppress(Exception):  # `read` reports it
         cfg = load_config(path)
         file_blocks: Any = _text_keys(OmegaConf.to_container(cfg))
-        cfg, _ = merge(complete(file_blocks, overrides)[0], overrides)
+        overrides = readable(overrides)
+        cfg, _ = merge(complete(file_blocks, overrides, reads_rows=False)[0], overrides)
         return recipe_of(cfg)
     return recipe_of({})
 
@@ -141,34 +159,51 @@ def recipe_of(cfg: Mapping[Any, Any]) -> str:
     return "finch_lora_finetune" if builder.startswith("lora_") else "finch_full_finetune"
 
 
-def complete(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+def complete(
+    file_blocks: dict[str, Any], overrides: list[str], *, reads_rows: bool = True
+) -> tuple[dict[str, Any], list[str]]:
     """The file's keys and those that the function under its key ``auto`` adds, and lines about what it chose.
 
-    The function is named, not imported: it looks at models and data, which are above this package.
+    The function is named, not imported: it looks at models and data, which are above this package. Without ``reads_rows`` it leaves open
+    what only the rows tell.
 
     Raises:
         UserError: the function's, or there is no such function.
     """
     blocks = dict(file_blocks)
     name = blocks.pop("auto", None)
-    return (blocks, []) if name is None else locate(str(name), "auto")(blocks, quote_paths(overrides))
+    return (blocks, []) if name is None else locate(str(name), "auto")(blocks, overrides, reads_rows=reads_rows)
 
 
-def quote_paths(overrides: list[str]) -> list[str]:
-    """Overrides with paths in YAML's quotation marks, which is to take no character of theirs for a sign of its own. Raises UserError for a path
-    with ``${``, which omegaconf would resolve."""
-    return list(map(_quote_path, overrides))
+def readable(overrides: list[str]) -> list[str]:
+    """Overrides whose values YAML would change or not read, such as ``a #b.jsonl`` or ``*.jsonl``, in its quotation marks, as the texts they are.
+    Raises UserError for a path with ``${``, which omegaconf would resolve, and one that is not UTF-8."""
+    return list(map(_readable, overrides))
 
 
-def _quote_path(override: str) -> str:
+def _readable(override: str) -> str:
+    if re.search("[\ud800-\udfff]", override):
+        raise UserError(f"{override} is not UTF-8; overrides are key=value, or ~key to remove one")
     key, _, value = override.partition("=")
-    is_folder = key.endswith("_dir") and value not in ("", "~", "null", "None", "???")
-    is_path = is_folder or (re.search(r"[^\w./-]", value) and exists(value))
-    if not is_path or value[0] in "\"'":
+    if not value or override.startswith("~"):
         return override
     if "${" in value and exists(value):
         raise UserError(f"{override}: configs take ${{...}} for another key's value; rename it, or name a link to it")
-    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+    is_path = key.rpartition(".")[2] in PATHS and value not in ("null", "None", "???") and value[0] not in "\"'[{"
+    if is_path or _is_changed(value) or (value[0] in "[{" and exists(value)):
+        return f"{key}={json.dumps(value, ensure_ascii=False)}"
+    return override
+
+
+def _is_changed(value: str) -> bool:
+    """Whether YAML takes a text for another one, or for a block, which the command line has as {...} and [...] only."""
+    try:
+        found = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return True
+    if isinstance(found, str):
+        return value[0] not in "\"'!" and found != value.strip()
+    return isinstance(found, (dict, list)) and value[0] not in "{["
 
 
 def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, list[str]]:
@@ -183,7 +218,7 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
     """
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    blocks, overrides, names = methods.apply_method(file_blocks, quote_paths(overrides))
+    blocks, overrides, names = methods.apply_method(file_blocks, overrides)
     in_lists = [override for override in overrides if _ENTRY.match(override)]
     with_sign = [override for override in overrides if override.count("=") > 1 and override not in in_lists]
     others = [override for override in overrides if override not in in_lists + with_sign]

@@ -22,7 +22,7 @@ from finch.errors import UserError
 WEIGHT = "weight"
 """How often an entry of a list of datasets is drawn; it is next to the entry's ``_component_`` and its arguments."""
 
-_PATHS = (
+PATHS = (
     "output_dir",
     "checkpoint_dir",
     "path",
@@ -116,9 +116,7 @@ def _text_errors(node: Any, path: str = "") -> Iterator[UserError]:
         elif isinstance(value, str) and "\0" in value:
             yield UserError(f"{name}={value}: text has no NUL character; remove it")
             node[key] = value.replace("\0", "")
-        elif (
-            isinstance(value, str) and str(key) in _PATHS and max(map(len, os.fsencode(value).split(b"/"))) > _MAX_NAME
-        ):
+        elif isinstance(value, str) and str(key) in PATHS and max(map(len, os.fsencode(value).split(b"/"))) > _MAX_NAME:
             yield UserError(f"{name}={value}: a file's or folder's name has at most {_MAX_NAME} bytes; shorten it")
             node[key] = None
 

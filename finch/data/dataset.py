@@ -145,21 +145,22 @@ def row_lengths(sample: Mapping[str, Any]) -> list[int]:
 def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
     """Builds the dataset under a config key: one component, or a list of them, which is concatenated whatever the weights. Raises UserError
     if the component does not exist, does not accept these arguments, or has no rows."""
-    return _concatenate([(_load_part(node, key, tokenizer), _source_of(node)) for node in _nodes(cfg[key])], key)
+    return _concatenate([(_load_part(node, key, tokenizer), _source_of(node)) for node in nodes_of(cfg[key])], key)
 
 
 def load_unpacked(cfg: Any, key: str, tokenizer: Any) -> Samples:
     """Builds the dataset under a config key with its rows one by one, also where the config packs them, and bad rows included. Raises
     UserError if the component does not exist, does not accept these arguments, or its file cannot be read at all."""
     parts = []
-    for node in _nodes(cfg[key]):
-        _check_arguments(node, key)
+    for node in nodes_of(cfg[key]):
+        check_arguments(node, key)
         unpacked = {**node, "packed": False} if node.get("packed") else node
         parts.append((_build(unpacked, key, tokenizer), _source_of(node)))
     return _concatenate(parts, key)
 
 
-def _nodes(node: Any) -> list[Any]:
+def nodes_of(node: Any) -> list[Any]:
+    """The components of a block: one, or a list of them."""
     return [without_weight(entry) for entry in node] if component_of(node) is None else [node]
 
 
@@ -173,7 +174,7 @@ def _concatenate(parts: list[tuple[Any, str]], key: str) -> Samples:
 
 def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
     source = _source_of(node)
-    _check_arguments(node, key)
+    check_arguments(node, key)
     try:
         data = _build(node, key, tokenizer)
     except UserError as error:
@@ -224,8 +225,9 @@ def _load(
     return datasets.load_dataset(source, name, data_files=data_files, split=split, **rest)
 
 
-def _check_arguments(node: Any, key: str) -> None:
-    """Checks what the datasets library would refuse less clearly, or not at all."""
+def check_arguments(node: Any, key: str) -> None:
+    """Checks of a component what is known before rows are read. Raises UserError for a file that is missing, empty or a directory, one that is
+    given as source, and streaming."""
     if node.get("streaming"):
         raise UserError(
             f"{key}.streaming=True is not supported: the order of an epoch is one seeded permutation of all rows, which needs their number; "

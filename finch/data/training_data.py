@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 
 from finch.config.instantiate import component_of, locate
-from finch.data.dataset import Samples, load_dataset
+from finch.data.dataset import Samples, check_arguments, load_dataset, nodes_of
 from finch.data.loader import Batch, EvalLoader, EvalSettings, collator, load_batches
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
@@ -50,6 +50,8 @@ class TrainingData:
         fit: Fit = lambda key, stats: None,
     ) -> None:
         self._cfg, self._parallel = cfg, parallel
+        for _, error in file_errors(cfg):
+            raise error
         self.samples = load_dataset(cfg, "dataset", tokenizer)
         sets = validation_sets(cfg.dataset_validation).items()
         self.validations = {name: load_dataset({key: node}, key, tokenizer) for name, (key, node) in sets}
@@ -127,6 +129,17 @@ class TrainingData:
                 "dataset.packed=True with device=cpu: torchtune builds the mask of packed rows on the GPU where there is one; use device=cuda, "
                 "or hide the GPU with CUDA_VISIBLE_DEVICES="
             )
+
+
+def file_errors(cfg: DictConfig) -> Iterator[tuple[str, UserError]]:
+    """What is wrong with the files of all rows, a probe's included, before any row is read, with its block's key: missing, empty, a directory."""
+    sets = {"dataset": cfg.dataset, **dict(validation_sets(cfg.dataset_validation).values())}
+    blocks = [(key, each) for key, node in sets.items() for each in nodes_of(node)]
+    for key, node in [*blocks, *((f"probes.{name}", node) for name, node in (cfg.get("probes") or {}).items())]:
+        try:
+            check_arguments(node, key)
+        except UserError as error:
+            yield key, error
 
 
 def validation_sets(node: Any) -> dict[str, tuple[str, Any]]:

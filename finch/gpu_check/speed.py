@@ -233,7 +233,7 @@ def contend(program: str, file: str) -> None:
 class RandomModel(FinchFullFinetune):
     """The recipe on random weights that are made on the device, without a pretrained folder."""
 
-    base: Any = SimpleNamespace()
+    base: Any = SimpleNamespace(window=None)
 
     def build_decoder(self) -> None:
         self.decoder, self.tensor_plan, _ = decoder_on_meta(self.cfg, self.precision)
