@@ -189,7 +189,8 @@ def _readable(override: str) -> str:
         return override
     if "${" in value and exists(value):
         raise UserError(f"{override}: configs take ${{...}} for another key's value; rename it, or name a link to it")
-    is_path = key.rpartition(".")[2] in PATHS and value not in ("null", "None", "???") and value[0] not in "\"'[{"
+    signs = "\"'" if key.endswith(("_dir", "path")) else "\"'[{"  # others take lists
+    is_path = key.rpartition(".")[2] in PATHS and value not in ("null", "None", "???") and value[0] not in signs
     if is_path or _is_changed(value) or (value[0] in "[{" and exists(value)):
         return f"{key}={json.dumps(value, ensure_ascii=False)}"
     return override

@@ -81,7 +81,7 @@ def test_values_of_yaml_stay_values(text, value):
     assert merge({}, readable([f"x={text}"]))[0].x == value
 
 
-@pytest.mark.parametrize("name", ["a = b, [1]: {c} $ #3", "*?!&", "[x]", "1e3", "null, x", "%"])
+@pytest.mark.parametrize("name", ["a = b, [1]: {c} $ #3", "*?!&", "[x]", "0010", "2024_01", "1e3", "null, x", "%"])
 def test_paths_are_taken_as_they_are(file, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
