@@ -55,6 +55,7 @@ class Samples(Dataset[Any]):
         rows: the indices of the rows that the run reads; all of them, except in a mixture.
         draws: [rows of data] int64, how often a mixture's first epoch draws each row; None: there is no mixture.
         lengths: [rows of data] int32, tokens of each row, 0 of those that the run does not read; None: the rows have not been read.
+        content: [rows of data] int64, a hash of each row's tokens and labels, 0 of those that the run does not read; None: as ``lengths``.
         reference_losses: from a row's index to the pretrained model's losses at its targets, [targets] in nats. Where it is set,
             rows carry them, for the objectives that need them.
     """
@@ -65,12 +66,20 @@ class Samples(Dataset[Any]):
         self.rows: Sequence[int] = range(len(data))
         self.draws: torch.Tensor | None = None
         self.lengths: torch.Tensor | None = None
+        self.content: torch.Tensor | None = None
         self.reference_losses: Callable[[int], torch.Tensor] | None = None
         if len(data) == 0:
             raise UserError(f"{key} is empty: {source} has no rows; give another file or split")
 
     def __len__(self) -> int:
         return len(self.data)
+
+    def first_equal(self) -> torch.Tensor:
+        """[rows of data] int64, the first row with the same tokens and labels; the row itself if they have not been read."""
+        if self.content is None:
+            return torch.arange(len(self))
+        _, first, inverse = np.unique(self.content.numpy(), return_index=True, return_inverse=True)
+        return torch.from_numpy(first[inverse])
 
     @property
     def packed(self) -> bool:

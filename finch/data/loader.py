@@ -64,7 +64,7 @@ def load_batches(
 
 @dataclass(frozen=True)
 class EvalLoader:
-    """One pass over ``samples.rows`` without a gradient, divided over the ranks: each once, nothing dropped, no random number drawn.
+    """One pass over ``samples.rows``, or with ``is_once`` its different rows, without a gradient, divided over the ranks: each once, nothing dropped, no random number drawn.
 
     Rows of similar length are together where ``samples.lengths`` are known, and more rows than the ``batch_size`` of training, since no
     activations are kept for a backward. Ranks that run out of samples continue with empty rows, since FSDP2's forward is a collective.
@@ -78,17 +78,26 @@ class EvalLoader:
     batch_size: int
     num_workers: int = 0
     title: str = ""
+    is_once: bool = False
 
     @functools.cached_property
     def micro_batches(self) -> list[list[int]]:
         """Row indices of each of this rank's forward passes."""
         samples, parallel = self.samples, self.parallel
         return eval_micro_batches(
-            samples.rows,
+            self._rows(),
             samples.lengths,
             micro_batch=EVAL_FACTOR * self.batch_size,
             rank=parallel.data_parallel_rank,
             ranks=parallel.data_parallel_size,
+        )
+
+    def _rows(self) -> Sequence[int]:
+        rows = self.samples.rows
+        return (
+            torch.tensor(rows)[self.samples.first_equal()[rows] == torch.tensor(rows)].tolist()
+            if self.is_once
+            else rows
         )
 
     def __len__(self) -> int:

@@ -133,7 +133,9 @@ def validate_dataset(
             raise each
         stats += each
     assert samples.lengths is not None
+    assert samples.content is not None
     samples.lengths = parallel.all_reduce_sum_(samples.lengths.to(parallel.device)).cpu()  # each row is in one share
+    samples.content = parallel.all_reduce_sum_(samples.content.to(parallel.device)).cpu()
     if stats.num_targets == 0:
         raise UserError(
             f"{samples.key}: none of the {len(samples.rows)} samples of {samples.source} has a target token; the prompts already reach "
@@ -160,7 +162,7 @@ def validate_dataset(
 def collect_stats(
     samples: Samples, rank: int, ranks: int, max_seq_len: int | None = None, *, keep_bad_rows: bool = False
 ) -> DatasetStats:
-    """Statistics of one rank's share of the rows, whose lengths are kept in ``samples.lengths``.
+    """Statistics of one rank's share of the rows, whose lengths and hashes are kept in ``samples``.
 
     Raises UserError for a row that cannot be read or tokenized; with ``keep_bad_rows`` such rows are listed in the statistics instead.
     """
@@ -168,6 +170,7 @@ def collect_stats(
     for data in _row_parts(samples):
         data.tokenize(samples.key)
     sample_lengths = torch.zeros(len(samples), dtype=torch.int32)
+    content = torch.zeros(len(samples), dtype=torch.int64)
     for index in samples.rows[rank::ranks]:
         try:
             sample = samples.arrays(index)
@@ -181,6 +184,7 @@ def collect_stats(
         stats.num_targets += targets
         stats.max_token = max(stats.max_token, int(sample["tokens"].max(initial=0)))
         sample_lengths[index] = len(sample["labels"])
+        content[index] = _digest("", sample) >> 1
         draws = 1 if samples.draws is None else int(samples.draws[index])
         row_digest = _digest(index if samples.draws is None else (index, draws), sample)
         stats.digest += row_digest
@@ -196,7 +200,7 @@ def collect_stats(
                 stats.num_truncated += 1
                 if len(stats.truncated) < NUM_SHOWN:
                     stats.truncated.append(samples.row(index, position))
-    samples.lengths = sample_lengths
+    samples.lengths, samples.content = sample_lengths, content
     return stats + DatasetStats()  # sorted, and digests modulo 2^64
 
 
@@ -262,8 +266,8 @@ def _length_limit(data: Any, max_seq_len: int | None) -> int | None:
     return max_seq_len - 1 if isinstance(inner, TextCompletionDataset) else max_seq_len
 
 
-def _digest(position: int | tuple[int, int], sample: Mapping[str, Any]) -> int:
-    """Of a row and its index, or its index and its draws."""
+def _digest(position: str | int | tuple[int, int], sample: Mapping[str, Any]) -> int:
+    """Of a row and its index, or its index and its draws, or of the row alone."""
     row = hashlib.blake2b(str(position).encode(), digest_size=8)
     for key in ("tokens", "labels", "input_pos"):
         if key in sample:

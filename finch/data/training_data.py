@@ -106,8 +106,8 @@ class TrainingData:
         counts = (torch.tensor(number, dtype=torch.float64) for *_, number in dealt)
         return ({**batch, "num_replayed": number} for batch, number in zip(batches, counts, strict=True))
 
-    def eval_loader(self, samples: Samples, title: str) -> EvalLoader:
-        """One pass over all rows of ``samples``."""
+    def eval_loader(self, samples: Samples, title: str, *, is_once: bool = False) -> EvalLoader:
+        """One pass over all rows of ``samples``; ``is_once``: over those that are equal once."""
         return EvalLoader(
             samples,
             self.collator(samples),
@@ -115,6 +115,7 @@ class TrainingData:
             self._cfg.batch_size,
             num_workers=self._num_workers(samples),
             title=title,
+            is_once=is_once,
         )
 
     def _num_workers(self, samples: Samples) -> int:

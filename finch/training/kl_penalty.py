@@ -109,7 +109,9 @@ class KLPenalty:
     def _compute(self, model: TokenLoss, data: TrainingData, top_k: int, cache: ReferenceFile) -> None:
         """Computes the pretrained model's distributions and saves them; a collective."""
         start = time.perf_counter()
-        loader = data.eval_loader(data.samples, "pretrained model's most likely tokens on the training rows")
+        loader = data.eval_loader(
+            data.samples, "pretrained model's most likely tokens on the training rows", is_once=True
+        )
         computed = compute_reference_top_k(model, loader, top_k)
         if self._parallel.is_rank_zero:
             cache.save(vars(computed))

@@ -202,7 +202,8 @@ class ReferenceLossCache:
         Raises UserError if no row has a target token, or the mean is not finite.
         """
         start = time.perf_counter()
-        loader = self._data.eval_loader(self._data.samples, "pretrained model's loss over the training rows")
+        title = "pretrained model's loss over the training rows"
+        loader = self._data.eval_loader(self._data.samples, title, is_once=True)
         reference = compute_reference_losses(model, loader)
         if not math.isfinite(reference.mean):
             raise UserError(
@@ -219,23 +220,27 @@ class ReferenceLossCache:
 
 
 def compute_reference_losses(model: nn.Module, loader: EvalLoader) -> ReferenceLosses:
-    """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all losses. Raises UserError if no
-    row has a target token."""
+    """One pass over the training rows that are drawn, in evaluation mode; a collective. Every rank gets all losses. A loader that leaves out
+    repeated rows gives the same. Raises UserError if no row has a target token."""
     indices: list[int] = []
     num_targets: list[int] = []
     losses, sequence_losses = [], []
-    draws = loader.samples.draws
+    draws, first = loader.samples.draws, loader.samples.first_equal()
+    repeats = torch.ones_like(first) if draws is None else draws
+    if loader.is_once:
+        repeats = torch.zeros_like(first).index_add_(0, first, repeats)
     for rows, batch, token_loss in iter_outputs(model, loader):
         token_loss = token_loss.cpu()
         indices += rows
         num_targets += (batch["labels"] != IGNORE_INDEX).sum(1).tolist()
         losses.append(token_loss.flatten()[batch["targets"]])
-        if draws is None:
+        counts = [1 if index == EMPTY else int(repeats[index]) for index in rows]
+        if set(counts) == {1}:
             sequence_losses.append(Objective().sequence_losses(token_loss, batch))
         else:
-            sequence_losses += _repeated_sequence_losses(token_loss, batch, draws[torch.tensor(rows)].tolist())
+            sequence_losses += _repeated_sequence_losses(token_loss, batch, counts)
     shares = loader.parallel.gather((torch.cat(sequence_losses), indices, num_targets, torch.cat(losses)))
-    ends, [merged] = _merge([share[1:] for share in shares], len(loader.samples))
+    ends, [merged] = _merge([share[1:] for share in shares], first)
     reference = ReferenceLosses(merged, ends, torch.cat([share[0] for share in shares]), draws)
     if reference.sequence_losses.numel() == 0:
         raise no_targets_error(loader.samples)
@@ -249,14 +254,18 @@ def _repeated_sequence_losses(token_loss: torch.Tensor, batch: Batch, repeats: l
         yield Objective().sequence_losses(token_loss[[index]], row).repeat(count)
 
 
-def _merge(shares: Iterable[tuple[Any, ...]], num_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Where each row's values end, and the values in the order of the rows. A rank's share: rows, their target tokens, and values [targets, ...]."""
+def _merge(shares: Iterable[tuple[Any, ...]], first: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Where each row's values end, and the values in the order of the rows. A rank's share: rows, their target tokens, and values [targets, ...].
+    ``first``: of each row, the one that has its values."""
     rows: dict[int, tuple[torch.Tensor, ...]] = {}
     for indices, num_targets, *values in shares:
         parts = zip(*(each.split(num_targets) for each in values), strict=True)
         rows |= {index: part for index, part in zip(indices, parts, strict=True) if index != EMPTY}
-    ends = torch.tensor([len(rows[index][0]) if index in rows else 0 for index in range(num_rows)]).cumsum(0)
-    return ends, [torch.cat(values) for values in zip(*(rows[index] for index in sorted(rows)), strict=True)]
+    sources = first.tolist()
+    ends = torch.tensor([len(rows[index][0]) if index in rows else 0 for index in sources]).cumsum(0)
+    return ends, [
+        torch.cat(values) for values in zip(*(rows[index] for index in sources if index in rows), strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -303,5 +312,5 @@ def compute_reference_top_k(model: nn.Module, loader: EvalLoader, top_k: int) ->
         log_probs.append(outputs["top_log_probs"].cpu().flatten(0, 1)[batch["targets"]])
         tokens.append(outputs["top_tokens"].cpu().flatten(0, 1)[batch["targets"]].int())
     share = (indices, num_targets, torch.cat(log_probs), torch.cat(tokens))
-    ends, merged = _merge(loader.parallel.gather(share), len(loader.samples))
+    ends, merged = _merge(loader.parallel.gather(share), loader.samples.first_equal())
     return ReferenceTopK(merged[0], merged[1], ends)

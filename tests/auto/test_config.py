@@ -120,6 +120,7 @@ def on_gpu(folder, rows_file, tmp_path, monkeypatch):
 
 def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog):
     """By the real estimate. Another rank waits for the answer, which a later start finds; a sweep's rates do not ask again."""
+    monkeypatch.setattr(trial, "LIMIT_S", 600.0)  # of a busy machine
     assert on_gpu(10**9) == (16, 1, False, False)
     assert re.search(r"rows of \d+ tokens take [\d.]+ [kM]B of 0.9 GB by `finch estimate`", caplog.text)
     monkeypatch.setattr(subprocess, "run", None)

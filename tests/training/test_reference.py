@@ -1,5 +1,8 @@
 """One pass with the pretrained model: each row's losses and most likely tokens, on any number of ranks, packed or not, kept in a file."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,6 +89,28 @@ def test_reference_losses_of_each_row(config, batch_size):
     assert result.mean == pytest.approx(float(torch.cat(expected).double().mean()), rel=1e-6)
     means = torch.stack([row.mean() for row in expected])
     torch.testing.assert_close(result.sequence_losses.sort().values, means.sort().values, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_rows_that_are_repeated_are_read_once(config, is_mixture):
+    rows = Path(config.dataset.data_files).read_text().splitlines(keepends=True)
+    Path(config.dataset.data_files).write_text("".join(rows[index] for index in (0, 1, 0, 2, 3, 1, 0, 4)))
+    loader, samples, _ = evaluation(config)
+    if is_mixture:
+        draws = torch.tensor([2, 1, 0, 1, 0, 3, 1, 1])
+        samples.draws, samples.rows = draws, draws.nonzero().flatten().tolist()
+        collect_stats(samples, 0, 1)
+    once = replace(loader, is_once=True)
+    expected_rows = [0, 1, 3, 7] if is_mixture else [0, 1, 3, 4, 7]
+    assert sorted(index for rows in once.micro_batches for index in rows) == expected_rows
+    expected, found = (compute_reference_losses(small_model(), each) for each in (replace(loader), once))
+    assert torch.equal(found.ends, expected.ends)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=2e-6)
+    assert found.mean == pytest.approx(expected.mean, rel=1e-6)
+    values = (each.sequence_losses.sort().values for each in (found, expected))
+    torch.testing.assert_close(*values, rtol=0, atol=2e-6)
+    top = [compute_reference_top_k(small_model(), each, TOP_K) for each in (replace(loader), once)]
+    torch.testing.assert_close(top[1].log_probs, top[0].log_probs, rtol=0, atol=2e-6)
 
 
 def test_rows_carry_their_losses_in_any_order(config):
