@@ -38,6 +38,10 @@ class UsageError(UserError):
     exit_code = 2
 
 
+class Unavailable(UserError):
+    """What another start may find changed: a folder that is in use, a full disk. A job script tries these again, other mistakes never."""
+
+
 class WriteFailed(OSError):
     """Files could not be written, usually because the disk is full; files that were there before are unchanged."""
 
@@ -68,7 +72,7 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
         except UserError as error:
             # A data-loader worker's error arrives with its traceback, which ends in the message.
             message = str(error).rpartition("UserError: ")[2].strip()
-            _write_error_file(message)
+            _write_error_file("" if isinstance(error, Unavailable) else message + "\n")
             if rank != "0":
                 time.sleep(10)
             _print(f"finch: error: {message}")
@@ -146,11 +150,11 @@ def _is_reader_gone() -> bool:
     return False
 
 
-def _write_error_file(message: str) -> None:
-    """For the job script that starts the ranks: it logs the message and does not start them again."""
+def _write_error_file(text: str) -> None:
+    """For the job script that starts the ranks: it logs the text and does not start them again, if there is one."""
     if file := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as opened:  # one rank's is enough
-            opened.write(message + "\n")
+            opened.write(text)
 
 
 def _exit(code: int) -> None:

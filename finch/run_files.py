@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finch.errors import UserError
+from finch.errors import Unavailable, UserError
 from finch.files import read_bytes
 from finch.log import logger
 
@@ -113,7 +113,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         texts = read_bytes(path).splitlines()
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); restore it, or move it away") from error
+        raise Unavailable(f"{path} cannot be read ({error.strerror}); restore it, or move it away") from error
     lines = []
     for text in texts:
         try:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from finch.errors import UserError, report_user_errors
+from finch.errors import Unavailable, UserError, report_user_errors
 
 
 @report_user_errors
@@ -24,6 +24,14 @@ def test_user_error_is_one_line_also_in_the_error_file(capsys, tmp_path, monkeyp
         assert exit_code_of(UserError("epochs=0 must be at least 1")) == 1
         assert capsys.readouterr().err == "\nfinch: error: epochs=0 must be at least 1\n"
     assert (tmp_path / "error").read_text() == "epochs=0 must be at least 1\n"
+
+
+def test_what_may_pass_leaves_the_error_file_empty(capsys, tmp_path, monkeypatch):
+    """The job script tries again."""
+    monkeypatch.setenv("FINCH_ERROR_FILE", str(tmp_path / "error"))
+    assert exit_code_of(Unavailable("output_dir=x is in use")) == 1
+    assert "finch: error: output_dir=x is in use" in capsys.readouterr().err
+    assert (tmp_path / "error").read_bytes() == b""
 
 
 def test_values_of_others_cannot_break_the_line_or_fill_the_screen():

@@ -32,7 +32,7 @@ from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel, is_launched, launched_rank
 from finch.distributed.precision import precision_of
 from finch.distributed.processes import die_with_parent
-from finch.errors import UserError, WriteFailed
+from finch.errors import Unavailable, UserError, WriteFailed
 from finch.log import logger
 from finch.models.lora import adapter_parameters
 from finch.training.config_checks import check_output_folder, is_objective
@@ -257,7 +257,7 @@ class Run:
         try:
             yield
         except OSError as error:
-            raise UserError(
+            raise Unavailable(
                 f"output_dir={self.path} cannot be written ({error.strerror}); give another folder"
             ) from error
 
@@ -329,7 +329,7 @@ class RunLock:
         try:
             self._lock.acquire(ACQUIRE_TIMEOUT_S if timeout_s is None else timeout_s)
         except Timeout:
-            raise UserError(
+            raise Unavailable(
                 f"output_dir={self._path.parent} is in use by {self._holder()}; wait for it to end, or give another output_dir"
             ) from None
         except OSError as error:
@@ -399,7 +399,7 @@ def check_disk_room(
     folder, use = Path(cfg.output_dir), disk_use(cfg, decoder, first_epoch)
     free = shutil.disk_usage(files.existing_part(folder)).free + freed_bytes
     if free < use.epoch:
-        raise UserError(
+        raise Unavailable(
             f"output_dir={folder} has {free:,} bytes of free disk, the weights of one epoch need {use.epoch:,}; make room, or give a "
             "folder on a larger disk"
         )

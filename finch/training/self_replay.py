@@ -29,7 +29,7 @@ from finch.data.replay import Replay
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
-from finch.errors import UserError
+from finch.errors import Unavailable, UserError
 from finch.integrations.self_replay import rows_in_step
 from finch.objectives import IGNORE_INDEX
 from finch.progress import duration
@@ -151,12 +151,12 @@ class SelfReplay:
         assert self.settings is not None
         place = files.existing_part(folder)
         if not (place.is_dir() and os.access(place, os.W_OK)):
-            raise UserError(f"{folder}, for the answers of self_replay, cannot be written; give another folder")
+            raise Unavailable(f"{folder}, for the answers of self_replay, cannot be written; give another folder")
         # Of a token itself, log-probabilities and most likely tokens.
         needed = rows * self.settings.max_new_tokens * (4 + 4 * (self.settings.top_k + 1) + 4 * self.settings.top_k)
         free = shutil.disk_usage(place).free
         if free < needed:
-            raise UserError(
+            raise Unavailable(
                 f"{folder} has {free:,} bytes of free disk, the answers of self_replay need up to {needed:,}; make room, or lower self_replay.rows or top_k"
             )
 
