@@ -170,8 +170,9 @@ def _launch(
     options.training_script, options.training_script_args = SAFE_PYTHON[0], [*SAFE_PYTHON[1:], recipe, *arguments]
     if not options.rdzv_endpoint and options.nnodes in ("1", "1:1"):
         options.standalone = True
-    if "SIGUSR1" not in options.signals_to_handle:
-        options.signals_to_handle += ",SIGUSR1"  # else it would end the launcher, and the ranks with it
+    for name in ("SIGUSR1", "SIGUSR2"):
+        if name not in options.signals_to_handle:
+            options.signals_to_handle += f",{name}"  # else it would end the launcher, and the ranks with it
     prepare_launcher(local_ranks)
     with tempfile.TemporaryDirectory(prefix="finch_run_") as folder:
         error_file = Path(os.environ.setdefault(ERROR_FILE, f"{folder}/error"))

@@ -68,7 +68,8 @@ def init_loader_worker(worker_id: int) -> None:
     """DataLoader's ``worker_init_fn``. The worker ignores signals to the whole process tree: the trainer handles them, and needs
     the worker to finish its step. It obeys the trainer's own SIGTERM, which multiprocessing sends when the trainer exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the thread below receives it
         threading.Thread(target=_exit_at_sigterm_of, args=(os.getppid(),), daemon=True).start()

@@ -1,5 +1,5 @@
 """A rank that hangs, and one that is to end: a watchdog prints the stack of every thread of a rank that makes no progress, shortly before
-collectives time out; SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step.
+collectives time out; SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C end a run after the current step.
 
 One stuck rank makes all others wait, and the first of them to time out ends the job. Only the stacks of all ranks show who waits
 for whom.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import stat
 import tempfile
 import threading
 import time
@@ -23,8 +24,9 @@ _SHARE_OF_TIMEOUT = 0.9
 _GRACE_S = 5.0  # for the watching thread to print, if it gets to run
 _POLL_S = 1.0
 _STDERR = 2  # the descriptor: sys.stderr may have been replaced, by a progress bar for one
-_REQUEUE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# A launcher forwards its signals. Where one reaches the whole process tree, as Slurm's does, a rank receives it twice.
+REQUEUE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+# A launcher forwards its signals. Where one reaches the whole process tree, as Slurm's does, a rank receives it twice; a closed terminal's
+# comes from the shell and from the system.
 _DUPLICATE_WINDOW_S = 3.0
 
 
@@ -116,7 +118,7 @@ class Signals:
     """Records the signals of this rank.
 
     The first one ends the run after the step; a second one ends the process at once, with 128 + its number. ``before_training`` is called at
-    SIGTERM or SIGUSR1 before ``start``; it must be quick, the process then exits with 0.
+    ``REQUEUE_SIGNALS`` before ``start``; it must be quick, the process then exits with 0.
     """
 
     def __init__(self, before_training: Callable[[], None] | None = None) -> None:
@@ -128,12 +130,12 @@ class Signals:
         self._previous_handlers: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Handles SIGTERM and SIGUSR1. A no-op outside of the main thread, where Python allows no handlers."""
-        self._install(*_REQUEUE_SIGNALS)
+        """Handles ``REQUEUE_SIGNALS``. A no-op outside of the main thread, where Python allows no handlers."""
+        self._install(*REQUEUE_SIGNALS)
 
     def start(self) -> None:
         """From here on a signal waits for the end of the step; Ctrl-C is handled too."""
-        self._install(*_REQUEUE_SIGNALS, signal.SIGINT)
+        self._install(*REQUEUE_SIGNALS, signal.SIGINT)
         self._is_training = True
 
     def restore(self) -> None:
@@ -143,8 +145,8 @@ class Signals:
 
     @property
     def is_terminated(self) -> bool:
-        """Whether SIGTERM or SIGUSR1 has come: the run should be started again."""
-        return bool(self._received & set(_REQUEUE_SIGNALS))
+        """Whether one of ``REQUEUE_SIGNALS`` has come: the run should be started again."""
+        return bool(self._received & set(REQUEUE_SIGNALS))
 
     @property
     def is_interrupted(self) -> bool:
@@ -154,11 +156,15 @@ class Signals:
     def _install(self, *numbers: int) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in numbers:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # nohup
                 self._previous_handlers.setdefault(number, signal.signal(number, self._handle))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked process inherits this handler
             return
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if not self._is_training:
             if self._before_training is not None:
                 self._before_training()
@@ -169,6 +175,16 @@ class Signals:
             self._first_time = time.monotonic()
             if os.environ.get("RANK", "0") == "0":  # at once: a step may take a minute; print is not safe in a handler
                 os.write(2, b"\nfinch: saving after this step; once more ends the run without saving\n")
-        elif not is_launched() or time.monotonic() - self._first_time > _DUPLICATE_WINDOW_S:
+        elif not (is_launched() or number == signal.SIGHUP) or self._is_late():
             os._exit(128 + number)
         self._received.add(number)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._first_time > _DUPLICATE_WINDOW_S
+
+
+def _leave_terminal() -> None:
+    """A closed terminal refuses what is written to it, which would end the run."""
+    for descriptor in (1, _STDERR):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

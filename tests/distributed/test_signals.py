@@ -29,7 +29,8 @@ print(signals.is_terminated or signals.is_interrupted)
 
 
 @pytest.mark.parametrize(
-    ("number", "requeue"), [(signal.SIGTERM, True), (signal.SIGUSR1, True), (signal.SIGINT, False)]
+    ("number", "requeue"),
+    [(signal.SIGTERM, True), (signal.SIGUSR1, True), (signal.SIGUSR2, True), (signal.SIGINT, False)],
 )
 def test_signal_stops_the_run_and_handlers_are_restored(number, requeue):
     previous = signal.getsignal(number)
@@ -64,6 +65,36 @@ def test_second_signal_exits_at_once():
     assert (done.returncode, done.stdout) == (0, "True\n")
 
 
+TERMINAL = """
+import fcntl, os, pathlib, signal, sys, termios, time
+from finch.distributed.watchdog import Signals
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signals = Signals()
+signals.start()
+print("up", flush=True)
+while not signals.is_terminated:
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGHUP)  # the shell's
+print("a step that is logged", flush=True)
+pathlib.Path(sys.argv[1]).write_text("saved")
+"""
+
+
+def test_a_closed_terminal_ends_the_run_after_the_step(tmp_path):
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", TERMINAL, str(tmp_path / "end")]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environment()
+    )
+    os.close(theirs)
+    assert os.read(ours, 100).split() == [b"up"]
+    os.close(ours)
+    assert process.wait(300) == 0
+    assert (tmp_path / "end").read_text() == "saved"
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SCRIPT  # as nohup does
+    assert run_python(ignored, "train", "SIGHUP").stdout == "False\n"
+
+
 def test_signal_before_training_exits_after_the_callback():
     done = run_script("setup", "SIGUSR1")
     assert (done.returncode, done.stdout) == (0, "before\n")
@@ -81,7 +112,7 @@ def test_loader_worker_obeys_only_its_trainer():
     worker = context.Process(target=sleep_as_worker, args=(is_ready,))
     worker.start()
     assert is_ready.wait(300)
-    for name in ("TERM", "INT", "USR1"):
+    for name in ("TERM", "INT", "USR1", "USR2", "HUP"):
         subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # from another process
     worker.join(0.5)
     assert worker.is_alive()

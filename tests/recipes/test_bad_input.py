@@ -168,7 +168,7 @@ def test_weights_that_could_run_code_are_not_unpickled(config, error_of, base_fo
     ("row", "message"),
     [
         ({"question": "a"}, "dataset: row 3 of FILE has no field 'answer'"),
-        ('{"question": ', "dataset.data_files=FILE: row 3 is not JSON"),
+        ('{"question": ', "data_files=FILE: row 3 is not JSON"),
     ],
 )
 def test_broken_rows_are_named_with_their_file(config, error_of, tmp_path, row, message):
@@ -181,7 +181,7 @@ def test_broken_rows_are_named_with_their_file(config, error_of, tmp_path, row, 
 def test_rows_without_a_field_are_counted(config, error_of, tmp_path):
     good, bad = {"question": "a", "answer": "the bird"}, {"question": "a"}
     file = write_lines(tmp_path / "rows.jsonl", good, bad, good, *[bad] * 3)
-    message = f"dataset: 4 rows of {file} (2, 4, 5, ...) have no field 'answer'; fix or remove them"
+    message = f"dataset: 4 rows of {file} (2, 4, 5, ...) have no field 'answer', or null in it; fix or remove them"
     assert message in error_of(config(), f"dataset.data_files={file}")
 
 
