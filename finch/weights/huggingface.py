@@ -110,7 +110,8 @@ class PretrainedFolder(ABC):
                     f"checkpointer.checkpoint_dir={self.folder} holds {name} of shape {list(shape)}, which does not belong to "
                     f"{self._model_name()}; download the folder again"
                 ) from error
-            stored.update({key: tuple(tensor.shape) for key, tensor in converted.items()})
+            is_whole = len(converted) == 1  # its heads are permuted by views, which give another shape the right one
+            stored.update({key: shape if is_whole else tuple(tensor.shape) for key, tensor in converted.items()})
         if HEAD in stored and HEAD not in expected and self._is_head_tied():
             del stored[HEAD]
         for name in sorted(expected.keys() | stored.keys()):

@@ -1,13 +1,14 @@
 """Folders in and out: transformers' weights, shards, dtypes; on several ranks each reads its own shards, and none gathers a tensor."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from helpers.models import FAMILIES, save
 from helpers.ranks import on_ranks
 from helpers.runs import llama_args
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torchtune.models.llama2 import llama2
 from transformers import AutoModelForCausalLM
@@ -74,6 +75,16 @@ def test_untied_head_is_refused_by_a_tied_model(base_folder):
 
     with pytest.raises(UserError, match=r"output\.weight has shape \[64, 32\], the model has no such weight"):
         HuggingFaceFolder(str(base_folder)).check_shapes(llama3_2(**llama_args(), tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16), (1, 32, 32), (1024,), (16, 32), (32, 16), (0, 32)])
+def test_a_weight_of_another_shape_is_refused_by_its_header(shape, base_folder, tmp_path):
+    """Also one of as many elements, whose heads can be permuted."""
+    shutil.copytree(base_folder, tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.self_attn.q_proj.weight": torch.zeros(shape)}, file)
+    with pytest.raises(UserError, match=r"q_proj.weight|does not belong to the llama model"):
+        HuggingFaceFolder(str(tmp_path / "base")).check_model(llama2(**llama_args()), "torchtune.models.llama2.llama2")
 
 
 def test_broken_config_is_refused(tmp_path):
