@@ -43,7 +43,7 @@ from finch.training.hooks import Hook, Trainer
 from finch.training.reference import dataset_loss, fingerprint_of, model_settings
 from finch.training.run import RunLock
 from finch.training.step_loss import NUM_CHUNKS
-from finch.weights.files import is_own
+from finch.weights.files import check_export, is_own
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.peft import merge_adapter
 from finch.weights.wise_ft import blend, wise_ft
@@ -391,18 +391,23 @@ def read_config(run: Path, base: Path | None, unused: Collection[str] = UNUSED, 
     return check(OmegaConf.create({**required, **blocks, **_ONE_PROCESS}), schema.LoraFinetuneKeys)
 
 
-def average(run: Path, choice: Choice, *, base: Path | None = None, trust: bool = False) -> list[str]:
+def average(
+    run: Path, choice: Choice, *, base: Path | None = None, trust: bool = False, verify: bool = False
+) -> list[str]:
     """Chooses alpha, writes RUN/average and returns what is to be said.
 
     Args:
         base: the pretrained folder, where it has moved.
         trust: the run is the user's own: all that its config.yaml names is imported, from the current folder too.
+        verify: compare the models' files with their digests.
 
     Raises UserError, see :class:`Averages`.
     """
     choice.check()
     cfg = read_config(run, base, trust=trust)
     tuned = tuned_folder(run)
+    for folder in (tuned, Path(cfg.checkpointer.checkpoint_dir)):
+        check_export(folder, by_digest=verify)
     if not trust and not (
         tuned.is_relative_to(run.resolve()) and all(map(is_own, filter(Path.is_file, tuned.iterdir())))
     ):

@@ -29,6 +29,7 @@ from finch.run_files import CONFIG, HF_CONFIG
 from finch.training import model as models
 from finch.training.chunked_loss import TokenLoss
 from finch.training.own_answers import generate
+from finch.weights.files import check_export
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.peft import merge_adapter
 
@@ -42,13 +43,20 @@ class Chat:
         run: its folder, or its ``average``.
         base: the pretrained folder, where it has moved; None: that of RUN/config.yaml.
         temperature: 0: the likeliest token.
-        trust: see :func:`finch.average.average`.
+        trust, verify: see :func:`finch.average.average`.
 
     Raises UserError for a folder that is no run with a model, or whose pretrained folder is gone.
     """
 
     def __init__(
-        self, run: Path, base: Path | None, *, max_new_tokens: int, temperature: float, trust: bool = False
+        self,
+        run: Path,
+        base: Path | None,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        trust: bool = False,
+        verify: bool = False,
     ) -> None:
         average = run / "model"  # of RUN/average
         is_average = (average / HF_CONFIG).is_file() and not (run / CONFIG).is_file()
@@ -64,6 +72,8 @@ class Chat:
         self._place = Parallel(distributed.local_device(cfg.device))
         self._tokenizer = build(cfg.tokenizer, "tokenizer")
         folder = average if is_average else tuned_folder(run)
+        for each in (folder, pretrained):
+            check_export(each, by_digest=verify)
         with tempfile.TemporaryDirectory(prefix="finch_chat_") as merged:
             if not (folder / HF_CONFIG).is_file():
                 merge_adapter(pretrained, folder, Path(merged) / "model")

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ PARTIAL = ".partial"
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields the path to write to; on success it takes the place of ``path``. After an error ``path`` is as it was."""
-    partial = path.with_name(path.name + PARTIAL)
+def atomic_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
+    """Yields the path to write to; on success it takes the place of ``path``. After an error ``path`` is as it was. ``is_shared``: other processes
+    may write it at the same time."""
+    partial = path.with_name(f"{path.name}{f'.{socket.gethostname()}.{os.getpid()}' if is_shared else ''}{PARTIAL}")
     remove(partial)
     try:
         partial.touch()

@@ -1,4 +1,4 @@
-"""manifest.json: size and SHA-256 of every file of a checkpoint, so that damage is detected before a file is used.
+"""Size and SHA-256 of every file of a checkpoint or an exported model, so that damage is detected before a file is used.
 
 torch.distributed.checkpoint keeps its index as a pickle, which runs whatever it contains. A manifest protects against damage,
 not against an attacker who can write into the folder.
@@ -15,6 +15,8 @@ from typing import Any
 from finch import files
 
 FILE_NAME = "manifest.json"
+EXPORTS = "finch_manifest.json"
+"""The name next to a model's files."""
 
 
 class CorruptCheckpoint(ValueError):
@@ -27,33 +29,36 @@ def file_entry(file: Path) -> dict[str, Any]:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def write(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
+def write(folder: Path, entries: Mapping[str, Mapping[str, Any]], name: str = FILE_NAME) -> None:
     """Writes the manifest of ``folder``; called last, since a folder without one is incomplete."""
-    files.write_text(folder / FILE_NAME, _to_text(entries))
+    files.write_text(folder / name, _to_text(entries))
     files.sync(folder)
 
 
-def read(folder: Path) -> dict[str, dict[str, Any]]:
+def read(folder: Path, name: str = FILE_NAME) -> dict[str, dict[str, Any]]:
     """The entries by file name. Raises CorruptCheckpoint if the manifest is missing, or a byte of it has changed."""
     try:
-        text = (folder / FILE_NAME).read_bytes().decode()
+        text = files.read_bytes(folder / name).decode()
         entries = json.loads(text)["files"]
-        is_unchanged = _to_text(entries) == text
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{FILE_NAME} cannot be read ({type(error).__name__})") from error
+        is_plain = all(Path(file).name == file and set(entry) == {"bytes", "sha256"} for file, entry in entries.items())
+        is_unchanged = is_plain and _to_text(entries) == text
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{name} cannot be read ({type(error).__name__})") from error
     if not is_unchanged:
-        raise CorruptCheckpoint(f"{FILE_NAME} is not as it was written")
+        raise CorruptCheckpoint(f"{name} is not as it was written")
     return entries
 
 
-def verify(folder: Path, names: Iterable[str], entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises CorruptCheckpoint if one of the files ``names`` is missing or differs from its entry."""
+def verify(
+    folder: Path, names: Iterable[str], entries: Mapping[str, Mapping[str, Any]], *, by_digest: bool = True
+) -> None:
+    """Raises CorruptCheckpoint if one of the files ``names`` is missing or differs from its entry: in its size, and ``by_digest`` in its content."""
     for name in names:
         file = folder / name
         try:
             if file.stat().st_size != entries[name]["bytes"]:
                 raise CorruptCheckpoint(f"{name} has {file.stat().st_size} bytes instead of {entries[name]['bytes']}")
-            if file_entry(file) != entries[name]:
+            if by_digest and file_entry(file) != entries[name]:
                 raise CorruptCheckpoint(f"{name} is not as it was written")
         except OSError as error:
             raise CorruptCheckpoint(f"{name} cannot be read ({error.strerror})") from error

@@ -143,6 +143,7 @@ def _check(
 ) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str], PreTrainedTokenizerBase]:
     from finch.evaluation.loading import shared_tokenizer
     from finch.evaluation.model_folders import find_base, find_tuned
+    from finch.weights.files import check_export
     from finch.weights.peft import check_adapter
 
     check_harness()
@@ -165,7 +166,8 @@ def _check(
     base = find_base(parsed.base)
     tuned = [find_tuned(path, base) for given in parsed.tuned for path in models_in(given)]
     check_data(tasks, parsed.data_root, parsed.include_path)
-    for folder in tuned:
+    for folder in (base, *tuned):
+        check_export(folder.path, by_digest=parsed.verify)
         if folder.is_adapter:
             named = check_adapter(folder.path, str(folder)).get("base_model_name_or_path")
             if named and folder.base is not None and Path(named).name != folder.base.resolve().name:

@@ -139,7 +139,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     average = add("average")
     average.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     average.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
-    _add_trust(average)
+    _add_checks(average)
     chosen = average.add_mutually_exclusive_group()
     chosen.add_argument(
         "--alpha", type=float, help="the tuned model's share; default: the knee of learning and forgetting"
@@ -152,7 +152,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     chat_parser = add("chat")
     chat_parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, or its average")
     chat_parser.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
-    _add_trust(chat_parser)
+    _add_checks(chat_parser)
     chat_parser.add_argument("--prompt", metavar="TEXT", help="answer this one and end; default: those that are typed")
     chat_parser.add_argument(
         "--max-new-tokens", type=positive(int), default=256, metavar="N", help="of an answer (default: 256)"
@@ -169,7 +169,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
 
     evaluation = add("evaluate", allow_abbrev=False)
     evaluate.add_arguments(evaluation)
-    _add_trust(evaluation)
+    _add_checks(evaluation)
     sweep.add_sweep_arguments(add("sweep", allow_abbrev=False))
     sweep.add_select_lr_arguments(add("select-lr"))
     judge.add_judge_arguments(add("judge"))
@@ -214,12 +214,11 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     return parser, subparsers.choices
 
 
-def _add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="the run is your own: import all that its config.yaml names, from the current folder too, and read its rows wherever they are",
-    )
+def _add_checks(parser: argparse.ArgumentParser) -> None:
+    trust = "the run is your own: import all that its config.yaml names, from the current folder too; take rows and links to anywhere"
+    parser.add_argument("--trust", action="store_true", help=trust)
+    verify = "read the models' files completely, and compare them with the digests from when they were written"
+    parser.add_argument("--verify", action="store_true", help=verify)
 
 
 def _named(parser: argparse.ArgumentParser) -> None:
@@ -277,7 +276,11 @@ def average(parsed: argparse.Namespace) -> None:
     from finch.average import average as choose
 
     for line in choose(
-        parsed.run, Choice(parsed.alpha, parsed.keep, parsed.budget), base=parsed.base, trust=parsed.trust
+        parsed.run,
+        Choice(parsed.alpha, parsed.keep, parsed.budget),
+        base=parsed.base,
+        trust=parsed.trust,
+        verify=parsed.verify,
     ):
         print(printable(line))
 
@@ -290,7 +293,12 @@ def chat(parsed: argparse.Namespace) -> None:
     from finch.chat import Chat, talk
     from finch.cli.early_checks import only_errors_logged
 
-    options = {"max_new_tokens": parsed.max_new_tokens, "temperature": parsed.temperature, "trust": parsed.trust}
+    options = {
+        "max_new_tokens": parsed.max_new_tokens,
+        "temperature": parsed.temperature,
+        "trust": parsed.trust,
+        "verify": parsed.verify,
+    }
     with only_errors_logged():
         models = Chat(parsed.run, parsed.base, **options)
     talk(models, parsed.prompt, Console())

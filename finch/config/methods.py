@@ -16,6 +16,7 @@ config.yaml holds the blocks.
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -269,10 +270,11 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
             "2 points of average forgetting"
         )
     if "wise_ft" in names:
-        run = cfg.output_dir
+        run, base = cfg.output_dir, str(cfg.checkpointer.get("checkpoint_dir"))
         tuned = "best" if cfg.get("dataset_validation") is not None else f"epoch_{cfg.epochs - 1}"
         logger.info(
-            f"method=wise_ft: when the run has ended, finch wise-ft --base {cfg.checkpointer.get('checkpoint_dir')} --tuned {run}/{tuned} --out {run}/wise_ft"
+            "method=wise_ft: when the run has ended, "
+            + shlex.join(["finch", "wise-ft", "--base", base, "--tuned", f"{run}/{tuned}", "--out", f"{run}/wise_ft"])
         )
 
 

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from finch.config.instantiate import (
     locate,
 )
 from finch.config.key_search import recipe_help
+from finch.config.resolved import format_override
 from finch.config.schema import FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, referred_keys
 from finch.errors import UsageError, UserError, report_user_errors
@@ -83,7 +85,7 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
         if not errors:
             cfg, names, chosen = _completed(path, file_blocks, overrides, reads_rows)
             if "lora" in names and model is FullFinetuneKeys:
-                command = " ".join(["finch run --config", parsed.config, *overrides])
+                command = shlex.join(["finch", "run", "--config", parsed.config, *map(format_override, overrides)])
                 raise UserError(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
@@ -240,9 +242,9 @@ def _set_in_list(cfg: DictConfig, override: str) -> None:
     key, index = match[1], int(match[2])
     entries = OmegaConf.select(cfg, key)
     if not isinstance(entries, ListConfig):
-        raise UserError(f"{override}: {key} is not a list; use {key}.KEY=value")
+        raise UserError(f"{format_override(override)}: {key} is not a list; use {key}.KEY=value")
     if index >= len(entries):
-        raise UserError(f"{override}: {key} has {len(entries)} entries, [0] to [{len(entries) - 1}]")
+        raise UserError(f"{format_override(override)}: {key} has {len(entries)} entries, [0] to [{len(entries) - 1}]")
     OmegaConf.update(cfg, path, None if text == "None" else OmegaConf.from_dotlist([f"value={text}"])["value"])
 
 

@@ -113,10 +113,13 @@ def _text_errors(node: Any, path: str = "") -> Iterator[UserError]:
         value = None if is_missing else node[key]
         if isinstance(value, (DictConfig, ListConfig)):
             yield from _text_errors(value, name)
-        elif isinstance(value, str) and "\0" in value:
-            yield UserError(f"{name}={value}: text has no NUL character; remove it")
-            node[key] = value.replace("\0", "")
-        elif isinstance(value, str) and str(key) in PATHS and max(map(len, os.fsencode(value).split(b"/"))) > _MAX_NAME:
+        elif isinstance(value, str) and (bad := re.search(r"[\0-\x1f\x7f]" if str(key) in PATHS else r"\0", value)):
+            kind = "a path has no control or NUL character" if str(key) in PATHS else "text has no NUL character"
+            yield UserError(f"{name}={value}: {kind}; remove it")
+            node[key] = value.replace(bad[0], "")
+        elif (
+            isinstance(value, str) and str(key) in PATHS and max(map(len, os.fsencode(value).split(b"/"))) > _MAX_NAME
+        ):
             yield UserError(f"{name}={value}: a file's or folder's name has at most {_MAX_NAME} bytes; shorten it")
             node[key] = None
 
@@ -207,7 +210,7 @@ def _message(
     value: Any = values
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else value
-    shown = format_value(OmegaConf.create(value) if isinstance(value, (dict, list)) else value, path[-1])
+    shown = format_value(value, path[-1])
     if path[-1] == "[key]" or (problem == "string_pattern_mismatch" and first.is_named and not is_inner):
         return f"{name.removesuffix('.[key]')}: {_BAD_NAME}"
     if key is None:

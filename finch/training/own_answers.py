@@ -128,7 +128,6 @@ class OwnAnswers:
         assert self._files, "load() comes first"
         for file in self._files if parallel.is_rank_zero else ():
             if not file.exists:
-                file.path.parent.mkdir(parents=True, exist_ok=True)
                 file.save(self._tensors())
 
     def _tensors(self) -> dict[str, torch.Tensor]:

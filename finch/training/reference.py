@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from safetensors import safe_open
 from torch import nn
 
 from finch import files, run_files
@@ -32,7 +31,7 @@ from finch.errors import UserError
 from finch.log import logger
 from finch.objectives import IGNORE_INDEX, Objective
 from finch.progress import track
-from finch.weights.files import save_tensors
+from finch.weights.files import open_safetensors, save_tensors
 from finch.weights.huggingface import PretrainedFolder
 
 _NUM_PIECES, _PIECE_BYTES = 64, 65536
@@ -92,7 +91,7 @@ class ReferenceFile:
     @property
     def exists(self) -> bool:
         """Whether this process can read it."""
-        return self._read() is not None
+        return self._read(is_checked=False) is not None
 
     def load(self, parallel: Parallel) -> dict[str, torch.Tensor] | None:
         """The tensors, if every rank can read them; a collective. None: no file, of another model or other rows, or damaged."""
@@ -100,17 +99,37 @@ class ReferenceFile:
         return tensors if parallel.all_true(tensors is not None) else None
 
     def save(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        with files.atomic_file(self.path) as partial:
-            save_tensors(partial, tensors, {"fingerprint": self._fingerprint})
-
-    def _read(self) -> dict[str, torch.Tensor] | None:
+        """A place that cannot be written is a warning: the tensors are computed again at the next start."""
         try:
-            with safe_open(self.path, framework="pt") as content:
-                if (content.metadata() or {}).get("fingerprint") != self._fingerprint:
-                    return None
-                return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-        except Exception:
-            return None  # safetensors has no separate class for a truncated file; the tensors are computed again
+            files.make_folder(self.path.parent)
+            with files.atomic_file(self.path, is_shared=True) as partial:
+                save_tensors(partial, tensors, {"fingerprint": self._fingerprint, "digest": _digest_of(tensors)})
+        except OSError as error:
+            logger.warning(
+                f"{self.path} could not be saved ({error.strerror or error}); the next start computes it again"
+            )
+
+    def _read(self, *, is_checked: bool = True) -> dict[str, torch.Tensor] | None:
+        try:
+            content = open_safetensors(self.path)
+        except UserError:
+            return None  # also of one that is cut off
+        metadata = content.metadata() or {}
+        if metadata.get("fingerprint") != self._fingerprint:
+            return None
+        tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a dict)
+        if is_checked and metadata.get("digest") != _digest_of(tensors):
+            logger.warning(f"{self.path} is not as it was written; it is computed again")
+            return None
+        return tensors
+
+
+def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def model_settings(cfg: DictConfig) -> dict[str, Any]:

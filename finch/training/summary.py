@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -47,7 +48,8 @@ class Summary(Hook):
         tokens = sum(line["num_target_tokens"] for line in steps)
         seconds = time.perf_counter() - trainer.run.start_time  # earlier attempts of a resumed run are not counted
         model = epoch_to_use(run, state.best, last=last, select_by=state.select_by)
-        evaluate = f"finch evaluate --base {trainer.base.folder} --tuned {run} --suite forgetting"
+        own, base = shlex.quote(str(run)), shlex.quote(str(trainer.base.folder))
+        evaluate = f"finch evaluate --base {base} --tuned {own} --suite forgetting"
         for line in (
             *model,
             *learning(steps),
@@ -55,7 +57,7 @@ class Summary(Hook):
             *(line for hook in trainer.hooks.values() for line in hook.summary(state)),
             *trainer.loss.replay.summary(steps),
             f"{len(steps):,} step{'s' * (len(steps) != 1)}, {tokens:,} target tokens; {duration(seconds)} since this start",
-            *([f"next: finch chat {run}; finch average {run}; {evaluate}"] if model else []),
+            *([f"next: finch chat {own}; finch average {own}; {evaluate}"] if model else []),
         ):
             logger.info(line)
 

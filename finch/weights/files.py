@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,7 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from finch.checkpoint import manifest
 from finch.errors import UserError
+from finch.files import atomic_folder
 from finch.log import logger
 from finch.models.hf_config import read_json
 
@@ -73,6 +76,7 @@ def indexed_shards(folder: Path) -> list[str] | None:
 def is_whole(folder: Path) -> bool:
     """Whether a model's or an adapter's folder has its config and, by their headers, sizes and the index, all its weights; they are not read."""
     try:
+        check_export(folder)
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
         config, weights = (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if is_adapter else ("config.json", SAFETENSORS)
         if not (folder / config).is_file() or not read_json(folder / config):
@@ -83,6 +87,29 @@ def is_whole(folder: Path) -> bool:
         return shards is None or stored == set(read_json(folder / SAFETENSORS_INDEX)["weight_map"])
     except UserError:
         return False
+
+
+@contextlib.contextmanager
+def new_model_folder(target: Path) -> Iterator[Path]:
+    """As :func:`finch.files.atomic_folder`, for a model; sizes and digests of its files are written beside them."""
+    with atomic_folder(target) as partial:
+        yield partial
+        entries = {path.name: manifest.file_entry(path) for path in partial.iterdir()}
+        manifest.write(partial, entries, manifest.EXPORTS)
+
+
+def check_export(folder: Path, *, by_digest: bool = False) -> None:
+    """Raises UserError if a file of a model that finch has written is missing, has another size, or with ``by_digest`` another content."""
+    if not (folder / manifest.EXPORTS).is_file():
+        if by_digest:
+            logger.warning(f"{folder} has no {manifest.EXPORTS}: its files are taken as they are")
+        return
+    try:
+        entries = manifest.read(folder, manifest.EXPORTS)
+        manifest.verify(folder, entries, entries, by_digest=by_digest)
+    except manifest.CorruptCheckpoint as error:
+        remedy = f"restore it, or remove {manifest.EXPORTS} where you have changed it yourself"
+        raise UserError(f"{folder}: {error}; {remedy}") from error
 
 
 def is_own(path: Path) -> bool:
@@ -97,7 +124,7 @@ def copy_side_files(source: Path, target: Path, without: tuple[str, ...] = ()) -
     a log line says so: somebody else may have made it."""
     for path in sorted(source.iterdir()):
         is_hidden_or_weights = path.name.startswith(".") or path.name.endswith(_WEIGHT_SUFFIXES)
-        if is_hidden_or_weights or path.name in without or not path.is_file():
+        if is_hidden_or_weights or path.name in (*without, manifest.EXPORTS) or not path.is_file():
             continue
         if is_own(path):
             shutil.copyfile(path, target / path.name)

@@ -19,7 +19,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 
 from finch.dtensor import each_shard, local_block, to_local
 from finch.errors import UserError, WriteFailed
-from finch.files import atomic_folder, write_text
+from finch.files import write_text
 from finch.models.chat_template import CHAT_TEMPLATE, read_chat_template
 from finch.models.hf_config import CONFIG, FAMILIES, attention_window, check_folder, is_tied, read_config, rope_settings
 from finch.models.lora import adapter_parameters
@@ -29,9 +29,11 @@ from finch.weights.files import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
     SafetensorsWriter,
+    check_export,
     check_files,
     copy_side_files,
     indexed_shards,
+    new_model_folder,
     read_json,
     read_shapes,
     read_tensors,
@@ -201,7 +203,7 @@ class PretrainedFolder(ABC):
             name: torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta") for name, tensor in like.items()
         }
         try:
-            with atomic_folder(target) as partial:
+            with new_model_folder(target) as partial:
                 self._write_into(partial, like, parts)
                 self.write_chat_settings(partial)
         except OSError as error:
@@ -237,6 +239,7 @@ class HuggingFaceFolder(PretrainedFolder):
         resume_from_checkpoint: bool = False,
     ) -> None:
         self.folder = check_folder(checkpoint_dir)
+        check_export(self.folder)
         self.config: dict[str, Any] = read_config(self.folder)
         self.window = attention_window(self.config)
         self._conversion = conversion_for(self.config, checkpoint_dir)

@@ -23,6 +23,7 @@ from finch.weights.files import (
     ADAPTER_WEIGHTS,
     SAFETENSORS_METADATA,
     copy_side_files,
+    new_model_folder,
     read_tensors,
     rewrite,
     write_json,
@@ -113,7 +114,7 @@ class PeftFolder:
             return
         config = self._config(next(iter(layers.values())))
         try:
-            with atomic_folder(target) as partial:
+            with new_model_folder(target) as partial:
                 save_file(content, partial / ADAPTER_WEIGHTS, SAFETENSORS_METADATA)
                 write_json(partial / ADAPTER_CONFIG, config)
                 self._base.write_chat_settings(partial)

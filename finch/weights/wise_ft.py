@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError
 
 from finch.errors import UserError
-from finch.files import atomic_folder
 from finch.models.hf_config import check_folder, read_config
 from finch.run_files import HF_CONFIG, chosen_model, models_in
 from finch.weights.files import (
@@ -22,6 +21,7 @@ from finch.weights.files import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
     indexed_shards,
+    new_model_folder,
     open_safetensors,
     rewrite,
 )
@@ -65,7 +65,7 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
     base_name_of = _match(theta_0, theta_ft)
     try:
         with contextlib.ExitStack() as stack:
-            folders = [stack.enter_context(atomic_folder(target)) for target in targets]
+            folders = [stack.enter_context(new_model_folder(target)) for target in targets]
             for folder, alpha in zip(folders, alphas, strict=True):
 
                 def average(name: str, weight: torch.Tensor, alpha: float = alpha) -> torch.Tensor:

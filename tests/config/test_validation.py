@@ -7,7 +7,7 @@ from helpers.runs import MINIMAL
 from omegaconf import OmegaConf
 
 from finch.config.parser import merge
-from finch.config.resolved import redacted
+from finch.config.resolved import format_override, redacted
 from finch.config.schema import REQUIRED, UNSUPPORTED_KEYS, FullFinetuneKeys, keys
 from finch.config.validation import check, dataset_weights, without_weight
 from finch.errors import UserError
@@ -125,11 +125,26 @@ def test_redacted_masks_secrets():
     "key",
     [
         *("passwd", "pwd", "private_key", "credentials", "authorization", "webhook_url", "slack-webhook-url"),
-        *("api-key", "apiKey", "accessToken", "access_token", "aws_secret_key"),
+        *("api-key", "apiKey", "accessToken", "access_token", "aws_secret_key", "apiToken", "bearer", "passphrase"),
+        *("account_key", "AccountKey", "connection_string", "cookie", "signing_key", "dsn", "APIToken", "jwt"),
     ],
 )
 def test_keys_of_secrets(key):
-    assert "s3cret" not in OmegaConf.to_yaml(redacted(OmegaConf.create({key: "s3cret"})))
+    for value in ("s3cret", ["s3cret"], 12345):
+        assert OmegaConf.to_container(redacted(OmegaConf.create({key: value})))[key] in ("***", ["***"])
+    shown = format_override(f"metric_logger={{_component_: x, {key}: s3cret}}") + format_override(
+        f"block.{key}=s3cret a"
+    )
+    assert "s3cret" not in shown
+
+
+def test_passwords_in_urls_are_masked_and_tokens_of_a_tokenizer_are_not():
+    config = {"dsn_of": "postgres://user:s3cret@host/db?x=1", "pad_token": "<pad>", "max_new_tokens": 3, "tokens": [1]}
+    text = OmegaConf.to_yaml(redacted(OmegaConf.create(config)))
+    assert "postgres://***@host/db?x=1" in text
+    assert all(line in text for line in ("pad_token: <pad>", "max_new_tokens: 3", "- 1"))
+    with pytest.raises(UserError, match=r"source=http://\*\*\*@host"):
+        checked(dataset_val={"a": "http://u:s3cret@host"}, unknown_source="http://u:s3cret@host")
 
 
 # The weights of a list of datasets
