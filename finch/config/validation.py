@@ -114,12 +114,12 @@ def _text_errors(node: Any, path: str = "") -> Iterator[UserError]:
         if isinstance(value, (DictConfig, ListConfig)):
             yield from _text_errors(value, name)
         elif isinstance(value, str) and (bad := re.search(r"[\0-\x1f\x7f]" if str(key) in PATHS else r"\0", value)):
-            kind = "a path has no control or NUL character" if str(key) in PATHS else "text has no NUL character"
-            yield UserError(f"{name}={value}: {kind}; remove it")
+            kind = "NUL" if bad[0] == "\0" else "control"
+            yield UserError(
+                f"{name}={value}: {'text' if kind == 'NUL' else 'a path'} has no {kind} character; remove it"
+            )
             node[key] = value.replace(bad[0], "")
-        elif (
-            isinstance(value, str) and str(key) in PATHS and max(map(len, os.fsencode(value).split(b"/"))) > _MAX_NAME
-        ):
+        elif isinstance(value, str) and str(key) in PATHS and max(map(len, os.fsencode(value).split(b"/"))) > _MAX_NAME:
             yield UserError(f"{name}={value}: a file's or folder's name has at most {_MAX_NAME} bytes; shorten it")
             node[key] = None
 

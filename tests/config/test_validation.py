@@ -40,6 +40,7 @@ def test_check_accepts_user_keys_that_others_refer_to():
             r"^tokenizer\.path is not set",
         ),
         ({"output_dir": "a\0b"}, r"^output_dir=a\\x00b: text has no NUL character"),
+        ({"output_dir": "out\n"}, r"^output_dir=out\\n: a path has no control character"),
         (
             {"output_dir": "out/" + "x" * 256},
             r"^output_dir=out/x+[.]{3}x+: a file's or folder's name has at most 255 bytes",

@@ -1,5 +1,6 @@
 """One pass with the pretrained model: each row's losses and most likely tokens, on any number of ranks, packed or not, kept in a file."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from helpers.ranks import on_ranks
 from helpers.runs import llama_args, make_config, write_rows
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from torchtune.config import instantiate
 from torchtune.data import padded_collate_sft
 from torchtune.models.llama2 import llama2
@@ -235,6 +237,37 @@ def test_file_counts_only_complete_and_under_its_fingerprint(tmp_path):
     assert ReferenceFile(path, "b").load(ONE_PROCESS) is None
     path.write_bytes(path.read_bytes()[:-8])
     assert file.load(ONE_PROCESS) is None
+
+
+def test_a_file_that_was_changed_is_computed_again_and_one_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    file = ReferenceFile(tmp_path / "caches" / "reference.safetensors", "a")
+    tensors = {
+        "losses": torch.randn(7),
+        "tokens": torch.arange(3).int(),
+        "scalar": torch.tensor(1.0, dtype=torch.bfloat16),
+    }
+    file.save(tensors)
+    assert [path.name for path in file.path.parent.iterdir()] == ["reference.safetensors"]
+    content = file.path.read_bytes()
+    for change in ("flip", "others", "none"):
+        if change == "flip":
+            file.path.write_bytes(content[:-1] + bytes([content[-1] ^ 64]))
+        else:  # right names, shapes and fingerprint, as of an earlier finch, or by hand
+            digest = {} if change == "none" else {"digest": "0" * 64}
+            save_file({**tensors, "losses": torch.randn(7)}, file.path, {"fingerprint": "a", **digest})
+        caplog.clear()
+        assert file.exists
+        assert file.load(ONE_PROCESS) is None
+        assert "is not as it was written; it is computed again" in caplog.text
+    file.path.unlink()
+    for make in (os.mkfifo, os.mkdir):
+        make(file.path)
+        assert file.load(ONE_PROCESS) is None
+        file.save(tensors)  # takes the place of a pipe
+        assert file.exists == (make is os.mkfifo)
+        if make is os.mkfifo:
+            file.path.unlink()
+    assert "could not be saved (Is a directory); the next start computes it again" in caplog.text
 
 
 def test_fingerprint_covers_weights_rows_and_settings(tmp_path):

@@ -13,6 +13,7 @@ from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.training import FullModelMetaCheckpointer, FullModelTorchTuneCheckpointer
 
+from finch.checkpoint.manifest import EXPORTS
 from finch.errors import UserError, WriteFailed
 from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import HuggingFaceFolder
@@ -89,7 +90,7 @@ def test_meta_without_config_json_writes_meta(meta, tmp_path):
     folder, out = opened(meta), tmp_path / "out" / "original"
     out.parent.mkdir()
     folder.write(folder.weights(), out, is_writer=True)
-    assert sorted(path.name for path in out.iterdir()) == ["consolidated.00.pth", "params.json", "tokenizer.model"]
+    assert {path.name for path in out.iterdir()} == {"consolidated.00.pth", "params.json", "tokenizer.model", EXPORTS}
     original, written = (torch.load(place / "consolidated.00.pth") for place in (meta / "original", out))
     del original["rope.freqs"]  # torchtune's model computes it
     assert_equal(written, original)
