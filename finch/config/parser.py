@@ -193,17 +193,21 @@ def _readable(override: str) -> str:
         raise UserError(f"{override}: configs take ${{...}} for another key's value; rename it, or name a link to it")
     signs = "\"'" if key.endswith(("_dir", "path")) else "\"'[{"  # others take lists
     is_path = key.rpartition(".")[2] in PATHS and value not in ("null", "None", "???") and value[0] not in signs
-    if is_path or _is_changed(value) or (value[0] in "[{" and exists(value)):
-        return f"{key}={json.dumps(value, ensure_ascii=False)}"
-    return override
+    is_text = is_path or (value[0] in "[{" and exists(value))
+    return f"{key}={json.dumps(value, ensure_ascii=False)}" if _is_changed(value, is_text) else override
 
 
-def _is_changed(value: str) -> bool:
-    """Whether YAML takes a text for another one, or for a block, which the command line has as {...} and [...] only."""
+def _is_changed(value: str, is_text: bool) -> bool:
+    """Whether YAML takes a text for another one or a number, or without ``is_text`` for a block, which the command line has as {...} and [...] only."""
     try:
-        found = yaml.safe_load(value)
+        found: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+    except OmegaConfBaseException:  # named where the reference is resolved
+        return False
     except yaml.YAMLError:
         return True
+    found = found["value"]
+    if is_text:
+        return bool(found != value)
     if isinstance(found, str):
         return value[0] not in "\"'!" and found != value.strip()
     return isinstance(found, (dict, list)) and value[0] not in "{["

@@ -91,7 +91,7 @@ class ReferenceFile:
     @property
     def exists(self) -> bool:
         """Whether this process can read it."""
-        return self._read(is_checked=False) is not None
+        return self._read() is not None
 
     def load(self, parallel: Parallel) -> dict[str, torch.Tensor] | None:
         """The tensors, if every rank can read them; a collective. None: no file, of another model or other rows, or damaged."""
@@ -109,7 +109,7 @@ class ReferenceFile:
                 f"{self.path} could not be saved ({error.strerror or error}); the next start computes it again"
             )
 
-    def _read(self, *, is_checked: bool = True) -> dict[str, torch.Tensor] | None:
+    def _read(self) -> dict[str, torch.Tensor] | None:
         try:
             content = open_safetensors(self.path)
         except UserError:
@@ -118,7 +118,7 @@ class ReferenceFile:
         if metadata.get("fingerprint") != self._fingerprint:
             return None
         tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a dict)
-        if is_checked and metadata.get("digest") != _digest_of(tensors):
+        if metadata.get("digest") != _digest_of(tensors):
             logger.warning(f"{self.path} is not as it was written; it is computed again")
             return None
         return tensors
