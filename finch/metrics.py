@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -48,8 +51,9 @@ class MetricsLog:
         self._pending: list[dict[str, Any]] = []
         self._asked: list[_Transfer] = []
         self._last_report = time.perf_counter()
-        self._file: TextIO | None = None
-        self._lines = 0
+        self._file: FileIO | None = None
+        self._lines = self._size = 0
+        self._unwritten: list[str] = []
 
     def open(self, config: Any = None, *, first_step: int = 0, first_lines: int | None = None) -> None:
         """Opens the file.
@@ -61,7 +65,8 @@ class MetricsLog:
         """
         if self._is_writer:
             self._lines = _drop_lines_after(self.path, first_step, first_lines)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("ab", buffering=0)
+            self._size = self._file.tell()
             if self._metric_logger is not None:
                 self._metric_logger.log_config(config)
         if self._progress is not None:
@@ -120,9 +125,7 @@ class MetricsLog:
             line["tokens_per_second_per_gpu"] = rate
         if not self._is_writer or self._file is None:
             return
-        for line in lines:
-            self._write(line)
-        self._file.flush()
+        self._write(*lines)
         last = lines[-1]
         if self._metric_logger is not None and last["step"] % self._every == 0:
             self._metric_logger.log_dict(
@@ -136,7 +139,6 @@ class MetricsLog:
         self.flush()
         if self._file is not None:
             self._write(line)
-            self._file.flush()
             if self._metric_logger is not None:
                 self._metric_logger.log_dict(
                     {key: value for key, value in line.items() if key not in ("step", "epoch")}, step=line["step"]
@@ -149,10 +151,23 @@ class MetricsLog:
             os.fsync(self._file.fileno())
         return self._lines
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, *lines: Mapping[str, Any]) -> None:
+        """Lines that cannot be written, as on a full disk, are kept and written with the next ones."""
         assert self._file is not None
-        self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}) + "\n")
-        self._lines += 1
+        was_full = bool(self._unwritten)
+        self._unwritten += [json.dumps({key: _plain(value) for key, value in line.items()}) + "\n" for line in lines]
+        self._lines += len(lines)
+        text = "".join(self._unwritten).encode()
+        try:
+            if self._file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)  # no half line
+            if not was_full:
+                logger.warning(f"{self.path} cannot be written ({error.strerror}); its lines are kept and tried again")
+            return
+        self._size, self._unwritten = self._size + len(text), []
 
     def reset_timer(self) -> None:
         """Excludes the time since the last report from the next tokens per second; called after validation and saving."""
@@ -165,6 +180,10 @@ class MetricsLog:
         if self._progress is not None:
             self._progress.close()
         if self._file is not None:
+            if self._unwritten:
+                self._write()
+            if self._unwritten:
+                logger.warning(f"{self.path} lacks its last {len(self._unwritten)} lines, which could not be written")
             self._file.close()
             self._file = None
         if self._metric_logger is not None:
@@ -209,7 +228,10 @@ def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:
                 f"{path} is gone: the numbers of the steps up to {step} are lost, the run itself goes on unchanged"
             )
         return 0
-    kept = [line for line in run_files.read_metrics(path)[:first_lines] if line["step"] <= step]
+    lines = run_files.metrics_lines(path)
+    if None in lines[:-1]:
+        shutil.copyfile(path, f"{path}.damaged")
+    kept = [line for line in lines[:first_lines] if line is not None and line["step"] <= step]
     with files.atomic_file(path) as partial:
         files.write_text(partial, "".join(json.dumps(line) + "\n" for line in kept))
     return len(kept)

@@ -108,26 +108,32 @@ def epoch_folders(run: Path) -> dict[tuple[int, bool], Path]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl up to the first that cannot be read, such as one that was cut off; logs how many that leaves out. Raises UserError
-    where there is no such file."""
+    """The lines of a metrics.jsonl without those that cannot be read, such as the last one of a run that was killed; logs which others that leaves
+    out. Raises UserError where there is no such file."""
+    return [line for line in metrics_lines(path) if line is not None]
+
+
+def metrics_lines(path: Path) -> list[dict[str, Any] | None]:
+    """As :func:`read_metrics`, with None in the place of a line that cannot be read."""
     try:
         texts = read_bytes(path).splitlines()
     except OSError as error:
         raise Unavailable(f"{path} cannot be read ({error.strerror}); restore it, or move it away") from error
-    lines = []
-    for text in texts:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(line, dict) or type(line.get("step")) is not int or not all(map(_is_number, line.values())):
-            break
-        lines.append(line)
-    if len(lines) < len(texts) - 1:  # the last one is cut off whenever a run is killed
-        logger.warning(
-            f"{path}: line {len(lines) + 1} is not a step's; it and the {len(texts) - len(lines) - 1} lines after it are left out"
-        )
-    return lines
+    found = [_metrics_line(text) for text in texts]
+    damaged = [number for number, line in enumerate(found[:-1], start=1) if line is None]
+    if damaged:
+        rest = f" and {len(damaged) - 1} other lines" if len(damaged) > 1 else ""
+        logger.warning(f"{path}: line {damaged[0]}{rest} cannot be read as a step's and is left out")
+    return found
+
+
+def _metrics_line(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_whole = isinstance(line, dict) and type(line.get("step")) is int and all(map(_is_number, line.values()))
+    return line if is_whole else None
 
 
 def _is_number(value: Any) -> bool:

@@ -63,11 +63,47 @@ def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "line", [b"\xff\xfe", b"[" * 3000, b'{"step": "2"}', b'{"step": 2, "lr": "high"}', b'{"step": 2, "lr": 1e999}']
 )
-def test_lines_after_a_broken_one_are_left_out_and_said(tmp_path, caplog, line):
+def test_a_broken_line_is_left_out_and_said(tmp_path, caplog, line):
     file = tmp_path / "metrics.jsonl"
-    file.write_bytes(b'{"step": 1, "loss": 1.0}\n' + line + b'\n{"step": 3, "loss": 1.0}\n')
-    assert read_metrics(file) == [{"step": 1, "loss": 1.0}]
-    assert "line 2 is not a step's; it and the 1 lines after it are left out" in caplog.text
+    content = b'{"step": 1, "loss": 1.0}\n' + line + b'\n{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 1.0}\n'
+    file.write_bytes(content)
+    log = MetricsLog(tmp_path, None, is_writer=True)
+    log.open(first_step=3, first_lines=3)
+    log.close()
+    assert [each["step"] for each in read_metrics(file)] == [1, 3]
+    assert caplog.text.count("metrics.jsonl: line 2 cannot be read as a step's and is left out") == 1
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
+
+
+@pytest.mark.parametrize("at", ["write", "half a line", "close"])
+def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path, caplog, monkeypatch, at):
+    log = MetricsLog(tmp_path, None, is_writer=True)
+    log.open()
+    log.add(1, step_metrics(1.0))
+    log.flush()
+    file, written = log._file, (tmp_path / "metrics.jsonl").read_bytes()
+
+    class Full:
+        def __getattr__(self, name):
+            return getattr(file, name)
+
+        def write(self, text):
+            if at == "half a line":
+                return file.write(text[:10])
+            raise OSError(28, "No space left on device")
+
+    log._file = Full()
+    for step in (2, 3):
+        log.add(step, step_metrics(1.0))
+        log.flush()
+        assert (tmp_path / "metrics.jsonl").read_bytes() == written
+    assert caplog.text.count("cannot be written (No space left on device); its lines are kept") == 1
+    if at != "close":
+        log._file = file
+    log.close()
+    steps = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == ([1] if at == "close" else [1, 2, 3])
+    assert ("lacks its last 2 lines" in caplog.text) == (at == "close")
 
 
 def test_lost_metrics_are_said(tmp_path, caplog):

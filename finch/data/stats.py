@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+import xxhash
 from torchtune.datasets import PackedDataset, TextCompletionDataset
 
 from finch.data.dataset import Row, Samples, row_lengths
@@ -22,6 +23,7 @@ from finch.objectives import IGNORE_INDEX
 NUM_SHOWN = 3
 _OTHER = "for other reasons"
 MAX_REASONS = 10
+_CONTENT = ("tokens", "labels", "input_pos")
 
 
 class BadRows(NamedTuple):
@@ -169,8 +171,7 @@ def collect_stats(
     stats = DatasetStats()
     for data in _row_parts(samples):
         data.tokenize(samples.key)
-    sample_lengths = torch.zeros(len(samples), dtype=torch.int32)
-    content = torch.zeros(len(samples), dtype=torch.int64)
+    sample_lengths, content = np.zeros(len(samples), np.int32), np.zeros(len(samples), np.int64)
     for index in samples.rows[rank::ranks]:
         try:
             sample = samples.arrays(index)
@@ -184,7 +185,8 @@ def collect_stats(
         stats.num_targets += targets
         stats.max_token = max(stats.max_token, int(sample["tokens"].max(initial=0)))
         sample_lengths[index] = len(sample["labels"])
-        content[index] = _digest("", sample) >> 1
+        parts = (sample[key].tobytes() for key in _CONTENT if key in sample)
+        content[index] = xxhash.xxh3_64_intdigest(b"".join(parts)) >> 1  # fits in int64
         draws = 1 if samples.draws is None else int(samples.draws[index])
         row_digest = _digest(index if samples.draws is None else (index, draws), sample)
         stats.digest += row_digest
@@ -200,7 +202,7 @@ def collect_stats(
                 stats.num_truncated += 1
                 if len(stats.truncated) < NUM_SHOWN:
                     stats.truncated.append(samples.row(index, position))
-    samples.lengths, samples.content = sample_lengths, content
+    samples.lengths, samples.content = torch.from_numpy(sample_lengths), torch.from_numpy(content)
     return stats + DatasetStats()  # sorted, and digests modulo 2^64
 
 
@@ -210,7 +212,7 @@ def _row_parts(samples: Samples) -> list[Rows]:
 
 def unused_fields(samples: Samples) -> Counter[str]:
     """The fields that training does not see, with how many rows have each, of rows that :func:`collect_stats` has read in batches."""
-    return sum((data.tokenized.unused(range(len(data))) for data in _row_parts(samples) if data.tokenized), Counter())
+    return sum((data.tokenized.unused() for data in _row_parts(samples) if data.tokenized), Counter())
 
 
 def describe_unused(samples: Samples) -> str | None:
@@ -266,10 +268,10 @@ def _length_limit(data: Any, max_seq_len: int | None) -> int | None:
     return max_seq_len - 1 if isinstance(inner, TextCompletionDataset) else max_seq_len
 
 
-def _digest(position: str | int | tuple[int, int], sample: Mapping[str, Any]) -> int:
-    """Of a row and its index, or its index and its draws, or of the row alone."""
+def _digest(position: int | tuple[int, int], sample: Mapping[str, Any]) -> int:
+    """Of a row and its index, or its index and its draws."""
     row = hashlib.blake2b(str(position).encode(), digest_size=8)
-    for key in ("tokens", "labels", "input_pos"):
+    for key in _CONTENT:
         if key in sample:
             row.update(sample[key].astype(np.int64).tobytes())
     return int.from_bytes(row.digest(), "little")

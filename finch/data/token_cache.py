@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -84,9 +84,10 @@ class TokenizedRows:
         """The first row with most parts that are targets."""
         return int(np.argmax(pa.compute.list_value_length(self._targets).to_numpy()))
 
-    def unused(self, indices: Iterable[int]) -> Counter[str]:
-        """How many of these rows have each field that training does not see."""
-        return Counter(name for index in indices for name in self._unused[index].as_py())
+    def unused(self) -> Counter[str]:
+        """How many rows have each field that training does not see."""
+        found = pa.compute.list_flatten(self._unused).value_counts().to_pylist()
+        return Counter({each["values"]: each["counts"] for each in found})
 
 
 def tokenized_rows(

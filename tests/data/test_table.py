@@ -43,7 +43,7 @@ def lines(rows):
         ("a.JSONL", "\ufeff" + lines(ROWS)),
         ("a.jsonl", lines(ROWS).replace("\n", "\r\n\r\n  \n")),
         ("a.json", json.dumps(ROWS, indent=2)),
-        ("a.json.GZ", gzip.compress(lines(ROWS).encode())),
+        ("a.json.GZ", gzip.compress(lines(ROWS).encode(), mtime=0)),
     ],
 )
 def test_json_rows_are_those_of_json(put, name, content):
@@ -114,7 +114,7 @@ def test_parts_and_splits_are_those_of_datasets(put):
         ("a.csv", "a,b,a\n1,2,3\n", "its header has the column 'a' twice; rename"),
         ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', "row 2 opens a quotation mark that is not closed"),
         ("a.csv", "a,b\n1,2,3\n", "row 1 has more fields than the header"),
-        ("a.jsonl.gz", gzip.compress(b"x" * 999)[:-9], "cannot be read as json .Compressed file ended"),
+        ("a.jsonl.gz", gzip.compress(b"x" * 999, mtime=0)[:-9], "cannot be read as json .Compressed file ended"),
         ("a.parquet", "PAR1", "cannot be read as parquet"),
     ],
 )
