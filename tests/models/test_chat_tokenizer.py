@@ -230,16 +230,6 @@ def qwen3_of(folder, **options):
     return qwen3_tokenizer(str(folder / "tokenizer.json"), **options)
 
 
-@pytest.mark.parametrize("contents", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_qwen3_tokens_with_thinking_equal_transformers(tmp_path, contents):
-    """Without it: as any folder's."""
-    write(tmp_path, "qwen3")
-    tokenizer, messages, options = qwen3_of(tmp_path, thinking=True), turns(*contents), {"enable_thinking": True}
-    assert tokenize(tokenizer, messages)[0] == transformers_ids(tmp_path, "qwen3", messages, **options)
-    prompt = transformers_ids(tmp_path, "qwen3", messages[:-1], **options, add_generation_prompt=True)
-    assert tokenize(tokenizer, messages[:-1], add_end_tokens=False)[0] == prompt
-
-
 def test_train_on_input_has_no_mask(tmp_path):
     write(tmp_path, "qwen3")
     messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
@@ -270,17 +260,6 @@ def test_missing_tokens_are_refused(tmp_path):
         special.append(token)
     with pytest.raises(UserError, match="prompt_template"):
         qwen3_of(tmp_path, prompt_template="x")
-
-
-def test_system_and_tool_turns_are_context(tmp_path):
-    write(tmp_path, "qwen3")
-    contents = {"system": "be brief", "user": "who?", "ipython": "the bird sings", "assistant": "ein Vögel \U0001f426"}
-    tokenizer, messages = qwen3_of(tmp_path), [{"role": role, "content": text} for role, text in contents.items()]
-    tokens, text = targets(tokenizer, messages)
-    complete = tokenizer.decode(tokens, skip_special_tokens=False)
-    assert "<|im_start|>system\nbe brief<|im_end|>" in complete
-    assert "<|im_start|>tool\nthe bird sings<|im_end|>" in complete
-    assert text == "ein Vögel \U0001f426<|im_end|>"
 
 
 def test_a_template_that_leaves_a_turn_out_is_refused(tmp_path):
