@@ -28,6 +28,39 @@ SCRIPT_FOLDERS = [
 ]
 _ONE_RANK_PER_GPU = "RANKS_PER_NODE=${FINCH_RANKS_PER_NODE:-}"  # the script's line, unless a site has changed it
 _LONG_NAMES = {"N": "nodes", "t": "time", "o": "output", "G": "gpus"}  # of the options that are read here
+# sbatch's options that take no value, or take it after = only.
+_FLAGS = frozenset(
+    [
+        "exclusive",
+        "contiguous",
+        "hold",
+        "ignore-pbs",
+        "no-kill",
+        "no-requeue",
+        "requeue",
+        "overcommit",
+        "oversubscribe",
+        "propagate",
+        "get-user-env",
+        "parsable",
+        "quiet",
+        "reboot",
+        "spread-job",
+        "test-only",
+        "use-min-nodes",
+        "verbose",
+        "wait",
+        "nice",
+        "X",
+        "H",
+        "k",
+        "O",
+        "s",
+        "Q",
+        "v",
+        "W",
+    ]
+)
 _MIN_TRAINING_S = 60  # a job needs longer before the warning of its time limit, or it never makes progress
 
 
@@ -179,11 +212,12 @@ def read_script(name: str, own: str | None = None) -> tuple[Path, str]:
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """sbatch's options with their values, and the other words. A value may be a separate word if it has no ``=``."""
+    """sbatch's options with their values, and the other words. A value may be a separate word if it has no ``=``, of an option that takes one."""
     options: list[str] = []
     others: list[str] = []
     for previous, word in zip(["", *words], words, strict=False):
-        is_value = previous.startswith("-") and "=" not in previous + word and not word.startswith("~")
+        takes_one = previous.startswith("-") and previous.lstrip("-") not in _FLAGS
+        is_value = takes_one and "=" not in previous + word and not word.startswith("~")
         (options if word.startswith("-") or is_value else others).append(word)
     return options, others
 
@@ -273,7 +307,7 @@ def _submit(
     nodes = job.by_name.get("nodes", 1)
     print(f"job {number}: nodes={nodes}, ranks per node={ranks}, {folder_key.strip('- =')}={run}")
     print(f"  squeue --jobs {number}")
-    print(f"  tail -F {log.replace('%j', number)}")
+    print(f"  tail -F {shlex.quote(log.replace('%j', number))}")
     print(f"  scancel {number}    # {end}")
 
 

@@ -6,8 +6,12 @@ Every cell's config is composed and checked before anything starts.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +38,7 @@ from finch.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Grid, cells_of, read_
 from finch.sweep.job import Job, different_key, run_words
 
 SWEEP_SCRIPT = "sweep.sbatch"
+_EVALUATION = "evaluation"  # among the names of cells, which have a = or a method's
 USAGE = "finch sweep GRID [--jobs N] [--dry-run] [--slurm [option of sbatch ...]] [key=value ...]"
 
 
@@ -245,8 +250,8 @@ def _short(value: object) -> str:
 
 
 def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args: argparse.Namespace) -> None:
-    """Submits the cells that are not trained: an array, a second one of the cells that need runs of the first, and a job that makes
-    WiSE-FT's models and evaluates. Prints the jobs' ids, or in a dry run the commands.
+    """Submits the cells that are neither trained nor in Slurm's queue: an array, a second one of the cells that need runs of the first, and a job
+    that makes WiSE-FT's models and evaluates. Prints the jobs' ids, or in a dry run the commands.
 
     Args:
         options: sbatch's.
@@ -261,22 +266,27 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
     job_options = complete_options(options, f"{run_text}\n{sweep_text}")
     jobs = compose(grid, cells_of(grid), is_here=False, num_ranks=job_options.num_ranks)
     left = [job for job in jobs if not args.skip_training and job.cell.kind == RUN and not job.is_trained()]
+    submission = _Submission(grid, job_options, (run_script, sweep_script), is_dry_run=args.dry_run)
+    queued = submission.queued()
+    left = [job for job in left if job.cell.name not in queued]
     left_folders = {job.cell.folder for job in left}
     first = [job for job in left if job.cell.source not in left_folders]
     second = [job for job in left if job.cell.source in left_folders]
-    submission = _Submission(grid, job_options, (run_script, sweep_script), is_dry_run=args.dry_run)
     ids: list[str] = []
     for group in (first, second):
         if group:
-            ids.append(submission.submit_array(group, args.jobs, after=ids))
-    if grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs):
-        ids.append(submission.submit_evaluation(words, after=ids))
+            ids.append(submission.submit_array(group, args.jobs, after=[*queued.values(), *ids]))
+    has_models = grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs)
+    if has_models and _EVALUATION not in queued:
+        ids.append(submission.submit_evaluation(words, after=[*queued.values(), *ids]))
+    if queued:
+        print(f"in Slurm's queue already: {', '.join(sorted(set(queued.values())))}")
     if not ids:
-        print(f"all {len(jobs)} cells are trained; there is nothing to submit")
+        print(f"all {len(jobs)} cells are trained or in the queue; there is nothing to submit")
     elif not args.dry_run:
         print(f"{len(left)} of {len(jobs)} cells to train in {grid.out}")
         print(f"  squeue --jobs {','.join(ids)}")
-        print(f"  tail -F {submission.folder}/*.out")
+        print(f"  tail -F {shlex.quote(str(submission.folder))}/*.out")
         print(f"  scancel {' '.join(ids)}    # saves and ends the jobs; the same command continues the sweep")
 
 
@@ -286,6 +296,10 @@ class _Submission:
     def __init__(self, grid: Grid, options: JobOptions, scripts: tuple[Path, Path], *, is_dry_run: bool) -> None:
         self._grid, self._options, self._is_dry_run = grid, options, is_dry_run
         self.folder = grid.out / "slurm"
+        files = [Path(absolute(name)).parent for name in (grid.config, str(grid.path)) if Path(name).is_file()]
+        mounts = [options.settings.get("FINCH_CONTAINER_MOUNTS"), os.path.abspath(grid.out), *map(str, files)]
+        if "FINCH_CONTAINER" in options.settings:  # the scripts mount the working directory and a run's own folder
+            options.settings["FINCH_CONTAINER_MOUNTS"] = ",".join(dict.fromkeys(filter(None, mounts)))
         self._run_script, self._sweep_script = (self.folder / script.name for script in scripts)
         if not is_dry_run:
             try:
@@ -315,7 +329,7 @@ class _Submission:
                 write_text(partial, "".join(lines))
             for job in jobs:
                 write_cell(job.cell, task=self._grid.task, status=WAITING)
-        return self._submit([*self._options.given, *words, *command])
+        return self._submit([*self._options.given, *words, *command], [job.cell.name for job in jobs])
 
     def submit_evaluation(self, words: Sequence[str], *, after: Sequence[str]) -> str:
         """Returns the job's id. The job has one node; as many evaluations run at a time as it has GPUs."""
@@ -323,14 +337,29 @@ class _Submission:
         options = ["--nodes=1", *_dependency(after), f"--output={self.folder}/%j.out"]
         arguments = [absolute(words[0]), *words[1:], "--out", str(self._grid.out)]
         arguments += ["--jobs", gpus if gpus.isdigit() and int(gpus) > 0 else "1"]
-        return self._submit([*self._options.given, *options, str(self._sweep_script), *arguments])
+        return self._submit([*self._options.given, *options, str(self._sweep_script), *arguments], [_EVALUATION])
 
-    def _submit(self, words: Sequence[str]) -> str:
+    def queued(self) -> dict[str, str]:
+        """Of the cells, and the evaluation, that an earlier submission has in Slurm's queue, their job."""
+        found: dict[str, str] = {}
+        for file in self.folder.glob("*.job"):
+            names = json.loads(file.read_text(encoding="utf-8"))
+            command = ["squeue", "--noheader", "--array", f"--jobs={file.stem}", "--format=%K"]
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # no Slurm here; one that it has forgotten is an error of squeue's
+                tasks = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+                found |= {names[int(task) if task.isdigit() else 0]: file.stem for task in tasks}
+        return found
+
+    def _submit(self, words: Sequence[str], names: Sequence[str]) -> str:
         command = ["sbatch", "--parsable", *words]
         if self._is_dry_run:
             print(as_shell(command, self._options.settings))
             return "JOB"
-        return run_sbatch(command, self._options.settings)
+        number = run_sbatch(command, self._options.settings)
+        write_text(self.folder / f"{number}.job", json.dumps(list(names)))
+        return number
 
 
 def _dependency(after: Sequence[str]) -> list[str]:

@@ -64,6 +64,12 @@ def test_submit_passes_options_overrides_and_settings(capsys, tmp_path, monkeypa
     assert (tmp_path / "run/slurm").is_dir()
 
 
+@pytest.mark.parametrize("flag", ["--exclusive", "--requeue", "-H"])
+def test_a_flag_takes_no_word(capsys, sbatch, flag):
+    assert submit(capsys, flag, "qwen3/4B_finch", "output_dir=run")[0] == 0
+    assert f"--export=ALL|{flag}|--gpus-per-node=1" in received(sbatch)[0]
+
+
 def test_dry_run_prints_the_same_command(capsys, tmp_path, monkeypatch, sbatch):
     monkeypatch.setenv("FINCH_SETUP", "a b;$c.sh")
     assert "FINCH_SETUP=a b;$c.sh is not a file" in submit(capsys, "qwen3/4B_finch")[2]
@@ -98,7 +104,7 @@ def test_submit_leaves_a_sites_script_its_defaults(capsys, tmp_path, sbatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--exclusive qwen3/4B_finch", "CONFIG is missing"),
+        ("--partition qwen3/4B_finch", "CONFIG is missing"),
         ("qwen3/4B_fnch", "did you mean qwen3/4B_finch?"),
         ("qwen3/4B_finch optimizer.lrr=3", "did you mean optimizer.lr?"),
         ("qwen3/4B_finch lr_scheduler.ema=2", "ema"),

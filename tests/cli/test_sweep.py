@@ -126,7 +126,7 @@ def test_epochs_that_are_chosen_from_are_scored_before_the_run(grid, tmp_path, b
     assert "cell sft: save_last_epoch_only=True leaves no epochs to choose from by evaluate.select_by" in error
 
 
-def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, capsys):
+def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, capsys, monkeypatch):
     mappings = [{"method": ["finch", "lora"], "seed": [0]}, {**REPLAY, "seed": [0]}]
     file = grid(mappings, evaluate={"suites": ["forgetting"]})
     dry_run = ("sweep", file, "--slurm", "--dry-run")
@@ -143,6 +143,10 @@ def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, ca
     assert not os.path.exists(out)
     printed = finch(capsys, *dry_run, "--skip-training")[1]
     assert (printed.count("sbatch --parsable"), "--dependency" in printed) == (1, False)
+    monkeypatch.setenv("FINCH_CONTAINER", "finch.sqsh")
+    monkeypatch.setenv("FINCH_CONTAINER_MOUNTS", "/models")
+    printed = finch(capsys, *dry_run)[1]
+    assert printed.count(f"FINCH_CONTAINER_MOUNTS=/models,{out},{tmp_path} ") == 3  # the folder of grid and config
 
 
 def test_keep_leaves_one_model_of_a_trained_cell(grid, tmp_path, capsys):
