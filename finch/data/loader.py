@@ -93,12 +93,10 @@ class EvalLoader:
         )
 
     def _rows(self) -> Sequence[int]:
-        rows = self.samples.rows
-        return (
-            torch.tensor(rows)[self.samples.first_equal()[rows] == torch.tensor(rows)].tolist()
-            if self.is_once
-            else rows
-        )
+        if not self.is_once:
+            return self.samples.rows
+        first = self.samples.first_equal().tolist()
+        return [row for row in self.samples.rows if first[row] == row]
 
     def __len__(self) -> int:
         return len(self.micro_batches)
