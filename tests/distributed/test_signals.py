@@ -87,8 +87,8 @@ def test_a_closed_terminal_ends_the_run_after_the_step(tmp_path):
         command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environment()
     )
     os.close(theirs)
-    assert os.read(ours, 100).split() == [b"up"]
-    os.close(ours)
+    with os.fdopen(ours, "rb") as terminal:
+        assert terminal.readline() == b"up\r\n"
     assert process.wait(300) == 0
     assert (tmp_path / "end").read_text() == "saved"
     ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SCRIPT  # as nohup does
