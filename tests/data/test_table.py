@@ -103,7 +103,7 @@ def test_parts_and_splits_are_those_of_datasets(put):
     [
         (
             "a.jsonl",
-            b'{"a": "b"}\n{"a": "caf\xe9"}',
+            b'{"a": "b"}\n{"a": "\xe9t\xe9"}',
             r"row 2 is not UTF-8 \(byte 0xe9\), perhaps cp1252; .* iconv -f cp1252",
         ),
         ("a.csv", "a,b\n1,2\ncafé,3\n".encode("cp1252"), r"row 2 is not UTF-8 \(byte 0xe9\)"),
