@@ -149,12 +149,12 @@ class NonfiniteGuard(Hook):
     """Ends the run where a loss, a gradient or a weight is not finite. Schedules raise and skip by themselves where they read the loss."""
 
     def start(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._num_skipped = trainer, 0
 
     def before_step(self, state: TrainState) -> None:
         """A schedule on a device is read once the metrics say that there is something to read."""
         if self._trainer.metrics_log.is_nonfinite:
-            self._trainer.update.schedule.check()
+            self._check(state)
             self._trainer.metrics_log.is_nonfinite = False
 
     def wants_sync(self, step: int) -> bool:
@@ -162,7 +162,7 @@ class NonfiniteGuard(Hook):
 
     def after_step(self, state: TrainState) -> None:
         if state.is_synced and not self._trainer.update.schedule.is_on_device:
-            self._trainer.update.schedule.check()
+            self._check(state)
 
     def after_epoch(self, state: TrainState) -> None:
         self.may_save(state)
@@ -170,12 +170,26 @@ class NonfiniteGuard(Hook):
     def may_save(self, state: TrainState) -> bool:
         """Always True; an update can break the weights before any forward shows it. Raises FloatingPointError if a weight is not finite."""
         trainer = self._trainer
-        trainer.update.schedule.check()
+        self._check(state)
         if not trainer.parallel.all_true(all_finite(trainer.model.trained_parameters().values())):
             raise FloatingPointError(
                 f"weights were not finite after step {state.step}, whose loss was: lower the learning rate or check the data"
             )
         return True
+
+    def summary(self, state: TrainState) -> list[str]:
+        return (
+            [f"updates that were skipped, since loss or gradient was not finite: {self._num_skipped}"]
+            if self._num_skipped
+            else []
+        )
+
+    def _check(self, state: TrainState) -> None:
+        if new := self._trainer.update.schedule.check():  # of on_nonfinite: skip
+            self._num_skipped += new
+            logger.warning(
+                f"updates skipped up to step {state.step}, since loss or gradient was not finite: {self._num_skipped}"
+            )
 
 
 class StepChecks(Hook):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ def test_nonfinite_number_is_skipped(spoiled, changes, config, tmp_path, monkeyp
     run = finished(tmp_path, config(**changes))
     same = [all(map(torch.equal, *pair)) for pair in itertools.pairwise(seen)]
     assert same[3:6] == [False, True, False]
+    assert re.search(r"updates skipped up to step [5-9], since loss or gradient was not finite: 1\n", run.output)
+    assert "updates that were skipped, since loss or gradient was not finite: 1\n" in run.output
     assert [loss is None for loss in run.column("loss")] == [step == 5 and spoiled == "losses" for step in range(1, 12)]
     if spoiled == "losses":
         losses, averages = run.column("loss"), run.column("ema_loss")
