@@ -214,6 +214,8 @@ class _Transfer:
                 line[key] = value
         for line in self._lines:
             line["num_target_tokens"], line["lr_is_capped"] = int(line["num_target_tokens"]), bool(line["lr_is_capped"])
+            if not line["num_target_tokens"]:
+                line["loss"] = math.nan  # of no token
             # Theorem 1: the per-step forgetting is at most C1 * eta * sqrt(L_B) + ...; this is that leading term up to
             # C1.
             line["eta_sqrt_loss"] = line["lr"] * math.sqrt(line["loss"]) if line["loss"] >= 0 else None

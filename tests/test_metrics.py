@@ -122,6 +122,15 @@ def test_metrics_log_writes_strict_json(tmp_path):
     assert (step["grad_norm"], event["validation_loss"]) == (None, None)
 
 
+def test_a_step_without_targets_has_no_loss(tmp_path):
+    log = MetricsLog(tmp_path, None, is_writer=True)
+    log.open()
+    log.add(1, step_metrics(torch.tensor(0.0), num_target_tokens=torch.tensor(0)))
+    log.close()
+    [line] = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["loss"], line["eta_sqrt_loss"], line["num_target_tokens"]) == (None, None, 0)
+
+
 def test_metrics_log_of_another_rank_writes_nothing(tmp_path):
     log = MetricsLog(tmp_path, None, is_writer=False)
     log.open()
