@@ -225,7 +225,10 @@ class Evaluation:
         """The folder of a model's results, to write there."""
         run = target.folder.run or target.folder.path.parent
         is_foreign = target.folder.results is not None and not self._options.trust
-        return inside(run, *target.output.relative_to(run).parts) if is_foreign else target.output
+        place = inside(run, *target.output.relative_to(run).parts) if is_foreign else target.output
+        if place.is_file():
+            raise UserError(f"{place} is a file, and finch writes a folder there; remove it")
+        return place
 
     def _write(self, target: Target, task: Task, definition: str, samples: list[dict[str, Any]]) -> None:
         scores = [sample["score"] for sample in samples if sample["score"] is not None]
