@@ -230,7 +230,7 @@ def _long_row(cfg: DictConfig) -> tuple[int, int]:
 
 def _data(given: DictConfig, reads_rows: bool) -> tuple[Blocks, int | None, str]:
     """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown); a line about them."""
-    source = OmegaConf.select(given, "dataset.source") or given.get("source")
+    source = _source_of(given)
     named = "${source}" if given.get("source") else None
     block: Blocks = {"_component_": _ROWS}
     num_rows = None
@@ -278,9 +278,12 @@ def _rows_name(given: DictConfig) -> str:
     """What a run on these rows is named after."""
     if given.get("data_files") is not None:
         return Path(_file_names(given)[0]).name.split(".")[0]
-    return str(
-        OmegaConf.select(given, "dataset.source") or given.get("source") or component_of(given.get("dataset"))
-    ).rpartition("/")[2]
+    return str(_source_of(given) or component_of(given.get("dataset"))).rpartition("/")[2]
+
+
+def _source_of(given: DictConfig) -> Any:
+    """The reader of the files, or the hub's name, if the user gives one."""
+    return OmegaConf.select(given, "dataset.source") or given.get("source")
 
 
 def _slug(name: str) -> str:

@@ -331,7 +331,7 @@ def show_config(parsed: argparse.Namespace) -> None:
         print(grid_names()[parsed.name].read_text(encoding="utf-8"), end="")
         return
     path, overrides = find_config(parsed.name), readable(parsed.overrides)
-    with named_errors(path, overrides):
+    with named_errors(path):
         file_cfg = load_config(path)
         cfg, is_changed = file_cfg, bool(overrides) or "method" in file_cfg
         if is_changed:  # only then, since torchtune's parser takes seconds to import

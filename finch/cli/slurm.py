@@ -29,37 +29,9 @@ SCRIPT_FOLDERS = [
 _ONE_RANK_PER_GPU = "RANKS_PER_NODE=${FINCH_RANKS_PER_NODE:-}"  # the script's line, unless a site has changed it
 _LONG_NAMES = {"N": "nodes", "t": "time", "o": "output", "G": "gpus"}  # of the options that are read here
 # sbatch's options that take no value, or take it after = only.
-_FLAGS = frozenset(
-    [
-        "exclusive",
-        "contiguous",
-        "hold",
-        "ignore-pbs",
-        "no-kill",
-        "no-requeue",
-        "requeue",
-        "overcommit",
-        "oversubscribe",
-        "propagate",
-        "get-user-env",
-        "parsable",
-        "quiet",
-        "reboot",
-        "spread-job",
-        "test-only",
-        "use-min-nodes",
-        "verbose",
-        "wait",
-        "nice",
-        "X",
-        "H",
-        "k",
-        "O",
-        "s",
-        "Q",
-        "v",
-        "W",
-    ]
+_FLAG = re.compile(
+    "--(exclusive|contiguous|hold|ignore-pbs|no-kill|(no-)?requeue|overcommit|oversubscribe|propagate|get-user-env|parsable|quiet|reboot|"
+    "spread-job|test-only|use-min-nodes|verbose|wait|nice)|-[XHkOsQvW]"
 )
 _MIN_TRAINING_S = 60  # a job needs longer before the warning of its time limit, or it never makes progress
 
@@ -216,7 +188,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     options: list[str] = []
     others: list[str] = []
     for previous, word in zip(["", *words], words, strict=False):
-        takes_one = previous.startswith("-") and previous.lstrip("-") not in _FLAGS
+        takes_one = previous.startswith("-") and not _FLAG.fullmatch(previous)
         is_value = takes_one and "=" not in previous + word and not word.startswith("~")
         (options if word.startswith("-") or is_value else others).append(word)
     return options, others

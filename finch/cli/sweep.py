@@ -268,6 +268,7 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
     left = [job for job in jobs if not args.skip_training and job.cell.kind == RUN and not job.is_trained()]
     submission = _Submission(grid, job_options, (run_script, sweep_script), is_dry_run=args.dry_run)
     queued = submission.queued()
+    earlier = sorted(set(queued.values()))
     left = [job for job in left if job.cell.name not in queued]
     left_folders = {job.cell.folder for job in left}
     first = [job for job in left if job.cell.source not in left_folders]
@@ -275,12 +276,12 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
     ids: list[str] = []
     for group in (first, second):
         if group:
-            ids.append(submission.submit_array(group, args.jobs, after=[*queued.values(), *ids]))
+            ids.append(submission.submit_array(group, args.jobs, after=[*earlier, *ids]))
     has_models = grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs)
     if has_models and _EVALUATION not in queued:
-        ids.append(submission.submit_evaluation(words, after=[*queued.values(), *ids]))
+        ids.append(submission.submit_evaluation(words, after=[*earlier, *ids]))
     if queued:
-        print(f"in Slurm's queue already: {', '.join(sorted(set(queued.values())))}")
+        print(f"in Slurm's queue already: {', '.join(earlier)}")
     if not ids:
         print(f"all {len(jobs)} cells are trained or in the queue; there is nothing to submit")
     elif not args.dry_run:
@@ -345,9 +346,8 @@ class _Submission:
         for file in self.folder.glob("*.job"):
             names = json.loads(file.read_text(encoding="utf-8"))
             command = ["squeue", "--noheader", "--array", f"--jobs={file.stem}", "--format=%K"]
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # no Slurm here; one that it has forgotten is an error of squeue's
+            # Without Slurm there is no squeue; of a job that it has forgotten, squeue prints an error and no task.
+            with contextlib.suppress(FileNotFoundError):
                 tasks = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
                 found |= {names[int(task) if task.isdigit() else 0]: file.stem for task in tasks}
         return found

@@ -103,7 +103,7 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
 def _completed(
     path: Path, file_blocks: dict[str, Any], overrides: list[str], reads_rows: bool
 ) -> tuple[DictConfig, list[str], list[str]]:
-    with named_errors(path, overrides):
+    with named_errors(path):
         blocks, chosen = complete(file_blocks, overrides, reads_rows=reads_rows)
         cfg, names = merge(blocks, overrides)
         OmegaConf.to_container(cfg, resolve=True)
@@ -111,7 +111,7 @@ def _completed(
 
 
 @contextlib.contextmanager
-def named_errors(path: Path, overrides: list[str]) -> Iterator[None]:
+def named_errors(path: Path) -> Iterator[None]:
     """Raises UserError for what omegaconf and torchtune's parser refuse in a config's file and overrides."""
     try:
         yield

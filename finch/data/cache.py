@@ -24,8 +24,11 @@ _PACKAGES = ("finch-finetune", "tokenizers", "torchtune", "transformers")
 
 
 def cached(key: Any, batches: Callable[[], Iterable[pyarrow.RecordBatch]], title: str) -> pyarrow.Table:
-    """The table of ``batches()``, of which there is one at least, memory-mapped from the file that a process made for this ``key``, whose ``repr`` says all that it depends on
-    but finch's code. One that is damaged is made again. Where the cache cannot be written, a warning says so, and the table is in memory."""
+    """The table of ``batches()``, at least one, memory-mapped from the file that the first process has written for this ``key``.
+
+    The ``repr`` of ``key`` has all that the table depends on, except finch's code. A damaged file is written again. Where the cache cannot be
+    written, a warning says so, and the table is in memory.
+    """
     folder = Path(datasets.config.HF_DATASETS_CACHE, "finch")
     name = xxhash.xxh3_128_hexdigest(repr((_code(), key)).encode(errors="surrogatepass"))
     try:

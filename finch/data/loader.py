@@ -64,7 +64,8 @@ def load_batches(
 
 @dataclass(frozen=True)
 class EvalLoader:
-    """One pass over ``samples.rows``, or with ``is_once`` its different rows, without a gradient, divided over the ranks: each once, nothing dropped, no random number drawn.
+    """One pass over ``samples.rows`` without a gradient, divided over the ranks: each once, nothing dropped, no random number drawn. With
+    ``is_once`` rows that repeat an earlier one are left out.
 
     Rows of similar length are together where ``samples.lengths`` are known, and more rows than the ``batch_size`` of training, since no
     activations are kept for a backward. Ranks that run out of samples continue with empty rows, since FSDP2's forward is a collective.

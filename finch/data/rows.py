@@ -96,7 +96,7 @@ class Rows(Dataset[Any]):
         return [self._tokenized_row(row, each) for row, each in zip(rows, found, strict=True)]
 
     def _tokenized_row(self, row: Mapping[str, Any], found: Any) -> TokenizedRow:
-        is_converted = isinstance(self._transforms[0], functools.partial)  # which reads fields of its own
+        is_converted = isinstance(self._transforms[0], functools.partial)  # the converter reads other fields
         unused = () if is_converted else unused_fields(row, self.row_format, self._tokenizer)
         notes = unused, self.has_empty_text(row)
         if isinstance(found, Exception):
