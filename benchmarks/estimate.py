@@ -21,13 +21,13 @@ from unittest import mock
 import torch
 from finch_full_finetune import FinchFullFinetune
 
+from finch.base.dtensor import to_local
+from finch.base.errors import report_user_errors
 from finch.cli.early_checks import read_job
 from finch.config.methods import LORA_RECIPE
 from finch.distributed.parallel import launched_rank, launched_ranks
-from finch.dtensor import to_local
-from finch.errors import report_user_errors
-from finch.estimate.fake_step import estimate_step
-from finch.estimate.formula import Rows
+from finch.plan.estimate.fake_step import estimate_step
+from finch.plan.estimate.formula import Rows
 from finch.training.run import run_recipe
 
 

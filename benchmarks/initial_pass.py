@@ -16,9 +16,9 @@ from collections.abc import Callable
 from finch_full_finetune import FinchFullFinetune
 
 from benchmarks.processes import alternate, machine, print_times
+from finch.base.errors import exit_without_teardown, report_user_errors
 from finch.cli.early_checks import read_job
 from finch.distributed.parallel import launched_rank
-from finch.errors import exit_without_teardown, report_user_errors
 from finch.probes.evaluation import EvalSettings, evaluate
 from finch.probes.rows import ProbeRows
 from finch.training.reference import compute_reference_losses, dataset_loss

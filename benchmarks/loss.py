@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtune.modules import TiedLinear
 
 from benchmarks.processes import alternate, print_times
-from finch.estimate.step_trace import StepTrace
 from finch.objectives import DFT, EAFT, FLOW, STM, TALR, CrossEntropy, Objective
+from finch.plan.estimate.step_trace import StepTrace
 from finch.training import chunked_loss
 from finch.training.chunked_loss import TokenLoss
 from finch.training.one_pass_loss import Weighting

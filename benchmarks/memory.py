@@ -23,9 +23,9 @@ from torchtune.training import set_default_dtype
 
 from benchmarks.processes import Ranks, print_rows
 from benchmarks.tiny_job import make_llama
+from finch.base.dtensor import to_local
 from finch.checkpoint.manifest import file_entry
 from finch.distributed import fsdp, parallel
-from finch.dtensor import to_local
 from finch.models import auto
 from finch.training.chunked_loss import TokenLoss
 from finch.training.model import load_pretrained

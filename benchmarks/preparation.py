@@ -24,9 +24,9 @@ from omegaconf import OmegaConf
 
 from benchmarks.processes import alternate, machine, print_times
 from benchmarks.tiny_text import WORDS
+from finch.base.errors import report_user_errors
 from finch.data.dataset import load_dataset
 from finch.data.stats import collect_stats
-from finch.errors import report_user_errors
 from finch.models import auto_tokenizer
 
 

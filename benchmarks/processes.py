@@ -19,7 +19,7 @@ import torch
 
 import finch
 from finch.distributed.processes import num_cores
-from finch.gpu_check.processes import free_port
+from finch.plan.gpu_check.processes import free_port
 
 
 class Ranks:

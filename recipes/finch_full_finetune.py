@@ -6,7 +6,7 @@ finch run --nproc_per_node 2 --config stories260k/tofu_finch data_root=DATA
 
 from __future__ import annotations
 
-from finch.extras import prepare_recipe
+from finch.base.extras import prepare_recipe
 
 prepare_recipe()  # before the imports that fail without the extra
 
@@ -18,14 +18,14 @@ from omegaconf import DictConfig
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from finch import average, run_files
+from finch.base import run_files
+from finch.base.errors import exit_without_teardown
+from finch.base.log import logger
 from finch.config import parser, resolved, schema
 from finch.data.loader import Batch, to_device
 from finch.data.prompts import stop_tokens
 from finch.data.training_data import TrainingData
 from finch.distributed import fsdp, parallel, precision, watchdog
-from finch.errors import exit_without_teardown
-from finch.log import logger
 from finch.probes import budget, probes
 from finch.training import config_checks, hooks, model, optimizer, summary
 from finch.training.checkpointer import Checkpointer, TrainState
@@ -106,7 +106,7 @@ class FinchFullFinetune(FTRecipeInterface):
         first = {"preemption": preemption, "nonfinite": hooks.NonfiniteGuard(), "checks": hooks.StepChecks(cfg)}
         last = {"profiler": hooks.Profiler(cfg), "validation": hooks.Validation(), "probes": probes.Probes(self)}
         last |= {"budget": budget.ForgettingBudget(self), "summary": summary.Summary()}
-        last["final_average"] = average.Average()
+        last |= hooks.final_hooks(cfg)
         self.hooks = {**first, **hooks.user_hooks(cfg, first.keys() | last.keys()), **last}
         self.run.check_disk_room(self.decoder)
         self.metrics_log = hooks.build_metrics_log(cfg, self.run.path, self.parallel, num_steps=self.num_steps)

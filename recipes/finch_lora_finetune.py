@@ -9,9 +9,9 @@ from __future__ import annotations
 from finch_full_finetune import FinchFullFinetune
 from omegaconf import DictConfig
 
+from finch.base.errors import exit_without_teardown
 from finch.config import parser, schema
 from finch.config.instantiate import component_of
-from finch.errors import exit_without_teardown
 from finch.models import lora
 from finch.training.config_checks import check_lora_combinations
 from finch.training.run import run_recipe

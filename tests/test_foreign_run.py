@@ -29,11 +29,11 @@ from helpers.evaluated_runs import write_suites
 from helpers.evaluation import write_data_root
 from helpers.runs import finch, validated
 
-from finch.average import Choice, average, read_config
-from finch.chat import _UNUSED
-from finch.errors import UserError
+from finch.base.errors import UserError
+from finch.evaluation.average import Choice, average, read_config
+from finch.evaluation.chat import _UNUSED
 from finch.evaluation.model_folders import training_questions
-from finch.report.runs import read_run
+from finch.study.report.runs import read_run
 
 SECRET, CANARY = "FINCH_TEST_SECRET", "finch_canary"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

@@ -22,7 +22,7 @@ from helpers.models import save
 from helpers.runs import finch
 from helpers.tokenizers import write_qwen3_tokenizer
 
-from finch.cli.check import Report
+from finch.plan.commands.check import Report
 
 pytestmark = pytest.mark.slow
 

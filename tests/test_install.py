@@ -17,7 +17,7 @@ import pytest
 from helpers.runs import ROOT, environment
 from packaging.requirements import Requirement
 
-from finch.extras import PACKAGES
+from finch.base.extras import PACKAGES
 
 STEP = """
 import sys, torch

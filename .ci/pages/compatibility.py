@@ -13,11 +13,11 @@ import torchtune
 from omegaconf import OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
+from finch.base.errors import UserError
 from finch.config.instantiate import build, component_of
 from finch.config.parser import read
 from finch.config.schema import UNSUPPORTED_KEYS, FullFinetuneKeys
 from finch.distributed.tensor_parallel import build_plan
-from finch.errors import UserError
 from finch.models.families import replace_known_bad_builder
 from finch.training.config_checks import check_combinations, check_schedule, check_text_decoder
 

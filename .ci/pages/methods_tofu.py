@@ -7,7 +7,16 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
-from finch.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, PRETRAINED, Name, method_styles, name_places, new_panels
+from finch.training.style import (
+    COLOURS,
+    LESS_FORGOTTEN,
+    MORE_LEARNED,
+    PRETRAINED,
+    Name,
+    method_styles,
+    name_places,
+    new_panels,
+)
 
 ROOT = Path(__file__).parents[2]
 CHANCE = 100 / 6

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.processes import Ranks, num_cores, print_rows, rotated
 from benchmarks.speed.contenders import Lengths
-from finch.gpu_check.rates import matmul_rate
+from finch.plan.gpu_check.rates import matmul_rate
 
 RESAMPLES = 10_000
 BLOCK_S = 2.0

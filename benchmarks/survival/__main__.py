@@ -43,9 +43,9 @@ from benchmarks.survival.killed_run import (
     run_undisturbed,
 )
 from benchmarks.survival.same_run import differences
+from finch.base.errors import report_user_errors
 from finch.checkpoint.reader import latest_valid, list_checkpoints
 from finch.distributed.parallel import Parallel
-from finch.errors import report_user_errors
 
 EVERY_N_STEPS = 4
 ROWS = 46  # 12 steps of 4 per epoch, the last one short

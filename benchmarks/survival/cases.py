@@ -22,13 +22,13 @@ import yaml
 
 from benchmarks import tiny_job, tiny_text
 from benchmarks.survival.same_run import differences
-from finch import run_files
+from finch.base import run_files
+from finch.base.errors import UserError
 from finch.checkpoint.reader import latest_valid, list_checkpoints, read_state
 from finch.cli.main import main as finch
 from finch.distributed.parallel import Parallel
-from finch.errors import UserError
 from finch.evaluation.results import read_results
-from finch.sweep.grid import cells_of, read_cell, read_grid
+from finch.study.sweep.grid import cells_of, read_cell, read_grid
 from finch.weights.files import is_whole
 
 RECIPE = tiny_job.ROOT / "recipes" / "finch_full_finetune.py"
@@ -288,8 +288,8 @@ class Sweep(Case):
         return any(self.job.glob("wise_ft*/alpha_*"))
 
     def wrong(self, said: Sequence[str]) -> str | None:
-        from finch.cli.sweep import compose
-        from finch.sweep.job import missing_results
+        from finch.study.commands.sweep import compose
+        from finch.study.sweep.job import missing_results
 
         if not self._jobs:
             grid = read_grid(str(self.out / "grid.yaml"), [], None)

@@ -26,8 +26,8 @@ import psutil
 import torch
 
 from benchmarks.survival.cases import Case, environment
-from finch.errors import UserError
-from finch.log import logger
+from finch.base.errors import UserError
+from finch.base.log import logger
 
 CALLS = (
     "clone,clone3,fork,vfork,openat,open,creat,write,pwrite64,writev,lseek,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,symlink,symlinkat,"

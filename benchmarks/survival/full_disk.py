@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.survival.cases import FINCH, Average, Case, Run, environment
-from finch.errors import UserError
-from finch.files import PARTIAL
+from finch.base.errors import UserError
+from finch.base.files import PARTIAL
 
 SIZE, PAGE = 64 * 2**20, 4096
 BALLAST = "ballast"

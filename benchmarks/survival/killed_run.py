@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.survival.slowed_recipe import END, START, phases_file
 from benchmarks.tiny_job import ROOT, environment, torchrun
-from finch.run_files import METRICS, read_metrics
+from finch.base.run_files import METRICS, read_metrics
 
 RECIPE = "benchmarks.survival.slowed_recipe"
 TAG = "FINCH_TORTURE"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from finch import run_files
+from finch.base import run_files
 from finch.checkpoint.reader import list_checkpoints
 
 TIMING = "tokens_per_second_per_gpu"  # differs between any two runs

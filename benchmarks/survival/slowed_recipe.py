@@ -22,11 +22,11 @@ import finch_full_finetune
 import torch
 from finch_full_finetune import FinchFullFinetune
 
-from finch import files
+from finch.base import files
+from finch.base.errors import exit_without_teardown
 from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
 from finch.config.schema import FullFinetuneKeys
-from finch.errors import exit_without_teardown
 from finch.weights.files import SafetensorsWriter
 
 START, END = "start", "end"  # phases: nothing has been written yet, and nothing is being done any more

@@ -12,10 +12,10 @@ import statistics
 import time
 from pathlib import Path
 
+from finch.base.errors import UserError, report_user_errors
+from finch.base.extras import require_extras
+from finch.base.log import quiet_dependencies
 from finch.distributed.processes import limit_spinning
-from finch.errors import UserError, report_user_errors
-from finch.extras import require_extras
-from finch.log import quiet_dependencies
 
 SFT, FINCH, REPLAY, AVERAGE = "SFT", "FINCH", "FINCH + self_replay", "and the average"
 FOLDERS = {SFT: "sft", FINCH: "finch", REPLAY: "self_replay"}
@@ -38,8 +38,8 @@ def main() -> None:
     from examples.quickstart.evaluate import Scores, evaluate, tokenize
     from examples.quickstart.figure import Curves, draw
     from examples.quickstart.world import new_world, old_world
-    from finch.run_files import AVERAGE as AVERAGE_FOLDER
-    from finch.run_files import METRICS, read_metrics
+    from finch.base.run_files import AVERAGE as AVERAGE_FOLDER
+    from finch.base.run_files import METRICS, read_metrics
 
     start_time = time.perf_counter()
     base = prepare(out)

@@ -17,8 +17,8 @@ from torchtune.models.llama2 import llama2
 from torchtune.modules import TransformerDecoder
 
 from examples.quickstart.world import World, new_world, old_world
+from finch.base.errors import UserError
 from finch.config.instantiate import find_config
-from finch.errors import UserError
 from finch.weights.huggingface import HuggingFaceFolder
 
 VOCAB_SIZE = 1024

@@ -13,8 +13,8 @@ from torchtune.models.llama2 import llama2_tokenizer
 
 from examples.quickstart.base import build_decoder
 from examples.quickstart.world import World
+from finch.config.torchtune_names import shift_labels
 from finch.objectives import IGNORE_INDEX
-from finch.torchtune_names import shift_labels
 from finch.weights.huggingface import HuggingFaceFolder
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.quickstart.evaluate import Scores
-from finch.style import LESS_FORGOTTEN, MORE_LEARNED, method_styles, name_ends, new_panels
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, method_styles, name_ends, new_panels
 
 
 @dataclass(frozen=True)

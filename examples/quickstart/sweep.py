@@ -11,11 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+from finch.base.errors import report_user_errors
+from finch.base.extras import require_extras
+from finch.base.log import quiet_dependencies
+from finch.base.progress import duration
 from finch.distributed.processes import limit_spinning
-from finch.errors import report_user_errors
-from finch.extras import require_extras
-from finch.log import quiet_dependencies
-from finch.progress import duration
 
 GRID = "sweeps/quickstart"
 

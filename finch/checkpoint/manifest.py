@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finch import files
+from finch.base import files
 
 FILE_NAME = "manifest.json"
 EXPORTS = "finch_manifest.json"

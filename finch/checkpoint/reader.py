@@ -33,12 +33,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from finch import files, run_files
+from finch.base import files, run_files
+from finch.base.dtensor import to_local
+from finch.base.errors import UserError
 from finch.checkpoint import manifest
 from finch.checkpoint.manifest import CorruptCheckpoint
 from finch.distributed.parallel import Parallel
-from finch.dtensor import to_local
-from finch.errors import UserError
 
 STATE_FILE = "state.json"
 FORMAT = 1

@@ -27,7 +27,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from finch import files, run_files
+from finch.base import files, run_files
+from finch.base.errors import WriteFailed
+from finch.base.log import logger
 from finch.checkpoint import manifest
 from finch.checkpoint.reader import (
     REPLACED,
@@ -41,8 +43,6 @@ from finch.checkpoint.reader import (
     tensor_state_dict,
 )
 from finch.distributed.parallel import Parallel
-from finch.errors import WriteFailed
-from finch.log import logger
 
 _SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")
 

@@ -1,3 +1,3 @@
-"""The ``finch`` command and its subcommands. May import everything; nothing imports it. torch is imported only where a subcommand needs
-it, so that ``finch --help`` answers at once.
+"""The ``finch`` command: its table of commands, `run` and `slurm`, and the lists of what a config may say. Torch is imported only where
+a command needs it, so that ``finch --help`` answers at once.
 """

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from finch.base.errors import UsageError, UserError
 from finch.config.instantiate import config_names, did_you_mean, grid_names
-from finch.errors import UsageError, UserError
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,6 +78,11 @@ def positive(kind: type[float]) -> Callable[[str], Any]:
         raise argparse.ArgumentTypeError(f"{text} must be {expected}")
 
     return convert
+
+
+def names(text: str) -> list[str]:
+    """Of an option that takes several with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def containing(word: str, texts: Mapping[str, str], what: str) -> list[str]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.methods import LORA_RECIPE
-from finch.errors import UserError
-from finch.log import logger
 
 if TYPE_CHECKING:
     import torch

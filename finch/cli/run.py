@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finch import run_files
+from finch.base import run_files
+from finch.base.errors import ERROR_FILE, UsageError, UserError
 from finch.cli.early_checks import (
     build_model,
     config_checks,
@@ -27,7 +28,6 @@ from finch.cli.early_checks import (
 )
 from finch.config.instantiate import find_config
 from finch.distributed.processes import share_cores
-from finch.errors import ERROR_FILE, UsageError, UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -48,7 +48,7 @@ Trains with the recipe for the config's model: finch_full_finetune, or finch_lor
 `finch check` takes the same arguments, checks everything and trains nothing."""
 
 
-def run(arguments: Sequence[str]) -> None:
+def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Ends the process with the recipe's exit code, 130 after Ctrl-C.
 
     Args:

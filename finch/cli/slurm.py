@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from finch.base.errors import UsageError, UserError
+from finch.base.extras import require_extras
 from finch.cli.early_checks import config_checks, read_job
-from finch.errors import UsageError, UserError
-from finch.extras import require_extras
 
 SCRIPT, TITAN_SCRIPT = "finch_full_finetune.sbatch", "finch_titan.sbatch"
 SCRIPT_FOLDERS = [
@@ -38,6 +38,12 @@ _MIN_TRAINING_S = 60  # a job needs longer before the warning of its time limit,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``submit`` itself. CONFIG, overrides and sbatch's options are what the parser leaves over."""
+    parser = parser.add_subparsers(dest="action", metavar="ACTION", required=True).add_parser(
+        "submit",
+        help="check a run and submit it with sbatch",
+        usage="finch slurm submit {CONFIG | --titan NAME} [--nodes N] [--gpus-per-node N] [option of sbatch ...] [key=value ...]",
+        allow_abbrev=False,
+    )
     parser.epilog = (
         "CONFIG is a path or a name of `finch configs`; key=value and ~key change it, as for `finch run`. All other options are "
         "sbatch's and are passed on unchanged: --nodes, --gpus-per-node (default: 1; 0: train on CPU), --time, --partition, ... "
@@ -52,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch command and submit nothing")
 
 
-def submit(args: argparse.Namespace, rest: Sequence[str]) -> None:
+def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     """Submits the job and prints its id and the commands to follow it; with ``--dry-run``, prints the sbatch command.
 
     Args:
@@ -308,7 +314,7 @@ def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
 
 def _titan_configs() -> list[str]:
     """The configs of finch.titan, read from its source: TorchTitan need not be installed where jobs are submitted."""
-    tree = ast.parse((Path(__file__).parents[1] / "titan" / "config_registry.py").read_text(encoding="utf-8"))
+    tree = ast.parse((Path(__file__).parents[1] / "integrations" / "titan" / "config_registry.py").read_text(encoding="utf-8"))
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 

@@ -1,6 +1,5 @@
 """From the command line and a YAML file to a checked config: the keys and their types (schema), parsing and merging (parser),
 validation, the methods by name, building components (instantiate), and the resolved config saved next to a run.
 
-May import errors, log and torchtune_names. Knows nothing of ranks, models or a run's files; must not import distributed or anything
-above. schema, key_search, methods and instantiate load without torch; methods and instantiate with the standard library only.
+schema, key_search, methods and instantiate load without torch; methods and instantiate with the standard library only.
 """

@@ -15,11 +15,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from finch import run_files
+from finch.base import run_files
+from finch.base.errors import UserError
 from finch.config.instantiate import find_users_components, first_line, load_config, replace_references
 from finch.config.resolved import format_value
 from finch.config.schema import LoraFinetuneKeys
-from finch.errors import UserError
 
 _KEYS = {field.alias or name for name, field in LoraFinetuneKeys.model_fields.items()}
 ROWS, _SOLUTIONS = "finch.data.rows.rows_dataset", "finch.data.sciknoweval.sciknoweval_solutions_dataset"

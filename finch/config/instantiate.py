@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finch import files
-from finch.errors import UserError
+from finch.base import files
+from finch.base.errors import UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
+from finch.base.errors import UserError
 from finch.config.instantiate import did_you_mean
 from finch.config.schema import COMPONENTS, REQUIRED, SECTIONS, Key, Keys, Lora, keys
-from finch.errors import UserError
 
 _FOREIGN_NAMES = {
     # learning rate and optimizer

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.instantiate import component_of, did_you_mean, locate
-from finch.errors import UserError
-from finch.log import logger
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -290,7 +290,7 @@ def _keep_settings(block: Any, file_block: Any) -> Any:
 
 
 def _is_plain_cross_entropy(path: str | None) -> bool:
-    from finch.torchtune_names import PLAIN_CROSS_ENTROPY
+    from finch.config.torchtune_names import PLAIN_CROSS_ENTROPY
 
     try:
         return path is not None and locate(path, "loss") in PLAIN_CROSS_ENTROPY

@@ -18,6 +18,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from finch.base.errors import UsageError, UserError, report_user_errors
+from finch.base.files import exists
+from finch.base.log import logger
 from finch.config import methods
 from finch.config.instantiate import (
     component_of,
@@ -31,9 +34,6 @@ from finch.config.key_search import recipe_help
 from finch.config.resolved import format_override
 from finch.config.schema import FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, referred_keys
-from finch.errors import UsageError, UserError, report_user_errors
-from finch.files import exists
-from finch.log import logger
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
 

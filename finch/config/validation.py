@@ -13,11 +13,11 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from pydantic import ValidationError
 
+from finch.base.errors import UserError
 from finch.config.instantiate import component_of, locate
 from finch.config.key_search import format_default, key_hint
 from finch.config.resolved import format_value
 from finch.config.schema import ALIASES, NAME, REQUIRED, UNSUPPORTED_KEYS, Key, Keys, arguments_of, keys
-from finch.errors import UserError
 
 WEIGHT = "weight"
 """How often an entry of a list of datasets is drawn; it is next to the entry's ``_component_`` and its arguments."""

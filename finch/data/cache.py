@@ -16,8 +16,8 @@ import pyarrow
 import xxhash
 from filelock import FileLock, Timeout
 
+from finch.base.log import logger
 from finch.distributed import watchdog
-from finch.log import logger
 
 POLL_S = 2.0
 _PACKAGES = ("finch-finetune", "tokenizers", "torchtune", "transformers")

@@ -16,13 +16,13 @@ from omegaconf import ListConfig
 from torch.utils.data import Dataset
 from torchtune.datasets import ConcatDataset, PackedDataset
 
+from finch.base.errors import UserError
 from finch.config.instantiate import build, component_of
 from finch.config.validation import without_weight
 from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
 from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern, is_url
 from finch.data.rows import files_and_source, load_table, reason_of
-from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 
 STATISTICS = ("tokens", "labels", "input_pos", "seq_lens")

@@ -11,10 +11,10 @@ from typing import Any
 from torchtune.data import Message
 from torchtune.modules.transforms import Transform
 
+from finch.base.errors import UserError
 from finch.data.cache import remembered
 from finch.data.row_files import local_files, source_of, without_none
 from finch.data.table import Table, read_table
-from finch.errors import UserError
 
 AUTO = "auto"
 # Formats, their fields, and the column names that a field may have. The first format that fits is taken: rows of conversations often

@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchtune.data import padded_collate_packed
 
+from finch.config.torchtune_names import shift_labels
 from finch.data.dataset import REFERENCE_LOSSES, Samples
 from finch.data.order import eval_micro_batches
 from finch.data.padding_free import PaddingFree, is_right_padded, remove_padding
 from finch.distributed.parallel import Parallel
 from finch.distributed.processes import init_loader_worker
 from finch.objectives import IGNORE_INDEX
-from finch.torchtune_names import shift_labels
 
 EVAL_FACTOR = 2
 """Tokens of a forward pass without a gradient, over those of a training micro-batch. Only one layer's activations are live in it, while a

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from omegaconf import DictConfig
 
+from finch.base.errors import UserError
 from finch.config.validation import dataset_weights
 from finch.data.dataset import Samples
-from finch.errors import UserError
 
 _MAX_SAMPLES = 10**9
 

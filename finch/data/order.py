@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 
 EMPTY = -1
 """Index of a row without targets: a rank that has run out of samples uses it, so that every rank runs the same forwards."""

@@ -12,12 +12,12 @@ import torch
 from torchtune.data import Message
 from torchtune.datasets._sft import SFTTransform
 
+from finch.base.errors import UserError
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
 from finch.data.row_files import local_files
 from finch.data.rows import files_and_source, load_table
-from finch.errors import UserError
-from finch.integrations.self_replay import around_content
 from finch.objectives import IGNORE_INDEX
+from finch.objectives.replay import around_content
 
 Sample = dict[str, Any]
 """``tokens`` and ``labels``, lists of equal length; a label that is no target is -100."""

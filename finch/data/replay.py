@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from finch.data.dataset import Samples
 from finch.data.order import EMPTY, GlobalOrder
 from finch.data.prompts import Sample, num_targets
-from finch.integrations.self_replay import row_at, rows_in_step
+from finch.objectives.replay import row_at, rows_in_step
 
 
 @dataclass(frozen=True)

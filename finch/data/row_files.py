@@ -24,8 +24,8 @@ from typing import IO, Any
 import pyarrow
 from pyarrow import parquet
 
-from finch.errors import UserError
-from finch.files import exists
+from finch.base.errors import UserError
+from finch.base.files import exists
 
 ALL = "all"
 PARTS = (ALL, "train", "validation", "test")

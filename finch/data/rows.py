@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
+from finch.base.errors import UserError
 from finch.data.formats import (
     AUTO,
     FIELDS,
@@ -27,7 +28,6 @@ from finch.data.formats import (
 from finch.data.row_files import PARTS, SOURCES, is_url, local_files, part_indices, source_of
 from finch.data.table import Table, read_table
 from finch.data.token_cache import TokenizedRow, TokenizedRows, tokenized_rows
-from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
 
 SPLITS_BY = ("order", "content")

@@ -13,11 +13,11 @@ import torch
 import xxhash
 from torchtune.datasets import PackedDataset, TextCompletionDataset
 
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.data.dataset import Row, Samples, row_lengths
 from finch.data.rows import Rows
 from finch.distributed.parallel import Parallel
-from finch.errors import UserError
-from finch.log import logger
 from finch.objectives import IGNORE_INDEX
 
 NUM_SHOWN = 3

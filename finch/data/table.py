@@ -15,9 +15,9 @@ import datasets
 import numpy
 import pyarrow
 
+from finch.base.errors import UserError
 from finch.data.cache import cached, content_hash, remembered
 from finch.data.row_files import read_batches, read_texts
-from finch.errors import UserError
 
 _BATCH = 1000
 _SCHEMA = pyarrow.schema([("row", pyarrow.large_string())])

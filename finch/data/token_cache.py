@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
+from finch.base.errors import UserError
+from finch.base.progress import Progress
 from finch.data.cache import cached
 from finch.distributed import watchdog
-from finch.errors import UserError
 from finch.objectives import IGNORE_INDEX
-from finch.progress import Progress
 
 Int64: TypeAlias = npt.NDArray[np.int64]
 BATCH_ROWS = 512

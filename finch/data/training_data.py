@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.instantiate import component_of, locate
 from finch.data.dataset import Samples, check_arguments, load_dataset, nodes_of
 from finch.data.loader import Batch, EvalLoader, EvalSettings, collator, load_batches
@@ -19,8 +21,6 @@ from finch.data.prompts import context_limit
 from finch.data.replay import Replay, WithReplay
 from finch.data.stats import Fit, validate_dataset
 from finch.distributed.parallel import Parallel
-from finch.errors import UserError
-from finch.log import logger
 
 
 class TrainingData:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 
 
 @dataclass(frozen=True)

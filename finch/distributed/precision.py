@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchtune.modules import MultiHeadAttention, TiedLinear, TransformerDecoder
 from torchtune.training import prepare_mha_for_tp
 
+from finch.base.errors import UserError
 from finch.config.instantiate import build, component_of, locate
-from finch.errors import UserError
-from finch.torchtune_names import plan_arguments
+from finch.config.torchtune_names import plan_arguments
 
 Plan = Mapping[str, ParallelStyle]
 

@@ -10,6 +10,4 @@ runner.py            what is left to do, one task after the other, results as fi
 results.py           the result files
 statistics.py        differences and their intervals
 judge.py             scores from a judge
-
-May import everything below cli but training, probes, sweep and report; sweep and report read its results.
 """

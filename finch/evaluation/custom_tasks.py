@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from finch.base.errors import UserError
 from finch.config.instantiate import did_you_mean
-from finch.errors import UserError
 from finch.evaluation.results import NEW, OLD, Sample
 from finch.evaluation.tasks.task import Records, Task
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.evaluation.tasks.lm_eval_tasks import SUBJECTS
 from finch.evaluation.tasks.task import Record, Task
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from finch.data.chat_client import ChatRequest
-from finch.errors import UserError
+from finch.base.errors import UserError
+from finch.base.run_files import EVALUATION
+from finch.evaluation.chat_client import ChatRequest
 from finch.evaluation.results import Sample, SuiteResult, TaskResult, base_path, read_result, read_samples, write_result
 from finch.evaluation.tasks.task import average
-from finch.run_files import EVALUATION
 
 SUITE, TASK = "language", "galician_alpaca"
 BASE_SCORE = 0.5

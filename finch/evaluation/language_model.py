@@ -24,11 +24,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from finch.errors import UserError
+from finch.base.errors import UserError
+from finch.base.files import atomic_file, read_bytes, write_text
+from finch.base.log import logger
+from finch.base.progress import EvaluationProgress
 from finch.evaluation.loading import Ranks, hash_values
-from finch.files import atomic_file, read_bytes, write_text
-from finch.log import logger
-from finch.progress import EvaluationProgress
 
 _TOKENS_PER_REQUEST = 5
 """Generated tokens that take about as long as a log-likelihood; measured on a CPU, estimated for a GPU."""

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, nn
 
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.foreign import offline
 from finch.config.instantiate import first_line
 from finch.distributed.parallel import launched_rank, launched_ranks
 from finch.distributed.processes import die_with_parent
-from finch.errors import UserError
 from finch.evaluation.model_folders import ModelFolder, weight_files
-from finch.log import logger
 from finch.models.chat_template import read_chat_template, try_template
 from finch.models.hf_config import CONFIG, read_config
 from finch.weights.peft import merge_layer, read_adapter

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finch import run_files
-from finch.errors import UserError
-from finch.log import logger
+from finch.base import run_files
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.models.hf_config import CONFIG, check_folder, read_config, read_settings
 from finch.training.run import RunLock
 from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAFETENSORS, SAFETENSORS_INDEX, indexed_shards
@@ -132,7 +132,7 @@ def weight_files(folder: ModelFolder) -> list[Path]:
 
 def training_questions(run: Path, *, trust: bool = False) -> frozenset[str] | None:
     """The user's first turn of each row of the run's ``dataset``; None where the run has no config or its rows are gone. ``trust``: see
-    :func:`finch.average.average`."""
+    :func:`finch.evaluation.average.average`."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     from finch.config.foreign import offline, read_config_of

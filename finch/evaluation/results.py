@@ -3,7 +3,7 @@
 FOLDER/forgetting.json               scores, definitions, versions
 FOLDER/forgetting.hellaswag.jsonl    a line per document: doc_id, doc_hash, score, and what the task adds
 
-A run's FOLDER is RUN/evaluation (``finch.run_files.EVALUATION``). Scores are fractions as in lm-eval; only what is shown to people is in percent and points.
+A run's FOLDER is RUN/evaluation (``finch.base.run_files.EVALUATION``). Scores are fractions as in lm-eval; only what is shown to people is in percent and points.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finch.errors import UserError
-from finch.files import atomic_file, make_folder, read_bytes, write_text
+from finch.base.errors import UserError
+from finch.base.files import atomic_file, make_folder, read_bytes, write_text
 
 FORMAT = 1
 _MAX_NUMBER = 1e9  # beyond it, squares of differences lose all digits

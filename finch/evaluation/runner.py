@@ -17,17 +17,17 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 import finch
-from finch.errors import UserError
+from finch.base.errors import UserError
+from finch.base.files import make_folder
+from finch.base.log import logger
+from finch.base.progress import EvaluationProgress
+from finch.base.run_files import inside
 from finch.evaluation.harness import Harness
 from finch.evaluation.judge import answers_definition
 from finch.evaluation.loading import SHORT, Ranks, hash_values, hash_vocabulary, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder, training_questions
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
 from finch.evaluation.tasks.task import Task, average
-from finch.files import make_folder
-from finch.log import logger
-from finch.progress import EvaluationProgress
-from finch.run_files import inside
 
 
 @dataclass(frozen=True)

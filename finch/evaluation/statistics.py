@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest, norm
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 
 RESAMPLES = 10_000
 """Of the bootstrap and of the sign-flip test."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from finch.errors import UserError
-from finch.extras import require_extras
+from finch.base.errors import UserError
+from finch.base.extras import require_extras
 from finch.integrations.step_loss import MeanLoss
 from finch.optim.finch_lr import FinchLR
 

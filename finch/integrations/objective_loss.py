@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.integrations.step_loss import MeanLoss
 from finch.objectives import EAFT, IGNORE_INDEX, Objective
 

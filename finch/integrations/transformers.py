@@ -17,22 +17,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
-from finch.errors import UserError
-from finch.extras import require_extras
-from finch.files import atomic_file, write_text
+from finch.base.errors import UserError
+from finch.base.extras import require_extras
+from finch.base.files import atomic_file, write_text
+from finch.base.log import logger
 from finch.integrations.objective_loss import LossReader, ObjectiveLoss
-from finch.integrations.self_replay import (
-    Answer,
-    around_content,
-    end_turn,
-    is_replaying,
-    own_answers,
-    replay_kl_sum,
-    rows_in_step,
-    step_rows,
-)
+from finch.integrations.self_replay import Answer, is_replaying, own_answers, replay_kl_sum
 from finch.integrations.step_loss import MeanLoss
-from finch.log import logger
+from finch.objectives.replay import around_content, end_turn, rows_in_step, step_rows
 from finch.optim.finch_lr import ETA_MAX, FinchLR
 
 require_extras("finch.integrations.transformers", "hf")

@@ -1,7 +1,5 @@
 """Models for torchtune that it does not have (Qwen3) or has differently (Gemma 2, Phi-4), the model and the tokenizer of any
 Hugging Face folder, and LoRA layers.
-
-May import distributed and config and what is below them; must not import weights, data or training.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torchtune.modules import TransformerDecoder
 
+from finch.base.errors import UserError
 from finch.config.instantiate import build
-from finch.errors import UserError
 from finch.models.families import model_block
 from finch.models.hf_config import FAMILIES, read_config
 from finch.models.lora import check_attention_modules

@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.models import chat_environment
 from finch.models.chat_environment import CPU_SECONDS, RENDER_ERRORS
 from finch.models.hf_config import read_settings

@@ -14,8 +14,8 @@ from torchtune.data import Message
 from torchtune.modules.transforms import Transform
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
-from finch.errors import UserError
-from finch.log import logger
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.models.chat_template import (
     THINKING,
     THINKING_FIELDS,

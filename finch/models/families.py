@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finch.base.errors import UserError
 from finch.config.instantiate import component_of
-from finch.errors import UserError
 from finch.models.hf_config import CONFIG, FAMILIES, check_folder, is_tied, read_config, rope_settings
 
 SIZES = {

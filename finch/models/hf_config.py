@@ -12,9 +12,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from finch.base.errors import UserError
+from finch.base.files import read_bytes
 from finch.config.instantiate import download_command
-from finch.errors import UserError
-from finch.files import read_bytes
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

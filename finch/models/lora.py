@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
 
+from finch.base.dtensor import full_tensor, load_full_tensor
+from finch.base.errors import UserError
 from finch.config.schema import LoraBuilder
-from finch.dtensor import full_tensor, load_full_tensor
-from finch.errors import UserError
 
 ATTENTION_MODULES: tuple[str, ...] = get_args(LORA_ATTN_MODULES)
 AdapterLayer: TypeAlias = LoRALinear | DoRALinear

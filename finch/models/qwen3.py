@@ -25,7 +25,7 @@ from torchtune.modules import (
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.models.chat_tokenizer import qwen3_tokenizer as qwen3_tokenizer
 from finch.models.lora import check_attention_modules
 

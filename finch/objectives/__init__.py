@@ -1,7 +1,7 @@
 """Training objectives: how much each target token weighs in the loss, and what the weighted sum is divided by; L2 and KL penalties.
 
 The training loop gathers what an objective declares in ``needs`` and ``statistic``. Nothing here knows of ranks, YAML or torchtune.
-Needs only torch. May import errors and dtensor, but not optim, config or anything above.
+Needs only torch.
 """
 
 from finch.objectives.base import IGNORE_INDEX, Batch, CrossEntropy, Objective, median

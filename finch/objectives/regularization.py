@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from finch import dtensor
+from finch.base import dtensor
 
 FORMS = ("sum", "half", "mean")
 REFERENCES = ("online", "cached")

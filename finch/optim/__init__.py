@@ -1,5 +1,4 @@
 """Learning-rate schedules and optimizers, without torchtune: FINCH, the replay of a logged schedule, and torch's schedulers.
 
-Needs only torch, so that any training loop can use it. May import errors, dtensor and run_files; must not import
-objectives, config or anything above.
+Needs only torch, so that any training loop can use it.
 """

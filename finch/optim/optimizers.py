@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from finch.dtensor import to_local
-from finch.errors import UserError
+from finch.base.dtensor import to_local
+from finch.base.errors import UserError
 
 # torch's optimizers and torchao's equivalents that can round stochastically.
 STOCHASTIC_VARIANTS = {"torch.optim.AdamW": "torchao.optim._AdamW", "torch.optim.Adam": "torchao.optim._Adam"}

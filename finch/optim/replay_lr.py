@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from finch import run_files
+from finch.base import run_files
 from finch.optim.finch_lr import ParamGroups, Scalar
 from finch.optim.torch_lr import HostSchedule
 

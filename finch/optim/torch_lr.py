@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from finch.log import logger
+from finch.base.log import logger
 from finch.optim.finch_lr import Scalar, check_nonfinite_options, set_group_lr
 
 

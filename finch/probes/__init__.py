@@ -1,4 +1,1 @@
-"""Probes: small sets of rows that show what a model forgets while it learns, and a budget for what one of them may lose.
-
-May import training and what is below it; must not import cli.
-"""
+"""Probes: small sets of rows that show what a model forgets while it learns, and a budget for what one of them may lose."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from finch import run_files
+from finch.base import run_files
+from finch.base.log import logger
 from finch.config.schema import Budget
-from finch.log import logger
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.instantiate import did_you_mean, locate
 from finch.config.schema import Budget, Probe
 from finch.data.prompts import Prompts, stop_tokens
 from finch.data.training_data import TrainingData, validation_sets
 from finch.distributed import watchdog
 from finch.distributed.precision import precision_of
-from finch.errors import UserError
-from finch.log import logger
 from finch.objectives import DFT, STM, TALR
 from finch.probes.evaluation import evaluate
 from finch.probes.rows import ProbeRows, read_rows

@@ -10,6 +10,8 @@ from typing import Any
 from torchtune.data import Message
 from torchtune.datasets._sft import SFTTransform
 
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.schema import Probe
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
 from finch.data.prompts import (
@@ -23,8 +25,6 @@ from finch.data.prompts import (
     tokenize_prompts,
 )
 from finch.data.rows import TextToTokens
-from finch.errors import UserError
-from finch.log import logger
 from finch.objectives import IGNORE_INDEX
 
 CONTINUED, QUESTIONS = ("ctx", "prompt"), ("question",)

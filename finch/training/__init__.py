@@ -1,4 +1,1 @@
-"""The training step of the recipes and what surrounds it: model and sharding, loss, schedule and optimizer, hooks, checks, the run's folder.
-
-May import everything but cli.
-"""
+"""The training step of the recipes and what surrounds it: model and sharding, loss, schedule and optimizer, hooks, checks, the run's folder."""

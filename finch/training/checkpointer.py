@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from finch.base.log import logger
 from finch.checkpoint.reader import FORMAT, load_rng_state, load_tensors
 from finch.checkpoint.writer import CheckpointWriter
 from finch.data.order import GlobalOrder
 from finch.distributed.parallel import Parallel
-from finch.log import logger
-from finch.metrics import MetricsLog
 from finch.training.chunked_loss import TokenLoss
+from finch.training.metrics import MetricsLog
 from finch.training.optimizer import Update
 from finch.training.step_loss import StepLoss
 

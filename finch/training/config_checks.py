@@ -10,16 +10,17 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from finch import FinchLR, ReplayLR, run_files
+from finch import FinchLR, ReplayLR
+from finch.base import run_files
+from finch.base.errors import UserError
 from finch.checkpoint.reader import find_resume_candidates
 from finch.config.instantiate import build, component_of, locate
+from finch.config.torchtune_names import PLAIN_CROSS_ENTROPY
 from finch.distributed.parallel import launched_ranks
 from finch.distributed.precision import precision_of
-from finch.errors import UserError
 from finch.objectives import Objective
 from finch.objectives.regularization import KL
 from finch.optim.optimizers import stochastic_optimizer
-from finch.torchtune_names import PLAIN_CROSS_ENTROPY
 from finch.training.kl_penalty import build_kl
 from finch.training.optimizer import finch_warning, loss_schedule
 

@@ -15,20 +15,22 @@ from omegaconf import DictConfig
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
+from finch.base.errors import UserError
+from finch.base.log import logger
+from finch.base.progress import RunProgress
 from finch.checkpoint.reader import all_finite
 from finch.config.instantiate import build, component_of
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.distributed.watchdog import Signals
-from finch.errors import UserError
-from finch.log import logger
-from finch.metrics import MetricsLog
-from finch.progress import RunProgress
 from finch.training.checkpointer import Resumable, TrainState
+from finch.training.metrics import MetricsLog
 from finch.training.reference import dataset_loss
 from finch.training.run import Run
 from finch.weights.huggingface import PretrainedFolder
+
+_FINAL = {"average": "finch.evaluation.average.Average"}
 
 
 class Trainer(Resumable, Protocol):
@@ -100,6 +102,11 @@ class Hook:
 
     def close(self) -> None:
         """Called after any end, also after an error."""
+
+
+def final_hooks(cfg: DictConfig) -> dict[str, Hook]:
+    """What other rooms do at the end of a run, where the config has their key: the core imports them only then."""
+    return {f"final_{key}": build({"_component_": path}, key) for key, path in _FINAL.items() if cfg[key] is not None}
 
 
 def user_hooks(cfg: DictConfig, reserved: set[str]) -> dict[str, Hook]:

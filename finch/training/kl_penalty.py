@@ -11,14 +11,14 @@ import torch
 from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
-from finch import run_files
+from finch.base import run_files
+from finch.base.dtensor import to_local
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.instantiate import build, component_of
 from finch.data.loader import Batch
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
-from finch.dtensor import to_local
-from finch.errors import UserError
-from finch.log import logger
 from finch.models.lora import adapter_layers
 from finch.objectives.regularization import KL
 from finch.training.chunked_loss import TokenLoss

@@ -18,14 +18,14 @@ from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.modules import RotaryPositionalEmbeddings
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.instantiate import build, component_of, did_you_mean
 from finch.data.stats import DatasetStats
 from finch.distributed import fsdp, watchdog
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
 from finch.distributed.tensor_parallel import Plan, apply_plan, build_plan
-from finch.errors import UserError
-from finch.log import logger
 from finch.models.families import replace_known_bad_builder
 from finch.models.hf_config import CONFIG
 from finch.training.chunked_loss import TokenLoss

@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from finch import FinchLR, ReplayLR, dtensor
+from finch import FinchLR, ReplayLR
+from finch.base import dtensor
+from finch.base.log import logger
 from finch.config.instantiate import build, component_of, locate
 from finch.distributed import fsdp
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
-from finch.log import logger
 from finch.optim.finch_lr import AUTO_ETA_MAX
 from finch.optim.optimizers import adapt, optimizers_in_backward, stochastic_optimizer
 from finch.optim.torch_lr import TorchLR

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from torchtune.modules import KVCache, local_kv_cache
 
+from finch.base.errors import UserError
+from finch.base.log import logger
+from finch.base.progress import Progress
 from finch.data.loader import REFERENCES, EvalSettings
 from finch.data.prompts import Prompts, Sample, num_targets
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
-from finch.errors import UserError
-from finch.integrations.self_replay import chooser, end_turn, uniform_draws
-from finch.log import logger
 from finch.objectives import IGNORE_INDEX
-from finch.progress import Progress
+from finch.objectives.replay import chooser, end_turn, uniform_draws
 from finch.training.chunked_loss import TokenLoss
 from finch.training.padding_free_attention import CALLS_ATTENTION
 from finch.training.reference import ReferenceFile, compute_reference_top_k, fingerprint_of

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
+from finch.config.torchtune_names import Gemma2Attention
 from finch.data.padding_free import PaddingFree, Varlen
 from finch.models.qwen3 import Qwen3Attention
-from finch.torchtune_names import Gemma2Attention
 from finch.training.varlen_attention import is_supported, varlen_attention
 
 Way = Literal["padded", "per sample", "one call"]

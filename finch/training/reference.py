@@ -20,17 +20,17 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from finch import files, run_files
+from finch.base import files, run_files
+from finch.base.errors import UserError
+from finch.base.log import logger
+from finch.base.progress import track
 from finch.data.dataset import Samples
 from finch.data.loader import REFERENCES, Batch, EvalLoader, model_inputs, to_device
 from finch.data.order import EMPTY
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
-from finch.errors import UserError
-from finch.log import logger
 from finch.objectives import IGNORE_INDEX, Objective
-from finch.progress import track
 from finch.weights.files import open_safetensors, save_tensors
 from finch.weights.huggingface import PretrainedFolder
 

@@ -23,7 +23,9 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torchtune.modules import TransformerDecoder
 
-from finch import files, run_files
+from finch.base import files, run_files
+from finch.base.errors import Unavailable, UserError, WriteFailed
+from finch.base.log import logger
 from finch.checkpoint import manifest
 from finch.checkpoint import reader as checkpoint
 from finch.config.instantiate import build, component_of
@@ -32,8 +34,6 @@ from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel, is_launched, launched_rank
 from finch.distributed.precision import precision_of
 from finch.distributed.processes import die_with_parent
-from finch.errors import Unavailable, UserError, WriteFailed
-from finch.log import logger
 from finch.models.lora import adapter_parameters
 from finch.training.config_checks import check_output_folder, is_objective
 from finch.training.optimizer import optimizer_bytes

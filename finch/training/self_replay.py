@@ -12,7 +12,9 @@ import torch
 from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
-from finch import files, run_files
+from finch.base import files, run_files
+from finch.base.errors import Unavailable, UserError
+from finch.base.progress import duration
 from finch.config.schema import SelfReplay as Settings
 from finch.data.dataset import Samples
 from finch.data.loader import Batch
@@ -29,10 +31,8 @@ from finch.data.replay import Replay
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
-from finch.errors import Unavailable, UserError
-from finch.integrations.self_replay import rows_in_step
 from finch.objectives import IGNORE_INDEX
-from finch.progress import duration
+from finch.objectives.replay import rows_in_step
 from finch.training.chunked_loss import TokenLoss
 from finch.training.own_answers import OwnAnswers
 from finch.training.reference import model_settings

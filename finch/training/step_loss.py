@@ -12,12 +12,12 @@ import torch
 from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
+from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.instantiate import build
 from finch.data.loader import Batch, model_inputs
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
-from finch.errors import UserError
-from finch.log import logger
 from finch.objectives import EAFT, CrossEntropy, Objective, median
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import is_objective

@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from finch import extras, files, run_files
-from finch.log import logger
-from finch.progress import duration
-from finch.style import COLOURS, LESS_FORGOTTEN, name_ends, new_panels
+from finch.base import extras, files, run_files
+from finch.base.log import logger
+from finch.base.progress import duration
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
 from finch.training.run import describe_best
+from finch.training.style import COLOURS, LESS_FORGOTTEN, name_ends, new_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

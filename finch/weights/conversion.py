@@ -11,7 +11,7 @@ from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
 from torchtune.models.phi3 import phi3_hf_to_tune, phi3_tune_to_hf
 from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.models.gemma2 import gemma2_hf_to_tune, gemma2_tune_to_hf
 from finch.models.hf_config import is_tied
 from finch.models.qwen3 import qwen3_hf_to_tune, qwen3_tune_to_hf

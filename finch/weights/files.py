@@ -17,10 +17,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from finch.base.errors import UserError
+from finch.base.files import atomic_folder
+from finch.base.log import logger
 from finch.checkpoint import manifest
-from finch.errors import UserError
-from finch.files import atomic_folder
-from finch.log import logger
 from finch.models.hf_config import read_json
 
 SAFETENSORS = "model.safetensors"
@@ -91,7 +91,7 @@ def is_whole(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def new_model_folder(target: Path) -> Iterator[Path]:
-    """As :func:`finch.files.atomic_folder`, for a model; sizes and digests of its files are written beside them."""
+    """As :func:`finch.base.files.atomic_folder`, for a model; sizes and digests of its files are written beside them."""
     with atomic_folder(target) as partial:
         yield partial
         entries = {path.name: manifest.file_entry(path) for path in partial.iterdir()}

@@ -11,9 +11,9 @@ from torchtune.models.convert_weights import meta_to_tune, tune_to_meta
 from torchtune.modules import TransformerDecoder
 from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointer, FullModelTorchTuneCheckpointer
 
+from finch.base.errors import UserError
+from finch.base.files import is_disk_error
 from finch.config.instantiate import build, locate
-from finch.errors import UserError
-from finch.files import is_disk_error
 from finch.models.hf_config import CONFIG, check_folder, read_json
 from finch.weights.conversion import HEAD, StateDict, rows_of
 from finch.weights.files import check_files, copy_side_files, read_shapes

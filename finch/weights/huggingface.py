@@ -17,13 +17,13 @@ from torch import nn
 from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
 from torchtune.modules import TiedLinear, TransformerDecoder
 
-from finch.dtensor import each_shard, local_block, to_local
-from finch.errors import UserError, WriteFailed
-from finch.files import write_text
+from finch.base.dtensor import each_shard, local_block, to_local
+from finch.base.errors import UserError, WriteFailed
+from finch.base.files import write_text
+from finch.config.torchtune_names import Gemma2Attention
 from finch.models.chat_template import CHAT_TEMPLATE, read_chat_template
 from finch.models.hf_config import CONFIG, FAMILIES, attention_window, check_folder, is_tied, read_config, rope_settings
 from finch.models.lora import adapter_parameters
-from finch.torchtune_names import Gemma2Attention
 from finch.weights.conversion import HEAD, StateDict, StoredWeight, conversion_for, rows_of
 from finch.weights.files import (
     SAFETENSORS,

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torchtune.modules.peft import DoRALinear
 
-from finch.dtensor import full_tensor
-from finch.errors import UserError, WriteFailed
-from finch.files import atomic_folder
+from finch.base.dtensor import full_tensor
+from finch.base.errors import UserError, WriteFailed
+from finch.base.files import atomic_folder
 from finch.models.hf_config import read_settings
 from finch.models.lora import AdapterLayer, adapter_layers, adapter_parameters, merged_weight, scaling
 from finch.weights.conversion import StateDict, StoredWeight, conversion_for

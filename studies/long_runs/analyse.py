@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from finch.report.front import Point, compare_pair, seed_points
-from finch.run_files import CELL, EVALUATION, METRICS, read_metrics
-from finch.sweep.grid import EVALUATED, FINISHED
+from finch.base.run_files import CELL, EVALUATION, METRICS, read_metrics
+from finch.study.report.front import Point, compare_pair, seed_points
+from finch.study.sweep.grid import EVALUATED, FINISHED
 from studies.long_runs.figures import draw_fronts, draw_steps
 
 FRONTS = ("300", LONG := "1125", "smollm2")

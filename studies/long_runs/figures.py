@@ -7,7 +7,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from finch.style import LESS_FORGOTTEN, MORE_LEARNED, Name, method_styles, name_ends, name_places, new_panels, write
+from finch.training.style import (
+    LESS_FORGOTTEN,
+    MORE_LEARNED,
+    Name,
+    method_styles,
+    name_ends,
+    name_places,
+    new_panels,
+    write,
+)
 
 ARMS = {
     "sft": "cosine",

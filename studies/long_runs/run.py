@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from finch.errors import UserError, report_user_errors
-from finch.run_files import CELL, METRICS, read_metrics
+from finch.base.errors import UserError, report_user_errors
+from finch.base.run_files import CELL, METRICS, read_metrics
 from studies.smollm2_tofu import data
 
 HERE = Path(__file__).parent

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from finch.errors import UserError, report_user_errors
-from finch.run_files import AVERAGE, CELL, METRICS, read_metrics
-from finch.style import LESS_FORGOTTEN, MORE_LEARNED, Name, method_styles, name_places, new_figure, save
+from finch.base.errors import UserError, report_user_errors
+from finch.base.run_files import AVERAGE, CELL, METRICS, read_metrics
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, Name, method_styles, name_places, new_figure, save
 from studies.smollm2_tofu import data
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finch.evaluation.results import POINTS
-from finch.report.front import (
+from finch.study.report.front import (
     Pair,
     Point,
     TradeOff,
@@ -28,10 +28,10 @@ from finch.report.front import (
     points_by_method,
     trade_off,
 )
-from finch.report.measures import Comparison, Estimate, compare
-from finch.report.runs import Run, read_runs, sort_runs
-from finch.report.selection import Measure
-from finch.sweep.grid import FINISHED
+from finch.study.report.measures import Comparison, Estimate, compare
+from finch.study.report.runs import Run, read_runs, sort_runs
+from finch.study.report.selection import Measure
+from finch.study.sweep.grid import FINISHED
 from studies.smollm2_tofu.figure import draw
 
 SETTINGS = ("smooth", "blocks", "wrong", "quick")

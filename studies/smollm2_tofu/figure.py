@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from finch.report.front import TradeOff, points_by_method
-from finch.report.measures import Estimate
-from finch.style import LESS_FORGOTTEN, MORE_LEARNED, PRETRAINED, STYLES, Name, name_places, new_panels, write
+from finch.study.report.front import TradeOff, points_by_method
+from finch.study.report.measures import Estimate
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, PRETRAINED, STYLES, Name, name_places, new_panels, write
 
 Array = NDArray[np.float64]
 LABELS = {

@@ -15,11 +15,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from finch.errors import UserError, report_user_errors
-from finch.progress import duration
-from finch.run_files import CHECKPOINTS, EVALUATION, chosen_model
-from finch.sweep.grid import EVALUATED, FINISHED, RUN, WISE_FT, Cell, Grid, cells_of, read_cell, read_grid
-from finch.sweep.job import missing_results
+from finch.base.errors import UserError, report_user_errors
+from finch.base.progress import duration
+from finch.base.run_files import CHECKPOINTS, EVALUATION, chosen_model
+from finch.study.sweep.grid import EVALUATED, FINISHED, RUN, WISE_FT, Cell, Grid, cells_of, read_cell, read_grid
+from finch.study.sweep.job import missing_results
 from studies.smollm2_tofu import data, model
 
 HERE = Path(__file__).parent

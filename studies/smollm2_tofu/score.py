@@ -32,11 +32,11 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from finch.base.run_files import CELL, EVALUATION, chosen_model
 from finch.evaluation.loading import hash_weights
 from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.results import NATS, NEW, OLD, Sample, SuiteResult, TaskResult, write_result
-from finch.run_files import CELL, EVALUATION, chosen_model
-from finch.sweep.grid import EVALUATED, FINISHED, read_cell
+from finch.study.sweep.grid import EVALUATED, FINISHED, read_cell
 
 SUITE, BASE = "losses", "base_losses"
 MAX_NEW_TOKENS = 64

@@ -32,8 +32,8 @@ from benchmarks.survival.killed_run import (
 )
 from benchmarks.survival.same_run import differences
 from benchmarks.survival.slowed_recipe import END, Phases
+from finch.base.run_files import read_metrics
 from finch.checkpoint import manifest
-from finch.run_files import read_metrics
 
 # same_run
 

@@ -14,6 +14,7 @@ from helpers.runs import disk_of_files_below
 from torch import nn
 
 from finch import FinchLR
+from finch.base.errors import UserError
 from finch.checkpoint.reader import (
     archive_newer,
     check_identity,
@@ -27,7 +28,6 @@ from finch.checkpoint.reader import (
 )
 from finch.checkpoint.writer import CheckpointWriter
 from finch.distributed.parallel import Parallel
-from finch.errors import UserError
 
 ONE_PROCESS = Parallel(torch.device("cpu"))
 

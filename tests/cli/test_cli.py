@@ -11,9 +11,9 @@ import pytest
 import yaml
 from helpers.runs import ROOT, finch
 
-from finch.cli import doctor
 from finch.config.instantiate import config_names, find_config, grid_names
 from finch.models.hf_config import FAMILIES
+from finch.plan.commands import doctor
 
 NEED_NO_TORCH = """\
 import contextlib, sys

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from helpers.runs import MINIMAL
 
+from finch.base.errors import UserError
 from finch.config.foreign import _lists, offline, read_config_of, read_data
 from finch.config.instantiate import config_names, locate
-from finch.errors import UserError
 from finch.evaluation.model_folders import training_questions
 
 ROWS = {"_component_": "finch.data.rows.rows_dataset", "data_files": "a.jsonl"}
@@ -76,7 +76,7 @@ def test_what_finch_saves_is_read(changes, tmp_path):
         *(
             ({key: {"_component_": path}}, f"{key}._component_={path} is not among the components")
             for key in ("model", "loss", "dataset", "profiler")
-            for path in ("os.system", "finch.files.os.system", "torchtune.data.load_image", "torch.load", "x")
+            for path in ("os.system", "finch.base.files.os.system", "torchtune.data.load_image", "torch.load", "x")
         ),
         ({"loss": "os.system"}, "loss=os.system is not among"),
         ({"collate_fn": "builtins.print"}, "collate_fn=builtins.print is not among"),

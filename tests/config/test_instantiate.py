@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from finch.base.errors import UserError
 from finch.config.instantiate import build, config_names, did_you_mean, download_command, find_config
-from finch.errors import UserError
 
 
 def test_find_config_by_name_and_by_path(tmp_path):

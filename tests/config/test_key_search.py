@@ -6,10 +6,10 @@ import pytest
 from helpers.runs import MINIMAL, finch
 from omegaconf import OmegaConf
 
+from finch.base.errors import UserError
 from finch.config.key_search import ADAMW, OTHER_NAMES, format_keys, shown_keys
 from finch.config.schema import COMPONENTS, FullFinetuneKeys, LoraFinetuneKeys, keys
 from finch.config.validation import check
-from finch.errors import UserError
 
 FINCH = {"_component_": "finch.FinchLR", "eta_max": 5e-5}
 

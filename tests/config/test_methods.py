@@ -10,11 +10,11 @@ from helpers.runs import finch as finch_command
 from omegaconf import OmegaConf
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
+from finch.base.errors import UserError
 from finch.config.instantiate import config_names, locate
 from finch.config.methods import METHODS
 from finch.config.parser import merge, read
 from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
-from finch.errors import UserError
 from finch.optim.torch_lr import cosine_with_warmup
 
 COSINE = {"_component_": "finch.cosine.cosine_with_warmup", "warmup_fraction": 0.05}

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from helpers.runs import MINIMAL
 
+from finch.base.errors import UserError
 from finch.config.parser import merge, parse, read, readable
 from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
-from finch.errors import UserError
 
 FINCH = {"_component_": "finch.FinchLR", "eta_max": 1.0}
 

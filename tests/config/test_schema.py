@@ -14,7 +14,7 @@ from finch.config.instantiate import config_names, grid_names, locate
 from finch.config.key_search import shown_keys
 from finch.config.schema import COMPONENTS, REQUIRED, Dataset, FullFinetuneKeys, LoraBuilder, LoraFinetuneKeys, keys
 from finch.distributed.precision import PRECISIONS
-from finch.sweep import grid
+from finch.study.sweep import grid
 
 KEYS = shown_keys(LoraFinetuneKeys)
 SCHEMAS = {path: json.loads(path.read_text()) for path in (ROOT / "finch" / "config").glob("*.schema.json")}

@@ -6,11 +6,11 @@ import pytest
 from helpers.runs import MINIMAL
 from omegaconf import OmegaConf
 
+from finch.base.errors import UserError
 from finch.config.parser import merge
 from finch.config.resolved import format_override, redacted
 from finch.config.schema import REQUIRED, UNSUPPORTED_KEYS, FullFinetuneKeys, keys
 from finch.config.validation import check, dataset_weights, without_weight
-from finch.errors import UserError
 
 
 def checked(**changes):

@@ -4,8 +4,8 @@ import pytest
 from helpers.rows import ROWS, dataset_config, openai, sharegpt
 from omegaconf import OmegaConf
 
+from finch.base.errors import UserError
 from finch.data.dataset import Row, load_dataset, load_unpacked
-from finch.errors import UserError
 
 INSTRUCT = "torchtune.datasets.instruct_dataset"
 COLUMNS = {"column_map": {"input": "question", "output": "answer"}}

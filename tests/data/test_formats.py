@@ -1,8 +1,8 @@
 import pytest
 from helpers.rows import openai, sharegpt
 
+from finch.base.errors import UserError
 from finch.data.formats import detect, detect_columns
-from finch.errors import UserError
 
 TURNS = openai(("user", "a"), ("assistant", "b"))
 SHAREGPT = sharegpt(("user", "a"), ("assistant", "b"))

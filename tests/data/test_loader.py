@@ -5,11 +5,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.data import padded_collate_packed, padded_collate_sft
 
+from finch.base.errors import UserError
 from finch.data.dataset import load_dataset
 from finch.data.loader import collator, load_batches, to_device
 from finch.data.order import GlobalOrder
 from finch.data.stats import DatasetStats, collect_stats
-from finch.errors import UserError
 
 
 def batches(samples, tokenizer, order, rank=0):

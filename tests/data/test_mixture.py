@@ -8,10 +8,10 @@ import pytest
 from helpers.runs import write_rows
 from omegaconf import OmegaConf
 
+from finch.base.errors import UserError
 from finch.data.dataset import load_dataset
 from finch.data.mixture import Mixture, mix
 from finch.data.stats import DatasetStats, collect_stats
-from finch.errors import UserError
 
 ROWS = (60, 25, 7)
 WEIGHTS = (0.6, 0.1, 0.3)  # 60, 10 and 30 draws

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from finch.base.errors import UserError
 from finch.data.formats import detect
 from finch.data.prompts import load_rows
 from finch.data.row_files import PARTS, local_files, part_indices, read_rows, source_of
 from finch.data.rows import load_table
-from finch.errors import UserError
 
 SHARES = {"validation_fraction": 0.05, "test_fraction": 0.25, "seed": 0}
 ROWS = [(f"question {number}", f"answer {number}") for number in range(200)]

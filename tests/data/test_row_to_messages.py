@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from finch.base.errors import UserError
 from finch.data.formats import RowToMessages, detect_columns, unused_fields
-from finch.errors import UserError
 
 SAID = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "5"}, {"role": "user", "content": "no"}
 

@@ -11,11 +11,11 @@ from helpers.rows import openai, sharegpt
 from helpers.tokenizers import write_qwen3_tokenizer
 from torchtune.datasets import chat_dataset, instruct_dataset, text_completion_dataset
 
+from finch.base.errors import UserError
 from finch.data.formats import detect
 from finch.data.rows import rows_dataset
-from finch.data.sciknoweval import sciknoweval_dataset
 from finch.data.stats import collect_stats
-from finch.errors import UserError
+from finch.evaluation.datasets.sciknoweval import sciknoweval_dataset
 from finch.models import auto_tokenizer
 
 SYSTEM = "be the bird"

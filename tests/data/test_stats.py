@@ -4,10 +4,10 @@ import pytest
 import torch
 from helpers.rows import openai, sharegpt
 
+from finch.base.errors import UserError
 from finch.data.dataset import Samples
 from finch.data.stats import DatasetStats, collect_stats, name_rows, validate_dataset
 from finch.distributed.parallel import Parallel
-from finch.errors import UserError
 
 LONG, SHORT = "the bird and the tree " * 20, "the bird"
 

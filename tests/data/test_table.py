@@ -9,11 +9,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from finch.base.errors import UserError
 from finch.data import cache
 from finch.data.row_files import read_rows
 from finch.data.rows import load_table, train_validation_split
 from finch.data.table import FileRows, Table, read_table
-from finch.errors import UserError
 
 ROWS = [
     {"question": "when?", "answer": "2024-06-01T00:30:00+02:00", "id": 10**25},

@@ -5,9 +5,9 @@ from collections import Counter
 import datasets
 import pytest
 
+from finch.base.errors import UserError
 from finch.data import cache as file_cache
 from finch.data.token_cache import TokenizedRow, tokenized_rows
-from finch.errors import UserError
 
 ROWS = [
     TokenizedRow([1, 2, 3, 4], [-100, 2, -100, 4], None, ["id"], True),

@@ -5,8 +5,8 @@ import torch
 from helpers.ranks import on_ranks
 from torch import nn
 
+from finch.base.errors import UserError
 from finch.distributed import fsdp, parallel
-from finch.errors import UserError
 
 
 def test_parallel_needs_no_group_in_one_process():
@@ -26,7 +26,7 @@ def test_parallel_needs_no_group_in_one_process():
 def test_parallel_on_two_ranks(tmp_path):
     code = """
         from torch import nn
-        from finch import dtensor
+        from finch.base import dtensor
         from finch.distributed import fsdp, parallel
         ranks = parallel.start(device, shard=False)
         total = ranks.all_reduce_sum_(torch.tensor([0.1, 1.0 + ranks.rank], dtype=torch.float64))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from finch import dtensor
+from finch.base import dtensor
+from finch.base.errors import UserError
 from finch.distributed import fsdp, parallel
 from finch.distributed.precision import PRECISIONS, precision_of
-from finch.errors import UserError
 from finch.optim.optimizers import adapt, stochastic_optimizer
 
 

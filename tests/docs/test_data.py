@@ -16,10 +16,10 @@ from helpers.tokenizers import write_qwen3_tokenizer
 from omegaconf import OmegaConf
 
 from benchmarks.tiny_text import WORDS
+from finch.base.errors import UserError
 from finch.config.instantiate import build, find_config
 from finch.data.dataset import load_dataset
 from finch.data.formats import FIELDS, detect
-from finch.errors import UserError
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 COMMAND = ["finch", "run", "--config", "auto", "model_dir=DIR"]

@@ -5,7 +5,7 @@ import re
 
 from helpers.runs import ROOT
 
-from finch.cli.evaluate import add_arguments
+from finch.evaluation.commands.evaluate import add_arguments
 
 
 def test_page_has_the_options_of_the_command():

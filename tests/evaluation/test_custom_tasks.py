@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.evaluation.custom_tasks import custom_task
 from finch.evaluation.results import NEW, OLD
 

@@ -8,7 +8,8 @@ from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from benchmarks.tiny_text import WORDS
-from finch.errors import UserError
+from finch.base.errors import UserError
+from finch.base.progress import EvaluationProgress
 from finch.evaluation.language_model import (
     AnswerCache,
     LanguageModel,
@@ -20,7 +21,6 @@ from finch.evaluation.language_model import (
     logits_to_keep,
 )
 from finch.evaluation.loading import Ranks
-from finch.progress import EvaluationProgress
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from helpers.models import peft_without_torchao
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.evaluation.loading import load_model, merge_adapter, resolve_dtype, shared_tokenizer
 from finch.evaluation.model_folders import ModelFolder
 

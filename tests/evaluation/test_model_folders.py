@@ -6,7 +6,7 @@ import shutil
 import pytest
 from filelock import FileLock
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.evaluation.loading import hash_weights
 from finch.evaluation.model_folders import ModelFolder, find_base, find_tuned, labels
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.evaluation.results import (
     SuiteResult,
     TaskResult,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.evaluation import statistics
 from finch.evaluation.statistics import (
     MCNEMAR,

@@ -13,7 +13,7 @@ from examples.quickstart import base
 from examples.quickstart.__main__ import AVERAGE, FOLDERS, MEASURED
 from examples.quickstart.evaluate import evaluate, tokenize
 from examples.quickstart.world import new_world, old_world
-from finch.errors import UserError
+from finch.base.errors import UserError
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from finch.data import chat_client
+from finch.evaluation import chat_client
 from helpers.runs import finch
 
 KEY = "sk-secret-0123456789"

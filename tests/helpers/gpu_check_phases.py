@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from finch.errors import report_user_errors
-from finch.gpu_check.phases import Phase, run_phases
-from finch.gpu_check.processes import Ranks
-from finch.gpu_check.report import Check
+from finch.base.errors import report_user_errors
+from finch.plan.gpu_check.phases import Phase, run_phases
+from finch.plan.gpu_check.processes import Ranks
+from finch.plan.gpu_check.report import Check
 
 
 def quick(check: Check) -> None:
@@ -53,7 +53,7 @@ def main(out: str) -> None:
 def steps_without_reduce(**arguments: Any) -> None:
     """A rank that keeps its own sums: losses, counts and gradient scale are its own."""
     from finch.distributed.parallel import Parallel
-    from finch.gpu_check.meshes import steps_on_rank
+    from finch.plan.gpu_check.meshes import steps_on_rank
 
     Parallel.all_reduce_sum_ = lambda self, values: values
     steps_on_rank(**arguments)

@@ -69,7 +69,7 @@ def llama(folder: Path) -> ModelSpec:
 
 def plain() -> Trainer.Config:
     """TorchTitan's own run of the folder FINCH_TEST_BASE on the rows FINCH_TEST_ROWS, in fp32."""
-    from finch.titan.dataloader import RowsDataLoader
+    from finch.integrations.titan.dataloader import RowsDataLoader
 
     base = Path(os.environ["FINCH_TEST_BASE"])
     return Trainer.Config(
@@ -92,7 +92,7 @@ def plain() -> Trainer.Config:
 
 def finch() -> Trainer.Config:
     """The same with FINCH."""
-    from finch.titan import to_finch_config
+    from finch.integrations.titan import to_finch_config
 
     return to_finch_config(plain(), eta_max=2.5e-3, init="first_batch")
 
@@ -111,7 +111,7 @@ def talr() -> Trainer.Config:
 
 
 def _with_objective(name: str, **options: float) -> Trainer.Config:
-    from finch.titan.losses import ObjectiveLoss
+    from finch.integrations.titan.losses import ObjectiveLoss
 
     config = finch()
     loss = ObjectiveLoss.Config(objective=name, **options)
@@ -121,7 +121,7 @@ def _with_objective(name: str, **options: float) -> Trainer.Config:
 
 def validated() -> Trainer.Config:
     """FINCH with a validation set, and Hugging Face weights at the end."""
-    from finch.titan.dataloader import RowsDataLoader
+    from finch.integrations.titan.dataloader import RowsDataLoader
 
     rows = RowsDataLoader.Config(data_files=os.environ["FINCH_TEST_ROWS"], split="train[64:73]", is_shuffled=False)
     config = finch()

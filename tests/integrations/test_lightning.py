@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.causal_lm import collate, finch_rates, make_model, make_token_rows
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.integrations.lightning import FinchCallback
 
 ROWS = make_token_rows(24)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.causal_lm import collate, make_model, make_token_rows, mean_loss
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.integrations.objective_loss import LossReader, ObjectiveLoss
 from finch.objectives import STM, TALR
 

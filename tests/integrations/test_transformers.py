@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from finch import extras
-from finch.errors import UserError
+from finch.base import extras
+from finch.base.errors import UserError
 from finch.integrations.objective_loss import ObjectiveLoss
 from finch.integrations.self_replay import own_answers
 from finch.integrations.transformers import STATE_FILE, FinchCallback

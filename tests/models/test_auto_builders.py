@@ -10,9 +10,9 @@ import torch
 from helpers.models import FAMILIES, VOCAB, edit_config, llama3_scaling, save
 
 import finch.models
+from finch.base.errors import UserError
 from finch.config.instantiate import build, locate
 from finch.config.methods import LORA
-from finch.errors import UserError
 from finch.models.families import model_block
 from finch.models.hf_config import FAMILIES as KNOWN_FAMILIES
 from finch.models.lora import adapter_parameters, initialize_adapters

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 import finch.models
 from benchmarks.tiny_text import WORDS
+from finch.base.errors import UserError
 from finch.data.formats import ChatMessage
-from finch.errors import UserError
 from finch.models.qwen3 import qwen3_tokenizer
 
 CONVERSATIONS = {

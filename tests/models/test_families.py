@@ -16,8 +16,8 @@ from torch import nn
 from torchtune.models.gemma2 import _convert_weights as torchtune_gemma2_weights
 from torchtune.models.gemma2 import gemma2 as torchtune_gemma2
 
+from finch.base.errors import UserError
 from finch.config.instantiate import build, locate
-from finch.errors import UserError
 from finch.models.families import _WRONG_BUILDERS, replace_known_bad_builder
 from finch.models.hf_config import FAMILIES as KNOWN_FAMILIES
 from finch.models.hf_config import is_tied

@@ -12,9 +12,9 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.peft import get_adapter_params
 
-from finch import dtensor
+from finch.base import dtensor
+from finch.base.errors import UserError
 from finch.distributed import fsdp, parallel
-from finch.errors import UserError
 from finch.models import qwen3
 from finch.models.lora import (
     adapter_layers,

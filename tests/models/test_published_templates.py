@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 import finch.models
 from benchmarks.tiny_text import WORDS
+from finch.base.errors import UserError
 from finch.data.formats import ChatMessage
-from finch.errors import UserError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 BAR = "\uff5c"  # DeepSeek's

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 
-from finch import dtensor
+from finch.base import dtensor
 from finch.distributed import fsdp, parallel
 from finch.distributed.tensor_parallel import apply_plan
 from finch.models.qwen3 import qwen3, qwen3_tp_plan

@@ -11,7 +11,7 @@ LOOP = """
 import torch
 from finch import FinchLR, ReplayLR
 from finch.objectives import TALR
-from finch.regularization import L2
+from finch.objectives.regularization import L2
 
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 schedule = FinchLR(optimizer, eta_max=5e-5, init=3.6)

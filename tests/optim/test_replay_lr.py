@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finch import FinchLR, ReplayLR
-from finch.metrics import MetricsLog
+from finch.training.metrics import MetricsLog
 
 LOSSES = [3.9, 3.1, 4.4, 0.7, 0.05, 0.02]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.probes.rows import Question, is_multiple_choice, question_of
 
 CHOICES = ["one", "two", "three"]

@@ -10,10 +10,10 @@ from helpers.evaluation import read_lines
 from helpers.rows import write_lines
 from helpers.runs import LORA, LORA_MODEL, finished, mixed, run_here, run_ranks
 
-from finch import run_files
+from finch.base import run_files
+from finch.base.errors import UserError
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
-from finch.errors import UserError
 
 KL, CACHED = "kl_penalty=finch.regularization.KL", "kl_penalty.reference=cached"
 BUDGET = "forgetting_budget.probe=texts"

@@ -19,8 +19,8 @@ from helpers.runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from finch.metrics import MetricsLog
 from finch.training import hooks
+from finch.training.metrics import MetricsLog
 from finch.training.step_loss import StepLoss
 
 METRICS = {"step", "epoch", "loss", "ema_loss", "lr", "lr_is_capped", "eta_sqrt_loss", "grad_norm", "num_target_tokens"}

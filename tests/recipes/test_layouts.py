@@ -30,8 +30,8 @@ from torchtune.models.llama2 import llama2
 from torchtune.models.llama3 import base_llama_tp_plan
 from torchtune.training import set_default_dtype
 
+from finch.base.errors import UserError
 from finch.distributed.tensor_parallel import check_plan
-from finch.errors import UserError
 from finch.models.gemma2 import gemma2
 from finch.models.qwen3 import qwen3_tp_plan
 from finch.training.model import use_complex_product

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.runs import Broken, disk_logger, finished, run_here
 
-from finch import run_files
+from finch.base import run_files
 
 OVERWRITE = "overwrite=True"
 WANDB = "metric_logger=torchtune.training.metric_logging.WandBLogger"

@@ -23,7 +23,7 @@ from helpers.tokenizers import write_qwen3_tokenizer
 from omegaconf import OmegaConf
 
 from benchmarks.tiny_text import WORDS
-from finch import run_files
+from finch.base import run_files
 from finch.models import chat_tokenizer
 
 DROPOUT = {**LORA_MODEL, "lora_dropout": 0.3}  # makes the random states matter

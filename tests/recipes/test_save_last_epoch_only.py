@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from helpers.runs import FULL, LORA, LORA_MODEL, assert_same_weights, finished, make_config, run_broken, validated
 
-from finch.report.runs import read_runs
-from finch.sweep.job import is_trained
+from finch.study.report.runs import read_runs
+from finch.study.sweep.job import is_trained
 
 RECIPES = {FULL: ["epoch_1"], LORA: ["epoch_1", "epoch_1_adapter"]}
 CFG = SimpleNamespace(epochs=2, forgetting_budget=None)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
-from finch.sweep.grid import cells_of, read_grid
+from finch.study.sweep.grid import cells_of, read_grid
 from studies.long_runs.analyse import analyse
 from studies.long_runs.check import check
 from studies.long_runs.run import write_decayed

@@ -6,8 +6,8 @@ import json
 import pytest
 from helpers.runs import ROOT
 
-from finch.report.front import compare_pair, seed_points
-from finch.run_files import AVERAGE, CELL, METRICS
+from finch.base.run_files import AVERAGE, CELL, METRICS
+from finch.study.report.front import compare_pair, seed_points
 from studies.self_replay.run import FAMILIES, analyse, hull
 
 

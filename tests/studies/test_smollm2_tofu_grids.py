@@ -8,7 +8,7 @@ from helpers.grids import arm
 
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
-from finch.sweep.grid import RUN, cells_of, read_grid
+from finch.study.sweep.grid import RUN, cells_of, read_grid
 
 STUDY = Path("studies/smollm2_tofu")
 THREE = {"sft": 12, "finch": 12, "constant": 12}

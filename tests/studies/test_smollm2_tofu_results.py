@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finch.report.paper import paper_results
+from finch.study.report.paper import paper_results
 from studies.smollm2_tofu.check import PRIMARY, check_comparisons, check_probes, check_runs, check_selection
 
 ROOT = Path(__file__).parents[2]

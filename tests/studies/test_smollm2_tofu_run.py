@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from finch.sweep.grid import cells_of, read_grid, write_cell
+from finch.study.sweep.grid import cells_of, read_grid, write_cell
 from studies.smollm2_tofu import run, score
 from studies.smollm2_tofu.run import GRIDS, QUICK, cost, remove_weights
 

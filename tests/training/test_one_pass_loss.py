@@ -13,7 +13,7 @@ from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.models.llama3_2 import llama3_2
 
 from benchmarks.loss import OBJECTIVES, extra_memory
-from finch import dtensor
+from finch.base import dtensor
 from finch.distributed import fsdp
 from finch.distributed.parallel import Parallel, start
 from finch.objectives import DFT, EAFT, FLOW, STM, TALR, CrossEntropy

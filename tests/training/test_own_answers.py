@@ -6,10 +6,10 @@ from helpers import models
 from helpers.runs import llama_args
 from torchtune.models.llama2 import llama2
 
+from finch.base.errors import UserError
 from finch.data.prompts import Prompts
 from finch.distributed.parallel import Parallel
-from finch.errors import UserError
-from finch.integrations.self_replay import uniform_draws
+from finch.objectives.replay import uniform_draws
 from finch.training import own_answers
 from finch.training.chunked_loss import TokenLoss
 

@@ -15,13 +15,13 @@ from torchtune.config import instantiate
 from torchtune.data import padded_collate_sft
 from torchtune.models.llama2 import llama2
 
+from finch.base.errors import UserError
 from finch.data.dataset import load_dataset
 from finch.data.loader import EvalLoader, collator, load_batches, model_inputs
 from finch.data.order import EMPTY, GlobalOrder
 from finch.data.stats import collect_stats
 from finch.data.training_data import TrainingData
 from finch.distributed import fsdp, parallel
-from finch.errors import UserError
 from finch.training.chunked_loss import TokenLoss
 from finch.training.reference import (
     ReferenceFile,

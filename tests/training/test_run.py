@@ -18,9 +18,9 @@ from helpers.runs import MINIMAL, llama_args
 from omegaconf import OmegaConf
 from torchtune.models.llama2 import lora_llama2
 
+from finch.base.errors import UserError
 from finch.config.schema import FullFinetuneKeys
 from finch.config.validation import check
-from finch.errors import UserError
 from finch.training import run as run_module
 from finch.training.run import RunLock, describe_best, update_best
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from finch.base.errors import UserError
 from finch.checkpoint import manifest
-from finch.errors import UserError
 from finch.weights.files import (
     SAFETENSORS_METADATA,
     SafetensorsWriter,

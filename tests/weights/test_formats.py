@@ -13,8 +13,8 @@ from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.training import FullModelMetaCheckpointer, FullModelTorchTuneCheckpointer
 
+from finch.base.errors import UserError, WriteFailed
 from finch.checkpoint.manifest import EXPORTS
-from finch.errors import UserError, WriteFailed
 from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import HuggingFaceFolder
 

@@ -14,10 +14,10 @@ from torchtune.models.llama2 import llama2
 from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import count_read_bytes
-from finch import dtensor
+from finch.base import dtensor
+from finch.base.errors import UserError
 from finch.distributed import fsdp, parallel
 from finch.distributed.tensor_parallel import apply_plan, build_plan
-from finch.errors import UserError
 from finch.weights import huggingface
 from finch.weights.huggingface import HuggingFaceFolder
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from finch.base.errors import UserError
 from finch.checkpoint.manifest import EXPORTS
 from finch.config.instantiate import locate
-from finch.errors import UserError
 from finch.models.chat_template import read_chat_template
 from finch.models.lora import adapter_layers, adapter_parameters, initialize_adapters, merged
 from finch.weights.formats import NativeFolder

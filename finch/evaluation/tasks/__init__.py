@@ -6,6 +6,5 @@ lm_eval_tasks.py    the tasks that lm-eval has
 parsers.py          letters and confidences in generated text
 yaml/               lm-eval's configuration of the tasks it does not have
 
-The other modules hold one task each. May import everything below cli but training, probes, sweep and report; lm-eval and the datasets
-library are imported inside functions, so that the table can be read at once.
+The other modules hold one task each.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.task import Record, Row, Source, average, by_document, plain_or_chat, response, table
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.task import (
     Record,

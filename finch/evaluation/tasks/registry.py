@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from finch.base.errors import UserError
 from finch.config.instantiate import did_you_mean
-from finch.errors import UserError
 from finch.evaluation.results import NEW, OLD, RELIABILITY
 from finch.evaluation.tasks import confidence, galician_alpaca, halueval, lm_eval_tasks, sciknoweval, tofu
 from finch.evaluation.tasks.task import Task

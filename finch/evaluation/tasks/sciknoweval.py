@@ -50,7 +50,7 @@ def dataset(
 
 
 def _document(row: Row, has_chat_template: bool) -> Row:
-    from finch.data.sciknoweval import choices_of, prompt_of
+    from finch.evaluation.datasets.sciknoweval import choices_of, prompt_of
 
     letters = list(choices_of(row))
     return {

@@ -9,7 +9,7 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any
 
-from finch.errors import UserError
+from finch.base.errors import UserError
 from finch.evaluation.results import Sample
 
 Row = dict[str, Any]

@@ -11,8 +11,8 @@ from helpers.known_answer_model import KnownAnswerModel, evaluate, load
 from helpers.rows import write_lines
 from omegaconf import OmegaConf
 
-from finch.data.sciknoweval import prompt_of
-from finch.errors import UserError
+from finch.base.errors import UserError
+from finch.evaluation.datasets.sciknoweval import prompt_of
 from finch.evaluation.harness import task_manager
 from finch.evaluation.model_folders import training_questions
 from finch.evaluation.results import NEW, OLD, RELIABILITY

@@ -16,7 +16,7 @@ from helpers.known_answer_model import KnownAnswerModel, evaluate, score
 from helpers.punkt import add_punkt_tab
 from lm_eval.api.instance import Instance
 
-from finch.data.sciknoweval import prompt_of
+from finch.evaluation.datasets.sciknoweval import prompt_of
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.registry import TASKS
 

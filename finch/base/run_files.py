@@ -1,0 +1,145 @@
+"""The files of a run's folder, by name, and how to read its metrics.
+
+RUN/config.yaml                   the resolved config
+RUN/metrics.jsonl                 a line per step, and one for each validation and evaluation of the probes
+RUN/epoch_N/                      a Hugging Face folder
+RUN/best                          a link to the epoch with the lowest validation loss, or the best by select_by, a config's or a grid's
+RUN/within_budget                 a link to the last model inside forgetting_budget: an epoch's, or within_budget_step_N
+RUN/checkpoints/step_N/           the state to resume from
+RUN/loss.png                      loss, EMA, validation loss, the probes' changes and learning rate over steps
+RUN/logs/                         a metric logger's files
+RUN/pretrained.safetensors        the pretrained model's losses on the training rows
+RUN/pretrained_top_k.safetensors  its most likely tokens there, for a KL penalty with ``reference: cached``
+RUN/own_answers_NAME.safetensors  its answers to the prompts of the probe NAME, of kind self
+RUN/self_replay.safetensors       its answers that self_replay trains on
+RUN/evaluation/                   results of `finch evaluate`: a JSON for each suite, and its samples; in epoch_N/ those of an epoch
+RUN/average/                      the model averaged with the pretrained one, by `finch average`, and how its alpha was chosen
+RUN/cell.json                     in a sweep: the values of the grid that the run has
+RUN/REQUEUE                       empty; there while the run should be started again
+RUN/.lock                         held while a run writes here
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finch.base.errors import Unavailable, UserError
+from finch.base.files import read_bytes
+from finch.base.log import logger
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+LOSS_FIGURE = "loss.png"
+LOGS = "logs"
+BEST = "best"
+WITHIN_BUDGET = "within_budget"
+CHECKPOINTS = "checkpoints"
+REFERENCE_LOSSES = "pretrained.safetensors"
+REFERENCE_TOP_K = "pretrained_top_k.safetensors"
+SELF_REPLAY = "self_replay.safetensors"
+EVALUATION = "evaluation"
+AVERAGE = "average"
+CELL = "cell.json"
+REQUEUE = "REQUEUE"
+LOCK = ".lock"
+HF_CONFIG = "config.json"
+
+_EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
+
+
+def inside(folder: Path, *names: str) -> Path:
+    """``folder/NAME/...``, a place to write to in a folder that somebody else may have filled. Raises UserError where a part of it is a link, which
+    leads elsewhere, or neither a file nor a folder."""
+    place = folder
+    for name in names:
+        place /= name
+        if os.path.lexists(place) and stat.S_IFMT(place.lstat().st_mode) not in (stat.S_IFDIR, stat.S_IFREG):
+            raise UserError(f"{place} is a link or a device, and finch writes there; remove it")
+    return place
+
+
+def written_epochs(run: Path) -> list[int]:
+    """The epochs, from 0, whose model or adapter is there."""
+    return sorted({number for number, _ in epoch_folders(run)})
+
+
+def chosen_model(run: Path) -> Path | None:
+    """The model of a run: ``best``, else that of the last epoch, a complete model before an adapter; None: there is none."""
+    if (run / BEST).is_dir():
+        return run / BEST
+    epochs = epoch_folders(run)
+    return epochs[max(epochs)] if epochs else None
+
+
+def models_in(folder: Path) -> list[Path]:
+    """What a folder stands for where a model is asked for: RUN/average for its model, a sweep for its trained cells, what `finch wise-ft` wrote for
+    its models; else itself."""
+    if (folder / "model" / HF_CONFIG).is_file() and not (folder / HF_CONFIG).is_file():
+        return [folder / "model"]
+    if any((folder / name).is_file() for name in (CONFIG, HF_CONFIG, CELL)):
+        return [folder]
+    cells = [cell.parent for cell in sorted(folder.glob(f"*/{CELL}")) if chosen_model(cell.parent) is not None]
+    averages = [
+        *folder.glob(f"alpha_*/{HF_CONFIG}"),
+        *folder.glob(f"*/alpha_*/{HF_CONFIG}"),
+    ]  # of a model; of a sweep's
+    return cells or sorted(path.parent for path in averages) or [folder]
+
+
+def is_epoch(name: str) -> bool:
+    """Whether a folder's name is that of an epoch's model or adapter."""
+    return _EPOCH.fullmatch(name) is not None
+
+
+def epoch_folders(run: Path) -> dict[tuple[int, bool], Path]:
+    """By epoch, and whether it is a complete model."""
+    return {
+        (int(match[1]), match[2] is None): path
+        for path in run.glob("epoch_*")
+        if (match := _EPOCH.fullmatch(path.name)) and path.is_dir()
+    }
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl without those that cannot be read, such as the last one of a run that was killed; logs which others that leaves
+    out. Raises UserError where there is no such file."""
+    return [line for line in metrics_lines(path) if line is not None]
+
+
+def metrics_lines(path: Path) -> list[dict[str, Any] | None]:
+    """As :func:`read_metrics`, with None in the place of a line that cannot be read."""
+    try:
+        texts = read_bytes(path).splitlines()
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be read ({error.strerror}); restore it, or move it away") from error
+    found = [_metrics_line(text) for text in texts]
+    damaged = [number for number, line in enumerate(found[:-1], start=1) if line is None]
+    if damaged:
+        rest = f" and {len(damaged) - 1} other lines" if len(damaged) > 1 else ""
+        logger.warning(f"{path}: line {damaged[0]}{rest} cannot be read as a step's and is left out")
+    return found
+
+
+def _metrics_line(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_whole = isinstance(line, dict) and type(line.get("step")) is int and all(map(_is_number, line.values()))
+    return line if is_whole else None
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)
+
+
+def is_event(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is not a step's: a validation or an evaluation of the probes."""
+    return any(key.startswith(("validation", "probe")) for key in line)

@@ -1,0 +1,134 @@
+"""`finch chat`: the answers of a run's model and of its pretrained one to the same prompt, side by side."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from finch.base.errors import UserError
+from finch.base.log import printable
+from finch.base.run_files import CONFIG, HF_CONFIG
+from finch.config.instantiate import build
+from finch.data.prompts import context_limit, stop_tokens, user_prompt
+from finch.distributed import parallel as distributed
+from finch.distributed.parallel import Parallel
+from finch.distributed.precision import precision_of
+from finch.evaluation.average import UNUSED, read_config, tuned_folder
+from finch.models.chat_tokenizer import ChatTokenizer
+from finch.models.lora import without_lora
+from finch.objectives.replay import uniform_draws
+from finch.training import model as models
+from finch.training.chunked_loss import TokenLoss
+from finch.training.own_answers import generate
+from finch.weights.files import check_export
+from finch.weights.huggingface import HuggingFaceFolder
+from finch.weights.peft import merge_adapter
+
+_UNUSED = (*UNUSED, "dataset", "dataset_validation", "collate_fn", "loss", "probes", "forgetting_budget", "select_by")
+
+
+class Chat:
+    """Both models of a run in memory, in the run's dtype (bf16 for bf16_mixed); an adapter is merged.
+
+    Args:
+        run: its folder, or its ``average``.
+        base: the pretrained folder, where it has moved; None: that of RUN/config.yaml.
+        temperature: 0: the likeliest token.
+        trust, verify: see :func:`finch.evaluation.average.average`.
+
+    Raises UserError for a folder that is no run with a model, or whose pretrained folder is gone.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        base: Path | None,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        trust: bool = False,
+        verify: bool = False,
+    ) -> None:
+        average = run / "model"  # of RUN/average
+        is_average = (average / HF_CONFIG).is_file() and not (run / CONFIG).is_file()
+        cfg = read_config(run.resolve().parent if is_average else run, base, _UNUSED, trust=trust)
+        pretrained = Path(cfg.checkpointer.checkpoint_dir)
+        if not pretrained.is_dir():
+            raise UserError(
+                f"{pretrained}, which {run} was trained from, is no folder; give the one it has moved to with --base DIR"
+            )
+        changes = {"dtype": "bf16", "fsdp_cpu_offload": False} if precision_of(cfg.dtype).is_mixed else {}
+        self._cfg = DictConfig(OmegaConf.merge(without_lora(cfg), changes))
+        self._max_new_tokens, self._temperature = max_new_tokens, temperature
+        self._place = Parallel(distributed.local_device(cfg.device))
+        self._tokenizer = build(cfg.tokenizer, "tokenizer")
+        folder = average if is_average else tuned_folder(run)
+        for each in (folder, pretrained):
+            check_export(each, by_digest=verify)
+        with tempfile.TemporaryDirectory(prefix="finch_chat_") as merged:
+            if not (folder / HF_CONFIG).is_file():
+                merge_adapter(pretrained, folder, Path(merged) / "model")
+                folder = Path(merged) / "model"
+            self._models = [self._load(each) for each in (pretrained, folder)]
+        self._limit = context_limit(getattr(self._models[0].decoder, "max_seq_len", None), self._tokenizer)
+
+    def answers(self, prompt: str) -> list[str]:
+        """The pretrained and the tuned model's. Raises UserError for a prompt that leaves no room for one."""
+        tokens = user_prompt(prompt, self._tokenizer)
+        room = self._max_new_tokens if self._limit is None else min(self._max_new_tokens, self._limit - len(tokens))
+        if room < 1:
+            raise UserError(f"the prompt has {len(tokens)} tokens, the context {self._limit}; give a shorter one")
+        is_own, ends = isinstance(self._tokenizer, ChatTokenizer), stop_tokens(self._tokenizer)
+        known = math.inf if is_own else getattr(self._tokenizer, "vocab_size", math.inf)  # a model may have more
+        options: dict[str, Any] = {
+            "max_new_tokens": room,
+            "dtype": precision_of(self._cfg.dtype).compute,
+            "parallel": self._place,
+        }
+        texts = []
+        for model in self._models:
+            [answer] = generate(model, [tokens], uniform_draws(1, room, 0), self._temperature, ends, **options)
+            shown = [token for token in answer["tokens"] if token not in ends and token < known]
+            texts.append(self._tokenizer.decode(shown).strip())
+        return texts
+
+    def _load(self, folder: Path) -> TokenLoss:
+        precision = precision_of(self._cfg.dtype)
+        decoder, _, _ = models.build_decoder(self._cfg, precision)
+        model = models.parallelize(decoder, self._cfg, self._place, precision, num_chunks=1, plan=None)
+        models.allocate(model, self._cfg, self._place, precision)
+        HuggingFaceFolder(str(folder)).load_into([decoder.state_dict(keep_vars=True)])
+        return model.eval()
+
+
+def talk(chat: Chat, prompt: str | None, console: Console) -> None:
+    """Answers ``prompt``, or what is typed until an empty line or the end of the input."""
+    while prompt is None or prompt:
+        text = prompt if prompt is not None else _typed(console)
+        if not text:
+            return
+        with torch.no_grad():
+            base, tuned = chat.answers(text)
+        is_piped = prompt is None and not sys.stdin.isatty()  # nobody sees what was typed
+        title = Text(printable(f"prompt> {text}")) if is_piped else None
+        table = Table("pretrained", "tuned", expand=True, title=title, title_justify="left", title_style="bold")
+        table.add_row(Text(printable(base)), Text(printable(tuned)))
+        console.print(table)
+        if prompt is not None:
+            return
+
+
+def _typed(console: Console) -> str:
+    try:
+        return console.input("[bold]prompt>[/bold] " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""

@@ -1,0 +1,12 @@
+"""Options of all commands that read a run of anyone's."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_checks(parser: argparse.ArgumentParser) -> None:
+    trust = "the run is your own: import all that its config.yaml names, from the current folder too; take rows and links to anywhere"
+    parser.add_argument("--trust", action="store_true", help=trust)
+    verify = "read the models' files completely, and compare them with the digests from when they were written"
+    parser.add_argument("--verify", action="store_true", help=verify)

@@ -1,0 +1,291 @@
+"""`finch evaluate`: the pretrained and the tuned models on suites of tasks, in this process or on several ranks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finch.base.errors import UserError, exit_without_teardown
+from finch.base.extras import require_extras
+from finch.base.log import logger, printable
+from finch.base.run_files import models_in
+from finch.cli.arguments import names
+from finch.cli.run import SAFE_PYTHON, failed_rank, prepare_launcher
+from finch.evaluation.commands.arguments import add_checks
+from finch.evaluation.results import SuiteResult, TaskResult, read_samples
+from finch.evaluation.tasks.registry import ALL, select_tasks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finch.evaluation.model_folders import ModelFolder
+    from finch.evaluation.runner import Evaluation
+    from finch.evaluation.statistics import Mean
+    from finch.evaluation.tasks.task import Task
+
+HARNESS = "<0.5,>=0.4.13"
+PUNKT = "python -c \"import nltk; nltk.download('punkt_tab')\""
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models = parser.add_argument_group("models")
+    models.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
+    models.add_argument(
+        "--tuned",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DIR_OR_RUN",
+        help="tuned models: Hugging Face folders, PEFT adapters, or output folders of runs (their best epoch)",
+    )
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument(
+        "--suite",
+        type=names,
+        default=[],
+        metavar="NAMES",
+        help="forgetting, reliability, knowledge, science, language or all; several with commas",
+    )
+    tasks.add_argument(
+        "--tasks",
+        type=names,
+        default=[],
+        metavar="NAMES",
+        help="only these tasks; without --suite also others of lm-eval",
+    )
+    tasks.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    tasks.add_argument(
+        "--data-root",
+        type=Path,
+        metavar="DIR",
+        help="folder of local data sets, as docs/evaluate.md lists them (default: the hub)",
+    )
+    tasks.add_argument(
+        "--include-path", type=Path, metavar="DIR", help="folder of YAML files of your own lm-eval tasks"
+    )
+    tasks.add_argument(
+        "--new-task",
+        type=names,
+        default=[],
+        metavar="NAMES",
+        help="which lm-eval tasks were learned; on the others a loss is forgetting",
+    )
+    run = parser.add_argument_group("how")
+    run.add_argument(
+        "--out",
+        type=Path,
+        default=Path("evaluation"),
+        metavar="DIR",
+        help="folder for results that no run owns (default: evaluation)",
+    )
+    run.add_argument("--batch-size", default="auto", metavar="N", help="rows of a batch, or auto (the default)")
+    run.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of all models; auto: the base's on a GPU, fp32 on a CPU (the default)",
+    )
+    run.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU where there is one)")
+    run.add_argument(
+        "--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="processes, one per GPU"
+    )
+    add_checks(parser)
+
+
+def main(parsed: argparse.Namespace) -> None:
+    """Evaluates, and prints a table for each suite.
+
+    Raises:
+        UserError: a mistake in the arguments, a folder, or the data; a model whose numbers are not finite.
+    """
+    require_extras("finch evaluate", "evaluate")
+    base, tuned, tasks, others, tokenizer = _check(parsed)
+    from finch.distributed.parallel import is_launched
+    from finch.evaluation.custom_tasks import custom_task
+    from finch.evaluation.harness import Harness, has_chat_template, quiet_harness, task_manager
+    from finch.evaluation.loading import Ranks, resolve_dtype
+    from finch.evaluation.runner import Evaluation, Options
+
+    if parsed.nproc_per_node > 1 and not is_launched():
+        _launch(parsed.nproc_per_node)
+        return
+    with quiet_harness():
+        ranks = Ranks()
+        is_chat = has_chat_template(tokenizer)
+        manager = task_manager(parsed.data_root, is_chat, parsed.include_path, others)
+        new = parsed.new_task
+        tasks += [custom_task(name, manager, is_new=name in new, has_chat_template=is_chat) for name in others]
+        harness = Harness(manager, tasks, tokenizer, parsed.limit)
+        options = Options(
+            out=parsed.out,
+            data_root=parsed.data_root,
+            limit=parsed.limit,
+            dtype=resolve_dtype(parsed.dtype, base.path, ranks.device(parsed.device)),
+            batch_size=parsed.batch_size,
+            device=parsed.device,
+            trust=parsed.trust,
+        )
+        evaluation = Evaluation(base, tuned, tasks, harness, options, ranks)
+        evaluation.run()
+        if ranks.is_first:
+            print(printable(_report(evaluation, tasks)))
+    exit_without_teardown()
+
+
+def _check(
+    parsed: argparse.Namespace,
+) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str], PreTrainedTokenizerBase]:
+    from finch.evaluation.loading import shared_tokenizer
+    from finch.evaluation.model_folders import find_base, find_tuned
+    from finch.weights.files import check_export
+    from finch.weights.peft import check_adapter
+
+    check_harness()
+    if parsed.limit is not None and parsed.limit < parsed.nproc_per_node:
+        raise UserError(
+            f"--limit={parsed.limit} must be at least 1 and --nproc_per_node={parsed.nproc_per_node}; give more documents"
+        )
+    if parsed.nproc_per_node < 1:
+        raise UserError(f"--nproc_per_node={parsed.nproc_per_node} must be at least 1")
+    if parsed.batch_size != "auto" and not (parsed.batch_size.isdigit() and int(parsed.batch_size) > 0):
+        raise UserError(f"--batch-size={parsed.batch_size} must be a number of rows or auto")
+    if not parsed.suite and not parsed.tasks:
+        raise UserError(f"--suite is missing; give one of {', '.join(ALL)}, all, or --tasks")
+    tasks, others = select_tasks(parsed.suite, parsed.tasks, "--suite ", "--tasks ")
+    for name in parsed.new_task:
+        if name not in others:
+            raise UserError(
+                f"--new-task {name} is not one of the lm-eval tasks of --tasks; finch knows the role of its own tasks"
+            )
+    base = find_base(parsed.base)
+    tuned = [find_tuned(path, base) for given in parsed.tuned for path in models_in(given)]
+    check_data(tasks, parsed.data_root, parsed.include_path)
+    for folder in (base, *tuned):
+        check_export(folder.path, by_digest=parsed.verify)
+        if folder.is_adapter:
+            named = check_adapter(folder.path, str(folder)).get("base_model_name_or_path")
+            if named and folder.base is not None and Path(named).name != folder.base.resolve().name:
+                logger.warning(f"{folder} was trained on {named}, and is merged into {folder.base}")
+    return base, tuned, tasks, others, shared_tokenizer(base, tuned)
+
+
+def check_harness() -> None:
+    """lm-eval's version must be in the tested range."""
+    from packaging.specifiers import SpecifierSet  # finch doctor works without it
+
+    installed = importlib.metadata.version("lm-eval")
+    if installed not in SpecifierSet(HARNESS):
+        raise UserError(
+            f"lm-eval {installed} is installed; finch evaluate needs lm-eval{HARNESS}: pip install 'lm-eval{HARNESS}'"
+        )
+
+
+def check_data(tasks: Sequence[Task], data_root: Path | None, include_path: Path | None) -> None:
+    """The files must be there, without ``data_root`` the hub must be allowed."""
+    if include_path is not None and not include_path.is_dir():
+        raise UserError(f"--include-path={include_path} is not a folder; give the folder of your tasks' YAML files")
+    if data_root is not None and not data_root.is_dir():
+        raise UserError(
+            f"--data-root={data_root} is not a folder; give the folder of the data sets, or leave it out to use the hub"
+        )
+    for name in _OFFLINE if data_root is None and tasks else ():
+        if os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON"):
+            raise UserError(
+                f"--data-root is missing and {name}={os.environ[name]} forbids the hub; give --data-root DIR"
+            )
+    for task in tasks:
+        task.check_data(data_root)
+    if any(task.name == "ifeval" for task in tasks):
+        _check_punkt()
+
+
+def _check_punkt() -> None:
+    """lm-eval would report a download that failed as done, and stop in the middle of IFEval."""
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError as error:
+        raise UserError(f"ifeval: NLTK's punkt_tab is missing; fetch it: {PUNKT}, or set NLTK_DATA") from error
+
+
+def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
+    from finch.evaluation.model_folders import labels
+
+    first, *rest = evaluation.targets
+    names_of_models = labels([target.folder for target in rest])
+    parts = []
+    for suite in evaluation.suites:
+        base = (first.output, evaluation.result(first, suite))
+        tuned = [
+            (label, target.output, evaluation.result(target, suite))
+            for label, target in zip(names_of_models, rest, strict=True)
+        ]
+        names = [task.name for task in tasks if task.suite == suite]
+        parts.append(f"\n{suite}: {first.output / suite}.json\n{_table(base, tuned, names)}")
+        judged = [task.name for task in tasks if task.suite == suite and task.is_judged]
+        unscored = [folder for _, folder, result in tuned if any(result.tasks[name].score is None for name in judged)]
+        if unscored:
+            parts.append(
+                f"not scored yet; compare the answers with a judge: finch judge {' '.join(map(str, unscored))}"
+            )
+    return "\n".join(parts)
+
+
+def _table(base: tuple[Path, SuiteResult], tuned: Sequence[tuple[str, Path, SuiteResult]], tasks: Sequence[str]) -> str:
+    """One suite's table, scores in percent and deltas in points, then the tasks' definitions. A result comes after its folder."""
+    from finch.evaluation.statistics import mean_interval
+
+    folder, result = base
+    rows = [["task", "metric", "model", "score", "delta", "95% interval", "n", "chance"]]
+    for name in tasks:
+        task = result.tasks[name]
+        metric = task.metric if task.is_higher_better else f"{task.metric}, lower is better"
+        interval = "" if task.score is None else _margin(mean_interval(read_samples(folder, task)))
+        rows.append([name, metric, "base", _percent(task.score), "", interval, str(task.n), _percent(task.chance)])
+        for label, tuned_folder, tuned_result in tuned:
+            after = tuned_result.tasks[name]
+            rows.append(["", "", label, _percent(after.score), *_change(folder, task, tuned_folder, after)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *(f"{name}: {result.tasks[name].definition}" for name in tasks)])
+
+
+def _change(base_folder: Path, before: TaskResult, folder: Path, after: TaskResult) -> list[str]:
+    """Delta, its interval and n; chance is in the base's row."""
+    from finch.evaluation.statistics import paired_delta
+
+    if before.score is None or after.score is None:
+        return ["", "", str(after.n), ""]
+    delta = paired_delta(read_samples(base_folder, before), read_samples(folder, after))
+    return [f"{100 * delta.mean:+.1f}", _margin(delta), str(delta.n), ""]
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.1f}"
+
+
+def _margin(interval: Mean) -> str:
+    return "" if math.isnan(interval.low) else f"±{50 * (interval.high - interval.low):.1f}"
+
+
+def _launch(number: int) -> None:
+    """Starts the same command on several ranks, and ends this process with the exit code of the first one that fails."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser
+    from torch.distributed.run import run as run_launcher
+
+    prepare_launcher(number)
+    arguments = ["--standalone", f"--nproc_per_node={number}", "--no_python", *SAFE_PYTHON, "finch.cli", *sys.argv[1:]]
+    try:
+        run_launcher(get_args_parser().parse_args(arguments))
+    except ChildFailedError as error:
+        sys.exit(failed_rank(error)[1])

@@ -1,0 +1,34 @@
+"""`finch wise-ft`: weights between the pretrained and the tuned model's."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from finch.base.extras import require_extras
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
+    parser.add_argument(
+        "--tuned", type=Path, required=True, metavar="DIR", help="the tuned model's folder, a run's, or a sweep's"
+    )
+    parser.add_argument(
+        "--alpha", type=float, nargs="+", default=[0.5], help="the tuned model's share, or several (default: 0.5)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the results, one folder alpha_A for each alpha",
+    )
+
+
+def main(parsed: argparse.Namespace) -> None:
+    """Writes the interpolated models and prints their folders."""
+    require_extras("finch wise-ft", "torchtune")
+    from finch.evaluation.wise_ft import wise_ft as interpolate
+
+    for folder in interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out):
+        print(folder)

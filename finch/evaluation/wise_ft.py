@@ -1,0 +1,181 @@
+"""WiSE-FT: a model between the pretrained and the tuned one, theta = (1 - alpha) * theta_0 + alpha * theta_ft.
+
+"Robust fine-tuning of zero-shot models" (Wortsman et al., arXiv 2109.01903). Computed after training, from two Hugging Face
+folders, for all parameters, in fp32, and cast once to the dtype of the tuned folder. Needs no torchtune.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from finch.base.errors import UserError
+from finch.base.run_files import HF_CONFIG, chosen_model, models_in
+from finch.models.hf_config import check_folder, read_config
+from finch.weights.files import (
+    ADAPTER_CONFIG,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    indexed_shards,
+    new_model_folder,
+    open_safetensors,
+    rewrite,
+)
+
+_BLENDED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Settings of config.json that change a model and not the shapes of its weights.
+_EQUAL_SETTINGS = ("model_type", "num_attention_heads", "num_key_value_heads", "rope_theta")
+_REMEDY = "give the model that was tuned as the base"
+
+
+def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: str | Path) -> list[Path]:
+    """Writes a Hugging Face folder OUT/alpha_A for each alpha.
+
+    A folder has the tuned one's files: config, tokenizer, index, and weights under the same names, in the same shards
+    and dtypes. alpha 0 is the base (cast to these dtypes), alpha 1 the tuned model, bit for bit. Memory holds one shard.
+    Each folder is complete or absent; all models are checked before anything is written.
+
+    A head tied to the embedding may be stored in one of the two folders only. Where the base does not store it, its
+    embedding is used; where the tuned folder does not, the base's must be a copy of its embedding.
+
+    Args:
+        base, tuned: the folders of the pretrained and the tuned model, with safetensors; the latter may be a run's, or a sweep's: then each
+            cell's folders are in OUT/CELL, written one cell after the other.
+        alphas: weights of the tuned model, each in [0, 1]; 0.5 in the paper.
+        out: parent of the folders; created if it does not exist.
+
+    Returns the folders written, in the order of ``alphas``.
+
+    Raises UserError if an alpha is out of range or repeated, its folder exists, a file is missing or broken, the models differ in names,
+    shapes or settings, or OUT cannot be written.
+    """
+    base, tuned, out = Path(base), Path(tuned), Path(out)
+    [tuned, *more] = models_in(tuned)
+    if more:
+        return [path for each in (tuned, *more) for path in wise_ft(base, each, alphas, out / each.name)]
+    if not (tuned / HF_CONFIG).is_file():
+        tuned = chosen_model(tuned) or tuned
+    targets = _targets(alphas, out)
+    theta_0, theta_ft = _Weights("--base", base), _Weights("--tuned", tuned)
+    _check_configs(base, tuned)
+    base_name_of = _match(theta_0, theta_ft)
+    try:
+        with contextlib.ExitStack() as stack:
+            folders = [stack.enter_context(new_model_folder(target)) for target in targets]
+            for folder, alpha in zip(folders, alphas, strict=True):
+
+                def average(name: str, weight: torch.Tensor, alpha: float = alpha) -> torch.Tensor:
+                    return blend(theta_0.tensor(base_name_of[name]), weight, alpha)
+
+                rewrite(tuned, folder, average)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{out} cannot be written ({getattr(error, 'strerror', None) or error}); make room or give another place"
+        ) from error
+    return targets
+
+
+class _Weights:
+    """A folder's safetensors, mapped into memory. ``option``: of the command, by which the folder was given, for messages."""
+
+    def __init__(self, option: str, folder: Path) -> None:
+        self.label = f"{option}={check_folder(folder, option)}"
+        file_names = indexed_shards(folder) or [SAFETENSORS]
+        if not (folder / file_names[0]).is_file():
+            remedy = "give a Hugging Face folder with safetensors"
+            if (folder / ADAPTER_CONFIG).is_file():
+                remedy = "merge the adapter into its model first"
+            raise UserError(f"{self.label} has neither {SAFETENSORS} nor {SAFETENSORS_INDEX}; {remedy}")
+        self.shards = {name: open_safetensors(folder / name) for name in file_names}
+        self._shard_of = {name: shard for shard in self.shards.values() for name in shard.keys()}  # noqa: SIM118
+        self.names = self._shard_of.keys()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._shard_of[name].get_tensor(name)
+
+    def shape(self, name: str) -> list[int]:
+        return self._shard_of[name].get_slice(name).get_shape()
+
+    def dtype(self, name: str) -> str:
+        return self._shard_of[name].get_slice(name).get_dtype()
+
+
+def _targets(alphas: Sequence[float], out: Path) -> list[Path]:
+    targets: list[Path] = []
+    if not alphas:
+        raise UserError("--alpha is empty; give at least one number in [0, 1], such as 0.5")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out={out} is a file; give a folder")
+    for alpha in alphas:
+        if not 0 <= alpha <= 1:
+            raise UserError(f"--alpha={alpha:g} must be in [0, 1]: it is the tuned model's weight, 0.5 in the paper")
+        target = out / f"alpha_{alpha:g}"
+        if target in targets:
+            raise UserError(f"--alpha={alpha:g} is given twice; give each number once")
+        if target.exists():
+            raise UserError(f"{target} exists; remove it or give another --out")
+        targets.append(target)
+    return targets
+
+
+def _check_configs(base: Path, tuned: Path) -> None:
+    base_config, tuned_config = read_config(base, "--base"), read_config(tuned, "--tuned")
+    for key in _EQUAL_SETTINGS:
+        one, other = base_config.get(key), tuned_config.get(key)
+        if one is not None and other is not None and one != other:
+            raise UserError(f"--base={base} has {key}={one}, --tuned={tuned} has {key}={other}; {_REMEDY}")
+
+
+def _match(base: _Weights, tuned: _Weights) -> dict[str, str]:
+    """For each name in the tuned folder the name of the base's tensor it is blended with."""
+    base_name_of = {name: name for name in tuned.names}
+    for name in sorted(tuned.names ^ base.names):
+        holder, other = (base, tuned) if name in base.names else (tuned, base)
+        embedding = _embedding_tied_to(name, holder)
+        if embedding is None or embedding not in other.names:
+            raise UserError(f"{other.label} has no {name}, which {holder.label} has; {_REMEDY}")
+        if holder is tuned:
+            base_name_of[name] = embedding
+        elif not _equal_bits(base.tensor(name), base.tensor(embedding)):
+            raise UserError(
+                f"{base.label} has its own output layer {name}, {tuned.label} ties it to {embedding}; {_REMEDY}"
+            )
+    for name, base_name in base_name_of.items():
+        if base.shape(base_name) != tuned.shape(name):
+            raise UserError(
+                f"{name} has shape {base.shape(base_name)} in {base.label} and {tuned.shape(name)} in {tuned.label}; {_REMEDY}"
+            )
+        dtypes = base.dtype(base_name), tuned.dtype(name)
+        if not set(dtypes) <= _BLENDED_DTYPES.keys() and not _equal_bits(base.tensor(base_name), tuned.tensor(name)):
+            raise UserError(
+                f"{name} differs between {base.label} ({dtypes[0]}) and {tuned.label} ({dtypes[1]}), and only {', '.join(_BLENDED_DTYPES)} can be "
+                "blended; give folders in these dtypes"
+            )
+    return base_name_of
+
+
+def _embedding_tied_to(name: str, weights: _Weights) -> str | None:
+    """The embedding that an output layer can be a copy of."""
+    embeddings = [other for other in weights.names if other.endswith("embed_tokens.weight")]
+    return embeddings[0] if name.endswith("lm_head.weight") and len(embeddings) == 1 else None
+
+
+def blend(theta_0: torch.Tensor, theta_ft: torch.Tensor, alpha: float) -> torch.Tensor:
+    """(1 - alpha) * theta_0 + alpha * theta_ft in fp32 or wider, in the dtype of theta_ft."""
+    # Not by the formula at the end points: 0 * theta would turn -0 into 0 and infinity into NaN. In other dtypes both are equal.
+    if alpha == 1 or theta_ft.dtype not in _BLENDED_DTYPES.values():
+        return theta_ft
+    if alpha == 0:
+        return theta_0.to(theta_ft.dtype)
+    wide = torch.promote_types(theta_ft.dtype, torch.float32)
+    return ((1 - alpha) * theta_0.to(wide) + alpha * theta_ft.to(wide)).to(theta_ft.dtype)
+
+
+def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

@@ -1,5 +1,0 @@
-"""`finch gpu-check`: whether a machine computes a training step right, and how fast.
-
-A phase is a function that runs in a process of its own and records lines: expected, seen, tolerance. May import everything but report and
-cli; only cli imports it.
-"""

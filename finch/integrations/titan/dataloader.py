@@ -1,0 +1,210 @@
+"""TorchTitan's dataloader over the row formats of finch.data, in finch's global order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import IterableDataset
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from finch.base.errors import UserError
+from finch.base.extras import require_extras
+from finch.objectives import IGNORE_INDEX
+
+Sequence = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class RowsDataLoader(ParallelAwareDataloader):
+    """Rows of any format that :func:`finch.data.rows.rows_dataset` reads, tokenized with the chat template of the model's folder.
+
+    Step i takes the samples (packs of rows, or rows) [i*G, (i+1)*G) of the epoch's seeded permutation, G being the global batch, on any number of ranks, as in
+    finch's recipe. With gradient accumulation the last step of an epoch may continue with the next one's first samples.
+
+    Rows longer than ``seq_len`` are truncated. Shorter ones share a sequence, or with ``is_packed=False`` are padded. Raises UserError for rows that cannot be used, or fewer than one
+    micro-batch of all ranks needs.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        source: str | None = None
+        """A name on the hub, or ``json``, ``csv`` or ``parquet``; None: by the extension of ``data_files``."""
+
+        data_files: str | None = None
+        """Path or pattern of local files."""
+
+        name: str | None = None
+        """The hub's configuration."""
+
+        split: str = "train"
+        """The split, also in the form ``train[:400]``."""
+
+        format: str = "auto"
+        """The format of the rows; ``auto`` finds it. See docs/data.md."""
+
+        column_map: dict[str, str] = field(default_factory=dict)
+        """From the format's fields to columns of other names."""
+
+        part: str = "all"
+        """``all``, ``train`` or ``validation``: the seeded part of the rows."""
+
+        validation_fraction: float = 0.1
+        """Share of the rows in the part ``validation``."""
+
+        split_seed: int = 0
+        """Of the permutation that chooses the parts."""
+
+        is_packed: bool = True
+        """Whether rows share a sequence, with positions that restart at each, where TorchTitan's attention masks restart too."""
+
+        prompt_style: str = "chat"
+        """``authors``: the prompts of the FINCH paper's code."""
+
+        thinking: bool = False
+        """The chat template's ``enable_thinking``."""
+
+        is_shuffled: bool = True
+        """Whether an epoch is a seeded permutation, or the rows' own order."""
+
+        seed: int = 0
+        """Of the permutation; epoch e takes seed + e."""
+
+        infinite: bool = True
+        """Whether another epoch follows each; otherwise training ends with the first one."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        snapshot_every_n_steps: int | None = 1,
+        **kwargs: Any,
+    ) -> None:
+        dataset = RowSequences(config, tokenizer, dp_world_size, dp_rank, seq_len, local_batch_size)
+        super().__init__(
+            dataset,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            num_workers=config.num_workers,
+            persistent_workers=config.persistent_workers,
+            pin_memory=config.pin_memory,
+            prefetch_factor=config.prefetch_factor,
+            snapshot_every_n_steps=snapshot_every_n_steps or 1,
+            batch_size=local_batch_size,
+        )
+        self.rounds_per_epoch = dataset.rounds_per_epoch
+
+
+class RowSequences(IterableDataset[Sequence], Stateful):
+    """A rank's sequences, epoch after epoch: ``{"input": [seq], "positions": [seq]}`` and labels, [seq], -100 where ignored.
+
+    The state is the epoch and how many of its sequences the rank has had.
+
+    Attributes:
+        rounds_per_epoch: micro-batches per rank and epoch. In the last one, rows without targets take the place of what is missing.
+    """
+
+    def __init__(
+        self,
+        config: RowsDataLoader.Config,
+        tokenizer: BaseTokenizer,
+        num_ranks: int,
+        rank: int,
+        seq_len: int,
+        micro_batch: int,
+    ) -> None:
+        require_extras("RowsDataLoader", "torchtune")
+        if config.num_workers > 1:
+            raise UserError(f"dataloader.num_workers={config.num_workers} would repeat the rows; set 0 or 1")
+        from finch.data.dataset import Samples
+        from finch.data.order import GlobalOrder
+        from finch.data.rows import rows_dataset
+        from finch.models import auto_tokenizer
+
+        own = auto_tokenizer(
+            folder_of(tokenizer), max_seq_len=seq_len, thinking=config.thinking, prompt_style=config.prompt_style
+        )
+        rows = rows_dataset(
+            own,
+            source=config.source,
+            data_files=config.data_files,
+            name=config.name,
+            split=config.split,
+            format=config.format,
+            column_map=config.column_map or None,
+            part=config.part,
+            validation_fraction=config.validation_fraction,
+            split_seed=config.split_seed,
+            packed=config.is_packed,
+        )
+        self._samples = Samples(rows, "dataloader", str(config.data_files or config.source))
+        self._seq_len, self._pad_id, self._is_infinite = seq_len, own.pad_id, config.infinite
+        self._rank, self._micro_batch = rank, micro_batch
+        self._order = GlobalOrder(len(rows), micro_batch, ranks=num_ranks, shuffle=config.is_shuffled, seed=config.seed)
+        if self._order.global_batch > len(rows):
+            raise UserError(
+                f"training.local_batch_size={micro_batch} on {num_ranks} ranks is larger than the dataset of {len(rows)} samples; lower it"
+            )
+        self.rounds_per_epoch = self._order.steps_per_epoch
+        self._epoch = self._position = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        while True:
+            for index in self._indices()[self._position :]:
+                self._position += 1
+                yield to_sequence(self._samples[index], self._seq_len, self._pad_id)
+            if not self._is_infinite:
+                return
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._epoch, self._position = state["epoch"], state["position"]
+
+    def _indices(self) -> list[int]:
+        """This rank's row indices of the epoch, with the same number on all ranks."""
+        from finch.data.order import EMPTY
+
+        indices: list[int] = []
+        for batch in self._order.micro_batches(self._rank, self._epoch):
+            indices += batch + [EMPTY] * (self._micro_batch - len(batch))
+        return indices
+
+
+def to_sequence(sample: dict[str, Any], seq_len: int, pad_id: int) -> Sequence:
+    """A row, or a pack of rows, as TorchTitan takes it: input and positions [seq_len], and labels [seq_len], shifted.
+
+    ``sample`` has ``tokens`` and ``labels``, [row]; a pack's ``input_pos`` restarts at 0 with each row. What follows the row is padding, a
+    separate document without targets. The end of a row predicts nothing, also where another one follows.
+    """
+    tokens, labels = (torch.as_tensor(sample[name], dtype=torch.long)[:seq_len] for name in ("tokens", "labels"))
+    length = len(tokens)
+    positions = torch.arange(length)
+    if "input_pos" in sample:
+        positions = torch.as_tensor(sample["input_pos"], dtype=torch.long)[:seq_len]
+    targets = torch.where(positions[1:] == 0, IGNORE_INDEX, labels[1:])
+    inputs = {
+        "input": torch.cat([tokens, tokens.new_full((seq_len - length,), pad_id)]),
+        "positions": torch.cat([positions, torch.arange(seq_len - length)]),
+    }
+    return inputs, torch.cat([targets, targets.new_full((seq_len - len(targets),), IGNORE_INDEX)])
+
+
+def folder_of(tokenizer: BaseTokenizer) -> str:
+    """The Hugging Face folder that TorchTitan has read its tokenizer from. Raises UserError if it is another kind of tokenizer."""
+    folder = getattr(tokenizer, "tokenizer_path", None)
+    if folder is None:
+        raise UserError(
+            f"tokenizer={type(tokenizer).__qualname__}: finch.data reads the tokenizer of a Hugging Face folder; set HuggingFaceTokenizer"
+        )
+    return str(folder)

@@ -1,0 +1,232 @@
+"""TorchTitan's trainer with FINCH: the learning rate of a step comes from the loss of that step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.metrics import BaseLogger
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.trainer import Trainer
+
+from finch.base.dtensor import to_local
+from finch.base.errors import UserError, report_user_errors
+from finch.base.log import logger
+from finch.integrations.titan.config_checks import check_config
+from finch.integrations.titan.losses import ObjectiveLoss, initial_loss
+from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
+from finch.training.metrics import MetricsLog
+
+
+class FinchTrainer(Trainer):
+    """TorchTitan's trainer, whose scheduler is FINCH. Made by :func:`finch.titan.to_finch_config`.
+
+    Each micro-batch's loss is collected from ``forward_backward_step``. A hook before the optimizer's step sums them over the ranks,
+    which gives the mean over all target tokens of the step, and sets the learning rate. Nothing of TorchTitan's training step is copied.
+
+    Supported: FSDP, HSDP, tensor parallel, gradient accumulation, resume, synchronous and asynchronous checkpoints. Written for, but never
+    run: context parallel and CUDA graphs. Refused: pipeline parallel and ``full_dtensor``, with a UserError before anything is built.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        def build(self, **kwargs: Any) -> FinchTrainer:
+            with _reported_under_torchrun():
+                return Trainer.Config.build(self, **kwargs)
+
+    lr_schedulers: FinchLRSchedulersContainer
+
+    def __init__(self, config: Config) -> None:
+        check_config(config)
+        Trainer.__init__(self, config)
+        self.run_metrics = RunMetrics(self, self.metrics_processor.logger)
+        self.metrics_processor.logger = self.run_metrics
+        inner = self.loss_fn.loss_fn if isinstance(self.loss_fn, ChunkedLossWrapper) else self.loss_fn
+        self._objective = inner if isinstance(inner, ObjectiveLoss) else None
+        self._step_loss: torch.Tensor | None = None
+        self._has_begun = False
+        self.optimizers.register_step_pre_hook(self._set_lr)
+
+    def train(self) -> None:
+        """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete."""
+        with _reported_under_torchrun():
+            Trainer.train(self)
+        checkpoint = self.config.checkpoint
+        if checkpoint.enable and checkpoint.last_save_in_hf and torch.distributed.get_rank() == 0:
+            complete_folder(
+                Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}",
+                Path(self.config.hf_assets_path),
+            )
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        """As TorchTitan's. Before the first one of this start, what needs the loaded weights is measured."""
+        if not self._has_begun:
+            self._begin()
+        with self._keeping_grad_norm():
+            Trainer.train_step(self, data_iterator)
+        rounds = getattr(self.dataloader, "rounds_per_epoch", None)
+        metrics = {
+            "epoch": 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds,
+            "loss": self._loss,
+            **self.lr_schedulers.schedule.metrics(),
+            "grad_norm": self._grad_norm,
+            "num_target_tokens": self._num_targets,
+        }
+        self.run_metrics.add_step(self.step, metrics)
+        if self.metrics_processor.should_log(self.step) and (skipped := self.lr_schedulers.schedule.check()):
+            logger.warning(f"{skipped} updates with a non-finite loss or gradient were skipped up to step {self.step}")
+
+    def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor) -> torch.Tensor:
+        """As TorchTitan's, and collects the loss.
+
+        Returns [] this rank's share of the step's mean loss in nats, for TorchTitan's log; 0 where it is not finite: FINCH decides what
+        happens then, where TorchTitan would end the run at its next log.
+        """
+        loss = Trainer.forward_backward_step(
+            self, input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        )
+        loss = to_local(loss.detach())  # a DTensor under tensor parallel, whose local values TorchTitan sums as well
+        share = loss.double()  # a copy: a CUDA graph writes the next loss to the same memory
+        if self._objective is not None:
+            share = self._objective.read_and_reset() / global_valid_tokens
+        self._step_loss = share if self._step_loss is None else self._step_loss + share
+        self._num_targets = global_valid_tokens
+        return loss.nan_to_num(0.0, 0.0, 0.0)
+
+    def _begin(self) -> None:
+        """Measures the loss that the average starts from, and opens the metrics; a collective."""
+        self._has_begun = True
+        if self.lr_schedulers.init == "dataset" and not self.lr_schedulers.has_state:
+            self.lr_schedulers.start(initial_loss(self))
+        self.run_metrics.open(self.step - 1)
+        self.metrics_processor.time_last_log = time.perf_counter()
+
+    def _set_lr(self, *_: Any) -> None:
+        """Sets the learning rate of the step; a collective. Called by the optimizers right before their step."""
+        assert self._step_loss is not None
+        loss = dist_utils.dist_sum_tensor(self._step_loss, self.parallel_dims.get_optional_mesh("loss"))
+        # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
+        self._loss = loss + 0 * self._grad_norm
+        self._step_loss = None
+        if not self.lr_schedulers.set_lr(self._loss, self._num_targets):
+            self.optimizers.zero_grad(set_to_none=True)  # without gradients an optimizer leaves everything as it is
+
+    @contextlib.contextmanager
+    def _keeping_grad_norm(self) -> Iterator[None]:
+        """Keeps what TorchTitan's step clips by, [] over all ranks, which it shows to nobody: a second norm would read all gradients again."""
+        clip = dist_utils.clip_grad_norm_
+
+        def keep(*args: Any, **options: Any) -> torch.Tensor:
+            self._grad_norm = clip(*args, **options)
+            return self._grad_norm
+
+        dist_utils.clip_grad_norm_ = keep
+        try:
+            yield
+        finally:
+            dist_utils.clip_grad_norm_ = clip
+
+
+class RunMetrics(BaseLogger):
+    """metrics.jsonl in the dump folder, with the names of finch's recipe; TorchTitan's own loggers get what it logs, and FINCH's rate."""
+
+    def __init__(self, trainer: FinchTrainer, inner: BaseLogger) -> None:
+        self._trainer, self._inner = trainer, inner
+        self._folder, self._is_writer = Path(trainer.config.dump_folder), torch.distributed.get_rank() == 0
+        self._lines = MetricsLog(
+            self._folder,
+            None,
+            is_writer=self._is_writer,
+            every=trainer.config.metrics.log_freq,
+            world_size=torch.distributed.get_world_size(),
+        )
+
+    def open(self, first_step: int) -> None:
+        """Opens the file; lines after ``first_step``, of an earlier attempt, are dropped."""
+        if self._is_writer:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._lines.open(first_step=first_step)
+
+    def add_step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Adds a step, after TorchTitan has logged it; tensors are read every ``metrics.log_freq`` steps."""
+        self._lines.add(step, metrics)
+        self._lines.report()
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Called by TorchTitan at the steps that it logs, and after validation."""
+        if "grad_norm" in metrics:
+            schedule = self._trainer.lr_schedulers.schedule.metrics()
+            metrics = {**metrics, **{name: float(schedule[name]) for name in ("lr", "ema_loss", "lr_is_capped")}}
+        if "validation_metrics/loss" in metrics:
+            self._lines.write_event({"step": step, "validation_loss": metrics["validation_metrics/loss"]})
+            self._lines.reset_timer()
+        self._inner.log(metrics, step)
+
+    def close(self) -> None:
+        self._lines.close()
+        self._inner.close()
+
+
+def to_finch_config(config: Trainer.Config, **schedule: Any) -> FinchTrainer.Config:
+    """A FINCH run of what ``config`` trains; ``config`` stays as it is.
+
+        config = to_finch_config(llama3_8b(), eta_max=5e-5, init="dataset")
+
+    ``schedule`` are fields of :class:`FinchLRSchedulersContainer.Config`; the optimizer's ``lr`` is eta_base. Settings that FINCH cannot work
+    with are refused when the trainer is built, since the command line may still change them.
+
+    Raises UserError for an unknown field, a config of another trainer's class, or one that is FINCH's already.
+    """
+    if isinstance(config, FinchTrainer.Config):
+        raise UserError(
+            "config has FINCH already: set the fields of config.lr_scheduler instead of converting it a second time"
+        )
+    if type(config) is not Trainer.Config:
+        owner = getattr(config, "_owner", None)
+        name = type(config).__qualname__ if owner is None else f"{owner.__name__}.Config"
+        raise UserError(
+            f"config={name}: its trainer may have another training step; derive a trainer from finch.titan.FinchTrainer instead"
+        )
+    known = [field.name for field in fields(FinchLRSchedulersContainer.FINCHConfig)]
+    for key in schedule:
+        if key not in known:
+            raise UserError(f"{key}={schedule[key]!r} is no setting of FINCH; its settings are {', '.join(known)}")
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values["lr_scheduler"] = FinchLRSchedulersContainer.FINCHConfig(**schedule)
+    return FinchTrainer.Config(**values)
+
+
+def complete_folder(folder: Path, assets: Path) -> None:
+    """Adds config and tokenizer of the pretrained folder to exported weights, so that transformers loads the folder."""
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return
+    for file in assets.glob("*"):
+        is_text = file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json")
+        if is_text and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+@contextlib.contextmanager
+def _reported_under_torchrun() -> Iterator[None]:
+    """Under torchrun, where nobody catches a UserError, it becomes one line and exit code 1.
+
+    Other errors pass through to TorchTitan, which records them.
+    """
+    try:
+        yield
+    except UserError as error:
+        if "LOCAL_RANK" not in os.environ:
+            raise
+        report_user_errors(_fail)(error)
+
+
+def _fail(error: UserError) -> None:
+    raise error

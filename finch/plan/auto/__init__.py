@@ -1,0 +1,5 @@
+"""From a model's folder and a file of rows to a complete config, for ``--config auto``."""
+
+from finch.plan.auto.config import complete
+
+__all__ = ["complete"]

@@ -1,0 +1,290 @@
+"""``--config auto``: fills in the keys that a config file leaves out, by looking at the model's folder, the rows and the device."""
+
+from __future__ import annotations
+
+import math
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from finch.base.errors import UserError
+from finch.config.instantiate import build, component_of
+from finch.config.parser import merge
+from finch.data import formats
+from finch.data.row_files import local_files, source_of
+from finch.distributed import parallel
+from finch.models.families import model_block
+from finch.models.hf_config import check_folder
+from finch.objectives import IGNORE_INDEX
+from finch.plan.auto.trial import choose
+from finch.weights.files import read_shapes
+from finch.weights.huggingface import HuggingFaceFolder
+
+MAX_TOKENS = 2048
+"""Longest row, where the model's context is longer."""
+
+VALIDATION_FRACTION = 0.1
+MAX_VALIDATION_ROWS = 1000
+MIN_ROWS_TO_SPLIT = 10
+
+GLOBAL_BATCH = 16
+"""Samples per optimizer step: the smaller of the paper's two (Appendix B.2)."""
+
+LR, LR_PARAMETERS, LR_STEPS, MAX_LR = 2e-5, 4e9, 60, 1e-3
+"""The paper's eta_base and the size of its smaller model; steps behind the rates of smaller ones; the rate of the smallest that was measured."""
+
+_NUM_PROMPTS, _MIN_CONTEXT = 16, 256
+
+_MICRO_BATCH = 4
+_BF16_MIXED_BYTES = 16
+"""Of fp32 weights and gradients, and AdamW's two fp32 moments, per parameter."""
+_SHARE_FOR_STATE = 0.7
+"""Of a GPU's memory; the rest is for activations and logits."""
+
+_BLOCKS = ("model", "tokenizer", "dataset")
+_BATCH_KEYS = (
+    "batch_size",
+    "gradient_accumulation_steps",
+    "enable_activation_checkpointing",
+    "fsdp_reshard_after_forward",
+)
+_ROWS = "finch.data.rows.rows_dataset"
+_NUM_MEASURED = 256
+
+Blocks = dict[str, Any]
+
+
+def complete(file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = True) -> tuple[Blocks, list[str]]:
+    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers.
+
+    It runs before the command line is merged, so that each key of these blocks can be overridden there. A block is left out
+    if the command line names another component for it.
+
+    Args:
+        file_blocks: the file's top-level keys. A key that has a value stays as it is.
+        overrides: the command line's ``key=value``.
+        reads_rows: False leaves their format, and what depends on their number, open.
+
+    Returns:
+        The complete file, and lines that say what was chosen.
+
+    Raises:
+        UserError: model_dir or data_files is missing or cannot be used.
+    """
+    given = _user_values(file_blocks, overrides)
+    chosen: Blocks = {}
+    messages = []
+    folder = check_folder(
+        _required(given, "model_dir", "DIR, the model's folder in Hugging Face's format"), "model_dir"
+    )
+    if _is_open(given, "model"):
+        chosen["model"] = model_block(folder)
+        context = chosen["model"]["max_seq_len"]
+    else:
+        context = OmegaConf.select(given, "model.max_seq_len") or MAX_TOKENS
+    if _is_open(given, "tokenizer"):
+        chosen["tokenizer"] = {
+            "_component_": "finch.models.auto_tokenizer",
+            "path": "${model_dir}",
+            "max_seq_len": min(context, MAX_TOKENS),
+        }
+    num_parameters = _num_parameters(folder)
+    messages.append(
+        f"model_dir={folder}: {num_parameters / 1e6:,.1f} M parameters, "
+        f"{component_of(chosen.get('model')) or component_of(given.model)}, context {context:,} tokens"
+    )
+    if "probes" not in file_blocks and context >= _MIN_CONTEXT:
+        # What is forgotten, on the model's own answers to everyday prompts.
+        chosen["probes"] = {"own": {"kind": "self", "rows": _NUM_PROMPTS}}
+        if not {"~probes", "probes=null"} & set(overrides):
+            messages.append(f"probes.own: {_NUM_PROMPTS} own answers, evaluated as it trains; ~probes removes it")
+    num_rows = None
+    if _is_open(given, "dataset"):
+        data, num_rows, message = _data(given, reads_rows)
+        chosen.update(data)
+        messages.append(message)
+    device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows)
+    chosen.update(device)
+    chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
+    blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
+    if given.get("source") is None:
+        blocks.pop("source", None)  # nothing refers to it
+    if "optimizer" in blocks and OmegaConf.select(given, "optimizer.lr") is None:
+        epochs = given.get("epochs")
+        epochs = epochs if isinstance(epochs, int) else 1  # a wrong value is named when all keys are checked
+        steps = None if num_rows is None else math.ceil(num_rows / GLOBAL_BATCH) * epochs
+        rate = learning_rate(num_parameters, steps)
+        blocks["optimizer"] = {**blocks["optimizer"], "lr": rate}
+        messages.append(
+            f"optimizer.lr={rate:g}, for {num_parameters / 1e6:,.1f} M parameters{'' if steps is None else f' and about {steps:,} steps'}; "
+            "double it if the validation loss still gains (docs/choose.md)"
+        )
+    if (
+        reads_rows
+        and "dtype" in device
+        and device["dtype"] != "fp32"
+        and not any(given.get(key) is not None for key in _BATCH_KEYS)
+    ):
+        batch, message = _fitting_batch(blocks, overrides, num_rows)
+        blocks.update(batch)
+        messages.append(message)
+    keys = ("dtype", "batch_size", "gradient_accumulation_steps", "output_dir")
+    messages.append(" ".join(f"{key}={blocks[key] if given.get(key) is None else given[key]}" for key in keys))
+    return blocks, messages
+
+
+def learning_rate(num_parameters: int, num_steps: int | None) -> float:
+    """eta_base by measured points: 2e-5 at 4 B parameters and more (the paper); in 60 steps 1e-4 at 135 M and 1e-3 at 0.29 M (docs/choose.md).
+    In five times the steps 0.29 M want a fifth of it. Rounded to one digit."""
+    rate = LR * max(1.0, LR_PARAMETERS / num_parameters) ** 0.4 * min(1.0, LR_STEPS / (num_steps or 1))
+    return float(f"{min(max(LR, rate), MAX_LR):.0e}")
+
+
+def _user_values(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
+    """What the user has set in the file and on the command line, without interpolations and removals, which only the complete config can resolve."""
+    short = rf"^({'|'.join(_BLOCKS)})="  # as `model=finch.models.auto`
+    assignments = [
+        re.sub(short, r"\1._component_=", override)
+        for override in overrides
+        if "=" in override and not override.startswith("~")
+    ]
+    given = OmegaConf.merge(
+        {key: value for key, value in file_blocks.items() if not isinstance(value, dict)},
+        OmegaConf.from_dotlist(assignments),
+    )
+    assert isinstance(given, DictConfig)
+    for key, value in file_blocks.items():
+        if isinstance(value, dict) and not isinstance(given.get(key), str):
+            given[key] = OmegaConf.merge(value, given.get(key) or {})
+    return given
+
+
+def _is_open(given: DictConfig, block: str) -> bool:
+    """Whether neither the file nor the command line names a component for it."""
+    return component_of(given.get(block)) is None
+
+
+def _required(given: DictConfig, key: str, meaning: str) -> str:
+    if key not in given or OmegaConf.is_missing(given, key) or given[key] is None:
+        near = get_close_matches(key, [str(name) for name in given if name != key], n=1)
+        raise UserError(
+            f"{key} is not set: " + (f"{near[0]}={given[near[0]]} is no key; " if near else "") + f"add {key}={meaning}"
+        )
+    return str(given[key])
+
+
+def _num_parameters(folder: Path) -> int:
+    files = HuggingFaceFolder(str(folder)).files
+    return sum(math.prod(shape) for file in files for _, shape in read_shapes(file))
+
+
+def _device_keys(device: str, num_parameters: int, num_rows: int | None) -> dict[str, Any]:
+    """Batch, dtype and activation checkpointing; bf16_mixed on a GPU with room for fp32 weights, gradients and moments, else bf16."""
+    local = parallel.local_device(device)
+    ranks = parallel.launched_ranks()
+    global_batch = min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH)
+    micro_batch = max(1, min(_MICRO_BATCH, global_batch // ranks))
+    keys: dict[str, Any] = {
+        "batch_size": micro_batch,
+        "gradient_accumulation_steps": max(1, global_batch // (micro_batch * ranks)),
+    }
+    if local.type != "cuda":
+        return {**keys, "dtype": "fp32", "enable_activation_checkpointing": False}
+    memory = ranks * torch.cuda.get_device_properties(local).total_memory
+    is_roomy = num_parameters * _BF16_MIXED_BYTES <= _SHARE_FOR_STATE * memory
+    return {**keys, "dtype": "bf16_mixed" if is_roomy else "bf16", "enable_activation_checkpointing": True}
+
+
+def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None) -> tuple[Blocks, str]:
+    """The batch keys for a GPU, the fastest of those that fit, and a line about them."""
+    ranks = parallel.launched_ranks()
+    rows = max(1, min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH) // ranks)
+    candidates = []  # all rows of a step at once; four at once with their activations computed twice; one at once
+    for micro_batch, is_recomputed in ((rows, False), (min(_MICRO_BATCH, rows), True), (1, True)):
+        values = (micro_batch, max(1, rows // micro_batch), is_recomputed, is_recomputed)
+        candidates.append(dict(zip(_BATCH_KEYS, values, strict=True)))
+    rest = {key: value for key, value in blocks.items() if key not in _BATCH_KEYS}
+    if "optimizer" in rest:
+        # A step's memory does not depend on the rate, nor does the answer that is kept.
+        rest["optimizer"] = {**rest["optimizer"], "lr": LR}
+    memory = torch.cuda.get_device_properties(parallel.local_device(str(blocks.get("device", "auto")))).total_memory
+    return choose(rest, overrides, candidates, ranks=ranks, memory=memory, rows=_long_row(merge(blocks, overrides)[0]))
+
+
+def _long_row(cfg: DictConfig) -> tuple[int, int]:
+    """Tokens and target tokens of a long row: nine of ten of the first ones are no longer. Of rows that are not in local files half the longest."""
+    limit = cfg.tokenizer.get("max_seq_len") or MAX_TOKENS
+    if component_of(cfg.dataset) != _ROWS or cfg.get("data_files") is None:
+        return limit // 2, limit // 4
+    rows = build(cfg.dataset, "dataset", build(cfg.tokenizer, "tokenizer"))
+    samples = [rows[index] for index in range(min(len(rows), _NUM_MEASURED))]
+    lengths = sorted(len(sample["tokens"]) for sample in samples)
+    num_targets = sum(label != IGNORE_INDEX for sample in samples for label in sample["labels"])
+    tokens = lengths[9 * len(lengths) // 10]
+    return tokens, max(1, min(tokens - 1, round(num_targets / sum(lengths) * tokens)))
+
+
+def _data(given: DictConfig, reads_rows: bool) -> tuple[Blocks, int | None, str]:
+    """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown); a line about them."""
+    source = _source_of(given)
+    named = "${source}" if given.get("source") else None
+    block: Blocks = {"_component_": _ROWS}
+    num_rows = None
+    if given.get("data_files") is None and source is not None:
+        block |= {"source": named or str(source)}
+        message = f"dataset.source={source}: rows of the hub, the format is found when they are read"
+    else:
+        names = _file_names(given)
+        column_map: Any = OmegaConf.select(given, "dataset.column_map")
+        column_map = None if column_map is None else OmegaConf.to_container(column_map)
+        source = source or source_of(local_files(names))
+        block |= {"source": named or source, "data_files": "${data_files}"}
+        message = f"data_files={', '.join(names)}"
+        if reads_rows:
+            rows = formats.detect(names, source, column_map)
+            block["format"], num_rows = rows.format, rows.num_rows
+            message += f": {num_rows:,} rows of {rows.label}"
+            if rows.unused_columns:
+                message += f" (not used: {', '.join(rows.unused_columns)})"
+    if num_rows is not None and num_rows < MIN_ROWS_TO_SPLIT:
+        return {"dataset": block}, num_rows, f"{message}, too few to hold out some for validation"
+    fraction = VALIDATION_FRACTION
+    if num_rows is not None:
+        fraction = float(f"{min(fraction, MAX_VALIDATION_ROWS / num_rows):.3g}")
+    held_out = None if num_rows is None else max(1, round(fraction * num_rows))
+    block |= {"part": "train", "validation_fraction": fraction, "split_seed": 0}
+    keys = {**block, **(given.get("dataset") or {})}  # the command line's reach both parts
+    validation = {key: f"${{dataset.{key}}}" for key in keys if key not in ("_component_", "part")}
+    blocks: Blocks = {
+        "dataset": block,
+        "dataset_validation": {"_component_": block["_component_"], **validation, "part": "validation"},
+    }
+    share = f"{fraction:.0%}" if held_out is None else f"{held_out:,}"
+    left = None if num_rows is None or held_out is None else num_rows - held_out
+    return blocks, left, f"{message}, {share} held out for validation"
+
+
+def _file_names(given: DictConfig) -> list[str]:
+    if isinstance(given.get("data_files"), ListConfig):
+        return [str(name) for name in given.data_files]
+    return [_required(given, "data_files", "ROWS.jsonl, or dataset.source=ORG/NAME for a data set of the hub")]
+
+
+def _rows_name(given: DictConfig) -> str:
+    """What a run on these rows is named after."""
+    if given.get("data_files") is not None:
+        return Path(_file_names(given)[0]).name.split(".")[0]
+    return str(_source_of(given) or component_of(given.get("dataset"))).rpartition("/")[2]
+
+
+def _source_of(given: DictConfig) -> Any:
+    """The reader of the files, or the hub's name, if the user gives one."""
+    return OmegaConf.select(given, "dataset.source") or given.get("source")
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name) or "run"

@@ -1,0 +1,405 @@
+"""`finch check`: what can be known of a run without training. Writes nothing, starts no process group, loads no weights."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import inspect
+import itertools
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finch.base.errors import UsageError, UserError, one_line
+from finch.base.files import existing_part, gigabytes
+from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
+from finch.cli.run import number_of_ranks, parse_arguments
+from finch.config.methods import LORA_RECIPE
+from finch.config.resolved import format_value
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from finch.data.mixture import Mixture
+    from finch.data.stats import DatasetStats
+
+IGNORE_INDEX = -100  # torch's, which is not imported yet
+_MAX_SHOWN = 120  # characters of a part of a row
+_MAX_FAKE_LAYERS = 8  # of a model whose step runs on fake tensors within 5 s
+USAGE = "finch check [--rows N] [--nproc_per_node N] CONFIG [key=value ...] [~key] [method=NAME]"
+
+HELP = f"""usage: {USAGE}
+
+Checks everything about a run that can be known without training, and prints it: keys, components, files, the model against its
+folder, each row, steps, what will be written, and an estimate of the memory per rank. The arguments are those of `finch run`.
+Nothing is written, no weights are loaded. The exit code is 1 if something is wrong.
+
+--rows N    also prints the first N rows token by token, targets in «»"""
+
+
+def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Prints the report; ends the process with 1 if a problem was found, else 0.
+
+    Raises:
+        UserError: a mistake in the arguments.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return
+    parser = argparse.ArgumentParser(prog="finch check", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--rows", type=int, default=0)
+    try:
+        parsed, words = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error}; write a number, such as --rows 3") from error
+    config, overrides, options = parse_arguments(words, USAGE)
+    nodes, local_ranks = number_of_ranks(options)
+    report = Report(config, overrides, nodes * local_ranks, parsed.rows)
+    with only_errors_logged():  # the report says what a run would log
+        report.run()
+    number = report.num_problems
+    print(f"\n{number} problem{'s' if number > 1 else ''} found" if number else "\nno problems found")
+    sys.exit(1 if number else 0)
+
+
+class Report:
+    """The sections of a report. Each prints its lines and its problems; one that another's result is missing for is left out.
+
+    Args:
+        config: a path or the name of a config of finch.
+        overrides: ``key=value`` and ``~key``.
+        ranks: on all nodes.
+        num_rows: training rows that are shown token by token.
+
+    Attributes:
+        num_problems: printed so far.
+    """
+
+    def __init__(self, config: str, overrides: Sequence[str], ranks: int, num_rows: int = 0) -> None:
+        self._config, self._overrides, self._ranks, self._num_rows = config, overrides, ranks, num_rows
+        self.num_problems = 0
+        self._title = ""
+        self._mixture: Mixture | None = None
+        self._refuse_replayed: Callable[[str, Any], None] = lambda key, rows: None
+        self._fit: Callable[[Any, str, Any], str | None] = lambda tokenizer, key, stats: None
+
+    def run(self) -> None:
+        """Prints all sections."""
+        from finch.data.training_data import file_errors, validation_sets
+
+        job = self._section("config", self._read_config)
+        if job is None:
+            return
+        recipe, cfg = job
+        model = self._section("model", lambda: self._check_model(recipe, cfg))
+        tokenizer = self._section("tokenizer", lambda: self._build_tokenizer(cfg))
+        samples = stats = steps = None
+        errors: dict[str, UserError] = {}
+        with self._as_problem(self.num_problems > 0):
+            errors.update(file_errors(cfg))
+        for error in errors.values():
+            self._problem(error)
+        if tokenizer is not None and not errors:
+            samples, stats = self._section("dataset", lambda: self._check_rows(cfg, "dataset", tokenizer)) or (
+                None,
+                None,
+            )
+            if samples is not None and cfg.self_replay is not None:
+                self._section("self_replay", lambda: self._check_replayed(cfg, samples, tokenizer, model))
+            for key, node in validation_sets(cfg.dataset_validation).values():
+                self._section("validation", functools.partial(self._check_rows, {key: node}, key, tokenizer))
+        else:
+            self._print("rows not read, because of the problems above")
+        for name in cfg.probes if isinstance(cfg.probes, Mapping) and tokenizer is not None else ():
+            if f"probes.{name}" not in errors:
+                self._section("probes", functools.partial(self._check_probe, cfg, name, tokenizer, model))
+        if samples is not None:
+            steps = self._section("steps", lambda: self._count_steps(cfg, samples))
+        if model is not None:
+            self._section("output", lambda: self._list_output(recipe, cfg, model, stats, steps))
+        if model is not None and samples is not None:
+            self._section("memory", lambda: self._estimate_memory(recipe, cfg, model, samples, stats))
+
+    def _read_config(self) -> tuple[str, DictConfig]:
+        errors: list[UserError] = []
+        recipe, cfg = read_job(self._config, self._overrides, errors.append)
+        self._print(f"{self._config}: {recipe} on {self._ranks} rank{'s' if self._ranks > 1 else ''}")
+        for key in ("lr_scheduler", "loss", "regularizer", "kl_penalty", "optimizer"):
+            if cfg.get(key) is not None and not errors:
+                self._print(f"{key} {cfg[key]['_component_']}" + _rates(cfg, key))
+        for error in errors:
+            self._problem(error)
+        checks: list[Callable[[], Any]] = [*config_checks(cfg, self._ranks)]
+        with self._as_problem(bool(errors)):
+            checks += machine_checks(recipe, cfg, self._ranks)
+        for one in checks:
+            with self._as_problem(bool(errors)):
+                if isinstance(warning := one(), str):
+                    self._print(f"warning: lr_scheduler: {warning}")
+        return recipe, cfg
+
+    def _check_model(self, recipe: str, cfg: DictConfig) -> Any:
+        from finch.models.hf_config import check_folder, read_config
+        from finch.training.model import check_rows
+
+        decoder, base = build_model(recipe, cfg)
+        self._fit = functools.partial(check_rows, decoder, base)
+        number = sum(parameter.numel() for parameter in decoder.parameters())
+        trained = sum(parameter.numel() for parameter in decoder.parameters() if parameter.requires_grad)
+        self._print(f"{cfg.model['_component_']}: {number:,} parameters, {_share(trained, number)} trained")
+        folder = check_folder(base.folder)
+        with contextlib.suppress(UserError):
+            config = read_config(folder)
+            self._print(f"fits {folder}: {config.get('model_type')}, {len(base.files)} weight file(s)")
+        return decoder
+
+    def _build_tokenizer(self, cfg: DictConfig) -> Any:
+        from finch.config.instantiate import build
+        from finch.data.prompts import context_limit
+
+        tokenizer = build(cfg.tokenizer, "tokenizer")
+        limit = context_limit(None, tokenizer)
+        size = getattr(tokenizer, "vocab_size", None)
+        self._print(f"{cfg.tokenizer['_component_']}: {size or '?'} tokens; max_seq_len {limit or 'not limited'}")
+        if getattr(tokenizer, "date", None) is not None:
+            self._print(f"the chat template writes the date, {tokenizer.date}; a run keeps that of its first start")
+        if problem := getattr(tokenizer, "prompt_problem", None):
+            self._print(f"warning: {problem}")
+        return tokenizer
+
+    def _check_rows(self, cfg: Any, key: str, tokenizer: Any) -> tuple[Any, DatasetStats]:
+        from finch.data import stats as statistics
+        from finch.data.dataset import load_dataset
+        from finch.data.mixture import mix
+        from finch.data.stats import NUM_SHOWN, collect_stats, empty_texts, name_rows
+
+        limit = getattr(tokenizer, "max_seq_len", None)
+        samples = load_dataset(cfg, key, tokenizer)
+        if key == "dataset":
+            self._mixture = mix(cfg, samples, cfg.seed or 0)
+        stats = collect_stats(samples, 0, 1, limit, keep_bad_rows=True)
+        node: Any = cfg[key]
+        kind = f"format {node['format']}, " if isinstance(node, Mapping) and node.get("format") else ""
+        self._print(f"{samples.source}: {kind}{stats.num_rows + stats.num_bad:,} rows{_packs(samples)}")
+        if stats.num_rows:
+            self._print(
+                f"tokens a row: {stats.min_length} to {stats.max_length}, median {stats.median_length}; "
+                f"{sum(stats.lengths):,} tokens, {_share(stats.num_targets, sum(stats.lengths))} targets"
+            )
+        if stats.num_truncated:
+            rows = name_rows(stats.truncated, stats.num_truncated)
+            self._print(f"{stats.num_truncated:,} reach max_seq_len={limit} and are truncated there ({rows})")
+        with self._as_problem(False):
+            if warning := self._fit(tokenizer, key, stats):
+                self._print(f"warning: {warning.removeprefix(f'{key}: ')}")
+        if stats.num_without_targets:
+            rows = name_rows(stats.without_targets, stats.num_without_targets)
+            self._print(f"{stats.num_without_targets:,} samples without target tokens, which teach nothing ({rows})")
+        if empty := empty_texts(samples):
+            rows = name_rows(empty[:NUM_SHOWN], len(empty))
+            self._print(
+                f"{len(empty):,} rows with an empty text, which the model learns to answer or to write ({rows})"
+            )
+        if unused := statistics.describe_unused(samples):
+            self._print(f"fields that training does not use: {unused}")
+        if not stats.bad and (doubled := statistics.rows_with_doubled_ends(samples, tokenizer)):
+            self._print(
+                f"{doubled:,} rows of text begin with BOS or end with EOS already, and get another: write texts without them, or conversations"
+            )
+        if not stats.bad:
+            self._refuse_replayed(key, samples)
+        for reason, bad in stats.bad.items():
+            if bad.number == 1:
+                self._problem(f"{key}: {bad.first[0]} cannot be used ({reason}); fix or remove that row")
+            else:
+                rows = f"{name_rows(bad.first, bad.number)} of {bad.first[0].source}"
+                self._problem(f"{key}: {bad.number:,} rows cannot be used ({reason}), {rows}; fix or remove them")
+        if key == "dataset" and not stats.bad and len(samples):
+            self._print(f"first row, its targets in «»: {rendered(samples[samples.rows[0]], tokenizer)}")
+            most = statistics.row_with_most_answers(samples)
+            if most != samples.rows[0]:
+                self._print(f"{samples.row(most)}, with most turns: {rendered(samples[most], tokenizer)}")
+            for index in samples.rows[: self._num_rows]:
+                self._print(f"{samples.row(index)}: {token_by_token(samples[index], tokenizer)}")
+        if not stats.num_targets and not stats.num_bad:
+            self._problem(f"{key}: no row has a target token; raise tokenizer.max_seq_len={limit}")
+        return samples, stats
+
+    def _check_replayed(self, cfg: DictConfig, samples: Any, tokenizer: Any, model: Any) -> None:
+        from finch.config.schema import SelfReplay
+        from finch.training.self_replay import read_prompts, refuse_replayed
+
+        settings = SelfReplay.of(cfg.self_replay)
+        assert settings is not None
+        prompts = read_prompts(settings, samples, getattr(model, "max_seq_len", None), tokenizer)
+        self._refuse_replayed = functools.partial(refuse_replayed, settings, prompts)
+        source = "the model's own prompts" if settings.prompts == "self" else settings.prompts
+        self._print(f"{source}, {len(prompts.tokens):,} rows, answers of up to {settings.max_new_tokens} tokens")
+
+    def _check_probe(self, cfg: DictConfig, name: str, tokenizer: Any, model: Any) -> None:
+        from finch.probes.probes import read_probes
+        from finch.probes.rows import read_rows
+
+        settings = read_probes(cfg)[name]
+        rows = read_rows(name, settings, tokenizer, getattr(model, "max_seq_len", None))
+        if rows.kind == "self":
+            self._refuse_replayed(f"probes.{name}", rows.samples)
+        tokens = sum(len(sample["tokens"]) for sample in rows.samples)
+        number = len(rows.questions or rows.samples)
+        self._print(
+            f"{name}: {settings.data_files or settings.source or 'built-in prompts'}, {rows.kind}, {number:,} rows, {tokens:,} tokens"
+        )
+
+    def _count_steps(self, cfg: DictConfig, samples: Any) -> int:
+        from finch.data.order import GlobalOrder
+        from finch.training.config_checks import check_replay
+
+        num_samples = len(samples)
+        if self._mixture is not None:
+            num_samples = self._mixture.num_samples
+            self._print(self._mixture.describe([source for _, source in samples.parts]))
+        order = GlobalOrder(
+            num_samples,
+            micro_batch=cfg.batch_size,
+            accumulation=cfg.gradient_accumulation_steps,
+            ranks=max(1, self._ranks // cfg.tensor_parallel_dim),
+            drop_last=cfg.drop_last,
+        )
+        order.check()
+        an_epoch = min(order.steps_per_epoch, cfg.max_steps_per_epoch or order.steps_per_epoch)
+        steps = an_epoch * cfg.epochs
+        self._print(
+            f"{order.global_batch} samples a step ({cfg.batch_size} x {cfg.gradient_accumulation_steps} x "
+            f"{order.ranks} ranks), {an_epoch:,} steps an epoch, {cfg.epochs} epochs: {steps:,} steps"
+        )
+        check_replay(cfg, steps)
+        return steps
+
+    def _list_output(
+        self, recipe: str, cfg: DictConfig, decoder: Any, stats: DatasetStats | None, steps: int | None
+    ) -> None:
+        from finch.training.optimizer import uses_dataset_init
+        from finch.training.run import check_disk_room, disk_use
+
+        run = Path(cfg.output_dir)
+        free = shutil.disk_usage(existing_part(run)).free
+        self._print(f"{run.absolute()}, {gigabytes(free)} free")
+        adapter_only = bool(cfg.get("save_adapter_weights_only", False))
+        use = disk_use(cfg, decoder)
+        name = "epoch_N_adapter/" if adapter_only else "epoch_N/"
+        if recipe == LORA_RECIPE and not adapter_only:
+            name = "epoch_N/ and epoch_N_adapter/"
+        number = "the last epoch alone" if cfg.save_last_epoch_only else f"{cfg.epochs} epochs"
+        self._print(f"{name}: {gigabytes(use.epoch)} an epoch, {number}: {gigabytes(use.exports)}")
+        self._print(f"checkpoints/step_N/: {gigabytes(use.state)} each, at most {use.num_states} while one is written")
+        if uses_dataset_init(cfg) and stats is not None:
+            self._print(f"pretrained.safetensors: {gigabytes(4 * stats.num_targets)}")
+        if steps is not None:
+            self._print(f"metrics.jsonl: {steps:,} lines")
+        if use.total > free:
+            self._print(f"the complete run needs about {gigabytes(use.total)}, more than is free")
+        check_disk_room(cfg, decoder)
+
+    def _estimate_memory(
+        self, recipe: str, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None
+    ) -> None:
+        from finch.plan.estimate.fake_step import HOST_PARTS, estimate_step
+        from finch.plan.estimate.formula import Rows, memory_by_formula
+
+        if stats is None or not stats.num_rows:
+            return
+        seq = len(samples[0]["tokens"]) if samples.packed else stats.max_length
+        rows = Rows(seq, max(1, round(seq * stats.num_targets / sum(stats.lengths))))
+        parts, peak, method = None, 0, "computed on fake tensors"
+        if len(decoder.layers) <= _MAX_FAKE_LAYERS:
+            with contextlib.suppress(UserError):  # a component needs the values of tensors
+                step = estimate_step(recipe, cfg, ranks=self._ranks, rows=rows)
+                parts, peak = dict(step.memory), step.device_peak
+        if parts is None:
+            parts = dict(memory_by_formula(decoder, cfg, rows, ranks=self._ranks))
+            peak, method = parts.pop("peak"), "by a formula; `finch estimate` takes longer and is closer"
+        shards = max(1, self._ranks // cfg.data_parallel_replicate_dim)
+        self._print(
+            f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {seq} tokens, {cfg.dtype}"
+            + (f", weights divided over {shards} ranks" if shards > 1 else "")
+            + f", {method}"
+        )
+        for part, size in parts.items():
+            if size >= peak / 10_000:
+                where = " (host)" if cfg.fsdp_cpu_offload and part in HOST_PARTS else ""
+                self._print(f"  {part + where:<32}{gigabytes(size):>10}")
+        self._print(f"  {'peak':<32}{gigabytes(peak):>10}")
+
+    def _section(self, title: str, section: Callable[[], Any]) -> Any:
+        """The section's result; None if it ended with a problem."""
+        self._title = title
+        has_problems = self.num_problems > 0
+        with self._as_problem(has_problems):
+            return section()
+        return None
+
+    @contextlib.contextmanager
+    def _as_problem(self, is_follow_up: bool) -> Iterator[None]:
+        """Prints a UserError; ``is_follow_up``: also any other exception, since another problem may be its cause."""
+        try:
+            yield
+        except UserError as error:
+            self._problem(error)
+        except Exception as error:
+            if not is_follow_up:
+                raise
+            self._print(f"not checked, because of the problems above ({type(error).__name__})")
+
+    def _print(self, text: str) -> None:
+        print(f"{self._title:<12}{one_line(text)}")
+        self._title = ""
+
+    def _problem(self, error: object) -> None:
+        self.num_problems += 1
+        self._print(f"problem: {error}")
+
+
+def _rates(cfg: DictConfig, key: str) -> str:
+    if key == "optimizer":
+        return f", lr {format_value(cfg.optimizer.get('lr'))}"
+    cap = cfg[key].get("eta_max")
+    return "" if cap is None else f", eta_max {format_value(cap)}"
+
+
+def _packs(samples: Any) -> str:
+    return f" in {len(samples):,} packs" if samples.packed else ""
+
+
+def _share(part: int, total: int) -> str:
+    return "all" if part == total else f"{part:,} ({part / total:.1%})"
+
+
+def _decoder(tokenizer: Any) -> Callable[[Iterable[int]], str]:
+    """Decodes all tokens, special ones as well; line breaks as ⏎."""
+    options = {"skip_special_tokens": False, "truncate_at_eos": False}
+    known = inspect.signature(tokenizer.decode).parameters
+    options = {name: value for name, value in options.items() if name in known}
+    return lambda tokens: tokenizer.decode([int(token) for token in tokens], **options).replace("\n", "⏎")
+
+
+def token_by_token(sample: Mapping[str, Any], tokenizer: Any) -> str:
+    """A row's tokens, each with its id and those that are targets in «»."""
+    decode, shown = _decoder(tokenizer), []
+    for token, label in zip(sample["tokens"], sample["labels"], strict=True):
+        text = f"{decode([token])} {int(token)}"
+        shown.append(f"«{text}»" if label != IGNORE_INDEX else text)
+    return f"{len(shown)} tokens: " + " | ".join(shown)
+
+
+def rendered(sample: Mapping[str, Any], tokenizer: Any) -> str:
+    """A row as the model reads it, with its targets in «», line breaks as ⏎, and the middle of a long part left out."""
+    decode, parts = _decoder(tokenizer), []
+    pairs = zip(sample["tokens"], sample["labels"], strict=True)
+    for is_target, part in itertools.groupby(pairs, key=lambda pair: pair[1] != IGNORE_INDEX):
+        text = decode(token for token, _ in part)
+        text = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 2 :]}"
+        parts.append(f"«{text}»" if is_target else text)
+    return "".join(parts)

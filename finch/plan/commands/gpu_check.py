@@ -1,0 +1,53 @@
+"""`finch gpu-check`: does this machine compute a training step right, and how fast is it?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from finch.base.errors import UserError
+from finch.base.extras import require_extras
+
+_CPU_RANKS, _MAX_RANKS = 2, 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compares attention, training steps, objectives, whole runs and ranks on this machine's GPUs with float64, the CPU or one rank, and "
+        "measures speed. Needs no weights and no network; at most ten minutes. Exit code 1 if a line of phases 1 to 5 fails."
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cases, at most three minutes")
+    parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU with gloo; tests the check itself")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder for gpu_check.json and gpu_check.md (default: .)",
+    )
+
+
+def main(parsed: argparse.Namespace) -> None:
+    """Runs the phases; ends the process with 1 if a line of those that decide has failed.
+
+    Raises:
+        UserError: there is no GPU, or ``--out`` cannot be written.
+    """
+    require_extras("finch gpu-check", "torchtune")
+    import torch
+
+    from finch.plan.gpu_check.phases import run_phases
+    from finch.plan.gpu_check.report import JSON_FILE, PAGE
+
+    number = torch.cuda.device_count()
+    if not parsed.cpu and not number:
+        raise UserError("finch gpu-check finds no GPU (torch.cuda sees 0): add --cpu for tiny models on the CPU")
+    try:
+        parsed.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {parsed.out} cannot be written ({error.strerror}); give another folder") from error
+    device, ranks = ("cpu", _CPU_RANKS) if parsed.cpu else ("cuda", min(number, _MAX_RANKS))
+    is_right = run_phases(parsed.out, device=device, ranks=ranks, quick=parsed.quick)
+    print(f"{parsed.out / JSON_FILE}\n{parsed.out / PAGE}")
+    sys.exit(0 if is_right else 1)

@@ -1,0 +1,74 @@
+"""Phase 0: rates of this machine: matrix products at the model's shapes, copies, an all-reduce over the ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from finch.plan.estimate.step_time import ALL_REDUCE, COPY, LAUNCH, MATRIX_PRODUCTS
+from finch.plan.gpu_check.models import BATCH, TOKENS, large_models
+from finch.plan.gpu_check.processes import Ranks
+from finch.plan.gpu_check.rates import matmul_rate, seconds_per_call
+from finch.plan.gpu_check.report import Check
+
+_ROW_TOKENS, _LONG_TOKENS = BATCH * sum(TOKENS) // 2, 8 * 4096
+
+
+def run(check: Check) -> None:
+    device, is_cpu = torch.device(check.device), check.device == "cpu"
+    for dtype, tokens in ((torch.float32, _ROW_TOKENS), (torch.bfloat16, _ROW_TOKENS), (torch.bfloat16, _LONG_TOKENS)):
+        name = f"{MATRIX_PRODUCTS} {tokens:,} tokens, {str(dtype).removeprefix('torch.')}, TFLOP/s"
+        if is_cpu and dtype == torch.bfloat16:
+            check.not_run(name, "a CPU may emulate bf16")
+            continue
+        with check.case(name):
+            check.measured(name, matrix_rate(device, dtype, tokens))
+    with check.case("copy"):
+        check.measured(COPY, copy_rate(device))
+    with check.case("launch"):
+        check.measured(LAUNCH, launch_us(device))
+    if check.ranks == 1:
+        check.not_run("all-reduce", "one GPU")
+        return
+    with check.case("all-reduce"):
+        file = check.folder / "all_reduce.txt"
+        arguments = {"device": check.device, "size": _num_bytes(device), "file": str(file)}
+        running = Ranks(
+            "all_reduce", "finch.plan.gpu_check.rates:all_reduce", arguments, check.folder, ranks=check.ranks
+        )
+        if not running.wait(check.end) or any(running.codes):
+            raise RuntimeError(running.last_lines())
+        name = f"{ALL_REDUCE} {check.ranks} ranks, GB/s sent by each in a ring"
+        check.measured(name, float(file.read_text(encoding="utf-8")))
+
+
+def copy_rate(device: torch.device) -> float:
+    """GB/s that are read and written."""
+    source = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / seconds_per_call(lambda: target.copy_(source)) / 1e9
+
+
+def launch_us(device: torch.device) -> float:
+    """Microseconds of the host per operator where the device has next to nothing to do, in a chain of 100 products and its backward."""
+    one = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> None:
+        value = one
+        for _ in range(100):
+            value = value * 1.0
+        value.backward()
+
+    return seconds_per_call(chain) / 200 * 1e6
+
+
+def _num_bytes(device: torch.device) -> int:
+    return 2**24 if device.type == "cpu" else 2**30
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, tokens: int) -> float:
+    """TFLOP/s of products of [tokens, inputs] with [inputs, outputs] at the shapes of a layer of B, all in turn."""
+    model = large_models(device.type)[0]
+    width, middle = model.sizes["embed_dim"], model.sizes["intermediate_dim"]
+    q, kv = (model.sizes[name] * model.head_dim for name in ("num_heads", "num_kv_heads"))
+    shapes = [(width, q), (width, kv), (width, kv), (q, width), (width, middle), (width, middle), (middle, width)]
+    return matmul_rate(tokens, shapes, dtype, device.type) / 1e12

@@ -1,0 +1,154 @@
+"""What a check has seen: lines of phases, as JSON and as a Markdown page."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finch.base.errors import UserError, one_line
+from finch.base.files import atomic_file
+
+OK, FAILED, MEASURED, NOT_RUN = "ok", "failed", "measured", "not run"
+JSON_FILE, PAGE = "gpu_check.json", "gpu_check.md"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at; ``status`` is ``"ok"``, ``"failed"``, ``"measured"`` (nothing was expected of it) or ``"not run"``."""
+
+    name: str
+    status: str
+    seen: Any = None
+    expected: Any = None
+    tolerance: Any = None
+    note: str = ""
+
+
+@dataclass
+class Check:
+    """What a phase is given, and where it records what it sees.
+
+    Attributes:
+        folder: for the phase's files; removed after the check.
+        ranks: GPUs; with ``device="cpu"`` processes.
+        quick: whether fewer cases are run.
+        end: by ``time.time()``, when the phase is ended.
+        lines: recorded so far.
+    """
+
+    device: str
+    folder: Path
+    ranks: int = 1
+    quick: bool = True
+    end: float = math.inf
+    lines: list[Line] = field(default_factory=list)
+
+    def at_most(self, name: str, seen: float, tolerance: float, *, expected: Any = 0, note: str = "") -> None:
+        """An error that must not be above ``tolerance``; NaN is."""
+        self._add(Line(name, OK if seen <= tolerance else FAILED, seen, expected, tolerance, note))
+
+    def equal(self, name: str, seen: Any, expected: Any, *, note: str = "") -> None:
+        self._add(Line(name, OK if seen == expected else FAILED, seen, expected, "equal", note))
+
+    def measured(self, name: str, seen: Any, *, expected: Any = None, note: str = "") -> None:
+        """A number nothing is compared with; ``expected`` is what was computed before."""
+        self._add(Line(name, MEASURED, seen, expected, note=note))
+
+    def not_run(self, name: str, why: str) -> None:
+        self._add(Line(name, NOT_RUN, note=why))
+
+    @contextlib.contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """Runs one case of several: an error becomes a failed line, and the next case is run."""
+        try:
+            yield
+        except Exception as error:
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            self._add(Line(name, FAILED, note=one_line(f"{kind}{error}")))
+
+    def has_time(self, name: str, seconds: float = 0.0) -> bool:
+        """Whether ``seconds`` are left before the deadline; otherwise the case is recorded as not run."""
+        if time.time() + seconds < self.end:
+            return True
+        self.not_run(name, "no time left before the phase's deadline")
+        return False
+
+    def _add(self, line: Line) -> None:
+        self.lines.append(line)
+        with (self.folder / "lines.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(line), default=str) + "\n")
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """What a phase has recorded in ``folder``, also one that was ended while it wrote."""
+    file, lines = folder / "lines.jsonl", []
+    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            lines.append(Line(**json.loads(text)))
+    return lines
+
+
+@dataclass
+class PhaseReport:
+    """A phase that has ended; ``stacks`` of its processes where it was ended at its deadline."""
+
+    number: int
+    title: str
+    status: str
+    seconds: float
+    deadline_s: float
+    lines: list[Line]
+    stacks: str = ""
+
+
+def write(folder: Path, machine: dict[str, Any], phases: list[PhaseReport]) -> None:
+    """Writes both files anew."""
+    content = {"machine": machine, "phases": [asdict(phase) for phase in phases]}
+    with atomic_file(folder / JSON_FILE) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with atomic_file(folder / PAGE) as partial:
+        partial.write_text(_page(machine, phases), encoding="utf-8")
+
+
+def _page(machine: dict[str, Any], phases: list[PhaseReport]) -> str:
+    text = ["# finch gpu-check", ""]
+    text += [f"- {name}: {value}" for name, value in machine.items()]
+    for phase in phases:
+        text += ["", f"## {phase.number}. {phase.title}: {phase.status} ({phase.seconds:.0f} s)", ""]
+        if phase.lines:
+            text += ["| | expected | seen | tolerance | |", "|---|---|---|---|---|"]
+        for line in phase.lines:
+            cells = [line.name, *map(_format, (line.expected, line.seen, line.tolerance))]
+            cells.append(f"{line.status}: {line.note}" if line.note else line.status)
+            text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        if phase.stacks:
+            text += ["", "Stacks at the deadline:", "", "```", phase.stacks, "```"]
+    return "\n".join(text) + "\n"
+
+
+def summary(report: PhaseReport) -> str:
+    """What a terminal shows of a phase: its status and its failed lines."""
+    counts = Counter(line.status for line in report.lines)
+    numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
+    text = [f"{report.number}. {report.title}: {report.status} ({numbers}; {report.seconds:.0f} s)"]
+    for line in report.lines:
+        if line.status == FAILED:
+            seen = f"seen {_format(line.seen)}, tolerance {_format(line.tolerance)} " * (line.seen is not None)
+            text.append(f"   failed: {line.name}: {seen}{line.note}")
+    return "\n".join(text)
+
+
+def _format(value: Any) -> str:
+    """A number with three digits, or what it is."""
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"

@@ -1,0 +1,50 @@
+"""`finch report`: what runs have learned and what they have forgotten."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from finch.base.extras import require_extras
+from finch.base.log import printable
+from finch.cli.arguments import names
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a sweep's: all of its cells"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for report.html, report.md, summary.csv and figures",
+    )
+    parser.add_argument(
+        "--new-task",
+        metavar="NAME",
+        help="the evaluated task, or the probe, that was learned, where there are several new ones",
+    )
+    parser.add_argument(
+        "--old-tasks",
+        type=names,
+        metavar="NAMES",
+        help="the old tasks of the trade-off, with commas: evaluated tasks, or probes such as stories.loss or own_answers.kl, all of one unit "
+        "(points or nats); default: all old tasks, those in points where there are both. The others are in the tables of changes",
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="folder of the pretrained model's results, where they are no longer where finch evaluate wrote them",
+    )
+
+
+def main(parsed: argparse.Namespace) -> None:
+    """Writes the report and prints where it is."""
+    require_extras("finch report", "torchtune", "report")
+    from finch.study.report.report import write_report
+
+    options = {"new_task": parsed.new_task, "old_tasks": parsed.old_tasks, "base": parsed.base}
+    print(printable(str(write_report(parsed.runs, parsed.out, **options))))

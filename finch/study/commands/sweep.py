@@ -1,0 +1,395 @@
+"""`finch sweep`: the runs of a grid, on this machine or as a Slurm job array; `finch select-lr`: the rate of a sweep that forgets little.
+
+Every cell's config is composed and checked before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from finch.base import run_files
+from finch.base.errors import UsageError, UserError
+from finch.base.extras import require_extras
+from finch.base.files import atomic_file, existing_part, gigabytes, make_folder, write_text
+from finch.base.log import logger
+from finch.cli.early_checks import build_model, config_checks, machine_checks, only_errors_logged, read_job
+from finch.cli.slurm import (
+    SCRIPT,
+    JobOptions,
+    absolute,
+    as_shell,
+    complete_options,
+    read_script,
+    run_sbatch,
+    split_options,
+)
+from finch.config.instantiate import did_you_mean
+from finch.evaluation.commands.evaluate import check_data, check_harness
+from finch.evaluation.tasks.registry import select_tasks
+from finch.study.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Evaluation, Grid, cells_of, read_grid, write_cell
+from finch.study.sweep.job import Job, different_key, run_words
+
+SWEEP_SCRIPT = "sweep.sbatch"
+_EVALUATION = "evaluation"  # among the names of cells, which have a = or a method's
+USAGE = "finch sweep GRID [--jobs N] [--dry-run] [--slurm [option of sbatch ...]] [key=value ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `finch sweep` itself. GRID, overrides and sbatch's options are what the parser leaves over."""
+    parser.usage = USAGE
+    parser.epilog = (
+        "GRID is a YAML file or a name such as sweeps/qwen3_4B_knowledge; docs/sweep.md describes it. key=value and ~key change all "
+        "runs, evaluate.KEY=value the evaluation. The same command continues a sweep: finished cells are skipped, cut-off ones resumed, "
+        "failed ones tried again."
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="cells at a time (default: 1; with --slurm: no limit)")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the cells, what is left to do and the first cell's commands, and check all that a sweep checks; start nothing",
+    )
+    parser.add_argument("--out", metavar="DIR", help="in place of the grid's out")
+    parser.add_argument("--nproc_per_node", metavar="N", help="ranks of each run, as for finch run (default: 1)")
+    parser.add_argument(
+        "--skip-training", action="store_true", help="train nothing: evaluate the cells that are trained"
+    )
+    parser.add_argument("--slurm", action="store_true", help="submit a job array; all other options are sbatch's")
+
+
+def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Runs the sweep; ends the process with 1 if a cell has failed.
+
+    Args:
+        rest: GRID, overrides and, with ``--slurm``, sbatch's options.
+
+    Raises:
+        UserError: a mistake in the grid, in a cell's config or in the options.
+    """
+    require_extras("finch sweep", "torchtune")
+    options, words = split_options(rest)
+    if options and not args.slurm:
+        hint = did_you_mean(
+            options[0], ["--nproc_per_node", *(f"--{name.replace('_', '-')}" for name in vars(args))], cutoff=0.8
+        )
+        raise UsageError(f"{options[0]} is not an option of finch sweep{hint or ';'} options of sbatch need --slurm")
+    if not words:
+        raise UsageError(f"GRID is missing: {USAGE}")
+    if args.jobs is not None and args.jobs < 1:
+        raise UserError(f"--jobs {args.jobs} must be at least 1")
+    grid = read_grid(words[0], words[1:], args.out)
+    if args.slurm:
+        _submit_sweep(grid, options, words, args)
+        return
+    launcher, num_ranks = _ranks(args)
+    jobs = compose(grid, cells_of(grid), launcher=launcher, num_ranks=num_ranks)
+    if args.dry_run:
+        _print_cells(grid, jobs)
+    _check_machine(grid, jobs, args)
+    if not args.dry_run:
+        _run(grid, jobs, args)
+
+
+def _check_machine(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
+    """Raises UserError if what the evaluation needs, or room on the disk, is missing."""
+    if grid.evaluation is not None and any(job.evaluate_commands() for job in jobs):
+        _check_evaluation(grid.evaluation)
+    if not args.skip_training:
+        _check_disk(grid, jobs, args.jobs or 1)
+
+
+def _check_evaluation(evaluation: Evaluation) -> None:
+    """What a sweep's evaluation needs on this machine: packages, its base, data sets, lm-eval's tasks, IFEval's sentence splitter.
+
+    Raises:
+        UserError: the first that is missing, and how to get it.
+    """
+    from finch.evaluation.custom_tasks import check_name
+    from finch.evaluation.model_folders import find_base
+
+    require_extras("the sweep's evaluation", "evaluate")
+    check_harness()
+    if evaluation.base is not None:
+        find_base(Path(evaluation.base))
+    tasks, others = select_tasks(evaluation.suites, evaluation.tasks, "suites=", "tasks=")
+    data_root, include_path = (
+        None if path is None else Path(path) for path in (evaluation.data_root, evaluation.include_path)
+    )
+    check_data(tasks, data_root, include_path)
+    if others:
+        from finch.evaluation.harness import quiet_harness, task_manager
+
+        with quiet_harness():
+            manager = task_manager(data_root, has_chat_template=False, include_path=include_path, others=others)
+            for name in others:
+                check_name(name, manager)
+
+
+def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
+    import torch
+
+    from finch.study.sweep.local import LocalSweep
+
+    try:
+        make_folder(grid.out)
+    except OSError as error:
+        raise UserError(f"out={grid.out} cannot be written ({error.strerror}); give another folder by --out") from error
+    num_gpus = 0 if args.nproc_per_node else torch.cuda.device_count()
+    local = LocalSweep(jobs, num_parallel=args.jobs or 1, num_gpus=num_gpus, trains=not args.skip_training)
+    print(f"{len(jobs)} cells in {grid.out}, {args.jobs or 1} at a time", flush=True)
+    failures = local.run()
+    if failures:
+        alike: dict[str, list[str]] = {}
+        for name, reason in failures.items():
+            alike.setdefault(reason.replace(name, ""), []).append(name)
+        for names in alike.values():
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            print(f"finch: error: {names[0]}{others}: {failures[names[0]]}", file=sys.stderr)
+        print(f"{len(failures)} of {len(jobs)} cells failed; the same command tries them again", flush=True)
+        sys.exit(1)
+    print(f"all {len(jobs)} cells are done", flush=True)
+
+
+def _check_disk(grid: Grid, jobs: Sequence[Job], num_parallel: int) -> None:
+    """Raises UserError if the models that the grid keeps do not fit, and the epochs of the cells that are trained or scored at a time; they
+    are taken to be of the first cell's size."""
+    from finch.training.run import disk_use, num_exports
+
+    runs = [job for job in jobs if job.cell.kind == RUN and not job.is_trained()]
+    if not runs:
+        return
+    decoder, _ = build_model(runs[0].recipe, runs[0].cfg)
+    a_model = disk_use(runs[0].cfg, decoder).epoch
+    exports = sorted((num_exports(job.cfg) for job in runs), reverse=True)
+    number = sum(exports)
+    if grid.keep != "all":
+        number = len(runs) + sum(each - 1 for each in exports[:num_parallel])
+    free = shutil.disk_usage(existing_part(grid.out)).free
+    if number * a_model > free:
+        raise UserError(
+            f"out={grid.out} has {gigabytes(free)} free, the {number} models of {len(runs)} cells need {gigabytes(number * a_model)}; "
+            + ("keep: best in the grid keeps one of each cell, " if grid.keep == "all" else "")
+            + "--out gives another disk"
+        )
+
+
+def _print_cells(grid: Grid, jobs: Sequence[Job]) -> None:
+    """A table of the cells and what is left to do, then the first commands."""
+    width = max(len(job.cell.name) for job in jobs)
+    print(f"{'cell':<{width}}  training   evaluation")
+    commands: list[list[str]] = []
+    for job in jobs:
+        is_trained = job.is_trained() and not grid.overwrites
+        evaluations = job.evaluate_commands()
+        training = "done" if is_trained else "select-lr" if job.cell.kind == SMALL_LR else "to do"
+        evaluation = "none" if grid.evaluation is None else "to do" if evaluations else "done"
+        print(f"{job.cell.name:<{width}}  {training:<9}  {evaluation}")
+        if not commands:
+            commands = [*([job.run_command()] if training == "to do" else []), *evaluations]
+    for command in commands:
+        print(f"\n{shlex.join(command)}")
+
+
+def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:
+    """Options of `finch run`, and the number of ranks that they start."""
+    if args.nproc_per_node is None:
+        return [], 1
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return ["--nproc_per_node", args.nproc_per_node], determine_local_world_size(args.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"--nproc_per_node {args.nproc_per_node}: {error}; give a number, or gpu") from error
+
+
+def compose(
+    grid: Grid, cells: Sequence[Cell], *, launcher: Sequence[str] = (), is_here: bool = True, num_ranks: int | None = 1
+) -> list[Job]:
+    """The jobs of cells, with complete and checked configs; warns of cells without validation rows.
+
+    Args:
+        launcher: options of `finch run` that start a run's ranks.
+        is_here: whether they run on this machine.
+        num_ranks: of a run. None: not known.
+
+    Raises:
+        UserError: the first wrong cell, and what is wrong.
+    """
+    jobs: dict[Path, Job] = {}
+    with only_errors_logged():
+        for cell in cells:
+            try:
+                jobs[cell.folder] = _compose(grid, cell, jobs, launcher, is_here, num_ranks)
+            except UserError as error:
+                raise UserError(f"cell {cell.name}: {error}") from error
+    names = [job.cell.name for job in jobs.values() if not job.has_validation]
+    if names:
+        logger.warning(
+            f"{len(names)} of {len(jobs)} cells have no validation rows, such as {names[0]}: their last epoch is evaluated, where the paper chooses an "
+            "epoch by validation; set dataset_validation"
+        )
+    return list(jobs.values())
+
+
+def _compose(
+    grid: Grid,
+    cell: Cell,
+    jobs: Mapping[Path, Job],
+    launcher: Sequence[str],
+    is_here: bool,
+    num_ranks: int | None,
+) -> Job:
+    if cell.kind != RUN:  # it is made of a run of the grid
+        source = jobs[cell.dependencies[0]]
+        return Job(grid, cell, source.recipe, source.cfg)
+    recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
+    if grid.recipe is not None and recipe != grid.recipe:
+        raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")
+    if cell.source is None or (cell.source / run_files.METRICS).exists():  # not before lr_replay has its log
+        for check in config_checks(cfg, num_ranks):
+            check()
+    if is_here:
+        for check in machine_checks(recipe, cfg, num_ranks or 1, waits=True):
+            check()
+    job = Job(grid, cell, recipe, cfg, launcher)
+    if job.select_by is not None and cfg.save_last_epoch_only:
+        raise UserError(
+            "save_last_epoch_only=True leaves no epochs to choose from by evaluate.select_by; set it to False, and keep: best in the grid"
+        )
+    if not grid.overwrites and (different := different_key(cell.folder, cfg)):
+        key, saved, given = different
+        raise UserError(
+            f"{cell.folder} holds a run with {key}={_short(saved)}, the grid says {_short(given)}; give another out, or overwrite=True"
+        )
+    return job
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args: argparse.Namespace) -> None:
+    """Submits the cells that are neither trained nor in Slurm's queue: an array, a second one of the cells that need runs of the first, and a job
+    that makes WiSE-FT's models and evaluates. Prints the jobs' ids, or in a dry run the commands.
+
+    Args:
+        options: sbatch's.
+        words: GRID and its overrides, as given.
+    """
+    if grid.overwrites:
+        raise UserError(
+            "overwrite=True: a job that is requeued would start from scratch again; remove the cells' folders, or give another --out"
+        )
+    run_script, run_text = read_script(SCRIPT)
+    sweep_script, sweep_text = read_script(SWEEP_SCRIPT)
+    job_options = complete_options(options, f"{run_text}\n{sweep_text}")
+    jobs = compose(grid, cells_of(grid), is_here=False, num_ranks=job_options.num_ranks)
+    left = [job for job in jobs if not args.skip_training and job.cell.kind == RUN and not job.is_trained()]
+    submission = _Submission(grid, job_options, (run_script, sweep_script), is_dry_run=args.dry_run)
+    queued = submission.queued()
+    earlier = sorted(set(queued.values()))
+    left = [job for job in left if job.cell.name not in queued]
+    left_folders = {job.cell.folder for job in left}
+    first = [job for job in left if job.cell.source not in left_folders]
+    second = [job for job in left if job.cell.source in left_folders]
+    ids: list[str] = []
+    for group in (first, second):
+        if group:
+            ids.append(submission.submit_array(group, args.jobs, after=[*earlier, *ids]))
+    has_models = grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs)
+    if has_models and _EVALUATION not in queued:
+        ids.append(submission.submit_evaluation(words, after=[*earlier, *ids]))
+    if queued:
+        print(f"in Slurm's queue already: {', '.join(earlier)}")
+    if not ids:
+        print(f"all {len(jobs)} cells are trained or in the queue; there is nothing to submit")
+    elif not args.dry_run:
+        print(f"{len(left)} of {len(jobs)} cells to train in {grid.out}")
+        print(f"  squeue --jobs {','.join(ids)}")
+        print(f"  tail -F {shlex.quote(str(submission.folder))}/*.out")
+        print(f"  scancel {' '.join(ids)}    # saves and ends the jobs; the same command continues the sweep")
+
+
+class _Submission:
+    """OUT/slurm: the scripts as they were when the jobs were submitted, the files of cells, and the jobs' output."""
+
+    def __init__(self, grid: Grid, options: JobOptions, scripts: tuple[Path, Path], *, is_dry_run: bool) -> None:
+        self._grid, self._options, self._is_dry_run = grid, options, is_dry_run
+        self.folder = grid.out / "slurm"
+        files = [Path(absolute(name)).parent for name in (grid.config, str(grid.path)) if Path(name).is_file()]
+        mounts = [options.settings.get("FINCH_CONTAINER_MOUNTS"), os.path.abspath(grid.out), *map(str, files)]
+        if "FINCH_CONTAINER" in options.settings:  # the scripts mount the working directory and a run's own folder
+            options.settings["FINCH_CONTAINER_MOUNTS"] = ",".join(dict.fromkeys(filter(None, mounts)))
+        self._run_script, self._sweep_script = (self.folder / script.name for script in scripts)
+        if not is_dry_run:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for script in scripts:
+                    with atomic_file(self.folder / script.name) as partial:
+                        shutil.copyfile(script, partial)
+            except OSError as error:
+                raise UserError(f"out={grid.out} cannot be written ({error.strerror}); give another --out") from error
+
+    def submit_array(self, jobs: Sequence[Job], max_parallel: int | None, *, after: Sequence[str]) -> str:
+        """Returns the array's id."""
+        lines = []
+        for job in jobs:
+            _, config, *overrides = run_words(self._grid, job.cell)
+            lines.append(shlex.join([job.recipe, absolute(config), *overrides]) + "\n")
+        number = next(index for index in range(10**6) if not (self.folder / f"cells_{index}").exists())
+        cells = self.folder / f"cells_{number + len(after)}"
+        limit = "" if max_parallel is None else f"%{max_parallel}"
+        words = [f"--array=0-{len(jobs) - 1}{limit}", *_dependency(after), f"--output={self.folder}/%A_%a.out"]
+        command = [str(self._sweep_script), str(cells), str(self._run_script)]
+        if self._is_dry_run:
+            for index, line in enumerate(lines):
+                print(f"# task {index} of {cells}: {line}", end="")
+        else:
+            with atomic_file(cells) as partial:
+                write_text(partial, "".join(lines))
+            for job in jobs:
+                write_cell(job.cell, task=self._grid.task, status=WAITING)
+        return self._submit([*self._options.given, *words, *command], [job.cell.name for job in jobs])
+
+    def submit_evaluation(self, words: Sequence[str], *, after: Sequence[str]) -> str:
+        """Returns the job's id. The job has one node; as many evaluations run at a time as it has GPUs."""
+        gpus = self._options.by_name.get("gpus-per-node", "1").rpartition(":")[2]
+        options = ["--nodes=1", *_dependency(after), f"--output={self.folder}/%j.out"]
+        arguments = [absolute(words[0]), *words[1:], "--out", str(self._grid.out)]
+        arguments += ["--jobs", gpus if gpus.isdigit() and int(gpus) > 0 else "1"]
+        return self._submit([*self._options.given, *options, str(self._sweep_script), *arguments], [_EVALUATION])
+
+    def queued(self) -> dict[str, str]:
+        """Of the cells, and the evaluation, that an earlier submission has in Slurm's queue, their job."""
+        found: dict[str, str] = {}
+        for file in self.folder.glob("*.job"):
+            names = json.loads(file.read_text(encoding="utf-8"))
+            command = ["squeue", "--noheader", "--array", f"--jobs={file.stem}", "--format=%K"]
+            # Without Slurm there is no squeue; of a job that it has forgotten, squeue prints an error and no task.
+            with contextlib.suppress(FileNotFoundError):
+                tasks = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+                found |= {names[int(task) if task.isdigit() else 0]: file.stem for task in tasks}
+        return found
+
+    def _submit(self, words: Sequence[str], names: Sequence[str]) -> str:
+        command = ["sbatch", "--parsable", *words]
+        if self._is_dry_run:
+            print(as_shell(command, self._options.settings))
+            return "JOB"
+        number = run_sbatch(command, self._options.settings)
+        write_text(self.folder / f"{number}.job", json.dumps(list(names)))
+        return number
+
+
+def _dependency(after: Sequence[str]) -> list[str]:
+    """``afterany``: a cell that failed does not keep the others from being evaluated."""
+    return [f"--dependency=afterany:{':'.join(after)}"] if after else []

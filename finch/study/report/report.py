@@ -1,0 +1,116 @@
+"""`finch report`: reads runs, compares them, and writes report.md, report.html, summary.csv and the figures.
+
+report.html is one file that needs nothing else: no script, no font, no image from elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from finch import __version__
+from finch.base import files
+from finch.base.errors import UserError
+from finch.base.log import printable
+from finch.study.report.front import compare_fronts, group_settings, trade_off
+from finch.study.report.measures import compare
+from finch.study.report.runs import read_runs, sort_runs
+from finch.study.report.sections import Report, make_sections
+from finch.study.report.summary import facts, join, left_out, notes, summarize
+from finch.study.report.tables import make_names, summary_csv
+from finch.training.style import COLOURS, method_styles
+
+FIGURES = "figures"
+"""Folder of the figures, next to report.md."""
+PAGE = "report.html"
+
+
+def write_report(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    new_task: str | None = None,
+    old_tasks: Sequence[str] | None = None,
+    base: Path | None = None,
+) -> Path:
+    """Writes a report, over an earlier one.
+
+    Args:
+        folders: runs or sweeps.
+        out: folder for report.md, report.html, summary.csv and figures/.
+        new_task: the evaluated task or probe that the runs learned, where it does not follow from the evaluations.
+        old_tasks: the tasks and probes, of one unit, whose mean change is the trade-off's; None: all old ones, see ``compare``.
+        base: folder of the pretrained model's results, where they have been moved.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        UserError: the runs cannot be read or compared, or ``out`` cannot be written.
+    """
+    runs = sort_runs(read_runs(folders))
+    comparison = compare(runs, new_task=new_task, old_tasks=old_tasks, base=base)
+    options = [*map(os.fspath, folders), "--out", os.fspath(out)]
+    options += ["--new-task", new_task] if new_task is not None else []
+    options += ["--old-tasks", ",".join(old_tasks)] if old_tasks is not None else []
+    figures = out / FIGURES
+    try:
+        figures.mkdir(parents=True, exist_ok=True)
+        if not os.access(figures, os.W_OK):
+            raise PermissionError(None, "permission denied")
+        settings = group_settings(comparison)
+        names = make_names(settings, method_styles(run.method for run in runs))
+        points = trade_off(comparison, settings)
+        new = comparison.new
+        # The common scores are in steps of the last decimal that is shown.
+        resolution = 10.0 ** -(new.places if new is not None else 1)
+        front = compare_fronts(points, resolution=resolution, order=list(names.styles))
+        methods = join(names.labels) if len(names.labels) <= 4 else f"{len(names.labels)} methods"
+        page = {
+            "title": f"Learned and forgotten: {methods}" + ("" if new is None else f" on {new.name}"),
+            "facts": facts(comparison, date.today()),
+            "summary": summarize(comparison, points, front, names),
+            "notes": notes(comparison),
+            "sections": make_sections(Report(comparison, settings, points, front, names, figures), options),
+            "left_out": left_out(comparison, settings, names),
+            "footer": f"Written by finch report {__version__}. Figures: {FIGURES}/*.svg and *.png; numbers: summary.csv.",
+        }
+        texts = {"summary.csv": summary_csv(comparison)} | {name: _render(name, page) for name in ("report.md", PAGE)}
+        for name, text in texts.items():
+            with files.atomic_file(out / name) as partial:
+                files.write_text(partial, text)
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written ({error.strerror or error}); give another folder") from error
+    return out / PAGE
+
+
+def _render(name: str, page: Mapping[str, Any]) -> str:
+    """The text of the template NAME.j2."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("finch.study.report"),
+        autoescape=name == PAGE,
+        finalize=_plain if name == PAGE else _markdown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    template = environment.get_template(f"{name}.j2")
+    return template.render(page=page, figures=FIGURES, colours=COLOURS).strip() + "\n"
+
+
+def _plain(value: Any) -> Any:
+    return printable(str(value)) if isinstance(value, (str, os.PathLike)) and not hasattr(value, "__html__") else value
+
+
+def _markdown(value: Any) -> str:
+    """Names and numbers as Markdown that shows them as they are, in one line; what the template calls ``safe`` stays."""
+    if hasattr(value, "__html__"):
+        return printable(str(value))
+    text = re.sub(r"[\\`*|<]|(?<!\w)_|_(?!\w)|\](?=[(\[:])", r"\\\g<0>", " ".join(printable(str(value)).split("\n")))
+    return re.sub(r"^(?=[#>~=]|[-+]\s)", r"\\", text)

@@ -1,0 +1,264 @@
+"""The runs of a report: their folders' configs, metrics and results of evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from finch.base import run_files
+from finch.base.errors import UserError
+from finch.base.files import read_bytes
+from finch.config.foreign import read_data
+from finch.config.instantiate import component_of
+from finch.config.methods import METHODS
+from finch.evaluation.results import SuiteResult, read_as, read_results
+from finch.study.sweep.grid import LABEL, LR, METHOD, SEED
+
+BATCH_SIZE = "batch_size"
+
+
+@dataclass(frozen=True)
+class _Config:
+    """The types of what a report takes of a config."""
+
+    epochs: int | None = None
+    save_last_epoch_only: bool | None = None
+    batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    seed: int | None = None
+    dtype: str | None = None
+    probes: dict[str, dict[str, Any] | None] | None = None
+    model: dict[str, Any] | None = None
+    checkpointer: dict[str, Any] | None = None
+    optimizer: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """Of a sweep's cell.json."""
+
+    values: dict[str, Any] | None = None
+    task: str | None = None
+    status: str | None = None
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Of a run's values."""
+
+    optimizer_lr: Annotated[float | None, Field(alias=LR, gt=0)] = None
+    seed: int | None = None
+    batch_size: int | None = None
+    label: Annotated[str | None, Field(alias=LABEL)] = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder.
+
+    Attributes:
+        folder: the run's.
+        values: what distinguishes the run: a sweep's cell, else method, optimizer.lr, batch_size and seed of its config.
+        config: the resolved config.yaml; empty without one, as for WiSE-FT's average of weights.
+        metrics: lines of metrics.jsonl; empty before the first step.
+        results: of evaluations, by suite.
+        task: a sweep's name of what is learned, such as ``knowledge``.
+        status: a sweep's; None for a single run.
+        best_epoch: from 0, the epoch that RUN/best links; None without validation, or before the first epoch has ended.
+    """
+
+    folder: Path
+    values: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Sequence[Mapping[str, Any]] = ()
+    results: Mapping[str, SuiteResult] = field(default_factory=dict)
+    task: str | None = None
+    status: str | None = None
+    best_epoch: int | None = None
+
+    @property
+    def label(self) -> str | None:
+        """A sweep's name for the run's method."""
+        return self.values.get(LABEL)
+
+    @property
+    def method(self) -> str:
+        """Whose front the run belongs to: its label, else its method."""
+        return self.label or str(self.values[METHOD])
+
+    @property
+    def learning_rate(self) -> float | None:
+        return self.values.get(LR)
+
+    @property
+    def seed(self) -> int | None:
+        return self.values.get(SEED)
+
+    @property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """The lines of metrics.jsonl that are steps."""
+        return [line for line in self.metrics if not run_files.is_event(line)]
+
+    @property
+    def finished_epochs(self) -> int:
+        """Epochs whose model is there; with ``save_last_epoch_only``, which leaves only the last one's, all up to it."""
+        written = run_files.written_epochs(self.folder)
+        return written[-1] + 1 if written and self.config.get("save_last_epoch_only") else len(written)
+
+    def result_path(self, suite: str) -> Path:
+        return self.folder / run_files.EVALUATION / f"{suite}.json"
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """
+    Args:
+        folders: of runs, or of sweeps, whose cells are all read; a run that is named twice is read once.
+
+    Raises:
+        UserError: a folder is neither, has no readable files, or there is nothing in any of them yet.
+    """
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no folder; give the folders of runs, or of a sweep")
+        cells = [folder] if _is_run(folder) else sorted(path.parent for path in folder.glob(f"*/{run_files.CELL}"))
+        if not cells:
+            raise UserError(
+                f"{folder} is no run (it has no {run_files.CONFIG}, {run_files.METRICS} or {run_files.CELL}) and no sweep's folder; "
+                "give the folders of runs, or of a sweep"
+            )
+        found.update({cell.resolve(): cell for cell in cells})
+    runs = [read_run(folder) for folder in found.values()]
+    if not any(run.metrics or run.results for run in runs):
+        raise UserError(f"{runs[0].folder} has no steps and no evaluations yet; wait for the first step of a run")
+    return runs
+
+
+def sort_runs(runs: Iterable[Run]) -> list[Run]:
+    """By method, as `finch methods` lists them, after these by label; then by learning rate, the other values and seed."""
+    order = list(METHODS)
+
+    def key(run: Run) -> tuple[object, ...]:
+        names = run.method.split("+")
+        known = [order.index(name) if name in order else len(order) for name in names]
+        others = sorted((key, str(value)) for key, value in run.values.items() if key not in (LR, SEED))
+        method = run.label is not None, len(names), known, run.method
+        return *method, run.learning_rate or math.inf, others, -1 if run.seed is None else run.seed, str(run.folder)
+
+    return sorted(runs, key=key)
+
+
+def check_equal(values: Mapping[str, Run], message: str) -> None:
+    """Raises UserError where ``values``, each with a run that has it, are several; the message names two as ``{one}`` and ``{other}``."""
+    if len(values) > 1:
+        (one, run), (other, other_run) = list(values.items())[:2]
+        raise UserError(message.format(one=one, run=run.folder, other=other, other_run=other_run.folder))
+
+
+def read_run(folder: Path) -> Run:
+    """
+    Raises:
+        UserError: one of its files is broken.
+    """
+    config = _read_config(folder / run_files.CONFIG)
+    cell = _read_cell(folder / run_files.CELL)
+    values = {**dict(_values_of_config(config)), **(cell.get("values") or {})}
+    values[METHOD] = str(values.get(METHOD, folder.name))
+    try:
+        read_as(_Values, json.dumps(values))
+    except ValueError as error:
+        raise UserError(
+            f"{folder} has a value that is none ({error}); restore its config.yaml and cell.json, or leave the run out"
+        ) from error
+    metrics = folder / run_files.METRICS
+    return Run(
+        folder=folder,
+        values=values,
+        config=config,
+        metrics=run_files.read_metrics(metrics) if metrics.exists() else [],
+        results=read_results(folder / run_files.EVALUATION),
+        task=cell.get("task"),
+        status=cell.get("status"),
+        best_epoch=_best_epoch(folder),
+    )
+
+
+def method_of_config(config: Mapping[str, Any]) -> str:
+    """The name of the method whose blocks a config has, such as ``finch+talr``; ``sft`` without any of another method."""
+    names = []
+    for name, method in METHODS.items():
+        blocks = {key: block for key, block in method.blocks.items() if key != "model"}
+        if name == "sft" or not blocks:
+            continue
+        if all(
+            config.get(key) is not None and component_of(config[key]) == component_of(block)
+            for key, block in blocks.items()
+        ):
+            names.append(name)
+    if "asft" in names:  # has the blocks of both
+        names = [name for name in names if name not in ("dft", "kl")]
+    if _builder(config).startswith(("lora_", "qlora_")):
+        names.append("lora")
+    return "+".join(names) or "sft"
+
+
+def base_builder(config: Mapping[str, Any]) -> str:
+    """The model's builder without LoRA's prefix, such as ``qwen3_4b``; empty without a config."""
+    return _builder(config).removeprefix("qlora_").removeprefix("lora_")
+
+
+def _builder(config: Mapping[str, Any]) -> str:
+    return str(component_of(config.get("model")) or "").rpartition(".")[2]
+
+
+def _values_of_config(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    if not config:
+        return
+    yield METHOD, method_of_config(config)
+    optimizer = config.get("optimizer")
+    if isinstance(optimizer, Mapping) and optimizer.get("lr") is not None:
+        yield LR, optimizer["lr"]
+    if config.get("batch_size") is not None:
+        yield BATCH_SIZE, config["batch_size"] * (config.get("gradient_accumulation_steps") or 1)
+    if config.get("seed") is not None:
+        yield SEED, config["seed"]
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (run_files.CONFIG, run_files.METRICS, run_files.CELL))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    config = read_data(path)
+    try:
+        read_as(_Config, json.dumps(config))
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}); restore it, or leave the run out") from error
+    return config
+
+
+def _read_cell(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        text = read_bytes(path).decode()
+        read_as(_Cell, text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); restore it, or leave the run out") from error
+    return json.loads(text)
+
+
+def _best_epoch(folder: Path) -> int | None:
+    best = folder / run_files.BEST
+    if not best.is_symlink():
+        return None
+    number = best.readlink().name.removeprefix("epoch_").partition("_")[0]
+    return int(number) if number.isdigit() else None

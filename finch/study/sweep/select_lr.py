@@ -1,0 +1,175 @@
+"""The paper's rule for SFT with a small learning rate: the largest rate of a grid that forgets less than 2 points on average."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finch.base import run_files
+from finch.base.errors import UserError
+from finch.evaluation.results import OLD, POINTS, Sample, base_path, read_result, read_results, read_samples
+from finch.study.sweep.grid import LABEL, LR, METHOD, SEED, read_cell
+
+MAX_FORGETTING = 2.0
+"""Points of average forgetting that the paper allows, on validation rows."""
+SPLIT_SEED = 0
+"""Of the halves of each old task's documents, as the old tasks have no validation rows: one chooses the rate, the other says what it forgets."""
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """Points that were lost: the mean over old tasks and seeds of (pretrained - tuned); negative where the runs gained.
+
+    Attributes:
+        low, high: 95% interval over documents, with SE = sqrt(sum of the tasks' SE^2) / number of tasks; seeds are not drawn.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Runs that differ only in their seed.
+
+    Attributes:
+        lr: their ``optimizer.lr``.
+        values: their other values, without method, label, learning rate and seed.
+        runs: their folders, in the order of their seeds.
+        forgetting: on the half of each old task's documents that chooses.
+        reported: on the other half, which has no part in the choice.
+    """
+
+    lr: float
+    values: Mapping[str, Any]
+    runs: tuple[Path, ...]
+    forgetting: Forgetting
+    reported: Forgetting
+
+
+def forgetting_of(runs: Sequence[Path]) -> tuple[Forgetting, Forgetting]:
+    """The mean forgetting of runs, on the documents that choose a rate and on the others. Each task of role ``old`` in points counts equally.
+
+    Raises:
+        UserError: a run has no result of such a task, the pretrained model's is missing, or a task has too few documents for two halves.
+    """
+    tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        for task, lost in _lost_points(run).items():
+            for document, points in lost:
+                tasks[task][document].append(points)
+    halves: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for task, documents in tasks.items():
+        for half in halves:
+            half.append([])
+        for document, points_of_runs in documents.items():
+            halves[_is_reported(task, document)][-1].append(statistics.fmean(points_of_runs))
+        if min(len(half[-1]) for half in halves) < 2:
+            raise UserError(
+                f"{runs[0]}: {task} has {len(documents)} documents, too few for two halves; evaluate more: evaluate.limit"
+            )
+    return _mean(halves[0]), _mean(halves[1])
+
+
+def _lost_points(run: Path) -> dict[str, list[tuple[str, float]]]:
+    """Of each old task, for each document its key, which those of one cluster share, and what it lost."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    folder = run / run_files.EVALUATION
+    for suite, tuned in read_results(folder).items():
+        old = {name: task for name, task in tuned.tasks.items() if task.role == OLD and task.unit == POINTS}
+        path = base_path(folder / f"{suite}.json", tuned) if old else None
+        base = None if path is None else read_result(path)
+        for name, task in old.items():
+            if path is None or base is None or name not in base.tasks:
+                raise UserError(
+                    f"{run}: {name} has no score of the pretrained model; evaluate again with finch evaluate"
+                )
+            before = {_key(sample): sample for sample in read_samples(path.parent, base.tasks[name])}
+            sign = 100 if task.is_higher_better else -100
+            found[name] = [
+                (
+                    _key(sample) if sample.get("cluster") is None else f"cluster {sample['cluster']}",
+                    sign * (before[_key(sample)]["score"] - sample["score"]),
+                )
+                for sample in read_samples(folder, task)
+                if sample["score"] is not None and before.get(_key(sample), {}).get("score") is not None
+            ]
+    if not found:
+        raise UserError(
+            f"{run} has no results on tasks that measure forgetting; evaluate it: finch evaluate --suite forgetting"
+        )
+    return found
+
+
+def _key(sample: Sample) -> str:
+    return f"{sample['doc_id']} {sample['doc_hash']}"
+
+
+def _is_reported(task: str, document: str) -> bool:
+    return bool(hashlib.sha256(f"{SPLIT_SEED}\n{task}\n{document}".encode()).digest()[0] % 2)
+
+
+def _mean(tasks: Sequence[Sequence[float]]) -> Forgetting:
+    mean = statistics.fmean(map(statistics.fmean, tasks))
+    errors = (statistics.variance(task) / len(task) for task in tasks)
+    margin = statistics.NormalDist().inv_cdf(0.975) * math.sqrt(sum(errors)) / len(tasks)
+    return Forgetting(mean, mean - margin, mean + margin)
+
+
+def rates_of(runs: Sequence[Path], method: str) -> list[Rate]:
+    """The rates of a method's runs, the smallest first; runs that differ only in their seed are averaged.
+
+    Args:
+        method: of runs without a label, or a label.
+
+    Raises:
+        UserError: no run of the method has a learning rate of the grid; a run is not evaluated.
+    """
+    groups: dict[str, list[tuple[dict[str, Any], Path]]] = defaultdict(list)
+    for run in runs:
+        values = read_cell(run)["values"]
+        if values.get(LABEL, values.get(METHOD, "sft")) == method and LR in values:
+            other = {key: value for key, value in values.items() if key not in (METHOD, LABEL, SEED)}
+            groups[repr(sorted(other.items()))].append((values, run))
+    if not groups:
+        raise UserError(
+            f"--method {method}: no run has this method or label and a value of {LR}; run finch sweep first"
+        )
+    rates = []
+    for group in groups.values():
+        group.sort(key=lambda each: (str(type(each[0].get(SEED))), each[0].get(SEED) or 0))
+        values = {key: value for key, value in group[0][0].items() if key not in (METHOD, LABEL, LR, SEED)}
+        folders = tuple(run for _, run in group)
+        rates.append(Rate(float(group[0][0][LR]), values, folders, *forgetting_of(folders)))
+    return sorted(rates, key=lambda rate: (rate.lr, -rate.forgetting.mean))
+
+
+def select_rate(rates: Sequence[Rate], max_forgetting: float) -> Rate | None:
+    """The largest rate that forgets less than ``max_forgetting`` points; of equal rates the one that forgets least."""
+    allowed = [rate for rate in rates if rate.forgetting.mean < max_forgetting]
+    return max(allowed, key=lambda rate: (rate.lr, -rate.forgetting.mean), default=None)
+
+
+def sweep_runs(out: Path) -> list[Path]:
+    """The cells' folders in a sweep's folder that are evaluated.
+
+    Raises:
+        UserError: there are none.
+    """
+    runs = sorted(path.parent for path in out.glob(f"*/{run_files.CELL}"))
+    if not runs:
+        raise UserError(f"{out} holds no runs of a sweep; give the folder `out` of a grid that finch sweep has run")
+    evaluated = [run for run in runs if any((run / run_files.EVALUATION).glob("*.json"))]
+    if not evaluated:
+        raise UserError(f"{out}: no run is evaluated; give the grid the block evaluate with suites: [forgetting]")
+    return evaluated

@@ -1,0 +1,161 @@
+"""What a FINCH config of TorchTitan refuses, in one line and before anything is built."""
+
+import dataclasses
+import functools
+from contextlib import nullcontext
+from importlib import metadata
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from finch.base.errors import UserError
+from finch.integrations import titan
+
+
+@pytest.fixture
+def plain(titan_configs):
+    """TorchTitan's config of stories260k."""
+    return titan_configs.plain
+
+
+@pytest.fixture
+def finch_config(plain, tmp_path):
+    from finch.integrations.titan import to_finch_config
+
+    def make():
+        config = to_finch_config(plain())
+        config.dump_folder = str(tmp_path)
+        return config
+
+    return make
+
+
+@pytest.fixture
+def check(finch_config):
+    """Changes a setting of a FINCH config, by a value or by a function of the old one, checks the config, and returns the error."""
+    from finch.integrations.titan.config_checks import check_config
+
+    def check_changed(path, value):
+        config = finch_config()
+        check_config(config)  # else the change is not what is refused
+        *parents, name = path.split(".")
+        parent = functools.reduce(getattr, parents, config)
+        setattr(parent, name, value(getattr(parent, name)) if callable(value) else value)
+        with pytest.raises(UserError) as raised:
+            check_config(config)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    return check_changed
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("parallelism.spmd_backend", "full_dtensor", "parallelism.spmd_backend=full_dtensor is not supported"),
+        ("parallelism.pipeline_parallel_degree", 2, "parallelism.pipeline_parallel_degree=2 is not supported"),
+        ("lr_scheduler.decay_ratio", 0.5, "lr_scheduler.decay_ratio=0.5 is not supported: FINCH has no decay"),
+        ("lr_scheduler.ema", 1.5, "lr_scheduler: ema=1.5"),
+        ("hf_assets_path", "/nowhere", "hf_assets_path=/nowhere is not a folder"),
+        ("loss", {"objective": "TALR"}, "loss.tau=None"),
+        ("loss", {"objective": "DFT", "tau": 1.0}, "loss.tau=1.0 belongs to TALR"),
+        ("loss", {"objective": "FLOW"}, "loss.objective=FLOW must be DFT, TALR or EAFT"),
+        ("model_spec.model.layers", lambda layers: layers[:-1], "num_hidden_layers=5"),
+    ],
+)
+def test_setting_is_refused(check, path, value, message):
+    from finch.integrations.titan.losses import ObjectiveLoss
+
+    assert message in check(path, ObjectiveLoss.Config(**value) if path == "loss" else value)
+
+
+def test_other_component_is_refused(check, plain):
+    from torchtitan.components.loss import MSELoss
+
+    assert "make the config with finch.titan.to_finch_config" in check("lr_scheduler", plain().lr_scheduler)
+    assert "FINCH needs the mean cross-entropy over the target tokens" in check("loss", MSELoss.Config())
+
+
+def test_scaled_rope_is_refused(check):
+    def scale(layers):
+        for layer in layers:
+            layer.attention.rope = dataclasses.replace(layer.attention.rope, scaling="llama")
+        return layers
+
+    assert "rope" in check("model_spec.model.layers", scale)
+
+
+@pytest.mark.parametrize(
+    ("state", "arguments", "message"),
+    [
+        ({"lr_scheduler": {"last_epoch": 3}}, {}, "load it with --checkpoint.exclude_from_loading lr_scheduler"),
+        ({"lr_scheduler": {"last_epoch": 3}}, {"exclude_from_loading": ["lr_scheduler"]}, None),
+        ({"lr_scheduler": {"last_epoch": 3}}, {"load_step": 4}, None),  # which there is not: TorchTitan's own error
+        ({"lr_scheduler": {"ema_loss": 1.5}}, {}, None),
+        ({"norm.weight": torch.ones(2)}, {}, "it holds only the model"),
+    ],
+)
+def test_checkpoint_of_another_run_is_refused(finch_config, tmp_path, state, arguments, message):
+    from finch.integrations.titan.config_checks import check_config
+
+    config = finch_config()
+    for name, value in arguments.items():
+        setattr(config.checkpoint, name, value)
+    dcp.save(state, checkpoint_id=str(tmp_path / "checkpoint/step-7"), no_dist=True)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        check_config(config)
+
+
+def test_conversion_keeps_everything_else(plain):
+    from finch.integrations.titan import to_finch_config
+
+    before = plain()
+    config = to_finch_config(before, eta_max=1e-2, ema=0.5)
+    assert "FINCH" in type(config.lr_scheduler).__name__
+    assert (config.lr_scheduler.eta_max, config.lr_scheduler.ema) == (1e-2, 0.5)
+    for field in dataclasses.fields(before):
+        if field.name != "lr_scheduler":
+            assert getattr(config, field.name) is getattr(before, field.name), field.name
+    assert type(before.lr_scheduler).__name__ == "Config"
+
+
+def test_conversion_refuses_a_second_time_and_unknown_settings(plain):
+    from finch.integrations.titan import to_finch_config
+
+    with pytest.raises(UserError, match="config has FINCH already"):
+        to_finch_config(to_finch_config(plain()))
+    with pytest.raises(UserError, match="etamax=1 is no setting of FINCH; its settings are"):
+        to_finch_config(plain(), etamax=1)
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ("0.2.9", "torchtitan=0.2.9 is not supported: finch.titan needs >=0.3,<0.4"),
+        ("0.3.7", None),
+        ("0.4.0", "torchtitan=0.4.0 is not supported"),
+        (None, r"which is not installed: pip install 'finch-finetune\[titan\]'"),
+    ],
+)
+def test_version_is_checked(monkeypatch, installed, message):
+    version = mock.Mock(return_value=installed, side_effect=None if installed else metadata.PackageNotFoundError)
+    monkeypatch.setattr(titan, "version", version)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        titan.check_version()
+
+
+@pytest.mark.parametrize(
+    "name", ["finch_sft_llama3_8b", "finch_sft_llama3_1_8b", "finch_sft_qwen3_4b", "finch_sft_qwen3_8b"]
+)
+def test_packaged_config_is_a_finch_config(plain, name):
+    from torchtitan.config import ConfigManager
+
+    from finch.integrations.titan.config_checks import check_config
+
+    config = ConfigManager().parse_args(["--module", "finch.titan", "--config", name, "--training.steps", "7"])
+    assert type(config.lr_scheduler).__name__ == "FINCHConfig"
+    assert (config.training.steps, config.lr_scheduler.init, config.lr_scheduler.eta_max) == (7, "dataset", 5e-5)
+    with pytest.raises(UserError, match=r"hf_assets_path=\./assets/hf"):  # and nothing else
+        check_config(config)

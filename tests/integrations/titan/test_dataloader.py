@@ -1,0 +1,102 @@
+"""Rows as TorchTitan's sequences: their order, their targets, and what a resumed run continues with."""
+
+import pytest
+import torch
+
+from finch.base.errors import UserError
+
+SEQ_LEN = 128
+
+
+@pytest.fixture(scope="module")
+def build(titan_configs, shared_data):
+    """A dataloader over TOFU's first rows."""
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    from finch.integrations.titan.dataloader import RowsDataLoader
+
+    tokenizer = HuggingFaceTokenizer(tokenizer_path=str(shared_data / "stories260k"))
+    rows = str(shared_data / "tofu/full.jsonl")
+
+    def build_loader(rank=0, ranks=1, batch=4, **changes):
+        config = RowsDataLoader.Config(**{"data_files": rows, "split": "train[:21]", "is_packed": False, **changes})
+        options = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": batch}
+        return config.build(dp_world_size=ranks, dp_rank=rank, **options)
+
+    return build_loader
+
+
+@pytest.fixture(scope="module")
+def rows(build, shared_data):
+    """finch's own samples of the same rows."""
+    from finch.data.rows import rows_dataset
+    from finch.models import auto_tokenizer
+
+    tokenizer = auto_tokenizer(str(shared_data / "stories260k"), max_seq_len=SEQ_LEN)
+    return rows_dataset(tokenizer, data_files=str(shared_data / "tofu/full.jsonl"), split="train[:21]")
+
+
+def take(loader, number):
+    batches = iter(loader)
+    return [next(batches) for _ in range(number)]
+
+
+def tokens_of(batches):
+    return [tokens.tolist() for inputs, _ in batches for tokens in inputs["input"]]
+
+
+def test_epoch_has_each_row_once_on_any_number_of_ranks(build, rows):
+    order = torch.randperm(21, generator=torch.Generator().manual_seed(0)).tolist()
+    batches = take(build(), 6)
+    one = tokens_of(batches)
+    for place, index in enumerate(order):
+        expected = rows[index]["tokens"]
+        assert one[place][: len(expected)] == expected
+    assert [int((labels != -100).any(1).sum()) for _, labels in batches] == [4, 4, 4, 4, 4, 1]
+    halves = [tokens_of(take(build(rank, 2, 2), 6)) for rank in (0, 1)]
+    for step in range(5):
+        both = [row for half in halves for row in half[2 * step : 2 * step + 2]]
+        assert sorted(both) == sorted(one[4 * step : 4 * step + 4])
+
+
+def test_targets_are_shifted_and_padding_has_none(build, rows):
+    inputs, labels = take(build(is_shuffled=False), 1)[0]
+    for place in range(4):
+        expected, length = rows[place]["labels"], len(rows[place]["labels"])
+        assert labels[place, : length - 1].tolist() == expected[1:]
+        assert (labels[place, length - 1 :] == -100).all()
+        assert inputs["positions"][place, :length].tolist() == list(range(length))
+        assert (inputs["positions"][place, length : length + 1] == 0).all()  # another document for the attention mask
+
+
+def test_packed_rows_restart_and_predict_nothing_at_their_end(build, rows):
+    loader = build(is_packed=True, batch=1, is_shuffled=False)
+    targets = 0
+    for inputs, labels in take(loader, loader.rounds_per_epoch):
+        starts = (inputs["positions"][0, 1:] == 0).nonzero().flatten()
+        assert (labels[0, starts] == -100).all()
+        targets += int((labels != -100).sum())
+    assert targets == sum(sum(label != -100 for label in rows[index]["labels"][1:]) for index in range(21))
+
+
+def test_state_continues_with_the_next_batch(build):
+    straight = tokens_of(take(build(), 9))
+    loader = build()
+    batches = iter(loader)
+    before = [next(batches) for _ in range(7)]  # in the second epoch
+    resumed = build()
+    resumed.load_state_dict(loader.state_dict())
+    assert tokens_of(before) + tokens_of(take(resumed, 2)) == straight
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 22}, "training.local_batch_size=22 on 1 ranks is larger than the dataset of 21 samples"),
+        ({"num_workers": 2}, "dataloader.num_workers=2 would repeat the rows"),
+        ({"format": "preference"}, "format"),
+    ],
+)
+def test_loader_refuses(build, changes, message):
+    with pytest.raises(UserError, match=message):
+        build(**changes)

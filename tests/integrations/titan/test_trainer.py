@@ -1,0 +1,150 @@
+"""FINCH inside TorchTitan against a scalar reference, TorchTitan's own log, finch's recipe, and itself on other layouts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from helpers.causal_lm import finch_rates, mean_loss
+from helpers.runs import make_config, run_here
+from helpers.titan_runs import start
+
+from finch.data.rows import rows_dataset
+from finch.models import auto_tokenizer
+
+ETA_BASE, ETA_MAX, EMA = 1e-3, 2.5e-3, 0.9
+LAYOUTS = ("fsdp", "hsdp", "tensor")
+
+
+def largest_difference(one, other):
+    """Relative."""
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="session")
+def recipe_runs(tmp_path_factory, shared_data):
+    """finch's torchtune recipe on the same rows, with cross-entropy and with each objective that TorchTitan's loss can be."""
+    folder, base, rows = tmp_path_factory.mktemp("recipe"), shared_data / "stories260k", shared_data / "tofu/full.jsonl"
+    dataset = {"_component_": "finch.data.rows.rows_dataset", "data_files": str(rows), "split": "train[:64]"}
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": ETA_BASE, "weight_decay": 0.0, "fused": True}
+    schedule = {"_component_": "finch.FinchLR", "eta_max": ETA_MAX, "init": "dataset"}
+    blocks = {"dataset": dataset, "optimizer": optimizer, "lr_scheduler": schedule, "batch_size": 8}
+    blocks["model"] = {"_component_": "finch.models.auto", "path": str(base)}
+    blocks["tokenizer"] = {"_component_": "finch.models.auto_tokenizer", "path": str(base), "max_seq_len": 128}
+    runs = {}
+    for name, changes in (
+        ("straight", {"epochs": 3}),
+        ("dft", {"loss": {"_component_": "finch.objectives.DFT"}, "max_steps_per_epoch": 4}),
+        ("eaft", {"loss": {"_component_": "finch.objectives.EAFT"}, "max_steps_per_epoch": 4}),
+        ("talr", {"loss": {"_component_": "finch.objectives.TALR", "tau": 2.0}, "max_steps_per_epoch": 4}),
+    ):
+        runs[name] = run_here(folder / name, make_config(base, rows, folder / name, **blocks, **changes))
+        assert runs[name].returncode == 0, runs[name].output[-3000:]
+    return runs
+
+
+def test_lr_equals_scalar_reference_and_loss_the_logged_loss(one_rank, two_ranks):
+    for run in (one_rank["straight"], one_rank["accumulated"], *(two_ranks[name] for name in LAYOUTS)):
+        losses, result = run.column("loss"), run.result()
+        start = (run.column("ema_loss")[0] - (1 - EMA) * losses[0]) / EMA
+        expected = finch_rates(losses, ETA_BASE, ETA_MAX, start)
+        assert largest_difference(run.column("lr"), expected) < 1e-12
+        assert largest_difference(result["rates"], expected) < 1e-6  # fp32 in the optimizer
+        assert len(set(expected)) == len(expected) == 20
+        steps, logged = zip(*result["logged"], strict=True)
+        assert list(steps) == [line["step"] for line in run.lines()]
+        assert largest_difference(losses, logged) < 1e-6
+
+
+def test_steps_are_written_as_often_as_torchtitan_logs(monkeypatch, tmp_path):
+    from finch.integrations.titan.trainer import RunMetrics
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    config = SimpleNamespace(dump_folder=tmp_path, metrics=SimpleNamespace(log_freq=2))
+    metrics = RunMetrics(SimpleNamespace(config=config), None)
+    metrics.open(0)
+    line = {"loss": torch.tensor(2.0), "lr": 1e-5, "lr_is_capped": False, "num_target_tokens": torch.tensor(3)}
+    found = []
+    for step in range(1, 6):
+        metrics.add_step(step, line)
+        found.append(len((tmp_path / "metrics.jsonl").read_text().splitlines()))
+    assert found == [0, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rates_equal_the_recipes(one_rank, two_ranks, recipe_runs, ranks):
+    expected = recipe_runs["straight"]
+    for run in (one_rank["straight"], one_rank["accumulated"]) if ranks == 1 else map(two_ranks.get, LAYOUTS):
+        assert largest_difference(run.column("lr"), expected.column("lr")[:20]) < 1e-6
+        assert largest_difference(run.column("loss"), expected.column("loss")[:20]) < 5e-6
+        assert run.column("num_target_tokens") == expected.column("num_target_tokens")[:20]
+
+
+@pytest.mark.parametrize("objective", ["dft", "eaft", "talr"])
+def test_objective_equals_the_recipes(one_rank, recipe_runs, objective):
+    run, expected = one_rank[objective], recipe_runs[objective]
+    for name, tolerance in (("lr", 1e-6), ("loss", 5e-6), ("grad_norm", 1e-4)):
+        assert largest_difference(run.column(name), expected.column(name)) < tolerance, name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resume_continues_bit_for_bit(one_rank, two_ranks, ranks):
+    straight = one_rank["straight"] if ranks == 1 else two_ranks["fsdp"]
+    resumed = (one_rank if ranks == 1 else two_ranks)["resumed"]
+    for name in ("step", "loss", "ema_loss", "lr", "grad_norm"):
+        assert resumed.column(name) == straight.column(name), name
+    one, other = straight.weights(), resumed.weights()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_run_of_another_scheduler_continues_with_finch(one_rank):
+    run = one_rank["other"]
+    assert run.column("step") == [3, 4, 5, 6]
+    expected = finch_rates(run.column("loss"), ETA_BASE, ETA_MAX, None)
+    assert largest_difference(run.column("lr"), expected) < 1e-12
+    assert largest_difference(run.result()["rates"], run.column("lr")) < 1e-6
+
+
+def test_nonfinite_steps_are_skipped(one_rank, two_ranks):
+    for run, skipped in (
+        (one_rank["skipped"], {3, 5}),
+        (two_ranks["skipped"], {3}),
+        (two_ranks["tensor_skipped"], {3}),
+    ):
+        ema, losses = run.column("ema_loss"), run.column("loss")
+        assert {step for step, loss in enumerate(losses, 1) if loss is None} == skipped
+        assert all(ema[step - 1] == ema[step - 2] for step in skipped)
+        assert all(value.isfinite().all() for value in run.weights().values())
+
+
+def test_nonfinite_gradient_ends_the_run(one_rank):
+    run = one_rank["raised"]
+    assert "not finite" in run.result()["error"]
+    assert run.column("step")[-1] == 3
+    assert all(value.isfinite().all() for value in run.weights().values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_validation_loss_is_the_exported_folders(one_rank, two_ranks, shared_data, ranks):
+    """Against transformers on the folder of the last step: 9 rows, an odd number, and no padding."""
+    run = (one_rank if ranks == 1 else two_ranks)["validated"]
+    losses = {line["step"]: line["validation_loss"] for line in run.lines() if "validation_loss" in line}
+    last = run.column("step")[-1]
+    assert list(losses) == ([1, 2, 4] if ranks == 1 else [1, 2])
+    tokenizer = auto_tokenizer(str(shared_data / "stories260k"), max_seq_len=128)
+    rows = rows_dataset(tokenizer, data_files=str(shared_data / "tofu/full.jsonl"), split="train[64:73]")
+    rows = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in rows]
+    exported = run.folder / f"checkpoint/step-{last}"
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    assert losses[last] == pytest.approx(mean_loss(model, rows), rel=1e-5)
+
+
+def test_mistake_is_one_line(shared_data, tmp_path):
+    arguments = ["--module", "helpers.titan_configs", "--config", "finch", "--dump_folder", str(tmp_path)]
+    done = start(1, [*arguments, "--parallelism.spmd_backend", "full_dtensor"], shared_data)
+    assert done.returncode == 1
+    lines = [line for line in done.stdout.splitlines() if "finch: error" in line]
+    assert len(lines) == 1, done.stdout[-3000:]
+    assert lines[0].startswith("finch: error: parallelism.spmd_backend=full_dtensor is not supported")
+    assert "UserError" not in done.stdout

@@ -1,0 +1,238 @@
+"""`--config auto`: what is chosen by looking, that each choice can be overridden, a run of it, and its error messages."""
+
+import json
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from helpers.models import save
+from helpers.runs import finch, run_here
+from helpers.tokenizers import write_qwen3_tokenizer
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+
+from benchmarks.tiny_text import WORDS
+from finch.base.errors import UserError
+from finch.config.instantiate import find_config
+from finch.config.parser import read
+from finch.config.schema import FullFinetuneKeys
+from finch.distributed import parallel
+from finch.plan.auto import trial
+from finch.plan.auto.config import learning_rate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen3 of two layers with its tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "Tiny Qwen3"
+    save("qwen3 tied", folder, vocab_size=320)
+    write_qwen3_tokenizer(folder, WORDS)
+    return folder
+
+
+def auto(*arguments):
+    return read(["--config", "auto", *arguments], FullFinetuneKeys)
+
+
+def test_auto_config_names_builder_rows_and_batch(folder, rows_file):
+    cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", "device=cpu")
+    assert cfg.model._component_ == "finch.models.qwen3.qwen3"
+    assert (cfg.model.num_layers, cfg.model.embed_dim, cfg.model.tie_word_embeddings) == (2, 32, True)
+    assert cfg.tokenizer == {"_component_": "finch.models.auto_tokenizer", "path": str(folder), "max_seq_len": 64}
+    rows = {"_component_": "finch.data.rows.rows_dataset", "source": "json", "data_files": str(rows_file)}
+    rows |= {"format": "question_answer", "validation_fraction": 0.1, "split_seed": 0}
+    assert OmegaConf.to_container(cfg.dataset, resolve=True) == {**rows, "part": "train"}
+    assert OmegaConf.to_container(cfg.dataset_validation, resolve=True) == {**rows, "part": "validation"}
+    assert (cfg.dtype, cfg.batch_size, cfg.gradient_accumulation_steps) == ("fp32", 4, 4)
+    assert cfg.output_dir == "out/auto/Tiny_Qwen3-rows"
+    assert (cfg.optimizer.lr, cfg.lr_scheduler.eta_max, cfg.epochs) == (1e-3, "auto", 5)
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "num_steps", "rate"),
+    [
+        (8e9, 10, 2e-5),
+        (4e9, 1000, 2e-5),
+        (135e6, 60, 8e-5),
+        (135e6, None, 8e-5),
+        (0.29e6, 60, 9e-4),
+        (0.29e6, 300, 2e-4),
+        (135e6, 5000, 2e-5),
+    ],
+)
+def test_learning_rate_is_the_measured_one(num_parameters, num_steps, rate):
+    assert learning_rate(num_parameters, num_steps) == rate
+
+
+def test_auto_config_takes_the_kind_of_files_with_other_names(folder, rows_file, tmp_path):
+    file = tmp_path / "rows [1].data"
+    file.write_bytes(rows_file.read_bytes())
+    for key in ("source", "dataset.source"):
+        cfg = auto(f"model_dir={folder}", f"data_files={file}", f"{key}=json", "device=cpu")
+        assert (cfg.dataset.source, cfg.dataset.data_files) == ("json", str(file))
+
+
+def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch, caplog):
+    """Where finch's prompts fit into the context."""
+    given = f"model_dir={folder}", f"data_files={rows_file}", "device=cpu"
+    assert auto(*given).probes is None
+    monkeypatch.setattr("finch.auto.config._MIN_CONTEXT", 64)
+    probe = auto(*given).probes.own
+    assert (probe.kind, probe.rows, probe.data_files) == ("self", 16, None)
+    assert "probes.own" in caplog.text
+    caplog.clear()
+    assert auto(*given, "~probes").probes is None
+    assert "probes.own" not in caplog.text
+
+
+def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch):
+    for ranks, batch in ((2, (4, 2)), (8, (2, 1)), (16, (1, 1))):
+        for name, value in (("LOCAL_RANK", 0), ("RANK", 0), ("WORLD_SIZE", ranks)):
+            monkeypatch.setenv(name, str(value))
+        cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", "device=cpu")
+        assert (cfg.batch_size, cfg.gradient_accumulation_steps) == batch
+
+
+@pytest.fixture
+def on_gpu(folder, rows_file, tmp_path, monkeypatch):
+    """What is chosen for a GPU of so many bytes, which this machine need not have."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(parallel, "local_device", lambda _: torch.device("cuda"))
+
+    def chosen(memory, *arguments):
+        properties = SimpleNamespace(total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", *arguments)
+        keys = (
+            "batch_size",
+            "gradient_accumulation_steps",
+            "enable_activation_checkpointing",
+            "fsdp_reshard_after_forward",
+        )
+        return tuple(cfg[key] for key in keys)
+
+    return chosen
+
+
+def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog):
+    """By the real estimate. Another rank waits for the answer, which a later start finds; a sweep's rates do not ask again."""
+    monkeypatch.setattr(trial, "LIMIT_S", 600.0)  # of a busy machine
+    assert on_gpu(10**9) == (16, 1, False, False)
+    assert re.search(r"rows of \d+ tokens take [\d.]+ [kM]B of 0.9 GB by `finch estimate`", caplog.text)
+    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert on_gpu(10**9, "optimizer.lr=1e-4", "seed=7") == (16, 1, False, False)
+    monkeypatch.setattr(trial, "_WAIT_S", 0.0)
+    with pytest.raises(UserError, match=r"local rank 0 has not chosen one within 0 s .* give batch_size=N"):
+        on_gpu(10**9, "model.num_layers=3")
+    assert on_gpu(10**9, "batch_size=2")[0] == 2  # nothing is to be chosen
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "message"),
+    [
+        ([1, 0], (4, 4, True, True), "take 2.00 GB of 0.9 GB"),
+        ([1, 1, 1], (1, 16, True, True), "too much; batch_size=1"),
+        ([1, "late"], (1, 16, True, True), "the estimate was not done in 30 s"),
+        ([None], (1, 16, True, True), "no estimate (finch: error: wrong)"),
+    ],
+)
+def test_auto_config_tries_three_batches(codes, expected, message, on_gpu, monkeypatch, caplog):
+    answers, elsewhere = iter(codes), subprocess.run
+
+    def run(command, *, timeout=None, **options):
+        if timeout is None:  # a library asks what machine this is
+            return elsewhere(command, **options)
+        assert 0 < timeout <= 30
+        code = next(answers)
+        if code == "late":
+            raise subprocess.TimeoutExpired(command, timeout)
+        known = "" if code is None else "                peak                          2.00 GB\n"
+        return subprocess.CompletedProcess(command, code, known, "finch: error: wrong\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert on_gpu(10**9) == expected
+    assert message in caplog.text
+    assert next(answers, None) is None
+
+
+def test_auto_config_overrides_reach_every_block(folder, rows_file):
+    changes = ["model.max_seq_len=32", "tokenizer.max_seq_len=16", "dtype=bf16"]
+    changes += ["dataset.validation_fraction=0.2", "dataset.train_on_input=True"]
+    cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", "batch_size=1", "output_dir=out/x", *changes)
+    assert (cfg.model.max_seq_len, cfg.tokenizer.max_seq_len, cfg.dtype, cfg.batch_size) == (32, 16, "bf16", 1)
+    held_out = cfg.dataset_validation
+    assert (held_out.validation_fraction, held_out.train_on_input, held_out.part) == (0.2, True, "validation")
+    assert cfg.metric_logger.log_dir == "out/x/logs"
+    model = {"_component_": "finch.models.auto", "path": str(folder)}
+    dataset = {"_component_": "torchtune.datasets.alpaca_dataset"}
+    words = ("model=finch.models.auto", "model.path=${model_dir}", f"dataset._component_={dataset['_component_']}")
+    own = auto(f"model_dir={folder}", *words)
+    assert (own.model, own.dataset, own.dataset_validation) == (model, dataset, None)
+
+
+def test_auto_config_few_rows_are_not_split(folder, tmp_path):
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"text": "a red bird"}\n' * 3)
+    cfg = auto(f"model_dir={folder}", f"data_files={file}", "device=cpu")
+    assert (cfg.dataset.format, cfg.dataset_validation) == ("text", None)
+    assert (cfg.batch_size, cfg.gradient_accumulation_steps) == (3, 1)
+
+
+def test_auto_config_trains_says_what_it_chose_and_saves_it(folder, rows_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = yaml.safe_load(find_config("auto").read_text())
+    config |= {"model_dir": str(folder), "data_files": str(rows_file), "output_dir": str(tmp_path / "run")}
+    done = run_here(tmp_path, {**config, "device": "cpu", "epochs": 1})
+    assert done.returncode == 0, done.output
+    for words in ("finch.models.qwen3.qwen3", "41 rows of question/answer, 4 held out", "dtype=fp32 batch_size=4"):
+        assert words in done.output
+    AutoModelForCausalLM.from_pretrained(done.folder / "best")
+    written = yaml.safe_load((done.folder / "config.yaml").read_text())
+    assert "auto" not in written
+    assert written["model"]["num_layers"] == 2
+    written["output_dir"] = str(tmp_path / "again")
+    again = run_here(tmp_path, json.loads(json.dumps(written).replace("${output_dir}", str(tmp_path / "again"))))
+    assert again.column("loss") == done.column("loss")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "model_dir is not set: add model_dir=DIR"),
+        (["model_dir=/nowhere"], "model_dir=/nowhere is not a folder"),
+        (["model_dir=ORG/NAME"], "tune download ORG/NAME --output-dir"),
+        (["model_dir=DIR"], "data_files is not set: add data_files=ROWS.jsonl"),
+        (["model_dir=DIR", "data_files=/nowhere.jsonl"], "data_files=/nowhere.jsonl does not exist"),
+        (["model_dir=DIR", "data_files=ROWS", "epochs=x"], "epochs=x must be int >= 1"),
+        (["model_dir=DIR", "data_files=MIXED"], "row 2 is prompt/completion"),
+        (["model_dir=EMPTY", "data_files=MIXED"], "has no config.json"),
+        (["model_dir=UNKNOWN", "data_files=MIXED"], "holds a model of type 'mamba'"),
+        (["model_dir=HALF", "data_files=MIXED"], "lists model-2.safetensors, which is not in"),
+    ],
+)
+def test_auto_config_mistakes_are_one_line(arguments, message, folder, rows_file, tmp_path):
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
+    shutil.copytree(folder, tmp_path / "half")
+    (tmp_path / "half" / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-2.safetensors"}}')
+    rows = tmp_path / "mixed.jsonl"
+    rows.write_text('{"question": "a", "answer": "b"}\n{"prompt": "a", "completion": "b"}\n')
+    paths = {"DIR": folder, "MIXED": rows, "EMPTY": tmp_path, "UNKNOWN": tmp_path / "mamba", "HALF": tmp_path / "half"}
+    paths["ROWS"] = rows_file
+    given = [f"{key}={paths.get(value, value)}" for key, value in (text.split("=") for text in arguments)]
+    with pytest.raises(UserError) as error:
+        auto(*given)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_configs_show_prints_the_complete_auto_config(folder, rows_file, capsys):
+    printed = finch(capsys, "configs", "show", "auto", f"model_dir={folder}", f"data_files={rows_file}")[1]
+    shown = yaml.safe_load(printed)
+    assert (shown["model"]["num_layers"], shown["dataset"]["format"]) == (2, "question_answer")
+    assert finch(capsys, "configs", "show", "auto")[0] == 0  # the template

@@ -1,0 +1,211 @@
+"""`finch check` on a tiny model: what it reports of a good run, all mistakes of a bad one, and that it leaves nothing behind."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from helpers.models import edit_config
+from helpers.runs import finch, make_config, write_config
+from helpers.tokenizers import write_qwen3_tokenizer
+
+from benchmarks.tiny_job import instruct_dataset, llama_args
+from finch.data.dataset import Row
+from finch.data.stats import BadRows, DatasetStats
+from finch.plan.commands.check import HELP
+from finch.weights.files import StoredTensor
+
+
+@pytest.fixture
+def check(base_folder, rows_file, tmp_path, capsys, monkeypatch):
+    """(exit code, report) for changes of a good config; fails if a weight is read or a file written."""
+    monkeypatch.setattr(StoredTensor, "read", lambda *_: pytest.fail("weights were read"))
+
+    def run(*arguments, **changes):
+        config = write_config(tmp_path / "config", make_config(base_folder, rows_file, tmp_path / "run", **changes))
+        before = sorted(tmp_path.rglob("*"))
+        code, out, err = finch(capsys, "check", "--config", config, *arguments)
+        assert "finch: error" not in err
+        assert sorted(tmp_path.rglob("*")) == before
+        assert not torch.distributed.is_initialized()
+        return code, out
+
+    return run
+
+
+def memory_of(out):
+    """kB of each part."""
+    return {part: float(size) for part, size in re.findall(r"^ +([a-z ]+?) +([\d.]+) kB$", out, re.MULTILINE)}
+
+
+def test_check_reports_a_good_run(check, rows_file, base_folder):
+    code, out = check("epochs=3")
+    assert code == 0, out
+    assert out.endswith("no problems found\n")
+    assert "finch_full_finetune on 1 rank\n" in out
+    assert "torchtune.models.llama2.llama2: 19,616 parameters, all trained" in out
+    assert f"fits {base_folder}: llama, 1 weight file(s)" in out
+    assert re.search(rf"dataset +{rows_file}: .*41 rows", out)
+    row = json.loads(rows_file.read_text().splitlines()[0])
+    assert re.search(
+        rf"first row, its targets in «»: [^«»]*{re.escape(row['question'])}[^«»]*«[^«»]*{re.escape(row['answer'])}[^«»]*»",
+        out,
+    )
+    assert " tokens: " not in out
+    tokens = check("--rows", "2")[1].split("row 1 of")[1].split("row 2 of")
+    assert re.match(
+        rf" {rows_file}: \d+ tokens: .* \| «bird \d+» \| « 2»", tokens[0]
+    )  # SentencePiece's </s> has no text
+    assert len(tokens) == 2
+    assert "4 samples a step (4 x 1 x 1 ranks), 11 steps an epoch, 3 epochs: 33 steps" in out
+    assert "epoch_N/: 78.5 kB an epoch, 3 epochs: 235.4 kB" in out
+    assert "checkpoints/step_N/: 235.4 kB each" in out
+    assert "an epoch, the last epoch alone: 78.5 kB" in check("epochs=3", "save_last_epoch_only=True")[1]
+    sizes = memory_of(out)
+    assert (sizes["weights"], sizes["optimizer states"]) == pytest.approx((78.5, 156.9), rel=0.01)
+    assert {"activations", "peak"} <= set(sizes)
+
+
+def test_check_takes_the_formula_for_models_of_many_layers(check, monkeypatch):
+    monkeypatch.setattr("finch.plan.commands.check._MAX_FAKE_LAYERS", 1)
+    code, out = check()
+    assert code == 0, out
+    assert "by a formula; `finch estimate` takes longer and is closer" in out
+    assert memory_of(out)["weights"] == memory_of(out)["gradients"] == 78.5
+
+
+def test_check_counts_the_steps_of_a_mixture(check, rows_file):
+    entries = [{**instruct_dataset(rows_file), "weight": weight} for weight in (0.8, 0.2)]
+    code, out = check("epochs=2", dataset=entries)
+    assert code == 0, out
+    assert re.search(r"steps +an epoch draws 51 samples: 41 \(80\.39%\)", out)
+    assert "4 samples a step (4 x 1 x 1 ranks), 13 steps an epoch, 2 epochs: 26 steps" in out
+
+
+def test_check_warns_of_a_rate_above_the_cap(check):
+    code, out = check("optimizer.lr=2e-2")
+    assert code == 0, out
+    assert (
+        "warning: lr_scheduler: FINCH has no effect: eta_max=0.005 caps the learning rate while the loss is below 16 nats"
+        in out
+    )
+
+
+def test_check_of_several_ranks_divides_the_weights(check):
+    code, out = check("--nproc_per_node", "2")
+    assert code == 0, out
+    assert "8 samples a step (4 x 1 x 2 ranks), 6 steps an epoch" in out
+    assert "weights divided over 2 ranks" in out
+    assert memory_of(out)["weights"] == 39.2
+    assert memory_of(out)["gathered layers"] > 0
+
+
+def test_check_of_lora_counts_only_trained_weights(check):
+    code, out = check("method=lora", "model.lora_rank=2")
+    assert code == 0, out
+    trained = int(re.search(r"parameters, ([\d,]+) \(\d+\.\d%\) trained", out)[1].replace(",", ""))
+    assert memory_of(out)["optimizer states"] == pytest.approx(8 * trained / 1000, rel=0.02)
+    assert "epoch_N/ and epoch_N_adapter/" in out
+
+
+def test_check_shows_all_mistakes(check):
+    mistakes = {
+        "epohcs=1": "unknown key epohcs=1, did you mean epochs?",
+        "batch_size=x": "batch_size=x must be int >= 1",
+        "lr_scheduler.etamax=3": "unknown key lr_scheduler.etamax, did you mean lr_scheduler.eta_max?",
+        "optimizer.lr=0": "optimizer.lr=0 must be a number above 0",
+        "loss=torch.nn.MSELoss": "loss._component_=torch.nn.MSELoss is not a plain cross-entropy",
+        "model.num_layers=1": "model does not fit checkpointer.checkpoint_dir",
+        "tokenizer.path=/nowhere/tokenizer.model": "tokenizer: ",
+        "dataset.data_files=/nowhere/rows.jsonl": "dataset.data_files=/nowhere/rows.jsonl does not exist",
+    }
+    code, out = check(*mistakes)
+    assert code == 1
+    problems = zip(mistakes.values(), re.findall(r"problem: (.*)", out), strict=True)
+    assert [problem for start, problem in problems if not problem.startswith(start)] == []
+    assert out.endswith("8 problems found\n")
+
+
+def test_check_groups_bad_rows(check, rows_file, tmp_path):
+    lines = rows_file.read_text().splitlines()
+    lines[2] = lines[16] = lines[11] = lines[20] = '{"question": "why?", "answer": 7}'
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join(lines))
+    code, out = check(f"dataset.data_files={bad}")
+    assert code == 1
+    [problem] = re.findall(r"problem: (.*)", out)
+    rows = rf"rows 3, 12, 17, \.\.\. of {bad}; fix or remove them"
+    assert re.fullmatch(rf"dataset: 4 rows cannot be used \(.*\), {rows}", problem)
+
+
+def test_bad_rows_are_sorted_by_their_numbers():
+    stats = DatasetStats()
+    for index, number in enumerate((47, 2, 27, 9)):
+        stats.add_bad("null", BadRows(1, [Row(index, number, "rows.jsonl")]))
+    assert [row.number for row in stats.bad["null"].first] == [2, 9, 27]
+
+
+def test_check_names_rows_with_empty_texts(check, tmp_path):
+    rows = [{"messages": [{"role": role, "content": "a b c"} for role in ("user", "assistant")]} for _ in range(16)]
+    for number, text in ((3, ""), (9, " \n")):
+        rows[number]["messages"][number % 2]["content"] = text
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    _, out = check(dataset={"_component_": "finch.data.rows.rows_dataset", "data_files": str(file)})
+    assert "2 rows with an empty text, which the model learns to answer or to write (rows 4, 10)\n" in out
+
+
+def test_check_counts_rows_beyond_the_window(check, base_folder, tmp_path):
+    folder = shutil.copytree(base_folder, tmp_path / "mistral")
+    edit_config(folder, model_type="mistral", sliding_window=10)
+    model = {"_component_": "torchtune.models.mistral.mistral", **llama_args()}
+    overrides = (f"checkpointer.checkpoint_dir={folder}", "~checkpointer.model_type")
+    code, out = check(*overrides, model=model)
+    assert code == 0, out
+    assert re.search(
+        r"warning: \d+ of 41 rows longer than sliding_window=10 in config.json of .* are trained with", out
+    )
+    assert "sliding_window" not in check(*overrides, "tokenizer.max_seq_len=10", model=model)[1]
+
+
+def test_check_names_a_token_without_embedding(check, tmp_path):
+    write_qwen3_tokenizer(tmp_path, ["a b c"])  # 320 tokens
+    code, out = check(
+        tokenizer={"_component_": "finch.models.qwen3.qwen3_tokenizer", "path": str(tmp_path / "tokenizer.json")}
+    )
+    assert code == 1
+    assert re.findall("problem: (.*)", out) == [
+        "dataset: the rows have the token 261 and the model has 64 embeddings, from 0 on; give the tokenizer of this model"
+    ]
+
+
+def test_check_reads_the_rows_of_probes(check, rows_file):
+    held_out = (f"probes.facts.data_files={rows_file}", "probes.facts.rows=5")
+    code, out = check(*held_out)
+    assert code == 0, out
+    assert re.search(rf"probes +facts: {rows_file}, question_answer, 5 rows, \d+ tokens", out)
+    code, out = check(*held_out, "probes.facts.kind=text", "probes.other.data_files=/nowhere.jsonl")
+    assert "problem: probes.facts.kind=text, but the rows look like question/answer" in out
+    assert "problem: probes.other.data_files=/nowhere.jsonl does not exist" in out
+
+
+def test_check_reads_replayed_prompts(check, rows_file):
+    replayed = (f"self_replay.prompts={rows_file}", "self_replay.max_new_tokens=4")
+    code, out = check(*replayed)
+    assert code == 0, out
+    assert re.search(rf"self_replay +{rows_file}, 41 rows, answers of up to 4 tokens", out)
+    own = (f"probes.own.data_files={rows_file}", "probes.own.kind=self", "probes.own.max_new_tokens=4")
+    code, out = check(*replayed, *own, dataset_validation="${dataset}")
+    assert "problem: row 1 of probes.own has a prompt of self_replay.prompts=" in out
+    assert "problem: row 1 of dataset_validation has a prompt of self_replay.prompts=" in out
+
+
+def test_check_needs_no_writable_output_folder(check):
+    code, out = check("output_dir=/proc/nowhere/run")
+    assert code in (0, 1)  # /proc has no room on some systems
+    assert "/proc/nowhere/run" in out
+
+
+def test_check_says_how(capsys):
+    assert finch(capsys, "check", "--help")[:2] == (0, f"{HELP}\n")

@@ -1,0 +1,202 @@
+"""`finch sweep` on a small model: its checks, its commands, and a sweep whose runs are real."""
+
+import json
+import os
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from helpers.runs import finch, make_config, weights
+
+from finch.study.sweep.job import Job
+
+REPLAY = {"method": ["lr_replay"], "lr_scheduler.log": [{"cell": {"method": "finch"}}]}
+
+
+@pytest.fixture
+def grid(tmp_path, base_folder, rows_file):
+    """Writes a grid of a small config; returns its path."""
+    config = make_config(base_folder, rows_file, tmp_path / "run", max_steps_per_epoch=2, check_dataset=False)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def write(mappings, **content):
+        content = {"config": str(tmp_path / "config.yaml"), "out": str(tmp_path / "out"), "grid": mappings, **content}
+        (tmp_path / "grid.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return str(tmp_path / "grid.yaml")
+
+    return write
+
+
+def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path, base_folder, capsys):
+    mappings = [{"method": ["sft"], "seed": [0]}, {"method": ["wise_ft"], "seed": [0], "alpha": [0.25]}]
+    file = grid(mappings)
+    code, printed, _ = finch(capsys, "sweep", file)
+    out = tmp_path / "out"
+    assert (code, printed.splitlines()[-1]) == (0, "all 2 cells are done"), printed
+    tuned, base = weights(out / "sft_seed0" / "epoch_0"), weights(base_folder)
+    blended = weights(out / "wise_ft_seed0_alpha0.25" / "best")
+    assert all(torch.equal(blended[key], (1 - 0.25) * base[key] + 0.25 * tuned[key]) for key in tuned)
+    assert json.loads((out / "wise_ft_seed0_alpha0.25" / "cell.json").read_text()) == {
+        "values": {"method": "wise_ft", "seed": 0, "alpha": 0.25},
+        "task": None,
+        "source": "../sft_seed0",
+        "status": "finished",
+    }
+
+    run = out / "sft_seed0"
+    written = (run / "metrics.jsonl").stat().st_mtime_ns
+    assert finch(capsys, "sweep", file)[0] == 0
+    assert (run / "metrics.jsonl").stat().st_mtime_ns == written
+
+    def is_trained(*overrides):
+        return bool(
+            re.search("^sft_seed0 +done +none$", finch(capsys, "sweep", file, "--dry-run", *overrides)[1], re.M)
+        )
+
+    assert [is_trained(*words) for words in ((), ("save_last_epoch_only=True",), ("epochs=2",))] == [True, True, False]
+    (run / "REQUEUE").touch()
+    assert not is_trained()
+    (run / "REQUEUE").unlink()
+    shutil.rmtree(run / "checkpoints")  # to save room
+    assert is_trained()
+    (run / "epoch_0").rename(run / "elsewhere")
+    assert not is_trained()
+    (run / "elsewhere").rename(run / "epoch_0")
+    error = finch(capsys, "sweep", file, "--dry-run", "batch_size=2")[2]
+    assert "cell sft_seed0: " in error
+    assert "holds a run with batch_size=4, the grid says 2" in error
+
+
+@pytest.mark.parametrize(
+    ("mappings", "arguments", "message"),
+    [
+        ({"optimizer.lr": [1e-3, -1]}, (), "cell lr-1: optimizer.lr=-1 must be a number above 0"),
+        ({"method": ["lora"], "seed": [0]}, ("model=torchtune.models.mistral.mistral_7b",), "cell lora_seed0: "),
+        (
+            [{"method": ["finch"]}, {**REPLAY, "lr_scheduler.shape": ["flat"]}],
+            (),
+            "cell lr_replay_log-finch_shape-flat: lr_scheduler.shape=flat must be curve, linear or mean: ",
+        ),
+        ({"seed": [0]}, ("--jobs", "0"), "--jobs 0 must be at least 1"),
+        ({"seed": [0]}, ("--nodes", "2"), "--nodes is not an option of finch sweep; options of sbatch need --slurm"),
+        ({"seed": [0]}, ("--slurm", "overwrite=True"), "overwrite=True: a job that is requeued would start from"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(grid, tmp_path, capsys, mappings, arguments, message):
+    code, _, error = finch(capsys, "sweep", grid(mappings), *arguments)
+    assert code == (2 if "not an option" in message else 1)
+    [line] = [line for line in error.splitlines() if line.startswith("finch: error: ")]
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_grid_names_the_nearest(capsys):
+    assert "did you mean sweeps/qwen3_4B_clip_grad_norm?" in finch(capsys, "sweep", "qwen3_4B_clip_norm")[2]
+    assert "GRID is missing" in finch(capsys, "sweep")[2]
+
+
+def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys):
+    evaluate = {"tasks": ["tofu", "mine"], "new_task": "mine", "include_path": "yaml"}
+    file = grid({"method": ["sft"], "seed": [0]}, evaluate={**evaluate, "data_root": "data", "limit": 5})
+    code, printed, error = finch(capsys, "sweep", file, "--dry-run", "--nproc_per_node", "2", "dtype=bf16_mixed")
+    assert (code, "finch: error: --include-path=yaml is not a folder" in error) == (1, True)  # below the table
+    assert printed.splitlines()[:2] == ["cell       training   evaluation", "sft_seed0  to do      to do"]
+    run, tasks = (line.partition(" -m finch.cli ")[2] for line in printed.splitlines()[2:] if line)
+    out = tmp_path / "out"
+    words = f"dtype=bf16_mixed method=sft seed=0 output_dir={out}/sft_seed0 resume_from_checkpoint=auto"
+    assert run == f"run --nproc_per_node 2 --config {tmp_path}/config.yaml {words}"
+    common = f"evaluate --base {base_folder} --tuned {out}/sft_seed0 --out {out} --trust --data-root data --limit 5"
+    assert tasks == f"{common} --tasks tofu,mine --include-path yaml --new-task mine"
+
+
+def test_epochs_that_are_chosen_from_are_scored_before_the_run(grid, tmp_path, base_folder, capsys):
+    evaluate = {"suites": ["knowledge"], "select_by": "knowledge_validation"}
+    file = grid({"method": ["sft"]}, evaluate=evaluate, overrides={"epochs": 2})
+    code, printed, error = finch(capsys, "sweep", file, "--dry-run")
+    assert (code, "--data-root is missing and HF_HUB_OFFLINE=1 forbids the hub" in error) == (1, True)
+    epochs, run = (line.partition("--base ")[2] for line in printed.splitlines() if " evaluate " in line)
+    out = tmp_path / "out"
+    models = f"{out}/sft/epoch_0 {out}/sft/epoch_1"
+    assert epochs == f"{base_folder} --tuned {models} --out {out} --trust --suite knowledge_validation"
+    assert run == f"{base_folder} --tuned {out}/sft --out {out} --trust --suite knowledge,knowledge_validation"
+    error = finch(capsys, "sweep", file, "--dry-run", "save_last_epoch_only=True")[2]
+    assert "cell sft: save_last_epoch_only=True leaves no epochs to choose from by evaluate.select_by" in error
+
+
+def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, capsys, monkeypatch):
+    mappings = [{"method": ["finch", "lora"], "seed": [0]}, {**REPLAY, "seed": [0]}]
+    file = grid(mappings, evaluate={"suites": ["forgetting"]})
+    dry_run = ("sweep", file, "--slurm", "--dry-run")
+    code, printed, error = finch(capsys, *dry_run, "--gpus-per-node=2", "--jobs", "4", "epochs=2")
+    assert code == 0, error
+    lines = printed.splitlines()
+    out = tmp_path / "out"
+    assert f"# task 1 of {out}/slurm/cells_0: finch_lora_finetune " in lines[1]
+    assert f"--array=0-1%4 --output={out}/slurm/%A_%a.out {out}/slurm/sweep.sbatch {out}/slurm/cells_0 " in lines[2]
+    assert f"lr_scheduler.log={out}/finch_seed0" in lines[3]
+    assert "--array=0-0%4 --dependency=afterany:JOB " in lines[4]
+    assert "--nodes=1 --dependency=afterany:JOB:JOB " in lines[5]
+    assert lines[5].endswith(f"sweep.sbatch {file} epochs=2 --out {out} --jobs 2")
+    assert not os.path.exists(out)
+    printed = finch(capsys, *dry_run, "--skip-training")[1]
+    assert (printed.count("sbatch --parsable"), "--dependency" in printed) == (1, False)
+    monkeypatch.setenv("FINCH_CONTAINER", "finch.sqsh")
+    monkeypatch.setenv("FINCH_CONTAINER_MOUNTS", "/models")
+    printed = finch(capsys, *dry_run)[1]
+    assert printed.count(f"FINCH_CONTAINER_MOUNTS=/models,{out},{tmp_path} ") == 3  # the folder of grid and config
+
+
+def test_keep_leaves_one_model_of_a_trained_cell(grid, tmp_path, capsys):
+    file = grid({"method": ["sft"]}, keep="best", overrides={"epochs": 3})
+    code, printed, error = finch(capsys, "sweep", file)
+    assert code == 0, printed + error
+    run = tmp_path / "out" / "sft"
+    assert [path.name for path in sorted(run.glob("epoch_*"))] == ["epoch_2"]
+    assert not (run / "checkpoints").exists()
+    assert re.search("^sft +done", finch(capsys, "sweep", file, "--dry-run")[1], re.M)
+
+
+def test_what_an_evaluation_needs_is_checked_before_the_first_cell(grid, tmp_path, capsys, monkeypatch):
+    nowhere = str(tmp_path / "nowhere")
+    for evaluate, options, message in (
+        ({"tasks": ["tofu"], "data_root": nowhere}, (), f"--data-root={nowhere} is not a folder"),
+        ({"tasks": ["tofu"], "base": nowhere}, (), f"--base={nowhere} is not a folder"),
+        ({"tasks": ["arc_esay"], "include_path": str(tmp_path)}, ("--dry-run",), "--tasks arc_esay is neither a task"),
+    ):
+        code, _, error = finch(capsys, "sweep", grid({"method": ["sft"]}, evaluate=evaluate), *options)
+        assert (code, (tmp_path / "out").exists()) == (1, False)
+        assert message in error
+
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    cells = {"mappings": {"method": ["sft", "dft", "talr"]}, "overrides": {"epochs": 3}}
+    code, _, error = finch(capsys, "sweep", grid(**cells))
+    assert (code, (tmp_path / "out").exists()) == (1, False)
+    assert "has 1.0 kB free, the 9 models of 3 cells need" in error
+    error = finch(capsys, "sweep", grid(**cells, keep="best"), "--jobs", "2")[
+        2
+    ]  # two cells at a time have all of theirs
+    assert "the 7 models of 3 cells need" in error
+
+
+def test_failures_with_one_cause_are_one_line(grid, capsys, monkeypatch):
+    file = grid({"method": ["sft", "dft"]})
+    monkeypatch.setattr("finch.study.sweep.job.FINCH", ["/bin/false"])
+    code, printed, error = finch(capsys, "sweep", file)
+    assert code == 1
+    [line] = [line for line in error.splitlines() if line.startswith("finch: error: ")]
+    assert line.startswith("finch: error: sft and 1 more: no output")
+    assert "2 of 2 cells failed" in printed
+
+
+@pytest.mark.parametrize(("keep", "left"), [("best", "epoch_1"), ("last", "epoch_2")])
+def test_kept_model_is_the_best_or_the_last(tmp_path, keep, left):
+    for name in ("epoch_0", "epoch_1", "epoch_2", "checkpoints/step_9"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "best").symlink_to("epoch_1")
+    cell, grid = SimpleNamespace(folder=tmp_path, kind="run"), SimpleNamespace(keep=keep, evaluation=None)
+    Job(grid, cell, "", None).remove_surplus()
+    assert {path.name for path in tmp_path.iterdir()} == {left, *(["best"] if keep == "best" else [])}

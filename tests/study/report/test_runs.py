@@ -1,0 +1,56 @@
+"""Reading run folders: a config's method, runs still going, sweeps, and folders that are no run."""
+
+import pytest
+from helpers.evaluated_runs import make_run
+from helpers.runs import MINIMAL
+from omegaconf import OmegaConf
+
+from finch.base.errors import UserError
+from finch.config.methods import METHODS
+from finch.config.parser import merge
+from finch.study.report.runs import method_of_config, read_runs, sort_runs
+
+
+@pytest.mark.parametrize(
+    "name", [*sorted(METHODS.keys() - {"small_lr", "wise_ft"}), "finch+talr", "finch+lora", "talr+l2"]
+)
+def test_method_of_config(name):
+    cfg, _ = merge(MINIMAL, [f"method={name}", "lr_scheduler.log=x"])
+    assert method_of_config(OmegaConf.to_container(cfg)) == name
+
+
+def test_values_are_a_cell_over_its_config(tmp_path):
+    run = make_run(tmp_path / "a", "finch", 3e-5, 7, base=None)
+    [read] = read_runs([run])
+    assert read.values == {"method": "finch", "optimizer.lr": 3e-5, "batch_size": 16, "seed": 7}
+    (run / "cell.json").write_text('{"values": {"method": "small_lr"}, "task": "science", "status": "running"}')
+    [read] = read_runs([run])
+    assert (read.method, read.learning_rate, read.task, read.status) == ("small_lr", 3e-5, "science", "running")
+
+
+def test_gradient_accumulation_is_part_of_the_batch(tmp_path):
+    run = make_run(tmp_path / "a", "sft", 1e-5, base=None, config={"gradient_accumulation_steps": 4})
+    assert read_runs([run])[0].values["batch_size"] == 64
+
+
+def test_sweep_is_read_once_with_its_cells(sweep):
+    runs = read_runs([sweep, sweep / "sft-3e-05-0"])
+    places = [(run.method, run.seed) for run in sort_runs(runs)]
+    assert places == [(method, seed) for method in ("sft", "finch", "dft") for seed in (0, 1, 0, 1)]
+
+
+def test_bad_folders_are_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "new" / "epoch_0").mkdir(parents=True)
+    (tmp_path / "new" / "cell.json").write_text('{"values": {}}')
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.yaml").write_text("a: [")
+    for name, words in {
+        "absent": "is no folder",
+        "empty": "is no run",
+        "new": "no steps and no evaluations yet",
+        "broken": "cannot be read",
+    }.items():
+        with pytest.raises(UserError, match=words) as caught:
+            read_runs([tmp_path / name])
+        assert "\n" not in str(caught.value)

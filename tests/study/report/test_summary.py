@@ -1,0 +1,151 @@
+"""A report whose old tasks are in nats, and what it says of them and of runs without all evaluations."""
+
+import csv
+import json
+import re
+
+import pytest
+from helpers.evaluated_runs import add_losses, make_sweep
+
+pytest.importorskip("matplotlib", reason="the report extra is not installed")
+from scipy.stats import binomtest
+
+from finch.study.report.front import Front, compare_pair, seed_points
+from finch.study.report.report import write_report
+from finch.study.report.selection import Measure
+from finch.study.report.summary import _conclusion, _pair_text
+from finch.study.report.tables import NONE, Names
+from finch.training.style import method_styles
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Of two methods, two learning rates and two seeds; one run has only the losses, one has nothing."""
+    folder = tmp_path_factory.mktemp("sweep")
+    cells = make_sweep(folder, methods=("sft", "finch"), rates=(3e-5, 1e-4), n=20)
+    add_losses(folder, cells)
+    for path in [*(cells[0] / "evaluation").glob("[!l]*.json"), *(cells[1] / "evaluation").glob("*.json")]:
+        path.unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nats(sweep):
+    write_report([sweep], sweep / "nats", new_task="tofu", old_tasks=["own_answers_kl"])
+    return sweep / "nats"
+
+
+def test_report_in_nats(nats):
+    text = (nats / "report.md").read_text()
+    assert (
+        "The change of own_answers_kl, of each method and SFT where both have learned equally much (95% intervals"
+        in text
+    )
+    [line] = [line for line in text.splitlines() if line.startswith("- FINCH forgets ")]
+    assert (
+        re.search(r"forgets at [\d.]+%, the highest score that both reach, \d\.\d\d \[", line) or " on average" in line
+    )
+    assert len(re.findall(r"At an equal score on tofu: [^.]*\.", text)) == 1
+    assert "change of own_answers_kl, nats per token" in (nats / "figures" / "trade_off.svg").read_text()
+    assert "--old-tasks own_answers_kl" in text
+    assert "A small p says only that they have moved" in text
+    assert f"| own_answers_kl | old | kl | losses | 30 (few) | {NONE} | {NONE} | 0.000 [0.000, 0.000] |" in text
+
+
+def test_summary_csv_has_units(nats):
+    with (nats / "summary.csv").open() as file:
+        rows = {(row["run"], row["task"]): row for row in csv.DictReader(file)}
+    units = {task: row["unit"] for (_, task), row in rows.items()}
+    in_nats = {"own_answers", "own_answers_kl", "mean of old tasks"}
+    assert units == {task: "nats" if task in in_nats else "points" for task in units}
+    assert in_nats | {"tofu", "mmlu", "confidence"} < units.keys()
+    tests = {task: row["test"] for (_, task), row in rows.items()}
+    assert tests["own_answers_kl"] == tests["own_answers"] != tests["mmlu"]
+    for (run, task), row in rows.items():
+        if task == "mean of old tasks":
+            assert float(row["delta"]) == pytest.approx(float(rows[run, "own_answers_kl"]["score"]))
+
+
+def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, sweep):
+    text = (nats / "report.md").read_text()
+    assert "old task is own_answers_kl in nats. Only in the tables of changes: own_answers in nats, hellaswag" in text
+    assert "1 of 8 runs lacks tofu and is absent from the trade-off: SFT, lr 3e-5." in text
+    assert "1 of 8 runs lacks tofu and own_answers_kl and is absent from the trade-off: SFT, lr 3e-5." in text
+    write_report([sweep], sweep / "points", new_task="tofu")
+    text = (sweep / "points" / "report.md").read_text()
+    assert "own_answers and own_answers_kl in nats, since a mean of points and nats says nothing" in text
+    assert "2 of 8 runs lack tofu, hellaswag and mmlu and are absent" in text
+    assert "SFT, lr 3e-5 (2 seeds)." in text
+
+
+NEW = Measure("tofu", "new", "knowledge", "acc", "")
+BASE = seed_points("pretrained", [[(20.0, 0.0)] * 5])[0]
+
+
+def setting(method, new, old):
+    """Of five seeds around a point, SFT's and the others' on opposite sides of it."""
+    sides = (-2, -1, 0, 1, 2) if method == "sft" else (2, 1, 0, -1, -2)
+    return seed_points(method, [[(new, old * (1 + side / 100)) for side in sides]])[0]
+
+
+def test_methods_are_compared_at_equal_scores_in_words():
+    sft = [setting("sft", 40.0, -0.4), setting("sft", 60.0, -0.8), setting("sft", 80.0, -1.2)]
+    methods = {
+        "finch": [setting("finch", 40.0, -0.2), setting("finch", 60.0, -0.4), setting("finch", 70.0, -0.5)],
+        "eaft": [setting("eaft", 40.0, -0.5), setting("eaft", 80.0, -1.7)],
+        "l2": [setting("l2", 50.0, -0.9)],
+        "dft": [setting("dft", 40.0, -0.4), setting("dft", 60.0, -0.79), setting("dft", 80.0, -1.2)],
+        "stm": [setting("stm", 30.0, -0.1)],
+    }
+    pairs = {method: compare_pair(points, sft, BASE) for method, points in methods.items()}
+    front = Front([], dict.fromkeys(("sft", *methods), ()), {}, pairs)
+    assert _conclusion(front, NEW, Names(method_styles(front.methods), [])) == (
+        "At an equal score on tofu: FINCH forgets less than SFT; EAFT forgets more than SFT; of DFT no difference from SFT can be shown; "
+        "of L2 nothing is concluded from one score, add learning rates; STM and SFT were measured at no common score."
+    )
+    kl, points = (
+        Measure("kl", "old", "losses", "kl", "", "nats", False),
+        Measure("mmlu", "old", "forgetting", "acc", ""),
+    )
+    assert re.fullmatch(
+        r"FINCH forgets 0\.50 \[0\.\d+, 0\.\d+\] times as much, from 40\.0% to 70\.0% on average, 0\.50 to 0\.50 without any one setting; "
+        r"at 70\.0%, the highest score that both reach, 0\.50 \[0\.\d+, 0\.\d+\] times as much\.",
+        _pair_text("FINCH", pairs["finch"], NEW, kl),
+    )
+    assert re.fullmatch(
+        r"L2 forgets at 50\.0%, the highest score that both reach, 1\.50 \[1\.\d+, 1\.\d+\] times as much\.",
+        _pair_text("L2", pairs["l2"], NEW, kl),
+    )
+    assert _pair_text("STM", pairs["stm"], NEW, kl).endswith(
+        "times as much: a guess, on a straight line from the pretrained model."
+    )
+    gains = [setting("finch", 40.0, 3.0), setting("finch", 80.0, 1.0)]
+    text = _pair_text("FINCH", compare_pair(gains, sft, BASE, has_intervals=False), NEW, points)
+    assert text.endswith("at 80.0%, the highest score that both reach, 2.2 points less.")
+    assert " points less, from 40.0% to 80.0% on average; at" in text
+
+
+def test_tasks_at_chance_are_marked_and_stay_out_of_the_mean(sweep):
+    text = (sweep / "points" / "report.md").read_text()
+    base = json.loads(next(sweep.glob("base*/forgetting.json")).read_text())["tasks"]["winogrande"]
+    interval = binomtest(round(20 * base["score"]), 20).proportion_ci(method="wilson")
+    assert interval.low <= base["chance"] < base["score"]
+    assert (
+        "winogrande: the pretrained model is not above chance (25.0%), so it can forget nothing there, and it is not in the mean."
+        in text
+    )
+    assert "| winogrande (at chance) | old |" in text
+    assert (
+        "Caution: fewer than 100 documents, so rough intervals: own_answers (30), own_answers_kl (30), tofu (20), "
+        in text
+    )
+    write_report([sweep], sweep / "named", new_task="tofu", old_tasks=["winogrande"])
+    named = (sweep / "named" / "report.md").read_text()
+    assert "so it can forget nothing there." in named
+    assert "Old tasks: the change of winogrande." in named
+
+
+def test_runs_that_are_left_out_are_folded_at_the_end(nats):
+    for name in ("report.md", "report.html"):
+        text = (nats / name).read_text()
+        assert text.index("lacks tofu and is absent") > text.index("<summary>Left out") > text.index("finch report ")
