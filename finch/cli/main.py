@@ -75,15 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser, commands, module = build_parser(name)
     complete_in_shell(parser, {name: commands[name] for name in _WITH_CONFIG})
     parsed, rest = parser.parse_known_args(arguments)
-    if parsed.command is None:
-        parser.print_help()
-        sys.exit(2)
     if parsed.command in _WITH_CONFIG:
         module.main(parsed, rest)
-        return
-    if rest:
-        commands[parsed.command].error(f"unrecognized arguments: {' '.join(rest)}")
-    module.main(parsed)
+    elif rest:
+        commands.get(parsed.command, parser).error(f"unrecognized arguments: {' '.join(rest)}")
+    elif module is not None:
+        module.main(parsed)
+    else:
+        parser.print_help()
+        sys.exit(2)
 
 
 def build_parser(

@@ -314,7 +314,9 @@ def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
 
 def _titan_configs() -> list[str]:
     """The configs of finch.titan, read from its source: TorchTitan need not be installed where jobs are submitted."""
-    tree = ast.parse((Path(__file__).parents[1] / "integrations" / "titan" / "config_registry.py").read_text(encoding="utf-8"))
+    tree = ast.parse(
+        (Path(__file__).parents[1] / "integrations" / "titan" / "config_registry.py").read_text(encoding="utf-8")
+    )
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 

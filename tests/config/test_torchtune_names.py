@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torchtune
+from helpers.runs import ROOT
 from torchtune.data import padded_collate_sft
 from torchtune.datasets._sft import SFTTransform
 from torchtune.models.llama3 import base_llama_tp_plan
 
 from finch.config import torchtune_names
 
-ROOT = Path(__file__).parent.parent
 FILES = [*(ROOT / "finch").rglob("*.py"), *(ROOT / "recipes").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
 IGNORED = -100
 
