@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
+import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,8 @@ from pathlib import Path
 import pytest
 from helpers.runs import ROOT
 from packaging.requirements import Requirement
+
+import finch
 
 CORE = (
     ("base",),
@@ -32,6 +37,18 @@ BELOW = {
     for package in layer
 } | {room: {room, *others, *(each for layer in CORE for each in layer)} for room, others in ROOMS.items()}
 TORCH_ALONE = ("finch", "finch.base", "finch.optim", "finch.objectives")
+RECIPE_USERS = ("estimate.fake_step", "gpu_check.runs", "gpu_check.speed", "gpu_check.step")
+"""What runs the recipe, or a part of it, in a process of its own."""
+BUDGET = 12_900
+"""Of the core, in lines of code. It may fall; what would raise it belongs into a room, or replaces something."""
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 EXTRAS = ("torchtune", "evaluate", "report", "openai", "hf", "lightning", "titan")  # what finch itself imports
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -87,3 +104,49 @@ def test_third_party_imports_are_declared() -> None:
         names = {name.split(".")[0] for name in imports(path)}
         names -= {"yaml"} if "pyyaml" in declared else set()
         assert names <= {"finch", "finch_full_finetune", *declared, *sys.stdlib_module_names}, path
+
+
+def test_core_names_rooms_in_these_places_alone() -> None:
+    """A component named by a string is an import that no reader of imports sees."""
+    rooms = tuple(f"finch.{room}" for room in ROOMS)
+    paths = [*rooms, *(public for public, path in finch._Aliases.PATHS.items() if path.startswith(rooms))]
+    is_room = re.compile(rf"({'|'.join(map(re.escape, paths))})(\.\w+)*")
+    named = {
+        (module, node.value)
+        for module, path in MODULES.items()
+        if module != "finch" and package_of(module) not in ROOMS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_room.fullmatch(node.value)
+    }
+    assert named == {
+        ("finch.cli.slurm", "finch.titan"),  # the module that TorchTitan imports in the job
+        ("finch.config.foreign", "finch.data.sciknoweval.sciknoweval_solutions_dataset"),
+        ("finch.training.hooks", "finch.evaluation.average.Average"),
+    }
+
+
+def test_recipe_is_imported_by_these_alone() -> None:
+    users = {module for module, path in MODULES.items() if "finch_full_finetune" in set(imports(path))}
+    assert users == {f"finch.plan.{name}" for name in RECIPE_USERS}
+
+
+def test_core_stays_within_its_budget() -> None:
+    """Lines of code, without comments, docstrings and blank ones."""
+    total = 0
+    for module, path in MODULES.items():
+        if module == "finch" or package_of(module) not in ROOMS:
+            source = path.read_text()
+            strings = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+            docs = (
+                each for each in strings if isinstance(each.value, ast.Constant) and isinstance(each.value.value, str)
+            )
+            left_out = {number for each in docs for number in range(each.lineno, (each.end_lineno or 0) + 1)}
+            tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+            code = {
+                line
+                for token in tokens
+                if token.type not in NO_CODE
+                for line in range(token.start[0], token.end[0] + 1)
+            }
+            total += len(code - left_out)
+    assert total <= BUDGET
