@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finch import __version__
-from finch.base.errors import report_user_errors
+from finch.base.errors import UsageError, report_user_errors
 from finch.base.extras import require_extras
 from finch.base.log import quiet_dependencies
 from finch.cli.arguments import CommandsParser, Parser, complete_in_shell
@@ -31,7 +31,6 @@ _COMMANDS = {
             "evaluation.commands.wise_ft",
             "interpolate between the pretrained and the tuned model's weights",
         ),
-        "data": ("evaluation.commands.data", "make rows to train on"),
     },
     "measure": {
         "chat": (
@@ -61,6 +60,9 @@ _COMMANDS = {
     },
 }
 """By group and name: the module below ``finch``, with ``main`` and perhaps ``add_arguments``, and what it does."""
+_MOVED = {
+    "data": "finch data translate is now a script in finch's repository: python examples/translate_rows.py, with the same options"
+}
 _READ_ALL = ("run", "check", "estimate")  # which read all that follows themselves
 _WITH_CONFIG = (*_READ_ALL, "slurm", "sweep")  # which take key=value and others' options
 
@@ -72,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     typed = os.environ["COMP_LINE"].split()[1:] if "_ARGCOMPLETE" in os.environ else arguments
     name = next((word for word in typed if not word.startswith("-")), None)
+    if name in _MOVED:
+        raise UsageError(_MOVED[name])
     parser, commands, module = build_parser(name)
     complete_in_shell(parser, {name: commands[name] for name in _WITH_CONFIG})
     parsed, rest = parser.parse_known_args(arguments)

@@ -10,4 +10,5 @@ runner.py            what is left to do, one task after the other, results as fi
 results.py           the result files
 statistics.py        differences and their intervals
 judge.py             scores from a judge
+chat_client.py       a server with OpenAI's protocol, its answers on disk, a budget of tokens
 """

@@ -174,36 +174,30 @@ def find_answers(path: Path) -> Path:
     raise UserError(f"{path} has no answers of the language task; {_REMEDY}")
 
 
-def read_comparison(
-    path: Path, model: str, max_answer_tokens: int, limit: int | None = None, *, is_control: bool = False
-) -> Comparison:
+def read_comparison(path: Path, model: str, max_tokens: int, limit: int | None, *, is_control: bool) -> Comparison:
     """A tuned model's answers and those of the base model that its result names.
 
     Args:
         path: of the tuned model's JSON; in the control also of the base model's.
+        max_tokens: of a judgement.
         is_control: whether the base model's answers are compared with themselves.
 
     Raises:
         UserError: answers that are missing, of the base model itself, or to other prompts than the base model's.
     """
     base_file = base_path(path, read_result(path))
-    if is_control:
-        base = _read_answers(base_file or path)
-        return Comparison(base, base, model, max_answer_tokens, limit)
-    tuned = _read_answers(path)
-    if base_file is None:
+    if base_file is None and not is_control:
         raise UserError(f"{path} is the base model's; name a tuned model's results, or add --control")
-    base = _read_answers(base_file)
-    before, after = (
-        [(sample["doc_id"], sample["doc_hash"], sample["prompt"]) for sample in answers.samples]
-        for answers in (base, tuned)
-    )
+    base = _read_answers(base_file or path)
+    tuned = base if is_control else _read_answers(path)
+    keys = ("doc_id", "doc_hash", "prompt")
+    before, after = ([tuple(map(sample.get, keys)) for sample in each.samples] for each in (base, tuned))
     if before != after:
         raise UserError(
             f"{path} and {base_file} answer different prompts ({len(set(before) & set(after))} in common, of {len(after)} and {len(before)}); "
             "evaluate both again with the same data, --limit and chat template"
         )
-    return Comparison(base, tuned, model, max_answer_tokens, limit)
+    return Comparison(base, tuned, model, max_tokens, limit)
 
 
 def _read_answers(path: Path) -> Answers:
@@ -216,25 +210,20 @@ def _read_answers(path: Path) -> Answers:
     return Answers(path, result, samples)
 
 
-def write_scores(comparison: Comparison, judgements: Mapping[str, str]) -> dict[str, float | None]:
-    """Writes the tuned model's scores into its result and returns the metrics next to the score, see ``summarize``.
-
-    Args:
-        judgements: the judge's answers by the requests' keys.
-    """
-    verdicts = comparison.verdicts(judgements)
-    scores = score_documents(verdicts)
+def write_scores(comparison: Comparison, verdicts: Mapping[int, Verdicts]) -> list[Sample]:
+    """Writes the tuned model's scores and the base model's into their results; returns the tuned model's samples with their scores."""
+    write_base_scores(comparison)
+    scores, tuned = score_documents(verdicts), comparison.tuned
     samples = [
         {**sample, "score": scores.get(sample["doc_id"]), "verdicts": verdicts.get(sample["doc_id"])}
-        for sample in comparison.tuned.samples
+        for sample in tuned.samples
     ]
     definition = (
         f"(W + T/2)/N against the base model, W wins and T ties in N judgements of {comparison.model} with prompt {PROMPT_VERSION}: "
         "both orders of each pair, five verdicts folded to win, tie and loss; documents without a verdict in both orders are left out"
     )
-    metrics = summarize(verdicts.values())
-    _write(comparison.tuned, samples, definition, comparison.tuned.task.others | metrics)
-    return metrics
+    _write(tuned, samples, definition, tuned.task.others | summarize(verdicts.values()))
+    return samples
 
 
 def write_base_scores(comparison: Comparison, control: Mapping[str, float | None] | None = None) -> None:
@@ -263,9 +252,8 @@ def _write(answers: Answers, samples: Sequence[Sample], definition: str, others:
         n=len(scores),
         others=others,
     )
-    if task != answers.task or samples != answers.samples:
-        result = replace(answers.result, tasks={**answers.result.tasks, TASK: task})
-        write_result(answers.path.parent, result, {TASK: samples})
+    result = replace(answers.result, tasks={**answers.result.tasks, TASK: task})
+    write_result(answers.path.parent, result, {TASK: samples})
 
 
 def answers_definition(definition: str) -> str:

@@ -94,6 +94,12 @@ def test_configs_cp_never_overwrites(capsys, tmp_path):
     assert f"{target} exists; give another name" in err
 
 
+def test_a_command_that_has_moved_says_where(capsys):
+    code, _, err = finch(capsys, "data", "translate", "--out", "x.jsonl")
+    assert (code, err.count("\n")) == (2, 2)
+    assert "finch data translate is now a script in finch's repository: python examples/translate_rows.py" in err
+
+
 @pytest.fixture
 def doctor_says(capsys, monkeypatch):
     """(exit code, report) of `finch doctor`; by itself, room on the disk is no problem."""

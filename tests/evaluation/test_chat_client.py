@@ -1,27 +1,21 @@
-"""`finch data translate` against a stand-in server: nothing is sent twice, the budget holds, and a start continues the one before it."""
+"""The client against a stand-in server: nothing is sent twice, the budget holds, and a start continues the one before it."""
 
-import errno
 import json
-import os
 import threading
 import time
 
 import pytest
-from helpers.chat_server import KEY, ChatServer, chat_server, completion, finch_with_key, refusal
+from helpers.chat_server import KEY, ChatServer, chat_server, completion, refusal
 from helpers.rows import write_lines
+from helpers.runs import disk_of_files_below
 
 pytest.importorskip("openai", reason="the openai extra is not installed")
 
+from finch.base.errors import UserError
 from finch.evaluation import chat_client
-from finch.evaluation.chat_client import RequestLog, Translation, read_answers
+from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, read_log
 
-ROWS = [
-    {"id": 1, "instruction": "name a bird", "input": "", "output": "a finch"},
-    {"id": 2, "instruction": "name it", "input": "a finch", "output": "line one\nline two"},
-    {"id": 3, "instruction": "name a bird", "input": "  ", "output": "ño\t“x”"},
-    {"id": 4, "instruction": "what is this", "input": None, "output": "a tree"},
-]
-TEXTS = ["name a bird", "a finch", "name it", "line one\nline two", "ño\t“x”", "what is this", "a tree"]
+TEXTS = ["name a bird", "a finch", "ño\t“x”", "line one\nline two", "a tree"]
 
 
 @pytest.fixture
@@ -31,299 +25,217 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def translate(server, tmp_path, capsys):
-    def translate(*options, rows=ROWS):
-        file = write_lines(tmp_path / "alpaca.jsonl", *rows)
-        command = ["data", "translate", "--data-files", file, "--out", str(tmp_path / "out.jsonl")]
-        command += ["--language", "Galician", "--base-url", server.url, "--model", "m", *options]
-        return finch_with_key(capsys, tmp_path, *command)
+def ask(server, tmp_path):
+    """Asks for texts that have no answer, and returns the answers and the problems by text, and all tokens."""
 
-    return translate
+    def ask(texts=TEXTS, budget=None, concurrency=1, url=None, timeout=20.0):
+        requests = [request(text) for text in texts]
+        try:
+            with RequestLog(tmp_path / "log", budget) as log:
+                missing = [each for each in requests if each.key not in log.answers]
+                done = list(ChatClient(url or server.url, log, timeout=timeout).complete_all(missing, concurrency))
+        finally:
+            assert KEY not in (tmp_path / "log").read_text()
+        assert sorted(map(str, done)) == sorted(map(str, missing))
+        found = [
+            {each.user: kept[each.key] for each in requests if each.key in kept} for kept in (log.answers, log.problems)
+        ]
+        return *found, log.tokens
 
-
-def upper(text):
-    return text.upper() if text else text
-
-
-def expected(rows=ROWS):
-    fields = ("instruction", "input", "output")
-    return [
-        row | {name: upper(row[name]) if (row[name] or "").strip() else row[name] for name in fields} for row in rows
-    ]
-
-
-def read(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return ask
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+def request(text):
+    return ChatRequest("m", "Shout.", text, 64)
 
 
-def test_each_text_is_translated_once(translate, server, tmp_path):
-    code, out, _ = translate()
-    assert code == 0
-    written = read(tmp_path / "out.jsonl")
-    assert written == expected()
-    assert list(map(list, written)) == list(map(list, ROWS))  # the order of fields
-    assert sorted(server.texts) == sorted(TEXTS)
+def upper(texts=TEXTS):
+    return {text: text.upper() for text in texts}
+
+
+def test_each_text_is_asked_for_once(ask, server, tmp_path):
+    """An answer is on the disk before the next call, so that a killed command has lost only the calls in flight."""
+    kept = []
+
+    def answer(_, text):
+        kept.append(len(read_log(tmp_path / "log")[0]))
+        return completion(f" {text.upper()}\n")
+
+    server.answer = answer
+    assert ask(TEXTS[:2]) == (upper(TEXTS[:2]), {}, 14)
+    assert ask() == (upper(), {}, 35)
+    assert (server.texts, kept) == (TEXTS, [0, 1, 2, 3, 4])
     assert set(server.keys) == {f"Bearer {KEY}"}
-    assert "4 rows in Galician, 49 tokens taken" in out
-    assert "Galician" in server.requests[0]["messages"][0]["content"]
-    assert (server.requests[0]["model"], server.requests[0]["temperature"]) == ("m", 0)
-    assert names(tmp_path) == ["alpaca.jsonl", "out.jsonl", "out.jsonl.requests"]
+    messages = [{"role": "system", "content": "Shout."}, {"role": "user", "content": "name a bird"}]
+    assert server.requests[0] == {"model": "m", "temperature": 0.0, "max_tokens": 64, "messages": messages}
 
 
-def test_dry_run_sends_nothing_and_needs_no_key(translate, server, tmp_path, monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY")
-    code, out, _ = translate("--dry-run", "--limit", "2")
-    assert code == 0
-    assert out.startswith("2 rows, 4 different texts, 0 of them translated before; the other 4 take at most ")
-    assert server.texts == []
-    assert names(tmp_path) == ["alpaca.jsonl"]
-
-
-def test_limit_and_then_all_rows(translate, server, tmp_path):
-    assert translate("--limit", "2")[0] == 0
-    assert read(tmp_path / "out.jsonl") == expected(ROWS[:2])
-    assert translate()[0] == 0
-    assert read(tmp_path / "out.jsonl") == expected()
-    assert len(server.texts) == len(TEXTS)
-
-
-def test_calls_are_made_at_a_time(translate, server):
-    def slow(_, text):
-        time.sleep(0.1)
-        return completion(text.upper())
-
-    server.answer = slow
-    assert translate("--concurrency", "3")[0] == 0
+def test_calls_are_made_at_a_time(ask, server):
+    server.answer = lambda _, text: time.sleep(0.1) or completion(text.upper())
+    assert ask(concurrency=3)[0] == upper()
     assert server.most_at_once == 3
 
 
-def test_refusals_for_now_are_retried(translate, server, tmp_path):
-    def busy(number, text):
-        replies = [refusal(429, "slow down"), refusal(500, "oops"), None, (503, b"<html>"), (200, b"{not json")]
-        return replies[number % 7] if number % 7 < len(replies) else completion(text.upper())
-
-    server.answer = busy
-    assert translate("--concurrency", "1")[0] == 0
-    assert read(tmp_path / "out.jsonl") == expected()
-
-
-def test_slow_server_is_given_up_and_continued(translate, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_client, "MAX_TRIES", 2)
-    released = threading.Event()
-    server.answer = lambda number, text: completion(text.upper()) if number < 3 else released.wait(20) and None
-    code, _, err = translate("--concurrency", "1", "--timeout", "1")
-    released.set()
-    assert code == 1
-    assert "no answer after 2 tries (it took longer than the timeout)" in err
-    assert read(tmp_path / "out.jsonl.partial") == expected(ROWS[:1])
-    done = len(read_answers(tmp_path / "out.jsonl.requests"))
-    server.answer = ChatServer.answer
-    server.texts.clear()
-    assert translate()[0] == 0
-    assert len(server.texts) == len(TEXTS) - done == 4
-    assert read(tmp_path / "out.jsonl") == expected()
-    assert "out.jsonl.partial" not in names(tmp_path)
+def test_refusals_for_now_are_retried(ask, server):
+    server.answer = lambda number, text: completion(text.upper()) if number % 3 == 2 else refusal(429, "slow down")
+    assert ask()[0] == upper()
 
 
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
         (completion(" \n"), "the answer is empty"),
-        (completion("a \ud83d"), "the answer has halves of surrogate pairs"),
-        (completion("a tr", finish_reason="length"), "the answer was cut off at 134 tokens"),
+        (completion("a tr", finish_reason="length"), "the answer was cut off at 64 tokens"),
+        ((200, f"<html> {KEY}".encode()), "its answer is not a chat completion: '<html> ***'"),
+        ((200, {"choices": []}), "its answer is not a chat completion: '{\"choices\": []}'"),
+        (completion(["a"]), "its answer is not a chat completion: "),
     ],
 )
-def test_useless_answers_leave_their_rows_out(translate, server, tmp_path, reply, reason):
+def test_useless_answers_are_problems_after_three(ask, server, reply, reason):
     server.answer = lambda _, text: reply if text == "a tree" else completion(text.upper())
-    code, _, err = translate()
-    assert code == 1
-    assert f"1 texts got no translation, the first is row 4, output: {reason}" in err
-    assert server.texts.count("a tree") == 3
-    assert read(tmp_path / "out.jsonl.partial") == expected()[:3]
-    assert not (tmp_path / "out.jsonl").exists()
+    answers, problems, tokens = ask()
+    assert (answers, list(problems), server.texts.count("a tree")) == (upper(TEXTS[:-1]), ["a tree"], 3)
+    assert problems["a tree"].startswith(reason)
+    used = 7 if isinstance(reply[1], dict) and "usage" in reply[1] else request("a tree").token_limit
+    assert tokens == 4 * 7 + 3 * used
+    server.answer = ChatServer.answer
+    assert ask() == (upper(), {}, tokens + 7)  # asked for again
 
 
-def test_a_request_that_the_server_refuses_leaves_its_row_out(translate, server, tmp_path):
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_request_that_the_server_refuses_is_a_problem(ask, server, status):
     """As vLLM refuses a prompt that is too long, and Azure one that its filter finds."""
-    server.answer = lambda _, text: refusal(400, "too\nlong") if text == "a tree" else completion(text.upper())
-    for _ in range(2):
-        server.texts.clear()
-        code, _, err = translate()
-        assert code == 1
-        assert (
-            "1 texts got no translation, the first is row 4, output: the server refuses it: HTTP 400: too long" in err
-        )
-        assert server.texts.count("a tree") == 1
-        assert read(tmp_path / "out.jsonl.partial") == expected()[:3]
+    server.answer = lambda _, text: refusal(status, "too\nlong") if text == "a finch" else completion(text.upper())
+    answers, problems, _ = ask()
+    assert answers == upper([text for text in TEXTS if text != "a finch"])
+    assert problems["a finch"].startswith(f"the server refuses it: Error code: {status} - ")
+    assert len(server.texts) == len(TEXTS)
 
 
-def test_servers_that_want_max_completion_tokens_get_it(translate, server, tmp_path):
+def test_servers_that_want_max_completion_tokens_get_it(ask, server):
     message = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
     server.answer = lambda number, text: (
         refusal(400, message) if "max_tokens" in server.requests[number] else completion(text.upper())
     )
-    assert translate("--concurrency", "1")[0] == 0
-    assert read(tmp_path / "out.jsonl") == expected()
-    names = ["max_tokens" if "max_tokens" in each else "max_completion_tokens" for each in server.requests]
-    assert names == ["max_tokens"] + ["max_completion_tokens"] * len(TEXTS)
-
-
-def test_model_of_useless_answers_is_stopped(translate, server):
-    rows = [{"instruction": f"name {number}", "output": "b"} for number in range(100)]
-    server.answer = lambda *_: completion("")
-    code, _, err = translate("--concurrency", "2", rows=rows)
-    assert code == 1
-    assert len(server.texts) < 3 * 25
-    assert "texts got no translation" in err
+    assert ask()[0] == upper()
+    assert [each.get("max_completion_tokens") for each in server.requests] == [None, *[64] * len(TEXTS)]
 
 
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (refusal(401, f"bad key {KEY}"), "HTTP 401: bad key ***; set OPENAI_API_KEY to a key of this server"),
-        (refusal(403, "no"), "HTTP 403: no; set OPENAI_API_KEY to a key that may use this model"),
-        (refusal(402, "no\nmoney"), "HTTP 402: no money; the server does not accept this request"),
-        ((404, b"<html>"), "HTTP 404: <html>; check model=m and the address, which usually ends in /v1"),
-        ((200, b"<html>"), "no answer after 3 tries (its answer is not a chat completion"),
-        ((200, {"choices": []}), "no answer after 3 tries (its answer is not a chat completion"),
-        (refusal(429, "quota"), "no answer after 8 tries (HTTP 429: quota); check the server"),
+        (refusal(401, f"bad key {KEY}"), r"bad key \*\*\*; set OPENAI_API_KEY to a key that may use this model"),
+        (refusal(403, "no"), "403 - .*; set OPENAI_API_KEY to a key that may use this model"),
+        ((404, b"<html>"), "Error code: 404; check model=m and the address, which usually ends in /v1"),
+        (refusal(402, "no\nmoney"), "money.*; check the server and its address, then start again: the answers so far"),
+        (refusal(429, "quota"), "quota.*; check the server and its address, then start again"),
     ],
 )
-def test_refusals_end_the_command_in_one_line(translate, server, reply, message):
+def test_refusals_of_all_requests_are_one_line(ask, server, reply, message):
     server.answer = lambda *_: reply
-    code, _, err = translate("--concurrency", "1")
-    assert code == 1
-    assert f"finch: error: base_url={server.url}: {message}" in err
-    assert len(server.texts) in (1, 3, 8)
+    with pytest.raises(UserError, match=f"^base_url={server.url}: .*{message}") as error:
+        ask(list(map(str, range(100))), concurrency=2)
+    assert KEY not in str(error.value)
+    assert len(server.texts) < 60
 
 
-def reserved(text):
-    return Translation([], (), "Galician", "m").request(text).token_limit
-
-
-def test_budget_is_never_exceeded(translate, server, tmp_path):
-    # A server that counts as many tokens as were reserved for a call.
-    server.answer = lambda _, text: completion(text.upper(), reserved(text))
-    budget = 2000
-    code, _, err = translate("--max-tokens-budget", str(budget), "--concurrency", "3")
-    with RequestLog(tmp_path / "out.jsonl.requests") as log:
-        spent, done = log.tokens, len(log.answers)
-    assert code == 1
-    assert 0 < spent <= budget
-    assert done == len(server.texts) < len(TEXTS)
-    assert f"the budget of 2,000 tokens is spent: {spent:,} are taken, and the next call may take " in err
-    assert translate("--max-tokens-budget", str(budget))[0] == 1  # of all starts, not of one
-    assert len(server.texts) == done
-    assert translate("--max-tokens-budget", "100000")[0] == 0
-    assert sorted(server.texts) == sorted(TEXTS)
-
-
-def test_reserved_tokens_are_freed_by_cheap_calls(translate, server):
-    assert translate("--max-tokens-budget", str(max(map(reserved, TEXTS)) + 49), "--concurrency", "4")[0] == 0
-    assert server.most_at_once == 1
-
-
-def test_log_survives_a_torn_line_and_a_killed_process(translate, server, tmp_path):
-    assert translate()[0] == 0
-    content, file = (tmp_path / "out.jsonl").read_bytes(), tmp_path / "out.jsonl.requests"
-    lines = file.read_bytes().splitlines(keepends=True)
-    for kept in range(len(lines)):
-        file.write_bytes(b"".join(lines[:kept]) + lines[kept][: len(lines[kept]) // 2])
-        answers = sum(b'"text"' in line for line in lines[:kept])
-        server.texts.clear()
-        assert translate()[0] == 0
-        assert len(server.texts) == len(TEXTS) - answers
-        assert (tmp_path / "out.jsonl").read_bytes() == content
-
-
-def test_log_counts_calls_that_were_cut_off(tmp_path):
-    file = tmp_path / "x"
-    write_lines(file, {"key": "a", "reserved": 5}, {"key": "b", "reserved": 9}, {"key": "a", "tokens": 2, "text": "A"})
-    with RequestLog(file, budget=20) as log:
-        assert (log.tokens, log.answers) == (11, {"a": "A"})
-        assert log.reserve("c", 9)
-        log.settle("c", 9, 9)
-        assert not log.reserve("c", 1)
-
-
-def test_full_disk_is_one_line_and_loses_nothing(translate, server, tmp_path, monkeypatch):
-    write, lines = os.write, []
-
-    def full(file, data):
-        if data.startswith(b'{"key"'):
-            lines.append(data)
-        if len(lines) > 7:
-            write(file, data[:9])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        code, _, err = translate("--concurrency", "3")
-    assert code == 1
-    assert "out.jsonl.requests cannot be written (No space left on device); make room" in err
-    done = len(read_answers(tmp_path / "out.jsonl.requests"))
+def test_server_that_hangs_is_one_line_and_continued(ask, server, monkeypatch):
+    released = threading.Event()
+    server.answer = lambda number, text: completion(text.upper()) if number < 2 else released.wait(20) and None
+    monkeypatch.setattr(chat_client, "MAX_RETRIES", 1)
+    with pytest.raises(
+        UserError, match="v1: timed out; check the server and its address, then start again: the answers"
+    ):
+        ask(timeout=0.3)
+    released.set()
+    server.answer = ChatServer.answer
     server.texts.clear()
-    assert translate()[0] == 0
-    assert len(server.texts) == len(TEXTS) - done
-    assert read(tmp_path / "out.jsonl") == expected()
-
-
-def test_answers_are_on_the_disk_before_the_next_call(translate, server, tmp_path):
-    """So that a killed command has lost only the calls in flight."""
-    kept = []
-
-    def answer(_, text):
-        kept.append(len(read_answers(tmp_path / "out.jsonl.requests")))
-        return completion(text.upper())
-
-    server.answer = answer
-    assert translate("--concurrency", "1")[0] == 0
-    assert kept == list(range(len(TEXTS)))
+    assert ask()[0] == upper()
+    assert server.texts == TEXTS[2:]
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "message"),
+    ("url", "message"),
     [
-        ([{"question": "a", "answer": "b"}], (), "the rows are question/answer; rows to translate have instruction"),
-        ([*ROWS, {"instruction": "a", "output": None}], (), "row 5: its field 'output' is missing; fix or remove"),
-        ([*ROWS, {"instruction": 3, "output": "a"}], (), "row 5: its field 'instruction' is int, not text"),
-        (['{"instruction": "\\ud83d", "output": "a"}'], (), "half of a character that is written as two"),
-        (ROWS, ("--base-url", "localhost:8000"), "base_url=localhost:8000 must start with http:// or https://"),
-        (ROWS, ("--base-url", "http://127.0.0.1:9/v1"), "no answer after 3 tries ([Errno 111] Connection refused)"),
-        (ROWS, ("--out", "/nowhere/x.jsonl"), "there is no folder /nowhere; create it"),
+        ("http://127.0.0.1:9/v1", r"v1: \[Errno 111\] Connection refused; check the server and its address"),
+        (f"http://{'a' * 64}.org/v1", "label empty or too long.*; check the server and its address"),
+        ("localhost:8000", "base_url=localhost:8000 is not an address such as http://localhost:8000/v1"),
+        ("http://localhost:x/v1", "is not an address"),
+        ("http://a\x01b/v1", "is not an address"),
     ],
 )
-def test_mistakes_are_one_line(translate, server, rows, options, message):
-    code, _, err = translate(*options, rows=rows)
-    assert code == 1
-    assert message in err
+def test_wrong_addresses_are_one_line(ask, server, url, message):
+    with pytest.raises(UserError, match=message):
+        ask(url=url)
     assert server.texts == []
 
 
-def test_key_is_needed(translate, server, tmp_path, monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY")
-    code, _, err = translate()
-    assert code == 1
-    assert "OPENAI_API_KEY is not set in the environment; export it" in err
-    assert names(tmp_path) == ["alpaca.jsonl"]
-    monkeypatch.setenv("OPENAI_API_KEY", "a\nb")
-    assert "has characters that no request can carry" in translate()[2]
+@pytest.mark.parametrize("key", ["", "a\nb", "clé"])
+def test_key_is_needed(ask, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(UserError, match="OPENAI_API_KEY is not set, or not in ASCII; export it"):
+        ask()
 
 
-def test_out_may_not_be_the_input(translate, tmp_path):
-    code, _, err = translate("--out", str(tmp_path / "alpaca.jsonl"))
-    assert code == 1
-    assert "is one of the files to translate" in err
-    assert read(tmp_path / "alpaca.jsonl") == ROWS
+def test_who_stops_makes_no_further_call(server, tmp_path):
+    with RequestLog(tmp_path / "log") as log:
+        results = ChatClient(server.url, log).complete_all(map(request, map(str, range(1000))), 2)
+        next(results)
+        results.close()
+        assert len(log.answers) == len(server.texts) < 100  # those in flight are recorded
 
 
-def test_log_of_a_running_command_is_locked(translate, tmp_path):
-    with RequestLog(tmp_path / "out.jsonl.requests"):
-        assert "is being written by another process" in translate()[2]
-    (tmp_path / "out.jsonl.requests").write_text("{}\n")
-    assert "line 1 is not a recorded call; remove that line" in translate()[2]
+def test_budget_is_never_exceeded(ask, server):
+    server.answer = lambda _, text: completion(text.upper(), request(text).token_limit)  # as many as were reserved
+    budget = sum(request(text).token_limit for text in TEXTS) - 1
+    for _ in range(2):  # of all starts, not of one
+        with pytest.raises(
+            UserError, match=r"the budget of \d+ tokens is spent: \d+ are taken, the next call may take "
+        ):
+            ask(budget=budget, concurrency=3)
+        assert len(server.texts) == len(TEXTS) - 1
+    assert ask(budget=budget + 1)[::2] == (upper(), budget + 1)
+    assert sorted(server.texts) == sorted(TEXTS)
+
+
+def test_reserved_tokens_are_freed_by_cheap_and_refused_calls(ask, server):
+    server.answer = lambda _, text: refusal(400, "no") if text == "a finch" else completion(text.upper())
+    assert len(ask(budget=max(request(text).token_limit for text in TEXTS) + 28, concurrency=4)[0]) == len(TEXTS) - 1
+    assert server.most_at_once == 1
+
+
+def test_log_survives_a_torn_line(ask, server, tmp_path):
+    assert ask()[0] == upper()
+    lines = (tmp_path / "log").read_bytes().splitlines(keepends=True)
+    for kept in range(len(lines)):
+        (tmp_path / "log").write_bytes(b"".join(lines[:kept]) + lines[kept][: len(lines[kept]) // 2])
+        server.texts.clear()
+        assert ask()[0] == upper()
+        assert len(server.texts) == len(TEXTS) - kept
+
+
+def test_logs_of_earlier_versions_are_read(tmp_path):
+    lines = [{"key": "a", "reserved": 5}, {"key": "b", "reserved": 9}, {"key": "a", "tokens": 2, "text": "A"}]
+    write_lines(tmp_path / "log", *lines, {"key": "b", "tokens": 3})
+    with RequestLog(tmp_path / "log") as log:
+        assert (log.tokens, log.answers) == (5, {"a": "A"})
+
+
+def test_full_disk_is_one_line_and_loses_nothing(ask, server, tmp_path):
+    size = len(json.dumps({"key": request("").key, "tokens": 7, "text": ""}))
+    with (
+        disk_of_files_below(3 * size),
+        pytest.raises(UserError, match=r"log cannot be written \(File too large\); make r"),
+    ):
+        ask(concurrency=2)
+    done = len(read_log(tmp_path / "log")[0])
+    server.texts.clear()
+    assert ask()[0] == upper()
+    assert len(server.texts) == len(TEXTS) - done == 3
+
+
+def test_log_of_a_running_command_is_locked(ask, tmp_path):
+    with RequestLog(tmp_path / "log"), pytest.raises(UserError, match="log is being written by another process; wait"):
+        ask()
+    with pytest.raises(UserError, match=r"x/log cannot be written \(No such file or directory\); give another path"):
+        RequestLog(tmp_path / "x" / "log")

@@ -151,7 +151,7 @@ def test_control_gives_fifty(judge, server, folders):
     server.answer = says("I like the first.\n[[A>B]]")
     code, out, _ = judge("--control")
     assert code == 0
-    assert "control 50 on 6 documents; of two equal answers the judge calls 0.0% ties, and gives the first " in out
+    assert "control 50 on 6 documents; equal answers are ties in 0.0%, and the first one gets " in out
     assert len(server.texts) == N  # both orders of equal answers are one request
     task = task_of(base)
     assert (task.score, task.others["control_score"], task.others["control_first_answer_score"]) == (0.5, 0.5, 1.0)
@@ -196,7 +196,7 @@ def test_useless_judgements_count_as_unparsed(judge, server, folders):
     server.answer = lambda number, user: cut_off if text in user else prefers("tuned")(number, user)
     code, out, _ = judge("--max-answer-tokens", "64")
     assert code == 0
-    assert "2 judgements count as unparsed, the first since the answer was cut off at 64 tokens" in out
+    assert "2 judgements count as unparsed, the first: the answer was cut off at 64 tokens" in out
     task = task_of(folders[1] / "evaluation")
     assert (task.score, task.n, task.others["unparsed"]) == (1.0, N - 1, 2 / CALLS)
     server.answer = prefers("tuned")
@@ -219,19 +219,6 @@ def test_judge_without_verdicts_is_stopped(judge, server, tmp_path, folders):
     server.texts.clear()
     assert judge(results=[run])[0] == 1
     assert server.texts == []
-
-
-def test_spent_budget_writes_no_score(judge, server, folders):
-    run = folders[1] / "evaluation"
-    server.answer = lambda number, text: (200, prefers("tuned")(number, text)[1] | {"usage": {"total_tokens": 1500}})
-    code, out, err = judge("--max-tokens-budget", "7000", "--concurrency", "3")
-    assert code == 1
-    assert "the budget of 7,000 tokens is spent" in err
-    assert f"{run / 'language.json'}: no score, " in out
-    assert task_of(run).score is None
-    assert judge("--max-tokens-budget", "100000")[0] == 0
-    assert len(server.texts) == CALLS
-    assert task_of(run).score == 1.0
 
 
 def test_dry_run_sends_nothing(judge, server, folders, monkeypatch):
@@ -261,7 +248,7 @@ def test_complete_results_are_written_before_an_error(judge, server, tmp_path, f
     server.answer = lambda number, text: good(number, text) if number < CALLS + 2 else refusal(401, "expired")
     code, out, err = judge("--concurrency", "1", results=[folders[1], other])
     assert code == 1
-    assert "HTTP 401: expired; set OPENAI_API_KEY to a key of this server" in err
+    assert "401 - expired; set OPENAI_API_KEY to a key" in err
     assert "no score, 10 judgements are missing" in out
     assert task_of(folders[1] / "evaluation").score == 1.0
     assert task_of(other / "evaluation").score is None
@@ -283,6 +270,7 @@ def test_results_that_cannot_be_judged(judge, server, tmp_path, folders):
     ):
         write_answers(folder, "tuned", path, **changes)
         assert message in judge()[2]
+    write_answers(folder, "tuned", of_base)
     file = folder / f"language.{TASK}.jsonl"
     file.write_text(file.read_text().replace('"response"', '"other"'))
     assert f"has documents without an answer; {remedy}" in judge()[2]

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from finch.evaluation import chat_client
 from helpers.runs import finch
 
 KEY = "sk-secret-0123456789"
@@ -84,6 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        self.send_header("Retry-After-Ms", "1")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -92,9 +92,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def finch_with_key(capsys: Any, folder: Path, *command: str) -> tuple[int, str, str]:
+def finch_with_key(capsys: Any, folder: Path, *command: str, **options: Any) -> tuple[int, str, str]:
     """(exit code, stdout, stderr); an error is one line, and the key is in no output and no file of ``folder``."""
-    code, out, err = finch(capsys, *command)
+    code, out, err = finch(capsys, *command, **options)
     assert KEY not in out + err + "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     assert err.count("finch: error: ") == (code == 1), err
     return code, out, err
@@ -102,9 +102,8 @@ def finch_with_key(capsys: Any, folder: Path, *command: str) -> tuple[int, str, 
 
 @contextmanager
 def chat_server(monkeypatch: Any) -> Iterator[ChatServer]:
-    """With a key in the environment, and short delays between tries."""
+    """With a key in the environment."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr(chat_client, "MAX_DELAY_S", 0.01)  # also of the Retry-After header
     server = ChatServer()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:

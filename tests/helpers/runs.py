@@ -309,11 +309,11 @@ def is_running(process):
         return False
 
 
-def finch(capsys, *arguments):
-    """(exit code, stdout, stderr)"""
+def finch(capsys, *arguments, main=cli.main):
+    """(exit code, stdout, stderr) of a command, or of another program's ``main``."""
     code = 0
     try:
-        cli.main(list(arguments))
+        main(list(arguments))
     except SystemExit as left:
         code = left.code
     printed = capsys.readouterr()

@@ -28,7 +28,7 @@ def galician_alpaca_dataset(
     """One part of the rows: 70% to train, 5% to validate, 25% to test, whatever the file's order. Rows with equal instruction and
     input stay together, see :func:`finch.data.row_files.part_indices`.
 
-    The paper's own translation is not public. ``finch data translate`` makes such rows; ``irlab-udc/alpaca_data_galician`` on the hub
+    The paper's own translation is not public. ``examples/translate_rows.py`` makes such rows; ``irlab-udc/alpaca_data_galician`` on the hub
     is a machine translation of the same Alpaca rows.
 
     Args:
