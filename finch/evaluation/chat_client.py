@@ -9,7 +9,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -151,19 +151,36 @@ class ChatClient:
         self._client = openai.OpenAI(base_url=base_url, api_key=key, timeout=timeout, max_retries=MAX_RETRIES)
         self._limit = _LIMIT  # the older name, which most servers know
 
-    def complete_all(self, requests: Iterable[ChatRequest], concurrency: int) -> Iterator[ChatRequest]:
+    def complete_all(self, requests: Iterable[ChatRequest], concurrency: int) -> Generator[ChatRequest, None, None]:
         """Asks, ``concurrency`` calls at a time; yields each request once ``answers`` or ``problems`` of the log has its key, in the order of
         the answers. After an error, or where the iterator is closed, no further call is made, and those in flight are recorded.
 
         Raises UserError if the server cannot be reached, refuses the key or the model, or fails, and if the budget is spent.
         """
+        room, is_over = threading.Semaphore(concurrency), threading.Event()
+
+        def at_hand() -> Iterator[ChatRequest]:
+            # The pool would read all at once: no call is to begin before the one that makes room for it has been looked at.
+            for request in requests:
+                room.acquire()
+                if is_over.is_set():
+                    return
+                yield request
+
         with ThreadPool(concurrency) as pool:  # its threads are daemons: an interrupt does not wait for calls
             try:
-                yield from pool.imap_unordered(self._ask, requests)
+                for request in pool.imap_unordered(self._ask, at_hand()):
+                    room.release()
+                    yield request
             except (UserError, GeneratorExit):
-                pool.terminate()
+                is_over.set()
+                room.release()
+                pool.close()
                 pool.join()
                 raise
+            finally:
+                is_over.set()
+                room.release()
 
     def _ask(self, request: ChatRequest) -> ChatRequest:
         import openai

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -83,12 +84,13 @@ def _judge_missing(requests: Mapping[str, ChatRequest], log: RequestLog, parsed:
     num_answers = len(requests) - len(missing)
     has_verdict = any(task.parse_verdict(log.answers.get(key, "")) for key in requests)
     if missing and (has_verdict or num_answers < task.MIN_FIRST_ANSWERS):
-        results = ChatClient(parsed.base_url, log, timeout=parsed.timeout).complete_all(missing, parsed.concurrency)
-        for request in track(results, title="judging", total=len(missing), unit="judgement"):
-            num_answers += 1
-            has_verdict = has_verdict or task.parse_verdict(log.answers.get(request.key, "")) is not None
-            if num_answers >= task.MIN_FIRST_ANSWERS and not has_verdict:
-                break
+        client = ChatClient(parsed.base_url, log, timeout=parsed.timeout)
+        with contextlib.closing(client.complete_all(missing, parsed.concurrency)) as results:
+            for request in track(results, title="judging", total=len(missing), unit="judgement"):
+                num_answers += 1
+                has_verdict = has_verdict or task.parse_verdict(log.answers.get(request.key, "")) is not None
+                if num_answers >= task.MIN_FIRST_ANSWERS and not has_verdict:
+                    break
     if not has_verdict:
         reason = f" ({next(iter(log.problems.values()))})" if log.problems else ""
         raise UserError(
