@@ -37,7 +37,7 @@ BELOW = {
     for package in layer
 } | {room: {room, *others, *(each for layer in CORE for each in layer)} for room, others in ROOMS.items()}
 TORCH_ALONE = ("finch", "finch.base", "finch.optim", "finch.objectives")
-RECIPE_USERS = ("estimate.fake_step", "gpu_check.runs", "gpu_check.speed", "gpu_check.step")
+RECIPE_USERS = ("estimate.fake_step", "gpu_check.runs", "gpu_check.step")
 """What runs the recipe, or a part of it, in a process of its own."""
 BUDGET = 12_900
 """Of the core, in lines of code. It may fall; what would raise it belongs into a room, or replaces something."""

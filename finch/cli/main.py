@@ -54,7 +54,7 @@ _COMMANDS = {
         "doctor": ("plan.commands.doctor", "check the installed packages and the machine"),
         "gpu-check": (
             "plan.commands.gpu_check",
-            "check that GPUs compute a training step right, and how fast they are",
+            "check that GPUs compute a training step right",
         ),
         "slurm": ("cli.slurm", "run as Slurm jobs"),
     },

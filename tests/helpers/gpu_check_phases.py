@@ -29,9 +29,19 @@ def end(check: Check) -> None:
 
 
 def hang(check: Check) -> None:
-    """On two ranks, of which one waits for a lock."""
+    """As do its two ranks."""
     check.equal("before", 1, 1)
-    Ranks("rank", f"{__name__}:wait_for_lock", {}, check.folder, ranks=2).wait(time.time() + 1000)
+    Ranks("rank", f"{__name__}:wait_for_lock", {}, check.folder, ranks=2)
+    wait_for_lock()
+
+
+def hang_in_ranks(check: Check) -> None:
+    ranks = Ranks("rank", f"{__name__}:wait_for_lock", {}, check.folder, ranks=2)
+    logs = [check.folder / f"rank_rank_{rank}.log" for rank in range(2)]
+    while not all("waits" in log.read_text() for log in logs):
+        time.sleep(0.05)
+    check.equal("ranks end", ranks.wait(time.time()), True)
+    check.equal("after", 1, 1)
 
 
 def wait_for_lock() -> None:
@@ -41,13 +51,13 @@ def wait_for_lock() -> None:
         lock.acquire()
 
 
-def phase(name: str, number: int = 1, deadline_s: float = 100.0) -> Phase:
-    return Phase(number, name, f"{__name__}:{name}", deadline_s, deadline_s, 1)
+def phase(name: str, deadline_s: float = 100.0) -> Phase:
+    return Phase(name, f"{__name__}:{name}", deadline_s, deadline_s)
 
 
 @report_user_errors
 def main(out: str) -> None:
-    run_phases(Path(out), device="cuda", ranks=1, quick=True, phases=[phase("quick"), phase("hang", 2)])
+    run_phases(Path(out) / "page", device="cuda", ranks=1, quick=True, phases=[phase("quick"), phase("hang")])
 
 
 def steps_without_reduce(**arguments: Any) -> None:

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from finch.base.errors import UserError
 from finch.base.files import atomic_file
+from finch.distributed.processes import without_launcher
 
 LIMIT_S = 30.0
 """For all candidates together."""
@@ -26,7 +27,6 @@ LIMIT_S = 30.0
 _WAIT_S = 2 * LIMIT_S
 _SHARE = 0.9  # of the memory; the rest is for what the estimate does not count
 _OF_NO_STEP = re.compile(r"(output_dir|seed|epochs|optimizer\.lr|lr_scheduler\b.*|log_\w+|resume_\w+|overwrite)=")
-_LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_\w+|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+")
 
 Keys = dict[str, Any]
 
@@ -82,8 +82,7 @@ def _try(
     """The number of the candidate, and the line."""
     limit, end, last = _SHARE * memory / 1e9, time.monotonic() + LIMIT_S, len(candidates) - 1
     message, keys = "", list[str]()
-    environment = {key: value for key, value in os.environ.items() if not _LAUNCHERS.fullmatch(key)}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**without_launcher(os.environ), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     shape = ["--seq", str(rows[0]), "--targets", str(rows[1]), "--gpus", str(ranks), "--gpu-memory", f"{limit:g}"]
     with tempfile.TemporaryDirectory(prefix="finch_auto_") as folder:
         file = Path(folder) / "config.yaml"

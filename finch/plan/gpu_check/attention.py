@@ -1,9 +1,8 @@
-"""Phase 1: ways to compute attention, each against float64: values and gradients; and what cuDNN's plans cost where lengths change."""
+"""Phase 1: ways to compute attention, each against float64: values and gradients."""
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +13,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from finch.data.padding_free import LONG_PREFIX, MULTIPLE, PaddingFree, Varlen
 from finch.plan.gpu_check.models import BATCH, PREFIX, TOKENS, Model, medium_models
 from finch.plan.gpu_check.plain_model import relative_error
-from finch.plan.gpu_check.rates import synchronize
 from finch.plan.gpu_check.report import Check
 from finch.training.padding_free_attention import padding_free_attention
 from finch.training.varlen_attention import is_supported, varlen_attention
@@ -32,7 +30,6 @@ _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
 }
 _NO_KERNEL = ("No available kernel", "No viable backend")
-_PLAN_LENGTHS = range(41, 61)
 
 
 def run(check: Check) -> None:
@@ -41,7 +38,6 @@ def run(check: Check) -> None:
         for dtype in dtypes:
             for prefix in (0, PREFIX) if check.quick else (0, PREFIX, LONG_PREFIX):
                 _compare(check, model, dtype, prefix)
-    _time_plans(check)
 
 
 def _compare(check: Check, model: Model, dtype: torch.dtype, prefix: int) -> None:
@@ -93,18 +89,11 @@ def _ways(
     def loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return padding_free_attention(q, _repeat(k, heads), _repeat(v, heads), layout)
 
-    def by(kind: SDPBackend) -> Attention:
-        def attention(*qkv: torch.Tensor) -> torch.Tensor:
-            with sdpa_kernel([kind]):
-                return loop(*qkv)
-
-        return attention
-
     def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, _repeat(k, heads), _repeat(v, heads), attn_mask=mask)
 
     ways: dict[str, Attention | str] = {"per-sample loop": loop, "one call with a mask": dense}
-    ways |= {f"loop, {title}": by(kind) for title, kind in _BACKENDS.items()}
+    ways |= {f"loop, {title}": sdpa_kernel([kind])(loop) for title, kind in _BACKENDS.items()}
     is_there = is_supported(mask.device, dtype, head_dim)
     ways["one call per layer"] = _varlen(layout) if is_there else "fp16 and bf16 only, from compute capability 8.0"
     if dtype == torch.bfloat16 and not layout.prefix:  # packed rows; each kind of rows compiles a kernel
@@ -138,30 +127,6 @@ def _flex(mask: torch.Tensor) -> Attention:
     size = len(mask)
     block_mask = create_block_mask(lambda _, __, row, column: mask[row, column], None, None, size, size, mask.device)
     return functools.partial(torch.compile(flex_attention), block_mask=block_mask, enable_gqa=True)
-
-
-def _time_plans(check: Check) -> None:
-    """The first call at each of several lengths, which have cuDNN build a plan, and the second."""
-    device = torch.device(check.device)
-    if device.type != "cuda":
-        check.not_run("milliseconds per new length with cuDNN attention", "a CPU has no cuDNN attention")
-        return
-    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    for is_enabled in (False, True):
-        torch.backends.cuda.enable_cudnn_sdp(is_enabled)
-        times = []
-        for length in [40, *_PLAN_LENGTHS, *_PLAN_LENGTHS]:
-            row = torch.randn(1, 32, length, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-            synchronize(device)
-            start = time.perf_counter()
-            F.scaled_dot_product_attention(row, row, row, is_causal=True).sum().backward()
-            synchronize(device)
-            times.append(time.perf_counter() - start)
-        number = len(_PLAN_LENGTHS)
-        first, again = (1000 * sum(part) / number for part in (times[1 : number + 1], times[number + 1 :]))
-        name = f"cuDNN attention {'on' if is_enabled else 'off'}: milliseconds per new length"
-        check.measured(name, first, note=f"{again:.3g} when the length comes again")
-    torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def _layout(device: torch.device, prefix: int) -> PaddingFree:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from finch.plan.estimate.step_time import ALL_REDUCE, COPY, LAUNCH, MATRIX_PRODUCTS
-from finch.plan.gpu_check.models import BATCH, TOKENS, large_models
+from finch.plan.gpu_check.models import BATCH, QWEN3_4B, TINY, TOKENS
 from finch.plan.gpu_check.processes import Ranks
 from finch.plan.gpu_check.rates import matmul_rate, seconds_per_call
 from finch.plan.gpu_check.report import Check
@@ -15,30 +17,30 @@ _ROW_TOKENS, _LONG_TOKENS = BATCH * sum(TOKENS) // 2, 8 * 4096
 
 def run(check: Check) -> None:
     device, is_cpu = torch.device(check.device), check.device == "cpu"
+    measures = {COPY: functools.partial(copy_rate, device), LAUNCH: functools.partial(launch_us, device)}
     for dtype, tokens in ((torch.float32, _ROW_TOKENS), (torch.bfloat16, _ROW_TOKENS), (torch.bfloat16, _LONG_TOKENS)):
         name = f"{MATRIX_PRODUCTS} {tokens:,} tokens, {str(dtype).removeprefix('torch.')}, TFLOP/s"
         if is_cpu and dtype == torch.bfloat16:
             check.not_run(name, "a CPU may emulate bf16")
-            continue
-        with check.case(name):
-            check.measured(name, matrix_rate(device, dtype, tokens))
-    with check.case("copy"):
-        check.measured(COPY, copy_rate(device))
-    with check.case("launch"):
-        check.measured(LAUNCH, launch_us(device))
+        else:
+            measures[name] = functools.partial(matrix_rate, device, dtype, tokens)
+    name = f"{ALL_REDUCE} {check.ranks} ranks, GB/s sent by each in a ring"
     if check.ranks == 1:
-        check.not_run("all-reduce", "one GPU")
-        return
-    with check.case("all-reduce"):
-        file = check.folder / "all_reduce.txt"
-        arguments = {"device": check.device, "size": _num_bytes(device), "file": str(file)}
-        running = Ranks(
-            "all_reduce", "finch.plan.gpu_check.rates:all_reduce", arguments, check.folder, ranks=check.ranks
-        )
-        if not running.wait(check.end) or any(running.codes):
-            raise RuntimeError(running.last_lines())
-        name = f"{ALL_REDUCE} {check.ranks} ranks, GB/s sent by each in a ring"
-        check.measured(name, float(file.read_text(encoding="utf-8")))
+        check.not_run(name, "one GPU")
+    else:
+        measures[name] = functools.partial(all_reduce_rate, check)
+    for name, measure in measures.items():
+        with check.case(name):
+            check.measured(name, measure())
+
+
+def all_reduce_rate(check: Check) -> float:
+    file = check.folder / "all_reduce.txt"
+    arguments = {"device": check.device, "size": _num_bytes(torch.device(check.device)), "file": str(file)}
+    running = Ranks("all_reduce", "finch.plan.gpu_check.rates:all_reduce", arguments, check.folder, ranks=check.ranks)
+    if not running.wait(check.end) or any(running.codes):
+        raise RuntimeError(running.last_lines())
+    return float(file.read_text(encoding="utf-8"))
 
 
 def copy_rate(device: torch.device) -> float:
@@ -66,8 +68,8 @@ def _num_bytes(device: torch.device) -> int:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, tokens: int) -> float:
-    """TFLOP/s of products of [tokens, inputs] with [inputs, outputs] at the shapes of a layer of B, all in turn."""
-    model = large_models(device.type)[0]
+    """TFLOP/s of products of [tokens, inputs] with [inputs, outputs] at the shapes of a layer of Qwen3-4B, all in turn; of a tiny model on a CPU."""
+    model = TINY["Q"] if device.type == "cpu" else QWEN3_4B
     width, middle = model.sizes["embed_dim"], model.sizes["intermediate_dim"]
     q, kv = (model.sizes[name] * model.head_dim for name in ("num_heads", "num_kv_heads"))
     shapes = [(width, q), (width, kv), (width, kv), (q, width), (width, middle), (width, middle), (middle, width)]

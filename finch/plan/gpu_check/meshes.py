@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finch.distributed.parallel import local_device
-from finch.plan.gpu_check.models import BATCH, TINY, initial_weights, random_rows, read_config, step_config, write_base
+from finch.distributed import parallel
+from finch.plan.gpu_check.models import BATCH, TINY, random_rows, read_config, step_config, write_base, write_config
 from finch.plan.gpu_check.objectives import GRADIENT_LIMIT, LOSS_LIMIT, SGD
-from finch.plan.gpu_check.processes import Ranks, environment_of, free_port
+from finch.plan.gpu_check.processes import Ranks, free_port
 from finch.plan.gpu_check.report import Check
 from finch.plan.gpu_check.runs import compare_resumed, job, kill_hook, train
 from finch.plan.gpu_check.step import Step, worst_error
 
 RANK_TARGET = f"{__name__}:steps_on_rank"
 """What runs on each rank; the tests of the check plant a defect there."""
-_STEPS = 3
+_MODEL, _STEPS = TINY["Q"], 3
 _PLAN = {"_component_": "finch.models.qwen3.qwen3_tp_plan"}
 MESHES: dict[str, dict[str, Any]] = {
     "FSDP2": {},
@@ -35,6 +32,9 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def run(check: Check) -> None:
     ranks = 1 << (check.ranks.bit_length() - 1)  # rows are dealt evenly to a power of two
+    if ranks == 1:
+        check.not_run("ranks", "needs 2 GPUs, this machine has one")
+        return
     with check.case(f"{ranks} ranks"):
         _compare_meshes(check, ranks)
     if check.quick:
@@ -45,20 +45,17 @@ def run(check: Check) -> None:
 
 
 def _compare_meshes(check: Check, ranks: int) -> None:
-    folders: list[Path] = []
+    folders = {name: check.folder / f"mesh_{number}" for number, name in enumerate(MESHES)}
     options = {**SGD, "dtype": "fp32", "device": check.device}
-    for number, changes in enumerate(MESHES.values()):
-        folders.append(check.folder / f"mesh_{number}")
-        folders[-1].mkdir()
+    for name, changes in MESHES.items():
+        folders[name].mkdir()
         shares = ranks // changes.get("tensor_parallel_dim", 1) * changes.get("gradient_accumulation_steps", 1)
-        step_config(folders[-1], TINY["Q"], **options, batch_size=BATCH // shares, **changes)
-    arguments = {"folders": list(map(str, folders)), "ports": [free_port() for _ in folders], "device": check.device}
+        write_config(folders[name], _MODEL, **{**options, **changes, "batch_size": BATCH // shares})
+    arguments = {"folders": {str(folder): free_port() for folder in folders.values()}}
     running = Ranks("rank", RANK_TARGET, arguments, check.folder, ranks=ranks)
-    cfg = step_config(check.folder, TINY["Q"], **options)
-    expected = _take_steps(Step(cfg, initial_weights(TINY["Q"]), torch.device(check.device)))
-    if not running.wait(check.end):
-        running.kill()
-    for name, folder in zip(MESHES, folders, strict=True):
+    expected = _take_steps(step_config(check.folder, _MODEL, **options))
+    running.wait(check.end)
+    for name, folder in folders.items():
         name = f"{ranks} ranks, {name}"
         if not (folder / "seen.pt").exists():
             check.equal(name, f"no gradients: {running.last_lines()}", "gradients")
@@ -72,35 +69,29 @@ def _compare_meshes(check: Check, ranks: int) -> None:
         check.at_most(f"{name}: gradients of the last", error, GRADIENT_LIMIT, note=f"worst of {worst}")
 
 
-def steps_on_rank(folders: list[str], ports: list[int], device: str) -> None:
-    """On each rank: the steps of each mesh in turn; rank 0 writes what it has seen."""
-    for folder, port in zip(folders, ports, strict=True):
+def steps_on_rank(folders: dict[str, int]) -> None:
+    """On each rank: the steps of each mesh in turn, by its folder and a port; rank 0 writes what it has seen."""
+    for folder, port in folders.items():
         os.environ["MASTER_PORT"] = str(port)
-        step = Step(read_config(f"{folder}/config.yaml"), initial_weights(TINY["Q"]), local_device(device))
-        seen = _take_steps(step)
-        if step.parallel.is_rank_zero:
+        seen = _take_steps(read_config(f"{folder}/config.yaml"))
+        if parallel.launched_rank() == 0:
             torch.save(seen, Path(folder) / "seen.pt")
 
 
-def _take_steps(step: Step) -> dict[str, Any]:
-    rows = random_rows(TINY["Q"].sizes["vocab_size"], BATCH * _STEPS)
+def _take_steps(cfg: Any) -> dict[str, Any]:
+    step, rows = Step(cfg, _MODEL), random_rows(_MODEL.sizes["vocab_size"], BATCH * _STEPS)
     steps = [step.take(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)]
-    step.close()
+    parallel.stop()
     return {"steps": steps, "gradients": step.gradients}
 
 
 def _kill_a_rank(check: Check, ranks: int) -> None:
     """The launcher must end the others soon, and the run go on from its last asynchronous save, here on one rank."""
-    write_base(check.folder, TINY["Q"])
-    config = job(check, "killed", ranks=ranks, **kill_hook(rank=1))
-    command = [sys.executable, "-P", "-m", "finch.cli", "run", "--nproc_per_node", str(ranks), "--config", config]
-    with (check.folder / "launcher.log").open("wb") as log:
-        launcher = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment_of())
+    write_base(check.folder, _MODEL)
+    arguments = ["--nproc_per_node", str(ranks), "--config", job(check, "killed", ranks=ranks, **kill_hook(rank=1))]
+    launcher = Ranks("launcher", "finch.cli.run:run", {"arguments": arguments}, check.folder)
     train(job(check, "straight"))
-    try:
-        code = launcher.wait(max(1.0, check.end - time.time()))
-    except subprocess.TimeoutExpired:
-        code = 0
+    has_failed = launcher.wait(check.end) and launcher.codes != [0]
     name = "a killed rank: the launcher ends with an error"
-    check.equal(name, code != 0, True, note=f"exit code {code}" if code else "it has not ended")
+    check.equal(name, has_failed, True, note=f"exit code {launcher.codes[0]}")
     compare_resumed(check, f"a killed rank of {ranks}, resumed on one against a run on one", is_exact=False)

@@ -8,24 +8,21 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from torchtune.datasets import PackedDataset
 
-from finch.config.instantiate import find_config, load_config
+from finch.config.instantiate import build, find_config, load_config
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
 from finch.config.torchtune_names import labels_come_shifted
-from finch.distributed.precision import precision_of
 from finch.models.families import SIZES
-from finch.models.qwen3 import SIZE_0_6B, SIZE_1_7B, SIZE_4B, qwen3_tune_to_hf
+from finch.models.qwen3 import SIZE_0_6B, SIZE_4B, qwen3_tune_to_hf
 from finch.objectives import IGNORE_INDEX
-from finch.training.model import decoder_on_meta
 
 Weights = dict[str, torch.Tensor]
 Row = dict[str, list[int]]
@@ -33,16 +30,6 @@ Row = dict[str, list[int]]
 TOKENS, TARGETS, PREFIX = (40, 130), 37, 27
 """A row as TOFU's: between these tokens, its last ones targets; what all rows begin with where they share a prefix."""
 BATCH = 16
-NUM_ROWS, PACK = 64 * BATCH, 1360
-"""Of the phase that measures speed: rows, and tokens of a pack, as many as ``BATCH`` rows have in the mean."""
-AT_ONCE: dict[str, Any] = {
-    "batch_size": BATCH,
-    "gradient_accumulation_steps": 1,
-    "enable_activation_checkpointing": False,
-}
-"""Keys of a step of ``BATCH`` rows in one micro-batch."""
-SHIPPED = "qwen3/4B_finch"
-"""The config that comes with finch, which those of the check change."""
 _WORDS = ("the", "old", "red", "bird", "fox", "river", "stone", "sings", "runs", "near", "under", "often", "never")
 
 
@@ -63,10 +50,6 @@ class Model:
     def head_dim(self) -> int:
         return int(self.sizes.get("head_dim") or self.sizes["embed_dim"] // self.sizes["num_heads"])
 
-    @property
-    def is_qwen3(self) -> bool:
-        return "qwen3" in self.component
-
     def huggingface_config(self) -> dict[str, Any]:
         """config.json of a Qwen3."""
         sizes = {SIZES.get(name, name): value for name, value in self.sizes.items()}
@@ -78,45 +61,35 @@ def _llama(name: str, **sizes: Any) -> Model:
     return Model(name, "torchtune.models.llama3.llama3", sizes)
 
 
-def _qwen3(name: str, sizes: Mapping[str, Any], **changes: Any) -> Model:
+def qwen3_model(name: str, sizes: Mapping[str, Any], **changes: Any) -> Model:
     return Model(name, "finch.models.qwen3.qwen3", {"max_seq_len": 8192, "head_dim": 16, **sizes, **changes})
 
 
 _TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "intermediate_dim": 48, "vocab_size": 320}
 _S_SIZE = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 512, "intermediate_dim": 1408}
-TINY = {"S": _llama("tiny Llama", **_TINY), "Q": _qwen3("tiny Qwen3", _TINY, tie_word_embeddings=True)}
-_MEDIUM = {"S": _llama("S", vocab_size=32_000, **_S_SIZE), "Q": _qwen3("Q", SIZE_0_6B, num_layers=8)}
-_LARGE = (_qwen3("Qwen3-4B", SIZE_4B), _qwen3("Qwen3-1.7B", SIZE_1_7B), _qwen3("Qwen3-0.6B", SIZE_0_6B), _MEDIUM["Q"])
-_TINY_B = _qwen3("tiny B", _TINY, num_layers=4, embed_dim=64, tie_word_embeddings=True)
+TINY = {"S": _llama("tiny Llama", **_TINY), "Q": qwen3_model("tiny Qwen3", _TINY, tie_word_embeddings=True)}
+MEDIUM = {"S": _llama("S", vocab_size=32_000, **_S_SIZE), "Q": qwen3_model("Q", SIZE_0_6B, num_layers=8)}
+QWEN3_4B = qwen3_model("Qwen3-4B", SIZE_4B)
 
 
 def medium_models(device: str) -> dict[str, Model]:
     """S (Llama) and Q (Qwen3, tied); tiny on a CPU."""
-    return TINY if device == "cpu" else _MEDIUM
-
-
-def large_models(device: str) -> tuple[Model, ...]:
-    """Those of which B is the first that fits, the largest first; a tiny one on a CPU."""
-    return (_TINY_B,) if device == "cpu" else _LARGE
+    return TINY if device == "cpu" else MEDIUM
 
 
 @functools.cache
 def initial_weights(model: Model) -> Weights:
     """Random fp32 weights by the names of the decoder's state dict, on the host: large enough that attention and positions matter."""
     generator, weights = torch.Generator().manual_seed(0), {}
-    for name, like in meta_decoder(model).state_dict().items():
+    with torch.device("meta"):
+        shapes = build(OmegaConf.create(model.block), "model").state_dict()
+    for name, like in shapes.items():
         value = weights[name] = torch.empty(like.shape)
         if like.dim() > 1:
             value.normal_(std=like.shape[-1] ** -0.5, generator=generator)
         else:  # scales of 1 would hide a norm in the wrong place
             value.uniform_(0.5, 1.5, generator=generator)
     return weights
-
-
-def meta_decoder(model: Model, dtype: str = "fp32") -> Any:
-    """The decoder on the meta device."""
-    keys = {"model": model.block, "tensor_parallel_dim": 1, "custom_sharded_layers": None}
-    return decoder_on_meta(OmegaConf.create(keys), precision_of(dtype))[0]
 
 
 def random_rows(vocab_size: int, number: int, *, has_prefix: bool = False) -> list[Row]:
@@ -127,24 +100,12 @@ def random_rows(vocab_size: int, number: int, *, has_prefix: bool = False) -> li
         return torch.randint(1, vocab_size, (length,), generator=generator).tolist()
 
     shared, rows = draw(PREFIX if has_prefix else 0), []
-    for index in range(number):
+    for _ in range(number):
         length = int(torch.randint(*TOKENS, (), generator=generator))
         tokens = [*shared, *draw(length - len(shared))]
-        if not has_prefix:
-            tokens[0] = 1 + index % (vocab_size - 1)
         targets = min(TARGETS, length - PREFIX - 1)
         rows.append({"tokens": tokens, "labels": [IGNORE_INDEX] * (length - targets) + tokens[-targets:]})
     return rows
-
-
-def seed_rows(tokenizer: Any, *, vocab_size: int, packed: bool) -> Any:
-    """A ``dataset`` for a config of finch's or torchtune's: as many rows as a contender takes."""
-    return dataset_of(random_rows(vocab_size, NUM_ROWS, has_prefix=True), PACK if packed else 0)
-
-
-def no_tokenizer(vocab_size: int) -> Any:
-    """Stands where a config needs a tokenizer: rows of seeds have tokens."""
-    return SimpleNamespace(pad_id=0, eos_id=0, max_seq_len=None, vocab_size=vocab_size)
 
 
 def dataset_of(rows: Sequence[Row], pack: int = 0) -> Any:
@@ -154,19 +115,17 @@ def dataset_of(rows: Sequence[Row], pack: int = 0) -> Any:
     return PackedDataset(rows, max_seq_len=pack) if pack else rows
 
 
-def write_config(folder: Path, model: Model, name: str = "config", *, packed: bool = False, **changes: Any) -> str:
-    """Writes the shipped config with another model, rows of seeds, and ``changes`` of top-level keys, None removes one; returns its path."""
-    shipped: Any = OmegaConf.to_container(load_config(find_config(SHIPPED)))
-    vocab_size = model.sizes["vocab_size"]
+def write_config(folder: Path, model: Model, name: str = "config", **changes: Any) -> str:
+    """Writes the shipped config with another model, ``BATCH`` rows at once, and ``changes`` of top-level keys, None removes one; returns its path."""
+    shipped: Any = OmegaConf.to_container(load_config(find_config("qwen3/4B_finch")))
     blocks = {
         **shipped,
         "output_dir": str(folder / "run"),
         "model_dir": str(folder / "base"),
         "model": model.block,
-        "tokenizer": {"_component_": f"{__name__}.no_tokenizer", "vocab_size": vocab_size},
-        "dataset": {"_component_": f"{__name__}.seed_rows", "vocab_size": vocab_size, "packed": packed},
         "dataset_validation": None,
         "lr_scheduler": {**shipped["lr_scheduler"], "init": 3.0},
+        "batch_size": BATCH,
         "shuffle": False,
         "log_level": "ERROR",
         **changes,
@@ -183,8 +142,8 @@ def read_config(file: str) -> Any:
 
 
 def step_config(folder: Path, model: Model, **changes: Any) -> Any:
-    """A config of one step on ``BATCH`` rows at once, read."""
-    return read_config(write_config(folder, model, **{**AT_ONCE, **changes}))
+    """A config of one step, read."""
+    return read_config(write_config(folder, model, **changes))
 
 
 def write_base(folder: Path, model: Model) -> None:
@@ -197,22 +156,17 @@ def write_base(folder: Path, model: Model) -> None:
     (base / "config.json").write_text(json.dumps({**kind, **model.huggingface_config()}), encoding="utf-8")
     write_tokenizer(base)
     draw = random.Random(0)
-    lengths = {"question": (3, 8), "answer": (2, 9)}
-    rows = [
-        {key: " ".join(draw.choices(_WORDS, k=draw.randint(*length))) for key, length in lengths.items()}
-        for _ in range(3 * BATCH)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(3 * BATCH):
+            row = {key: " ".join(draw.choices(_WORDS, k=draw.randint(2, 8))) for key in ("question", "answer")}
+            print(json.dumps(row), file=file)
 
 
 def write_tokenizer(folder: Path) -> None:
     """tokenizer.json whose tokens are single bytes, and its settings."""
-    special = ["<pad>", "<eos>"]
-    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
-    tokenizer.add_special_tokens(special)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokens = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = ByteLevelBPETokenizer({token: number for number, token in enumerate(tokens)}, [])
+    tokenizer.add_special_tokens(tokens[:2])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": special[0], "eos_token": special[1]}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": tokens[0], "eos_token": tokens[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

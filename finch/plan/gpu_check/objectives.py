@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from finch.config.methods import LORA, METHODS
-from finch.plan.gpu_check.models import TINY, Model, initial_weights, random_rows, step_config
+from finch.distributed import parallel
+from finch.plan.gpu_check.models import TINY, Model, random_rows, step_config
 from finch.plan.gpu_check.report import Check
 from finch.plan.gpu_check.step import Step, worst_error
 
@@ -45,14 +46,13 @@ def _compare(check: Check, name: str, model: Model, changes: dict[str, Any]) -> 
     rows = random_rows(model.sizes["vocab_size"], _ROWS)
     losses, ends = [], []
     for device, dtype in (("cpu", "fp64"), (check.device, "fp32")):
-        cfg = step_config(check.folder, model, **{**changes, **SGD, "dtype": dtype, "device": device})
-        step = Step(cfg, initial_weights(model), torch.device(device))
+        step = Step(step_config(check.folder, model, **{**changes, **SGD, "dtype": dtype, "device": device}), model)
         before = step.weights()
         step.prepare(rows)
         losses.append([step.take(rows)["loss"] for _ in range(_STEPS)])
         changed = {key: value.double() - before[key] for key, value in step.weights().items()}
         ends.append(step.gradients or changed)
-        step.close()
+        parallel.stop()
     error = max(abs(seen - exact) / exact for exact, seen in zip(*losses, strict=True))
     check.at_most(f"{name}: losses of {_STEPS} steps", error, LOSS_LIMIT)
     what, limit = (
@@ -69,10 +69,9 @@ def _refuse_synchronisation(check: Check) -> None:
         return
     with check.case(name):
         rows = random_rows(model.sizes["vocab_size"], _ROWS)
-        cfg = step_config(check.folder, model, device=check.device)
-        step = Step(cfg, initial_weights(model), torch.device(check.device))
+        step = Step(step_config(check.folder, model, device=check.device), model)
         step.take(rows)
-        step.keeps_gradients = False
+        vars(step.update).pop("clip")  # gradients are no longer kept, for which the host waits
         batches = step.batches(rows)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -52,8 +52,8 @@ def _attention(model: Model, layer: Weights, hidden: torch.Tensor) -> torch.Tens
     q, k, v = ((hidden @ layer[f"attn.{name}_proj.weight"].T).view(seq, -1, model.head_dim) for name in "qkv")
     if "attn.q_norm.scale" in layer:
         q, k = _norm(q, layer["attn.q_norm.scale"], eps), _norm(k, layer["attn.k_norm.scale"], eps)
-    base = float(model.sizes.get("rope_base", 1e6))
-    q, k = _rotate(q, base, model.is_qwen3), _rotate(k, base, model.is_qwen3)
+    base, rotates_halves = float(model.sizes.get("rope_base", 1e6)), "qwen3" in model.component
+    q, k = _rotate(q, base, rotates_halves), _rotate(k, base, rotates_halves)
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = _wide(torch.einsum("qhd,khd->hqk", q, k)) * model.head_dim**-0.5

@@ -36,12 +36,6 @@ def _timer(call: Callable[[], object]) -> Timer:
     return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for what is queued on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def all_reduce(device: str, size: int, file: str) -> None:
     """On each rank: all-reduces of ``size`` bytes; rank 0 writes what each rank sends in a ring, in GB/s."""
     place = local_device(device)

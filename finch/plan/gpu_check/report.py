@@ -16,7 +16,6 @@ from finch.base.errors import UserError, one_line
 from finch.base.files import atomic_file
 
 OK, FAILED, MEASURED, NOT_RUN = "ok", "failed", "measured", "not run"
-JSON_FILE, PAGE = "gpu_check.json", "gpu_check.md"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Check:
         ranks: GPUs; with ``device="cpu"`` processes.
         quick: whether fewer cases are run.
         end: by ``time.time()``, when the phase is ended.
-        lines: recorded so far.
+        lines: recorded so far by this process.
     """
 
     device: str
@@ -83,72 +82,66 @@ class Check:
     def _add(self, line: Line) -> None:
         self.lines.append(line)
         with (self.folder / "lines.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(line), default=str) + "\n")
+            file.write("\n" + json.dumps(asdict(line), default=str))  # after what a process that was ended has begun
 
-
-def read_lines(folder: Path) -> list[Line]:
-    """What a phase has recorded in ``folder``, also one that was ended while it wrote."""
-    file, lines = folder / "lines.jsonl", []
-    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        with contextlib.suppress(ValueError):
-            lines.append(Line(**json.loads(text)))
-    return lines
+    def all_lines(self) -> list[Line]:
+        """What all processes of the phase have recorded, also one that was ended while it wrote."""
+        file, lines = self.folder / "lines.jsonl", []
+        for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            with contextlib.suppress(ValueError):
+                lines.append(Line(**json.loads(text)))
+        return lines
 
 
 @dataclass
 class PhaseReport:
-    """A phase that has ended; ``stacks`` of its processes where it was ended at its deadline."""
+    """A phase that has ended; ``stacks`` of those of its processes that were ended at a deadline."""
 
     number: int
     title: str
-    status: str
-    seconds: float
     deadline_s: float
-    lines: list[Line]
+    status: str = "interrupted"
+    seconds: float = 0.0
+    lines: list[Line] = field(default_factory=list)
     stacks: str = ""
 
+    def __str__(self) -> str:
+        """What a terminal shows: the status and the failed lines."""
+        counts = Counter(line.status for line in self.lines)
+        numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
+        text = [f"{self.number}. {self.title}: {self.status} ({numbers}; {self.seconds:.0f} s)"]
+        for line in self.lines:
+            if line.status == FAILED:
+                seen = f"seen {_format(line.seen)}, tolerance {_format(line.tolerance)} " * (line.seen is not None)
+                text.append(f"   failed: {line.name}: {seen}{line.note}")
+        return "\n".join(text)
 
-def write(folder: Path, machine: dict[str, Any], phases: list[PhaseReport]) -> None:
-    """Writes both files anew."""
+
+def write(out: Path, machine: dict[str, Any], phases: list[PhaseReport]) -> None:
+    """Writes both files anew, ``out`` with .json and .md."""
     content = {"machine": machine, "phases": [asdict(phase) for phase in phases]}
-    with atomic_file(folder / JSON_FILE) as partial:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    with atomic_file(folder / PAGE) as partial:
-        partial.write_text(_page(machine, phases), encoding="utf-8")
+    texts = {".json": json.dumps(content, indent=1) + "\n", ".md": _page(out.name, machine, phases)}
+    for suffix, text in texts.items():
+        with atomic_file(out.with_suffix(suffix)) as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
-def _page(machine: dict[str, Any], phases: list[PhaseReport]) -> str:
-    text = ["# finch gpu-check", ""]
-    text += [f"- {name}: {value}" for name, value in machine.items()]
+def _page(title: str, machine: dict[str, Any], phases: list[PhaseReport]) -> str:
+    text = [f"# finch {title}", "", *(f"- {name}: {value}" for name, value in machine.items())]
     for phase in phases:
         text += ["", f"## {phase.number}. {phase.title}: {phase.status} ({phase.seconds:.0f} s)", ""]
-        if phase.lines:
-            text += ["| | expected | seen | tolerance | |", "|---|---|---|---|---|"]
+        text += ["| | expected | seen | tolerance | |", "|---|---|---|---|---|"]
         for line in phase.lines:
             cells = [line.name, *map(_format, (line.expected, line.seen, line.tolerance))]
             cells.append(f"{line.status}: {line.note}" if line.note else line.status)
             text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         if phase.stacks:
-            text += ["", "Stacks at the deadline:", "", "```", phase.stacks, "```"]
+            text += ["", "Stacks:", "", "```", phase.stacks, "```"]
     return "\n".join(text) + "\n"
-
-
-def summary(report: PhaseReport) -> str:
-    """What a terminal shows of a phase: its status and its failed lines."""
-    counts = Counter(line.status for line in report.lines)
-    numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
-    text = [f"{report.number}. {report.title}: {report.status} ({numbers}; {report.seconds:.0f} s)"]
-    for line in report.lines:
-        if line.status == FAILED:
-            seen = f"seen {_format(line.seen)}, tolerance {_format(line.tolerance)} " * (line.seen is not None)
-            text.append(f"   failed: {line.name}: {seen}{line.note}")
-    return "\n".join(text)
 
 
 def _format(value: Any) -> str:
     """A number with three digits, or what it is."""
-    if value is None:
-        return ""
     if not isinstance(value, float):
-        return str(value)
+        return "" if value is None else str(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"

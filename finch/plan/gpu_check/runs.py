@@ -71,7 +71,6 @@ def job(check: Check, name: str, *, ranks: int = 1, **changes: Any) -> str:
         "shuffle": True,
         "checkpoint": {"every_n_steps": 3},
         "batch_size": 8 // ranks,
-        "gradient_accumulation_steps": 1,
         "epochs": _EPOCHS,
         "device": check.device,
         "dtype": "fp32",
@@ -101,7 +100,6 @@ def _resume(check: Check) -> None:
     probes = {"texts": rows, "own": {**rows, "kind": "self", "max_new_tokens": _NEW_TOKENS}}
     train(job(check, "straight", probes=probes))
     killed.wait(check.end)
-    killed.kill()
     check.equal("a run that is killed: exit code", killed.codes, [-signal.SIGKILL])
     compare_resumed(check, "killed and resumed against a run without", is_exact=True)
     lines = run_files.read_metrics(check.folder / "straight" / run_files.METRICS)
@@ -130,8 +128,7 @@ def _read_export(check: Check) -> None:
 
 def _generate(check: Check) -> None:
     """Greedy answers: each token must be the likeliest of the plain model."""
-    cfg = step_config(check.folder, _MODEL, dtype="fp32", device=check.device)
-    step = Step(cfg, initial_weights(_MODEL), torch.device(check.device))
+    step = Step(step_config(check.folder, _MODEL, dtype="fp32", device=check.device), _MODEL)
     prompts = [row["tokens"][:20] for row in random_rows(_MODEL.sizes["vocab_size"], 4)]
     options: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS, "dtype": torch.float32, "parallel": step.parallel}
     answers = generate(step.model, prompts, torch.zeros(len(prompts), _NEW_TOKENS), 0.0, [], **options)

@@ -22,6 +22,7 @@ from finch.distributed.precision import precision_of
 from finch.models.lora import train_adapters_only
 from finch.plan.gpu_check.models import (
     BATCH,
+    Model,
     Row,
     Weights,
     dataset_of,
@@ -33,7 +34,6 @@ from finch.plan.gpu_check.models import (
 from finch.plan.gpu_check.plain_model import plain_step, relative_error
 from finch.plan.gpu_check.report import Check
 from finch.training.model import allocate, decoder_on_meta, parallelize
-from finch.training.optimizer import build_update
 from finch.training.step_loss import StepLoss
 
 _CHECKPOINTING: dict[str, dict[str, Any]] = {
@@ -54,22 +54,17 @@ _COMPILE_S = 30.0
 
 
 class Step(FinchFullFinetune):
-    """The recipe as far as its step needs it, with the weights and rows that are given.
-
-    Args:
-        cfg: of a recipe, checked.
-        weights: by the names of the decoder's state dict, complete; on every rank the same.
+    """The recipe as far as its step needs it, with a model's initial weights and rows that are given; ``cfg`` is checked.
 
     Attributes:
-        keeps_gradients: whether ``gradients`` is set, which has the host wait for the device.
         gradients: of the last step before they are clipped, complete, on the host; empty with ``optimizer_in_bwd``.
     """
 
-    def __init__(self, cfg: Any, weights: Weights, device: torch.device) -> None:
+    def __init__(self, cfg: Any, model: Model) -> None:
         # Not the recipe's own: it needs a folder with a model, and one for the run.
-        self.cfg, self.device, self.precision = cfg, device, precision_of(cfg.dtype)
+        self.cfg, self.device, self.precision = cfg, parallel.local_device(cfg.device), precision_of(cfg.dtype)
         is_sharded = self.precision.is_mixed or cfg.fsdp_cpu_offload
-        self.parallel = parallel.start_from(cfg, device, shard=is_sharded)
+        self.parallel = parallel.start_from(cfg, self.device, shard=is_sharded)
         place = (cfg, self.parallel, self.precision)
         self.decoder, plan, component = decoder_on_meta(cfg, self.precision)
         if "lora_rank" in cfg.model:
@@ -79,22 +74,23 @@ class Step(FinchFullFinetune):
         allocate(self.model, *place)
         for decoder in filter(None, (self.decoder, self.model.reference)):
             for name, parameter in decoder.state_dict(keep_vars=True).items():
-                load_full_tensor(parameter, weights[name])
+                load_full_tensor(parameter, initial_weights(model)[name])
         if self.loss.regularizer is not None:
             self.loss.regularizer.start(self.model.trained_parameters().items())
-        options: dict[str, Any] = {"num_steps": 10, "initial_loss": None, "is_resumed": False}
-        self.update = build_update(cfg, self.model, self.parallel, self.precision, **options)
+        self.num_steps = 10
         self.state: Any = SimpleNamespace(step=0, epoch=0)
-        self.keeps_gradients, self._clip = True, self.update.clip
+        self.run: Any = SimpleNamespace(scalars={}, resumed_from=None)
+        self.setup_update()
         self.gradients: Weights = {}
         self._pretrained: torch.Tensor | None = None
-        self.update.clip = self._keep_and_clip  # type: ignore[method-assign]
+        clip = self.update.clip
 
-    def _keep_and_clip(self) -> Any:
-        if self.keeps_gradients:
+        def keep_and_clip() -> Any:
             trained = self.model.trained_parameters().items()
             self.gradients = _complete({name: weight.grad for name, weight in trained if weight.grad is not None})
-        return self._clip()
+            return clip()
+
+        self.update.clip = keep_and_clip  # type: ignore[method-assign]
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Gives an objective that needs them the losses before training, of ``rows`` in one micro-batch."""
@@ -128,9 +124,6 @@ class Step(FinchFullFinetune):
         """The trained weights, complete, on the host."""
         return _complete(self.model.trained_parameters())
 
-    def close(self) -> None:
-        parallel.stop()
-
 
 def _complete(tensors: Mapping[str, torch.Tensor]) -> Weights:
     return {
@@ -142,7 +135,6 @@ def _complete(tensors: Mapping[str, torch.Tensor]) -> Weights:
 def run(check: Check) -> None:
     if check.quick:
         os.environ.setdefault("TORCH_COMPILE_BACKEND", "aot_eager")  # inductor takes minutes
-    truth = functools.lru_cache(maxsize=6)(functools.partial(_truth, check.device))
     for case in sorted(covering_array(FACTORS), key=_order):
         name = ", ".join(case.values())
         is_slow = case["compile"] == "compile" and not check.quick
@@ -150,7 +142,7 @@ def run(check: Check) -> None:
             check.not_run(name, "flex attention, which packed rows need on a GPU, has no fp64")
         elif check.has_time(name, _COMPILE_S if is_slow else 0):
             with check.case(name):
-                _compare(check, name, case, truth)
+                _compare(check, name, case)
 
 
 def _order(case: Mapping[str, str]) -> tuple[Any, ...]:
@@ -158,35 +150,32 @@ def _order(case: Mapping[str, str]) -> tuple[Any, ...]:
     return case["compile"] == "compile", case["model"], case["layout"] == "shared prefix"
 
 
-def _rows(device: str, model: str, has_prefix: bool) -> list[Row]:
-    return random_rows(medium_models(device)[model].sizes["vocab_size"], BATCH, has_prefix=has_prefix)
+def _rows(model: Model, has_prefix: bool) -> list[Row]:
+    return random_rows(model.sizes["vocab_size"], BATCH, has_prefix=has_prefix)
 
 
-def _truth(device: str, model: str, has_prefix: bool, dtype: torch.dtype, stored: torch.dtype) -> tuple[float, Weights]:
+@functools.lru_cache(maxsize=6)
+def _truth(
+    device: str, model: Model, has_prefix: bool, dtype: torch.dtype, stored: torch.dtype
+) -> tuple[float, Weights]:
     """Loss and gradients of the plain loop that computes in ``dtype`` with weights that were rounded to ``stored``."""
-    size = medium_models(device)[model]
-    weights = {name: weight.to(device, stored) for name, weight in initial_weights(size).items()}
-    return plain_step(size, weights, _rows(device, model, has_prefix), dtype)
+    weights = {name: weight.to(device, stored) for name, weight in initial_weights(model).items()}
+    return plain_step(model, weights, _rows(model, has_prefix), dtype)
 
 
-def _compare(check: Check, name: str, case: Mapping[str, str], truth: Any) -> None:
-    precision = precision_of(case["dtype"])
-    which = (case["model"], case["layout"] == "shared prefix")
-    loss, exact = truth(*which, torch.float64, precision.weights)
-    plain_loss, plain = truth(*which, precision.compute, precision.weights)
-    model = medium_models(check.device)[case["model"]]
-    changes = {
-        "dtype": case["dtype"],
-        "compile": case["compile"] == "compile",
-        "padding_free": case["layout"] != "padded",
-    }
-    cfg = step_config(check.folder, model, device=check.device, **changes, **_CHECKPOINTING[case["checkpointing"]])
+def _compare(check: Check, name: str, case: Mapping[str, str]) -> None:
+    precision, model = precision_of(case["dtype"]), medium_models(check.device)[case["model"]]
+    has_prefix, device = case["layout"] == "shared prefix", check.device
+    loss, exact = _truth(device, model, has_prefix, torch.float64, precision.weights)
+    plain_loss, plain = _truth(device, model, has_prefix, precision.compute, precision.weights)
+    changes = {"compile": case["compile"] == "compile", "padding_free": case["layout"] != "padded"}
+    changes |= _CHECKPOINTING[case["checkpointing"]]
     torch._dynamo.reset()
-    step = Step(cfg, initial_weights(model), torch.device(check.device))
     try:
-        seen = step.take(_rows(check.device, *which), case["layout"])
+        step = Step(step_config(check.folder, model, device=device, dtype=case["dtype"], **changes), model)
+        seen = step.take(_rows(model, has_prefix), case["layout"])
     finally:
-        step.close()
+        parallel.stop()
     error, worst = worst_error(step.gradients, exact)
     limit = max(_FACTOR * worst_error(plain, exact)[0], _FLOOR)
     check.at_most(f"{name}: gradients", error, limit, note=f"worst of {worst}")

@@ -38,10 +38,8 @@ def test_quick_check_on_the_cpu_passes(tmp_path):
     done = gpu_check("--cpu", "--quick", "--out", "report", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "report" / "gpu_check.json").read_text())
-    assert [phase["number"] for phase in content["phases"]] == list(range(7))
-    assert [phase["status"] for phase in content["phases"]] == ["measured", *["ok"] * 5, "measured"]
+    assert [phase["number"] for phase in content["phases"]] == list(range(6))
+    assert [phase["status"] for phase in content["phases"]] == ["measured", *["ok"] * 5]
     assert not any(line["status"] == "failed" for phase in content["phases"] for line in phase["lines"])
-    names = {line["name"] for line in content["phases"][6]["lines"]}
-    assert {"B", "tiny B, finch as shipped: tokens/s", "tiny B, torchtune, padded, compile: tokens/s"} <= names
     page = (tmp_path / "report" / "gpu_check.md").read_text()
-    assert "## 6. speed: measured" in page
+    assert "## 5. ranks: ok" in page

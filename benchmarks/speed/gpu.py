@@ -1,7 +1,17 @@
-"""Phase 6: the speed of B with finch's recipe, torchtune's and TRL's trainer, each in a process of its own, one after the other."""
+"""The speed of Qwen3-4B's shapes on this GPU with finch's recipe, torchtune's and TRL's trainer, each in a process of its own, one after the other.
+
+    python -m benchmarks.speed.gpu [--quick] [--device cpu] [--out FOLDER]
+
+Needs no weights and no network; the page is that of `finch gpu-check`, speed.json and speed.md. Qwen3-1.7B, 0.6B or less is taken where 4B
+does not fit, and the page says so; a tiny model on the CPU. The share of the matrix rate counts what finch's own step needs for every
+contender. Expected seconds are `finch estimate`'s at the rates that this machine has just shown: the least that a step can take. Contenders
+that are not installed are named and left out. TRL is padded unless flash-attn is installed. The first lines say what cuDNN's attention
+costs where lengths change.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import json
@@ -25,36 +35,41 @@ from torch.autograd import DeviceType
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.tiny_job import ROOT, environment
 from finch.base.dtensor import to_local
 from finch.data.dataset import row_lengths
 from finch.distributed.precision import precision_of
-from finch.models.qwen3 import qwen3
+from finch.models.qwen3 import SIZE_0_6B, SIZE_1_7B, qwen3
 from finch.plan.estimate.fake_step import StepEstimate, estimate_step
 from finch.plan.estimate.formula import Rows, memory_by_formula
 from finch.plan.estimate.step_time import Rates
 from finch.plan.gpu_check.machine import copy_rate, launch_us, matrix_rate
 from finch.plan.gpu_check.models import (
-    AT_ONCE,
     BATCH,
-    NUM_ROWS,
-    PACK,
+    MEDIUM,
+    QWEN3_4B,
     TARGETS,
+    TINY,
     Model,
     Row,
     dataset_of,
-    large_models,
-    meta_decoder,
+    qwen3_model,
     random_rows,
     read_config,
     step_config,
     write_config,
     write_tokenizer,
 )
+from finch.plan.gpu_check.phases import Phase, run_phases
 from finch.plan.gpu_check.processes import Ranks
-from finch.plan.gpu_check.rates import synchronize
 from finch.plan.gpu_check.report import Check
 from finch.training.model import decoder_on_meta
 
+PHASE = Phase("speed", "benchmarks.speed.gpu:run", 300, 90)
+NUM_ROWS, PACK = 64 * BATCH, 1360
+"""Rows, and tokens of a pack, as many as ``BATCH`` rows have in the mean."""
+_PLAN_LENGTHS = range(41, 61)
+LARGE = (QWEN3_4B, qwen3_model("Qwen3-1.7B", SIZE_1_7B), qwen3_model("Qwen3-0.6B", SIZE_0_6B), MEDIUM["Q"])
 _WARMUP, _MAX_STEPS, _BLOCK_S = 3, 20, 5.0
 _ROOM, _CONTEXT_BYTES = 1.1, 10**9  # over the computed peak, for what it does not count
 _LEAST_S = 20.0  # to start a contender on a GPU
@@ -68,21 +83,33 @@ class Contender:
     program: str
     changes: dict[str, Any]
     is_quick: bool = False
+    is_packed: bool = False
 
 
 CONTENDERS = {
-    "finch as shipped": Contender("finch", AT_ONCE, is_quick=True),
-    "finch, compile": Contender("finch", {**AT_ONCE, "compile": True}, is_quick=True),
+    "finch as shipped": Contender("finch", {}, is_quick=True),
+    "finch, compile": Contender("finch", {"compile": True}, is_quick=True),
     "finch, 4 x 4, checkpointing": Contender("finch", _IN_FOUR),
-    "finch, padded": Contender("finch", {**AT_ONCE, "padding_free": False}),
-    "torchtune, padded, compile": Contender("torchtune", {**AT_ONCE, "compile": True}, is_quick=True),
-    "TRL": Contender("trl", AT_ONCE),
-    "torchtune, packed": Contender("torchtune", {**AT_ONCE, "batch_size": 1, "packed": True}),
+    "finch, padded": Contender("finch", {"padding_free": False}),
+    "torchtune, padded, compile": Contender("torchtune", {"compile": True}, is_quick=True),
+    "TRL": Contender("trl", {}),
+    "torchtune, packed": Contender("torchtune", {"batch_size": 1}, is_packed=True),
 }
+
+
+def seed_rows(tokenizer: Any, *, vocab_size: int, packed: bool) -> Any:
+    """A ``dataset`` for a config of finch's or torchtune's: as many rows as a contender takes."""
+    return dataset_of(random_rows(vocab_size, NUM_ROWS, has_prefix=True), PACK if packed else 0)
+
+
+def no_tokenizer(vocab_size: int) -> Any:
+    """Stands where a config needs a tokenizer: rows of seeds have tokens."""
+    return SimpleNamespace(pad_id=0, eos_id=0, max_seq_len=None, vocab_size=vocab_size)
 
 
 def run(check: Check) -> None:
     dtype = "fp32" if check.device == "cpu" else "bf16"
+    _time_plans(check)
     model = choose_model(check, dtype)
     if model is None:
         return
@@ -105,17 +132,41 @@ def run(check: Check) -> None:
                 _record(check, f"{model.name}, {name}", result, lengths, needed_s, estimate, rates)
 
 
+def _time_plans(check: Check) -> None:
+    """The first call at each of several lengths, which have cuDNN build a plan, and the second: why finch keeps cuDNN's attention off."""
+    device = torch.device(check.device)
+    if device.type != "cuda":
+        check.not_run("milliseconds per new length with cuDNN attention", "a CPU has no cuDNN attention")
+        return
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    for is_enabled in (False, True):
+        torch.backends.cuda.enable_cudnn_sdp(is_enabled)
+        times = []
+        for length in [40, *_PLAN_LENGTHS, *_PLAN_LENGTHS]:
+            row = torch.randn(1, 32, length, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            torch.nn.functional.scaled_dot_product_attention(row, row, row, is_causal=True).sum().backward()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        number = len(_PLAN_LENGTHS)
+        first, again = (1000 * sum(part) / number for part in (times[1 : number + 1], times[number + 1 :]))
+        name = f"cuDNN attention {'on' if is_enabled else 'off'}: milliseconds per new length"
+        check.measured(name, first, note=f"{again:.3g} when the length comes again")
+    torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
 def choose_model(check: Check, dtype: str) -> Model | None:
-    """B: the largest model whose step fits by the formula; says so where that is not the first."""
-    candidates = large_models(check.device)
+    """The largest model whose step fits by the formula; says so where that is not the first."""
+    candidates = (TINY["Q"],) if check.device == "cpu" else LARGE
     for model in candidates:
         cfg = step_config(check.folder, model, device=check.device, dtype=dtype)
-        decoder = meta_decoder(model, dtype)
+        decoder = decoder_on_meta(cfg, precision_of(dtype))[0]
         needed = int(_ROOM * memory_by_formula(decoder, cfg, Rows(), ranks=1)["peak"]) + _CONTEXT_BYTES
         free = torch.cuda.mem_get_info()[0] if check.device == "cuda" else needed
         if needed <= free:
             number = sum(weight.numel() for weight in decoder.parameters())
-            check.measured("B", model.name, note=f"{number:,} parameters, random weights, {dtype}")
+            check.measured("model", model.name, note=f"{number:,} parameters, random weights, {dtype}")
             return model
         sizes = f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
         remedy = "too little for any model" if model is candidates[-1] else "the next smaller model is taken"
@@ -128,7 +179,10 @@ def _measure(
 ) -> tuple[dict[str, Any], StepEstimate | None]:
     """What the contender's process reports and, computed meanwhile, what `finch estimate` says of finch's step."""
     folder = Path(tempfile.mkdtemp(dir=check.folder))
-    changes = {**contender.changes}
+    changes, vocab_size = {**contender.changes}, model.sizes["vocab_size"]
+    changes["tokenizer"] = {"_component_": f"{__name__}.no_tokenizer", "vocab_size": vocab_size}
+    rows = {"vocab_size": vocab_size, "packed": contender.is_packed}
+    changes["dataset"] = {"_component_": f"{__name__}.seed_rows", **rows}
     if contender.program == "torchtune":
         weights = {"sizes": dict(model.sizes), "dtype": dtype, "device": check.device}
         changes["checkpointer"] = {"_component_": f"{__name__}.RandomCheckpointer", **weights}
@@ -140,7 +194,6 @@ def _measure(
     if contender.program == "finch" and "compile" not in contender.changes:
         estimate = estimate_step("finch_full_finetune", read_config(file), ranks=1, rows=Rows(mean, TARGETS))
     if not running.wait(check.end):
-        running.kill()
         raise TimeoutError("it was not done before the phase's deadline")
     if any(running.codes):
         raise RuntimeError(running.last_lines())
@@ -150,7 +203,7 @@ def _measure(
 def _tokens_per_step(contender: Contender, rows: list[Row]) -> list[int]:
     """Of the first steps."""
     lengths = [len(row["tokens"]) for row in rows]
-    if "packed" in contender.changes:
+    if contender.is_packed:
         return [sum(row_lengths(pack)) for pack in dataset_of(rows, PACK).packs]
     return [sum(step) for step in zip(*[iter(lengths)] * BATCH, strict=False)]
 
@@ -189,14 +242,15 @@ def _meter(file: Path, device: torch.device) -> Iterator[None]:
     for _ in range(_WARMUP):
         yield
     is_cuda, result = device.type == "cuda", dict[str, Any](launches=None, idle=None)
-    synchronize(device)
     if is_cuda:
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     start, steps = time.perf_counter(), 0
     while steps < _MAX_STEPS and (steps < 2 or time.perf_counter() - start <= _BLOCK_S):
         yield
         steps += 1
-    synchronize(device)
+    if is_cuda:
+        torch.cuda.synchronize()
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.cuda.max_memory_allocated() if is_cuda else host
     result |= {"steps": steps, "seconds": time.perf_counter() - start, "peak_bytes": peak}
@@ -204,7 +258,7 @@ def _meter(file: Path, device: torch.device) -> Iterator[None]:
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             start = time.perf_counter()
             yield
-            synchronize(device)
+            torch.cuda.synchronize()
             seconds = time.perf_counter() - start
         kernels = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
         spans = sorted(
@@ -299,3 +353,19 @@ def _trl(file: str) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(Path(file).parent)
     data = datasets.Dataset.from_list(rows)
     trl.SFTTrainer(model=network, args=arguments, train_dataset=data, processing_class=tokenizer).train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three contenders, at most a minute and a half")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="for speed.json and speed.md")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ |= environment(ROOT, ROOT / "recipes")
+    is_done = run_phases(options.out / "speed", device=options.device, ranks=1, quick=options.quick, phases=[PHASE])
+    sys.exit(not is_done)
+
+
+if __name__ == "__main__":
+    main()
