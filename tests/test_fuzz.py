@@ -1,15 +1,17 @@
 """Seeded mutations of configs, rows, model folders and results: each ends well or with one line, and touches nothing outside its folder.
 
-FUZZ_SCALE=10 runs the 5,000 configs, 1,000 overrides, 2,000 row files, 1,000 model folders and 500 results whose outcome docs/survival.md reports.
+FUZZ_SEED, by default the day, draws them; what failed is kept beside the folder of the case, and named. FUZZ_SCALE=10 runs the 5,000 configs, 1,000 overrides, 2,000 row files, 1,000 model folders and 500 results whose outcome docs/survival.md reports.
 """
 
 from __future__ import annotations
 
 import copy
+import datetime
 import gzip
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import traceback
@@ -27,6 +29,7 @@ from finch.plan.commands.check import Report
 pytestmark = pytest.mark.slow
 
 SCALE = float(os.environ.get("FUZZ_SCALE", "1"))
+SEED = os.environ.get("FUZZ_SEED", str(datetime.date.today()))
 PARTS = 4
 MAX_LINE, MAX_SECONDS = 300, 30
 COMMAND = "touch canary/ran"
@@ -155,15 +158,18 @@ class Fuzz:
         self.folder, self._capsys, self.failures, self.number, self.outcomes = folder, capsys, [], 0, {}
         (folder / "canary").mkdir()
         (folder / "canary" / "file").write_text("left alone")
-        self.case = folder / "case"
+        self.case, self.input, self.failed = folder / "case", folder / "input", folder / "failed"
+        self.failed.mkdir()
         os.chdir(folder)
 
     def run(self, rng_name, fill):
         """``fill`` writes a case into the empty folder ``case``, and returns the commands that are run on it."""
         self.number += 1
-        shutil.rmtree(self.case, ignore_errors=True)
+        for folder in (self.case, self.input):
+            shutil.rmtree(folder, ignore_errors=True)
         self.case.mkdir()
-        commands = fill(random.Random(rng_name))
+        commands, known = fill(random.Random(f"{SEED} {rng_name}")), len(self.failures)
+        shutil.copytree(self.case, self.input, symlinks=True)  # a command may change it
         before = tree(self.folder / "canary"), tree(self.folder / "kept"), sorted(os.listdir(self.folder))
         for command in commands:
             code, lines, reason = self._call(command)
@@ -176,6 +182,13 @@ class Fuzz:
                 self.failures.append(f"{rng_name}: {' '.join(command[:2])}: {reason or (long or raw)[0][:600]!r}")
         if before != (tree(self.folder / "canary"), tree(self.folder / "kept"), sorted(os.listdir(self.folder))):
             self.failures.append(f"{rng_name}: something outside of the case was changed")
+        if len(self.failures) > known:
+            kept = self.failed / rng_name.replace(" ", "_")
+            self.input.rename(kept)
+            (kept / "command.txt").write_text(
+                "".join(f"finch {shlex.join(command)}\n" for command in commands), errors="surrogateescape"
+            )
+            self.failures.append(f"    kept in {kept}")
 
     def _call(self, command):
         signal.signal(signal.SIGALRM, self._hang)
@@ -198,7 +211,7 @@ class Fuzz:
         raise Hung
 
     def end(self):
-        assert not self.failures, f"{len(self.failures)} of {self.number}:\n" + "\n".join(self.failures)
+        assert not self.failures, f"FUZZ_SEED={SEED}, of {self.number} cases:\n" + "\n".join(self.failures)
         assert len(self.outcomes) > 1, self.outcomes  # some end well, and some do not
 
 
@@ -210,6 +223,29 @@ def fuzz(tmp_path, capsys, monkeypatch, request):
     )  # seconds of each case, and what it reads is read before
     (tmp_path / "kept").mkdir()
     return Fuzz(tmp_path, capsys)
+
+
+def test_what_fails_is_kept_and_named_with_its_seed(fuzz, monkeypatch):
+    """By a command that ends in a traceback, and changes its input."""
+
+    def broken(command):
+        (fuzz.case / "rows").write_text("changed")
+        raise KeyError(command[0])
+
+    def fill(rng):
+        (fuzz.case / "rows").write_text(str(rng.random()))
+        return [["check", "case/rows"]]
+
+    monkeypatch.setitem(globals(), "finch", lambda _, *command: broken(command))
+    fuzz.run("rows 3", fill)
+    with pytest.raises(
+        AssertionError, match=f"(?s)FUZZ_SEED={SEED}, of 1 cases:.*rows 3: check case/rows: .*KeyError"
+    ) as error:
+        fuzz.end()
+    kept = fuzz.failed / "rows_3"
+    assert f"kept in {kept}" in str(error.value)
+    assert (kept / "rows").read_text() == str(random.Random(f"{SEED} rows 3").random())
+    assert (kept / "command.txt").read_text() == "finch check case/rows\n"
 
 
 def cases(part, number):

@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,14 +53,15 @@ HF_CONFIG = "config.json"
 _EPOCH = re.compile(r"epoch_(\d+)(_adapter)?")
 
 
-def inside(folder: Path, *names: str) -> Path:
-    """``folder/NAME/...``, a place to write to in a folder that somebody else may have filled. Raises UserError where a part of it is a link, which
-    leads elsewhere, or neither a file nor a folder."""
+def inside(folder: Path, *names: str, is_file: bool = False, is_own: bool = False) -> Path:
+    """``folder/NAME/...``, a folder to write to, or with ``is_file`` a file, in a folder that somebody else may have filled. Raises UserError where
+    something else has its place, such as a link, which leads elsewhere; with ``is_own`` links are followed."""
     place = folder
-    for name in names:
+    for number, name in enumerate(names, start=1):
         place /= name
-        if os.path.lexists(place) and stat.S_IFMT(place.lstat().st_mode) not in (stat.S_IFDIR, stat.S_IFREG):
-            raise UserError(f"{place} is a link or a device, and finch writes there; remove it")
+        text, is_kind = ("file", os.path.isfile) if is_file and number == len(names) else ("folder", os.path.isdir)
+        if os.path.lexists(place) and (not is_kind(place) or (place.is_symlink() and not is_own)):
+            raise UserError(f"{place} is no {text}, and finch writes a {text} there; remove it")
     return place
 
 

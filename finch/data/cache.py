@@ -109,14 +109,15 @@ def _alone(file: Path, title: str) -> Iterator[None]:
 
 def _find(folder: Path, name: str) -> pyarrow.Table | None:
     for file in folder.glob(f"{name}-*.arrow"):
-        if _hash(file) == file.stem.rpartition("-")[2]:
+        if file.is_file() and _hash(file) == file.stem.rpartition("-")[2]:
             return pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
-        file.unlink()  # damaged
+        file.unlink()  # damaged, or no file
     return None
 
 
 def _write(folder: Path, name: str, batches: Iterable[pyarrow.RecordBatch]) -> None:
     partial = folder / f"{name}.partial"
+    partial.unlink(missing_ok=True)
     try:
         rest = iter(batches)
         first = next(rest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import glob
 import gzip
 import hashlib
@@ -19,7 +20,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, AnyStr
 
 import pyarrow
 from pyarrow import parquet
@@ -32,6 +33,8 @@ PARTS = (ALL, "train", "validation", "test")
 _UNREADABLE = (OSError, EOFError, ValueError, csv.Error)
 """What readers of broken files raise; pyarrow's errors are ValueErrors."""
 SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+MAX_ROW, MAX_ARRAY = 1 << 26, 1 << 31
+"""Bytes of a row, and of a JSON array, which is read as a whole: a small compressed file may hold more than any memory."""
 _END = "\ufdd0"
 """A line after the last one of a CSV file, which a quotation mark that is not closed would take along."""
 
@@ -126,7 +129,13 @@ def read_batches(file: Path, source: str) -> Iterator[pyarrow.RecordBatch]:
             batches = pyarrow.ipc.open_stream(content)
             schema = batches.schema
         yield pyarrow.RecordBatch.from_pylist([], schema)
-        yield from batches
+        before = 0
+        for batch in batches:
+            rows = range(batch.num_rows if batch.nbytes > MAX_ROW else 0)
+            if (large := next((row for row in rows if batch.slice(row, 1).nbytes > MAX_ROW), None)) is not None:
+                raise _too_large(file, before + large + 1)
+            before += batch.num_rows
+            yield batch
 
 
 @contextlib.contextmanager
@@ -145,6 +154,15 @@ def _open(file: Path) -> Any:
     return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")
 
 
+def _lines_of(content: IO[AnyStr]) -> Iterator[AnyStr]:
+    """Its lines; one that is too large is cut off at ``MAX_ROW``."""
+    return itertools.takewhile(bool, iter(functools.partial(content.readline, MAX_ROW), None))
+
+
+def _too_large(file: Path, number: int) -> UserError:
+    return UserError(f"data_files={file}: row {number} has {MAX_ROW >> 20} MiB or more; split or remove that row")
+
+
 def _not_utf8(file: Path, why: str, encoding: str, place: str = "") -> UserError:
     return UserError(
         f"data_files={file}{place} is not UTF-8 ({why}), perhaps {encoding}; write it as UTF-8: iconv -f {encoding} -t UTF-8 OLD > NEW"
@@ -160,15 +178,25 @@ def _utf8(content: bytes, file: Path, place: str) -> str:
 
 def _read_csv(content: IO[bytes], file: Path) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)
-    lines = io.TextIOWrapper(content, encoding="utf-8", errors="surrogateescape", newline="")
-    rows = (cells for cells in csv.reader(line for part in (lines, [_END]) for line in part) if cells)
+    number = size = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal size
+        for line in _lines_of(io.TextIOWrapper(content, encoding="utf-8", errors="surrogateescape", newline="")):
+            size += len(line)
+            if size >= MAX_ROW:
+                raise _too_large(file, number + 1)
+            yield line
+        yield _END
+
+    rows = (cells for cells in csv.reader(lines()) if cells)
     header = next(rows)
     if header == [_END]:
         return
     if twice := next((name for name in header if name and header.count(name) > 1), None):
         raise UserError(f"data_files={file}: its header has the column {twice!r} twice; rename one of them")
-    number = 0
     for number, cells in enumerate(rows, start=1):
+        size = 0
         if cells == [_END]:
             return
         if _END in cells[-1]:
@@ -187,7 +215,7 @@ def _read_csv(content: IO[bytes], file: Path) -> Iterator[str]:
 
 def _read_json(content: IO[bytes], file: Path) -> Iterator[str]:
     start = content.tell()
-    is_array = next((line.strip() for line in content if line.strip()), b"").startswith(b"[")
+    is_array = next((line.strip() for line in _lines_of(content) if line.strip()), b"").startswith(b"[")
     content.seek(start)
     for number, (text, row) in enumerate(_array(content, file) if is_array else _lines(content, file), start=1):
         if not isinstance(row, dict):
@@ -198,7 +226,12 @@ def _read_json(content: IO[bytes], file: Path) -> Iterator[str]:
 
 
 def _array(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
-    text = _utf8(content.read(), file, "")
+    parts = iter(functools.partial(content.read, 1 << 20), b"")
+    text = _utf8(b"".join(itertools.islice(parts, MAX_ARRAY >> 20)), file, "")
+    if content.read(1):
+        raise UserError(
+            f"data_files={file} is a JSON array of more than {MAX_ARRAY >> 30} GiB; write a row a line, as .jsonl"
+        )
     try:
         rows = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -208,7 +241,9 @@ def _array(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(filter(bytes.strip, content), start=1):
+    for number, line in enumerate(filter(bytes.strip, _lines_of(content)), start=1):
+        if len(line) == MAX_ROW:
+            raise _too_large(file, number)
         text = _utf8(line.strip(), file, f": row {number}")
         try:
             row = json.loads(text, object_pairs_hook=_once)

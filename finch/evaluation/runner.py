@@ -223,12 +223,9 @@ class Evaluation:
 
     def _place(self, target: Target) -> Path:
         """The folder of a model's results, to write there."""
-        run = target.folder.run or target.folder.path.parent
-        is_foreign = target.folder.results is not None and not self._options.trust
-        place = inside(run, *target.output.relative_to(run).parts) if is_foreign else target.output
-        if place.is_file():
-            raise UserError(f"{place} is a file, and finch writes a folder there; remove it")
-        return place
+        own = target.folder.results is None
+        root = self._options.out if own else target.folder.run or target.folder.path.parent
+        return inside(root, *target.output.relative_to(root).parts, is_own=own or self._options.trust)
 
     def _write(self, target: Target, task: Task, definition: str, samples: list[dict[str, Any]]) -> None:
         scores = [sample["score"] for sample in samples if sample["score"] is not None]

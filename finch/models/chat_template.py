@@ -19,7 +19,7 @@ from typing import Any
 
 from finch.base.errors import UserError
 from finch.models import chat_environment
-from finch.models.chat_environment import CPU_SECONDS, RENDER_ERRORS
+from finch.models.chat_environment import CPU_SECONDS, RENDER_ERRORS, in_time
 from finch.models.hf_config import read_settings
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -58,6 +58,7 @@ class ChatTemplate:
         self.source, self.folder, self.thinking = source, folder, thinking
         self.today = today or datetime.date.today()  # rows do not change at midnight
         self._variables = {"documents": None, **special_tokens, "enable_thinking": thinking}
+        self._is_endless = False
         try_template(source, self._variables, folder)
         try:
             self._template = chat_environment.environment(lambda form: self.today.strftime(form)).from_string(source)
@@ -72,11 +73,18 @@ class ChatTemplate:
     def render(self, turns: Sequence[Turn], tools: Tools = None, *, generation: bool = False) -> str:
         """The text of a conversation; with ``generation`` it ends in the header of the next assistant turn.
 
-        Raises UserError if the template refuses the conversation.
+        Raises UserError if the template refuses the conversation, or takes more than 5 s, and then for each further one.
         """
         try:
             variables = {**self._variables, "tools": tools, "messages": turns, "add_generation_prompt": generation}
-            return self._template.render(variables)
+            if self._is_endless:  # each row would take as long
+                raise TimeoutError
+            return in_time(self._template.render, variables)
+        except TimeoutError as error:
+            self._is_endless = True
+            raise UserError(
+                f"tokenizer: the chat template of {self.folder} does not end well (a row took {CPU_SECONDS} s); fix it"
+            ) from error
         except RENDER_ERRORS as error:
             raise UserError(
                 f"tokenizer: the chat template of {self.folder} refuses a conversation ({error})"

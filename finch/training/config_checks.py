@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from pathlib import Path
 
@@ -153,6 +154,11 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
     Raises UserError if there is none to resume from, or the folder holds another run or lies inside the pretrained model's.
     """
     run = Path(cfg.output_dir)
+    try:
+        run.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(f"output_dir={run} is a loop of links; give another folder") from error
     resume = cfg.resume_from_checkpoint
     if resume and cfg.overwrite:
         raise UserError(

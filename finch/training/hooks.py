@@ -7,6 +7,7 @@ which a hook's :meth:`Hook.wants_sync` was true (``state.is_synced``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,7 +157,7 @@ class NonfiniteGuard(Hook):
     """Ends the run where a loss, a gradient or a weight is not finite. Schedules raise and skip by themselves where they read the loss."""
 
     def start(self, trainer: Trainer) -> None:
-        self._trainer, self._num_skipped = trainer, 0
+        self._trainer, self._num_skipped = trainer, Counter[str]()
 
     def before_step(self, state: TrainState) -> None:
         """A schedule on a device is read once the metrics say that there is something to read."""
@@ -185,17 +186,18 @@ class NonfiniteGuard(Hook):
         return True
 
     def summary(self, state: TrainState) -> list[str]:
-        return (
-            [f"updates that were skipped, since loss or gradient was not finite: {self._num_skipped}"]
-            if self._num_skipped
-            else []
-        )
+        return [
+            f"updates that were skipped, since the {what} was not finite: {number}"
+            for what, number in self._num_skipped.items()
+        ]
 
     def _check(self, state: TrainState) -> None:
-        if new := self._trainer.update.schedule.check():  # of on_nonfinite: skip
-            self._num_skipped += new
+        update = self._trainer.update
+        if new := update.schedule.check():  # of on_nonfinite: skip
+            what = update.nonfinite
+            self._num_skipped[what] += new
             logger.warning(
-                f"updates skipped up to step {state.step}, since loss or gradient was not finite: {self._num_skipped}"
+                f"updates skipped up to step {state.step}, since the {what} was not finite: {self._num_skipped[what]}"
             )
 
 

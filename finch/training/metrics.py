@@ -152,13 +152,16 @@ class MetricsLog:
         return self._lines
 
     def _write(self, *lines: Mapping[str, Any]) -> None:
-        """Lines that cannot be written, as on a full disk, are kept and written with the next ones."""
+        """Lines that cannot be written, as on a full disk, are kept and written with the next ones. A file that is no longer there, moved away or
+        removed with its folder, is started again."""
         assert self._file is not None
         was_full = bool(self._unwritten)
         self._unwritten += [json.dumps({key: _plain(value) for key, value in line.items()}) + "\n" for line in lines]
         self._lines += len(lines)
         text = "".join(self._unwritten).encode()
         try:
+            if not (self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))):
+                self._reopen()
             if self._file.write(text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -168,6 +171,14 @@ class MetricsLog:
                 logger.warning(f"{self.path} cannot be written ({error.strerror}); its lines are kept and tried again")
             return
         self._size, self._unwritten = self._size + len(text), []
+
+    def _reopen(self) -> None:
+        assert self._file is not None
+        self.path.parent.mkdir(exist_ok=True)
+        file = self.path.open("ab", buffering=0)
+        self._file.close()
+        self._file, self._size = file, file.tell()
+        logger.warning(f"{self.path} was moved or removed while the run writes it; its lines go on in a new one")
 
     def reset_timer(self) -> None:
         """Excludes the time since the last report from the next tokens per second; called after validation and saving."""
@@ -224,7 +235,7 @@ class _Transfer:
 
 def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:
     """Returns the number of remaining lines."""
-    if not path.exists():
+    if not os.path.lexists(path):
         if step:
             logger.warning(
                 f"{path} is gone: the numbers of the steps up to {step} are lost, the run itself goes on unchanged"

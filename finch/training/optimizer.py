@@ -51,6 +51,7 @@ class Update:
         is_fused = all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
         self.clips_in_kernel = is_fused and parallel.device.type == "cuda"
         self._scale: torch.Tensor | None = None
+        self._is_gradient: torch.Tensor | bool = False
 
     def before_backward(self, loss_sum: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor) -> bool:
         """Whether this micro-batch goes backward. The arguments are those of :meth:`mean_loss` and :meth:`step`."""
@@ -74,11 +75,19 @@ class Update:
                 nn.utils.clip_grads_with_norm_(group, self._clip_grad_norm, norm)
         return norm.to(self._parallel.device, non_blocking=True)  # offloaded gradients live on the CPU
 
+    @property
+    def nonfinite(self) -> str:
+        """What was not finite at the last step that had such a number: ``loss`` or ``gradient``. Reads the device."""
+        return "gradient" if self._is_gradient else "loss"
+
     def step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, denominator: torch.Tensor) -> None:
         """Sets the learning rate from the step's loss and updates the weights. Where ``denominator`` [], what the objective divides by, is 0, it
         does not."""
-        # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
-        if self.schedule.step(loss if grad_norm is None else loss + 0 * grad_norm, denominator):
+        if grad_norm is not None:
+            # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
+            both = loss + 0 * grad_norm
+            self._is_gradient, loss = torch.where(both.isfinite(), self._is_gradient, loss.isfinite()), both
+        if self.schedule.step(loss, denominator):
             if self._scale is not None:  # the protocol of torch.amp.GradScaler; schedules of a loss reset it
                 vars(self.optimizers[0]).update(grad_scale=self._scale)
             self.optimizers[0].step()

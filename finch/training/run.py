@@ -59,7 +59,8 @@ def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> No
     except BaseException as error:
         recipe.close()
         if isinstance(error, FloatingPointError):
-            raise UserError(str(error)) from error
+            text = str(error).replace("the loss was", f"the {recipe.update.nonfinite} was")
+            raise UserError(text) from error
         raise
     recipe.cleanup()
     if recipe.interrupted:
@@ -293,7 +294,7 @@ class RunLock:
     """
 
     def __init__(self, run: Path) -> None:
-        self._path = run_files.inside(run, run_files.LOCK)
+        self._path = run_files.inside(run, run_files.LOCK, is_file=True)
         # Not filelock's lock file without flock: it would outlive a killed holder.
         self._lock = FileLock(self._path, fallback_to_soft=False)
 

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from finch.base.errors import UserError
+from finch.data import row_files
 from finch.data.formats import detect
 from finch.data.prompts import load_rows
 from finch.data.row_files import PARTS, local_files, part_indices, read_rows, source_of
@@ -152,3 +153,48 @@ def test_what_cannot_be_read_as_it_is_meant_is_named(tmp_path, name, content, me
     with pytest.raises(UserError, match=message) as error:
         table_of(file)
     assert str(file) in str(error.value)
+
+
+SMALL, LARGE = "a" * 9, "a" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl.gz", lines([{"a": SMALL}, {"a": LARGE}]), "row 2 has 1 MiB or more; split or remove that row"),
+        ("a.jsonl.gz", LARGE, "row 1 has 1 MiB or more"),
+        ("a.json.gz", f'["{LARGE}", 1]', "is a JSON array of more than 0 GiB; write a row a line, as .jsonl"),
+        ("a.csv.gz", f"a,b\n{SMALL},b\n{LARGE}", "row 2 has 1 MiB or more"),
+        ("a.csv.gz", f'a,b\n{SMALL},b\n{SMALL},"' + "a\n" * (1 << 19), "row 2 has 1 MiB or more"),
+        ("a.csv.gz", f"a,{LARGE}", "row 1 has 1 MiB or more"),
+        ("a.parquet", [{"a": SMALL}, {"a": SMALL}, {"a": LARGE}], "row 3 has 1 MiB or more"),
+        ("a.arrow", [{"a": LARGE}], "row 1 has 1 MiB or more"),
+    ],
+)
+def test_a_row_that_unpacks_to_more_than_a_limit_is_named(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.setattr(row_files, "MAX_ROW", 1 << 20)
+    monkeypatch.setattr(row_files, "MAX_ARRAY", 1 << 20)
+    file = tmp_path / name
+    if file.suffix == ".gz":
+        file.write_bytes(gzip.compress(content.encode()))
+    elif file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(content), file)
+    else:
+        with pa.ipc.new_file(file, pa.Table.from_pylist(content).schema) as writer:
+            writer.write_table(pa.Table.from_pylist(content))
+    with pytest.raises(UserError, match=message) as error:
+        table_of(file)
+    assert str(error.value).startswith(f"data_files={file}")
+
+
+def test_rows_below_the_limit_are_read_as_they_are(tmp_path, monkeypatch):
+    """Whatever all of them have together; an array up to its own limit."""
+    monkeypatch.setattr(row_files, "MAX_ROW", 1 << 12)
+    monkeypatch.setattr(row_files, "MAX_ARRAY", 1 << 20)
+    rows = [{"a": "a" * 4000, "b": f"{number}\n"} for number in range(20)]
+    (tmp_path / "a.jsonl").write_text(lines(rows))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.csv").write_text("a,b\n" + "".join(f'{row["a"]},"{row["b"]}"\n' for row in rows))
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for file in tmp_path.glob("a.*"):
+        assert table_of(file) == rows, file

@@ -1,5 +1,6 @@
 """Tokenized rows in a file: made once, mapped afterwards, made again where the file is damaged, kept in memory where there is no room."""
 
+import os
 from collections import Counter
 
 import datasets
@@ -70,6 +71,25 @@ def test_a_damaged_or_foreign_file_is_made_again(cache, make):
         check(rows)
         assert calls == number
         assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["file", "partial", "lock"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
+def test_what_is_no_file_is_removed_or_said(name, kind, cache, make, caplog):
+    """And nothing waits for the other end of a pipe."""
+    make()
+    [file], [lock] = cache.glob("*.arrow"), cache.glob("*.lock")
+    place = {"file": file, "lock": lock, "partial": lock.with_suffix(".partial")}[name]
+    file.unlink()
+    lock.unlink(missing_ok=True)
+    make_it = {"pipe": lambda: os.mkfifo(place), "folder": place.mkdir, "loop": lambda: place.symlink_to(place.name)}
+    make_it[kind]()
+    file_cache._warn.cache_clear()
+    rows, _ = make()
+    check(rows)
+    is_healed = kind == "pipe" or (kind == "loop" and name != "lock")
+    assert caplog.text.count("rows cannot be kept in") == (not is_healed)
+    assert (make()[1] == 2) == is_healed
 
 
 def test_rows_stay_in_memory_where_there_is_no_room(cache, make, monkeypatch, caplog):

@@ -3,9 +3,12 @@
 import datetime
 import json
 import re
+import signal
+import time
 
 import pytest
 from helpers.chat_templates import CHAT_FAMILIES
+from helpers.rows import write_lines
 from helpers.tokenizers import write_tokenizer
 from torchtune.data import Message
 from torchtune.datasets import text_completion_dataset
@@ -15,7 +18,10 @@ from transformers import AutoTokenizer
 import finch.models
 from benchmarks.tiny_text import WORDS
 from finch.base.errors import UserError
+from finch.data.dataset import Samples
 from finch.data.formats import ChatMessage
+from finch.data.rows import rows_dataset
+from finch.models import chat_environment
 from finch.models.qwen3 import qwen3_tokenizer
 
 CONVERSATIONS = {
@@ -287,6 +293,27 @@ def test_a_template_that_takes_too_much_is_refused(tmp_path, template, reason):
     write(tmp_path, "qwen3", template=template)
     with pytest.raises(UserError, match=rf"^tokenizer: the chat template of {tmp_path} does not end well \(.*{reason}"):
         qwen3_of(tmp_path)
+
+
+def test_a_template_that_is_endless_for_some_rows_only_is_stopped(tmp_path, monkeypatch):
+    """The row is named; the rows after it do not take as long again. No timer is left."""
+    monkeypatch.setattr(chat_environment, "CPU_SECONDS", 0.5)
+    template = f"{CHAT_FAMILIES['qwen3'].template}{{% if messages[0].content == 'a bird' %}}{ENDLESS}{{% endif %}}"
+    write(tmp_path, "qwen3", template=template)
+    rows = [{"question": text, "answer": "x"} for text in ("a fox", "a bird", *["a fox"] * 50)]
+    file = write_lines(tmp_path / "rows.jsonl", *rows)
+    start = time.process_time()
+    data = rows_dataset(qwen3_of(tmp_path), data_files=str(file))
+    data.tokenize("dataset")
+    assert time.process_time() - start < 20
+    assert len(data[0]["tokens"]) > 4
+    message = f"tokenizer: the chat template of {tmp_path} does not end well (a row took 5 s); fix it"
+    for index in (1, 51):
+        assert data.tokenized.error(index) == message
+    with pytest.raises(UserError) as error:
+        Samples(data, "dataset", str(file))[1]
+    assert str(error.value) == f"dataset: row 2 of {file} cannot be used ({message}); fix or remove that row"
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 def test_template_dialect_is_transformers(tmp_path):

@@ -217,6 +217,22 @@ def test_secrets_reach_no_file_and_no_log(config, tmp_path):
     assert "token: '***'" in (tmp_path / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("name", ["run", "run/deeper"])
+def test_a_loop_of_links_is_no_output_folder(name, config, tmp_path):
+    (tmp_path / "run").symlink_to("other")
+    (tmp_path / "other").symlink_to("run")
+    message = f"output_dir={tmp_path / name} is a loop of links; give another folder"
+    assert message in run_here(tmp_path, config(), f"output_dir={tmp_path / name}").error()
+
+
+def test_metrics_that_are_a_loop_of_links_are_one_line(config, tmp_path):
+    file = finished(tmp_path, config(max_steps_per_epoch=1)).folder / "metrics.jsonl"
+    file.unlink()
+    file.symlink_to(file.name)
+    done = run_here(tmp_path, config(max_steps_per_epoch=1), "resume_from_checkpoint=True", "epochs=2")
+    assert f"{file} cannot be read (Too many levels of symbolic links); restore it" in done.error()
+
+
 def test_folder_of_another_run_is_left_as_it_is(config, base_folder, tmp_path):
     config = config(max_steps_per_epoch=2)
     resume = "resume_from_checkpoint=True"

@@ -32,8 +32,9 @@ def test_nonfinite_number_is_skipped(spoiled, changes, config, tmp_path, monkeyp
     run = finished(tmp_path, config(**changes))
     same = [all(map(torch.equal, *pair)) for pair in itertools.pairwise(seen)]
     assert same[3:6] == [False, True, False]
-    assert re.search(r"updates skipped up to step [5-9], since loss or gradient was not finite: 1\n", run.output)
-    assert "updates that were skipped, since loss or gradient was not finite: 1\n" in run.output
+    what = {"losses": "loss", "gradients": "gradient"}[spoiled]
+    assert re.search(rf"updates skipped up to step [5-9], since the {what} was not finite: 1\n", run.output)
+    assert f"updates that were skipped, since the {what} was not finite: 1\n" in run.output
     assert [loss is None for loss in run.column("loss")] == [step == 5 and spoiled == "losses" for step in range(1, 12)]
     if spoiled == "losses":
         losses, averages = run.column("loss"), run.column("ema_loss")
@@ -57,8 +58,21 @@ def test_nonfinite_number_ends_the_run(spoiled, config, tmp_path, monkeypatch):
     spoil(monkeypatch, **{spoiled: [5]})
     run = run_here(tmp_path, config(), "on_nonfinite=raise", "log_every_n_steps=50")
     assert run.returncode == 1
-    assert "the loss was not finite at a step after step 4" in run.error()
+    what = {"losses": "loss", "gradients": "gradient"}[spoiled]
+    assert f"the {what} was not finite at a step after step 4" in run.error()
     assert len(run.metrics()) >= 4  # the steps before are written, though fewer than fifty
+
+
+def test_losses_and_gradients_that_are_skipped_are_told_apart(config, tmp_path, monkeypatch):
+    """The gradient of a loss that is not finite is not finite either, which the loss explains."""
+    spoil(monkeypatch, losses=[3, 4], gradients=[6])
+    run = finished(tmp_path, config())
+    for what, number in (("loss", 2), ("gradient", 1)):
+        assert f"updates that were skipped, since the {what} was not finite: {number}\n" in run.output
+    spoil(monkeypatch, losses=[3, 4])  # and the gradient of step 6 still
+    config = config(output_dir=str(tmp_path / "other"))
+    config["lr_scheduler"]["max_nonfinite"] = 2
+    assert "the loss was not finite 2 times in a row after step 2" in run_here(tmp_path, config).error()
 
 
 def test_losses_on_a_device_are_checked_before_a_save(config, tmp_path, monkeypatch):

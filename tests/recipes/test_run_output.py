@@ -1,7 +1,9 @@
 """What a run shows in a log file, and what it leaves for people: lines without carriage returns, a summary, loss.png."""
 
+import shutil
+
 import pytest
-from helpers.runs import finished, run_here, tune_run
+from helpers.runs import before_steps, finished, run_here, tune_run
 
 
 @pytest.fixture
@@ -33,3 +35,18 @@ def test_run_ends_with_a_summary_and_a_figure(tmp_path, config):
     assert f"4 steps, {sum(run.column('num_target_tokens')):,} target tokens; 0:00:0" in run.output
     assert "epoch 2/2, step 4 of 4: loss " in run.output
     assert "epoch 1/2" not in run.output
+
+
+def test_a_run_whose_folder_is_removed_goes_on(tmp_path, config, monkeypatch):
+    """And says so: what it writes from then on is all there."""
+
+    def remove(recipe):
+        if recipe.state.step == 1:
+            shutil.rmtree(recipe.run.path)
+
+    before_steps(monkeypatch, remove)
+    run = finished(tmp_path, config)
+    assert run.output.count("metrics.jsonl was moved or removed while the run writes it") == 1
+    assert run.column("step") == [2, 3, 4]
+    assert (run.folder / "best" / "model.safetensors").is_file()
+    assert "best epoch: " in run.output

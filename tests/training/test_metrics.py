@@ -106,6 +106,24 @@ def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path, caplog, monk
     assert ("lacks its last 2 lines" in caplog.text) == (at == "close")
 
 
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_file_that_is_moved_away_is_started_again(tmp_path, caplog, what):
+    run = tmp_path / "run"
+    run.mkdir()
+    log = MetricsLog(run, None, is_writer=True)
+    log.open()
+    moved = run if what == "folder" else run / "metrics.jsonl"
+    for step in (1, 2, 3):
+        log.add(step, step_metrics(1.0))
+        log.flush()
+        if step == 1:
+            moved.rename(tmp_path / "moved")
+    log.close()
+    old = tmp_path / "moved" / "metrics.jsonl" if what == "folder" else tmp_path / "moved"
+    assert [[line["step"] for line in read_metrics(file)] for file in (old, run / "metrics.jsonl")] == [[1], [2, 3]]
+    assert caplog.text.count("run/metrics.jsonl was moved or removed while the run writes it") == 1
+
+
 def test_lost_metrics_are_said(tmp_path, caplog):
     MetricsLog(tmp_path, None, is_writer=True).open(first_step=3)
     assert "metrics.jsonl is gone: the numbers of the steps up to 3 are lost" in caplog.text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -301,12 +302,13 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
     left_folders = {job.cell.folder for job in left}
     first = [job for job in left if job.cell.source not in left_folders]
     second = [job for job in left if job.cell.source in left_folders]
+    trained_earlier = sorted({job for name, job in queued.items() if name != _EVALUATION})
     ids: list[str] = []
     for group in (first, second):
         if group:
-            ids.append(submission.submit_array(group, args.jobs, after=[*earlier, *ids]))
+            ids.append(submission.submit_array(group, args.jobs, after=[*trained_earlier, *ids]))
     has_models = grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs)
-    if has_models and _EVALUATION not in queued:
+    if has_models and (ids or _EVALUATION not in queued):  # one that is queued does not wait for these cells
         ids.append(submission.submit_evaluation(words, after=[*earlier, *ids]))
     if queued:
         print(f"in Slurm's queue already: {', '.join(earlier)}")
@@ -325,6 +327,8 @@ class _Submission:
     def __init__(self, grid: Grid, options: JobOptions, scripts: tuple[Path, Path], *, is_dry_run: bool) -> None:
         self._grid, self._options, self._is_dry_run = grid, options, is_dry_run
         self.folder = grid.out / "slurm"
+        files_of_cells = (self.folder / f"cells_{number}" for number in itertools.count())
+        self._free = (file for file in files_of_cells if not file.exists())
         files = [Path(absolute(name)).parent for name in (grid.config, str(grid.path)) if Path(name).is_file()]
         mounts = [options.settings.get("FINCH_CONTAINER_MOUNTS"), os.path.abspath(grid.out), *map(str, files)]
         if "FINCH_CONTAINER" in options.settings:  # the scripts mount the working directory and a run's own folder
@@ -345,8 +349,7 @@ class _Submission:
         for job in jobs:
             _, config, *overrides = run_words(self._grid, job.cell)
             lines.append(shlex.join([job.recipe, absolute(config), *overrides]) + "\n")
-        number = next(index for index in range(10**6) if not (self.folder / f"cells_{index}").exists())
-        cells = self.folder / f"cells_{number + len(after)}"
+        cells = next(self._free)
         limit = "" if max_parallel is None else f"%{max_parallel}"
         words = [f"--array=0-{len(jobs) - 1}{limit}", *_dependency(after), f"--output={self.folder}/%A_%a.out"]
         command = [str(self._sweep_script), str(cells), str(self._run_script)]
@@ -369,9 +372,9 @@ class _Submission:
         return self._submit([*self._options.given, *options, str(self._sweep_script), *arguments], [_EVALUATION])
 
     def queued(self) -> dict[str, str]:
-        """Of the cells, and the evaluation, that an earlier submission has in Slurm's queue, their job."""
+        """Of the cells, and the evaluation, that an earlier submission has in Slurm's queue, their job, the last one."""
         found: dict[str, str] = {}
-        for file in self.folder.glob("*.job"):
+        for file in sorted(self.folder.glob("*.job"), key=lambda file: file.stat().st_mtime_ns):
             names = json.loads(file.read_text(encoding="utf-8"))
             command = ["squeue", "--noheader", "--array", f"--jobs={file.stem}", "--format=%K"]
             # Without Slurm there is no squeue; of a job that it has forgotten, squeue prints an error and no task.

@@ -149,6 +149,35 @@ def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, ca
     assert printed.count(f"FINCH_CONTAINER_MOUNTS=/models,{out},{tmp_path} ") == 3  # the folder of grid and config
 
 
+def test_cells_that_are_added_to_a_queued_sweep_are_evaluated_after_it(grid, tmp_path, capsys, monkeypatch):
+    """By a job of their own, which waits for them and for the evaluation that is queued; they wait for no evaluation."""
+    (tmp_path / "bin").mkdir()
+    scripts = {"sbatch": f'echo "$@" >> {tmp_path}/log; wc -l < {tmp_path}/log', "squeue": "echo 0"}
+    for name, script in scripts.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def submit(*seeds):
+        file = grid([{"method": ["sft"], "seed": list(seeds)}], evaluate={"suites": ["forgetting"]})
+        code, printed, error = finch(capsys, "sweep", file, "--slurm", "--gpus-per-node=1")
+        assert code == 0, error
+        lines = (tmp_path / "log").read_text().splitlines()
+        words = [dict(re.findall(r"--(array|dependency)=(\S+)", line)) for line in lines]
+        return words, printed
+
+    first = [{"array": "0-0"}, {"dependency": "afterany:1"}]
+    assert submit(0)[0] == first
+    words, printed = submit(0)
+    assert words == first
+    assert "there is nothing to submit" in printed
+    second = [{"array": "0-0", "dependency": "afterany:1"}, {"dependency": "afterany:1:2:3"}]
+    assert submit(0, 1)[0] == first + second
+    third = [{"array": "0-0", "dependency": "afterany:1:3"}, {"dependency": "afterany:1:3:4:5"}]
+    assert submit(0, 1, 2)[0] == first + second + third
+    assert len({path.read_text() for path in (tmp_path / "out" / "slurm").glob("cells_*")}) == 3
+
+
 def test_keep_leaves_one_model_of_a_trained_cell(grid, tmp_path, capsys):
     file = grid({"method": ["sft"]}, keep="best", overrides={"epochs": 3})
     code, printed, error = finch(capsys, "sweep", file)
