@@ -19,7 +19,7 @@ from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from finch.base import run_files
-from finch.base.errors import exit_without_teardown
+from finch.base.errors import exit_without_teardown, is_restarted
 from finch.base.log import logger
 from finch.config import parser, resolved, schema
 from finch.data.loader import Batch, to_device
@@ -69,7 +69,7 @@ class FinchFullFinetune(FTRecipeInterface):
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything: what is cheap and can fail first, weights last."""
         self.parallel = parallel.start_from(cfg, self.device, shard=self.precision.is_mixed or cfg.fsdp_cpu_offload)
-        if self.parallel.world_size > 1:
+        if self.parallel.world_size > 1 or is_restarted():
             watchdog.start(cfg.distributed_timeout)
         self.run.open(self.parallel)
         self.seed = training.set_seed(self.run.seed, cfg.cudnn_deterministic_mode)

@@ -14,7 +14,8 @@ from typing import Any
 
 ERROR_FILE = "FINCH_ERROR_FILE"
 """Environment variable: a file that the message of a UserError is also written to."""
-
+HANG = 124
+"""Exit code of a rank that has waited for longer than ``distributed_timeout``; timeout(1) has the same."""
 
 _MAX_LINE, _MAX_WORD = 275, 80
 
@@ -40,6 +41,10 @@ class UsageError(UserError):
 
 class Unavailable(UserError):
     """What another start may find changed: a folder that is in use, a full disk. A job script tries these again, other mistakes never."""
+
+
+class NotFinite(UserError):
+    """A loss, gradient or weight that is not finite. Where the ranks are started again, a second time from the same checkpoint ends the run."""
 
 
 class WriteFailed(OSError):
@@ -72,7 +77,8 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
         except UserError as error:
             # A data-loader worker's error arrives with its traceback, which ends in the message.
             message = str(error).rpartition("UserError: ")[2].strip()
-            _write_error_file("" if isinstance(error, Unavailable) else message + "\n")
+            if not (isinstance(error, NotFinite) and is_restarted()):
+                _write_error_file("" if isinstance(error, Unavailable) else message + "\n")
             if rank != "0":
                 time.sleep(10)
             _print(f"finch: error: {message}")
@@ -97,9 +103,15 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
                     f"finch: error: rank {rank} has waited for another rank longer than distributed_timeout; the stacks above, of every rank, show "
                     "which one is stuck and where"
                 )
+                _exit(HANG)
             _exit(1)
 
     return wrapper
+
+
+def is_restarted() -> bool:
+    """Whether torchrun starts the ranks again where one fails."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def exit_without_teardown() -> None:

@@ -6,6 +6,7 @@ With several ranks the config is checked once, before any of them is started. A 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import logging
@@ -31,7 +32,6 @@ from finch.distributed.processes import share_cores
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 USAGE = "finch run [torchrun options] CONFIG [key=value ...] [~key] [method=NAME]"
 
@@ -41,6 +41,7 @@ Trains with the recipe for the config's model: finch_full_finetune, or finch_lor
 
   CONFIG, --config CONFIG   a YAML file, or the name of a config that comes with finch: `finch configs`
   --nproc_per_node N        ranks on this machine: a number, gpu (one per GPU) or auto (default: 1, in this process)
+  --restarts N              starts the ranks again, at most N times, from the last checkpoint where one fails or hangs
   --nnodes, --rdzv_...      several machines, and all other options of torchrun: `torchrun --help`
   key=value, ~key           sets or removes a key: `finch keys`
   method=NAME               trains with a method: `finch methods`
@@ -145,6 +146,7 @@ def _launcher_parser() -> argparse.ArgumentParser:
     for action in get_args_parser()._actions:
         if action.option_strings and action.dest not in ("help", "module", "no_python", "run_path"):
             parser._add_action(action)
+    parser.add_argument("--restarts", dest="max_restarts", type=int, default=argparse.SUPPRESS)
     return parser
 
 
@@ -164,7 +166,10 @@ def _launch(
     """Starts the ranks and returns the exit code of the first one that fails. A rank reports a user's mistake itself, in FINCH_ERROR_FILE too."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api as launcher
     from torch.distributed.run import run as run_launcher
+
+    from finch.cli.restarts import FinchAgent, failed_rank
 
     options.module, options.no_python, options.run_path = False, True, False
     options.training_script, options.training_script_args = SAFE_PYTHON[0], [*SAFE_PYTHON[1:], recipe, *arguments]
@@ -174,15 +179,16 @@ def _launch(
         if name not in options.signals_to_handle:
             options.signals_to_handle += f",{name}"  # else it would end the launcher, and the ranks with it
     prepare_launcher(local_ranks)
+    if options.max_restarts:  # in torchrun's store ranks find addresses of those before: pytorch issue 135712
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory(prefix="finch_run_") as folder:
         error_file = Path(os.environ.setdefault(ERROR_FILE, f"{folder}/error"))
+        # torchrun has no option for its agent's class.
+        launcher.LocalElasticAgent = functools.partial(FinchAgent, run=Path(cfg.output_dir), error_file=error_file)  # type: ignore[assignment, misc]
         try:
             run_launcher(options)
         except ChildFailedError as error:
-            rank, code = failed_rank(error)
-            if not error_file.exists() and code != 128 + signal.SIGINT:
-                print(f"finch: error: rank {rank} failed with exit code {code}{_reason(code)}", file=sys.stderr)
-            return code
+            return failed_rank(error)[1]
         except SignalException as error:
             is_requeued = (Path(cfg.output_dir) / run_files.REQUEUE).exists()
             return 0 if is_requeued and error.sigval != signal.SIGINT else 128 + int(error.sigval)
@@ -200,15 +206,3 @@ def prepare_launcher(local_ranks: int) -> None:
     share_cores(os.environ, local_ranks)
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-
-
-def failed_rank(error: ChildFailedError) -> tuple[int, int]:
-    """The first rank that failed, and its exit code as a shell has it: 128 + the signal's number after a signal."""
-    rank, failure = error.get_first_failure()
-    return rank, failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-
-
-def _reason(code: int) -> str:
-    if code == 128 + signal.SIGKILL:
-        return " (SIGKILL): often the machine has run out of memory; `finch check` estimates what a run needs"
-    return f" ({signal.Signals(code - 128).name})" if code > 128 else "; its error is above"

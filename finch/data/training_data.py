@@ -13,13 +13,13 @@ from omegaconf import DictConfig
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.instantiate import component_of, locate
-from finch.data.dataset import Samples, check_arguments, load_dataset, nodes_of
+from finch.data.dataset import Samples, check_arguments, load_dataset, nodes_of, row_lengths
 from finch.data.loader import Batch, EvalLoader, EvalSettings, collator, load_batches
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
 from finch.data.prompts import context_limit
 from finch.data.replay import Replay, WithReplay
-from finch.data.stats import Fit, validate_dataset
+from finch.data.stats import Fit, name_rows, validate_dataset
 from finch.distributed.parallel import Parallel
 
 
@@ -88,6 +88,13 @@ class TrainingData:
     @property
     def steps_per_epoch(self) -> int:
         return min(self.order.steps_per_epoch, self._cfg.max_steps_per_epoch or self.order.steps_per_epoch)
+
+    def rows_of(self, step: int) -> str:
+        """The rows of the task in an optimizer step, which counts from 1, by their numbers."""
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        batch = self.order.permutation(epoch)[place * self.order.global_batch :][: self.order.global_batch]
+        rows = {self.samples.row(i, n) for i in batch for n in range(len(row_lengths(self.samples.arrays(i))))}
+        return name_rows(sorted(rows), len(rows))
 
     def batches(self, epoch: int, consumed: int, replay: Replay | None = None) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch after its first ``consumed`` samples, on the host.

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from finch.base.errors import HANG, is_restarted
 from finch.distributed.parallel import is_launched
 
 _SHARE_OF_TIMEOUT = 0.9
@@ -31,10 +32,11 @@ _DUPLICATE_WINDOW_S = 3.0
 
 
 class Watchdog:
-    """Prints the stacks once :meth:`heartbeat` has not been called for nine tenths of the collectives' timeout; does not end the process."""
+    """Prints the stacks once :meth:`heartbeat` has not been called for nine tenths of the collectives' timeout. Only where the ranks are started
+    again does it end the process, after all of it."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._limit_s = _SHARE_OF_TIMEOUT * timeout_s
+        self._limit_s, self._timeout_s = _SHARE_OF_TIMEOUT * timeout_s, timeout_s
         self._stopped = threading.Event()
         self._in_step = False
         self._has_fired = False
@@ -45,7 +47,7 @@ class Watchdog:
         """This rank makes progress."""
         self._last_heartbeat, self._has_fired = time.monotonic(), False
         # The interpreter's own watchdog needs no interpreter lock: it also prints where a call into C blocks the thread below.
-        faulthandler.dump_traceback_later(self._limit_s + _GRACE_S, exit=False, file=_STDERR)
+        faulthandler.dump_traceback_later(self._limit_s + _GRACE_S, exit=is_restarted(), file=_STDERR)
 
     def mark_step(self, is_inside: bool) -> None:
         self.heartbeat()
@@ -62,7 +64,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(max(self._last_heartbeat + self._limit_s - time.monotonic(), _POLL_S)):
-            if self._has_fired or time.monotonic() < self._last_heartbeat + self._limit_s:
+            idle_s = time.monotonic() - self._last_heartbeat
+            if self._has_fired and idle_s >= self._timeout_s and is_restarted():
+                os._exit(HANG)
+            if self._has_fired or idle_s < self._limit_s:
                 continue
             self._has_fired = True
             faulthandler.cancel_dump_traceback_later()

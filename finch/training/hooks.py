@@ -161,9 +161,10 @@ class NonfiniteGuard(Hook):
 
     def before_step(self, state: TrainState) -> None:
         """A schedule on a device is read once the metrics say that there is something to read."""
-        if self._trainer.metrics_log.is_nonfinite:
+        if self._trainer.metrics_log.nonfinite_step:
             self._check(state)
-            self._trainer.metrics_log.is_nonfinite = False
+            self._trainer.metrics_log.nonfinite_step = 0
+        self._step = state.step + 1
 
     def wants_sync(self, step: int) -> bool:
         return not self._trainer.update.schedule.is_on_device
@@ -190,6 +191,11 @@ class NonfiniteGuard(Hook):
             f"updates that were skipped, since the {what} was not finite: {number}"
             for what, number in self._num_skipped.items()
         ]
+
+    def rows(self) -> str:
+        """Those of the step that was not finite, once all metrics are read: ``step 5 took rows 3, 7``."""
+        step = self._trainer.metrics_log.nonfinite_step or self._step
+        return f"step {step} took {self._trainer.data.rows_of(step)}"
 
     def _check(self, state: TrainState) -> None:
         update = self._trainer.update

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torchtune.modules import TransformerDecoder
 
 from finch.base import files, run_files
-from finch.base.errors import Unavailable, UserError, WriteFailed
+from finch.base.errors import NotFinite, Unavailable, UserError, WriteFailed
 from finch.base.log import logger
 from finch.checkpoint import manifest
 from finch.checkpoint import reader as checkpoint
@@ -47,7 +47,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> None:
     """Runs a recipe from its checks to the end of the process. Ctrl-C, once the state is saved (``interrupted``), ends it with exit code 130.
 
-    Raises UserError for a mistake in the config, and for a loss, gradient or weight that is not finite.
+    Raises UserError for a mistake in the config, NotFinite for a loss, gradient or weight; the rows of that step are logged.
     """
     if is_launched():
         die_with_parent()
@@ -59,8 +59,9 @@ def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> No
     except BaseException as error:
         recipe.close()
         if isinstance(error, FloatingPointError):
+            logger.warning(recipe.hooks["nonfinite"].rows())
             text = str(error).replace("the loss was", f"the {recipe.update.nonfinite} was")
-            raise UserError(text) from error
+            raise NotFinite(text) from error
         raise
     recipe.cleanup()
     if recipe.interrupted:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from finch.base.errors import Unavailable, UserError, report_user_errors
+from finch.base.errors import HANG, NotFinite, Unavailable, UserError, report_user_errors
 
 
 @report_user_errors
@@ -92,8 +92,19 @@ def test_rank_reports_its_own_error_before_a_lost_peer(error, waits, is_tracebac
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("finch.base.errors.time.sleep", waited.append)
-    assert exit_code_of(RuntimeError(error) if isinstance(error, str) else error) == 1
+    code = exit_code_of(RuntimeError(error) if isinstance(error, str) else error)
+    assert code == (HANG if "Timed out" in str(error) else 1)
     assert waited == waits
     stderr = capsys.readouterr().err
     assert message in stderr
     assert ("Traceback" in stderr) == is_traceback
+
+
+@pytest.mark.parametrize(("restarts", "is_written"), [("0", True), ("3", False)])
+def test_step_that_is_not_finite_counts_as_a_mistake_unless_ranks_are_restarted(
+    restarts, is_written, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FINCH_ERROR_FILE", str(tmp_path / "error"))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    assert exit_code_of(NotFinite("the loss was not finite")) == 1
+    assert (tmp_path / "error").exists() == is_written

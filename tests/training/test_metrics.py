@@ -44,8 +44,8 @@ def test_late_log_reads_what_was_asked_for_a_report_ago(tmp_path):
     for step in range(1, 8):
         log.add(step, step_metrics(torch.tensor(float(step) if step != 3 else math.nan)))
         log.report()
-        seen.append((len(read_metrics(file)), log.is_nonfinite))
-    assert seen == [(0, False), (0, False), (0, False), (2, False), (2, False), (4, True), (4, True)]
+        seen.append((len(read_metrics(file)), log.nonfinite_step))
+    assert seen == [(0, 0), (0, 0), (0, 0), (2, 0), (2, 0), (4, 3), (4, 3)]
     assert log.num_lines() == 7
     assert [line["loss"] for line in read_metrics(file)] == [1, 2, None, 4, 5, 6, 7]
 

@@ -16,7 +16,7 @@ from finch.base.extras import require_extras
 from finch.base.log import logger, printable
 from finch.base.run_files import models_in
 from finch.cli.arguments import names
-from finch.cli.run import SAFE_PYTHON, failed_rank, prepare_launcher
+from finch.cli.run import SAFE_PYTHON, prepare_launcher
 from finch.evaluation.commands.arguments import add_checks
 from finch.evaluation.results import SuiteResult, TaskResult, read_samples
 from finch.evaluation.tasks.registry import ALL, select_tasks
@@ -282,6 +282,8 @@ def _launch(number: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as run_launcher
+
+    from finch.cli.restarts import failed_rank
 
     prepare_launcher(number)
     arguments = ["--standalone", f"--nproc_per_node={number}", "--no_python", *SAFE_PYTHON, "finch.cli", *sys.argv[1:]]
