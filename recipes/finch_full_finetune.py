@@ -22,12 +22,12 @@ from finch.base import run_files
 from finch.base.errors import exit_without_teardown, is_restarted
 from finch.base.log import logger
 from finch.config import parser, resolved, schema
-from finch.data.loader import Batch, to_device
+from finch.data.loader import Batch
 from finch.data.prompts import stop_tokens
 from finch.data.training_data import TrainingData
-from finch.distributed import fsdp, parallel, precision, watchdog
+from finch.distributed import parallel, precision, watchdog
 from finch.probes import budget, probes
-from finch.training import config_checks, hooks, model, optimizer, summary
+from finch.training import config_checks, hooks, model, optimizer, step, summary
 from finch.training.checkpointer import Checkpointer, TrainState
 from finch.training.run import Run, run_recipe, update_best
 from finch.training.step_loss import StepLoss
@@ -135,6 +135,9 @@ class FinchFullFinetune(FTRecipeInterface):
         initial_loss = None if reference is None else reference.mean
         options = {"num_steps": self.num_steps, "initial_loss": initial_loss, "is_resumed": bool(self.run.scalars)}
         self.update = optimizer.build_update(self.cfg, self.model, self.parallel, self.precision, **options)
+        place = (self.parallel, self.device)
+        each = self.cfg.fsdp_reduce_every_micro_batch
+        self.step = step.TrainStep(self.model, self.loss, self.update, *place, reduces_each=each)
         self.load_checkpoint()
 
     def begin(self) -> None:
@@ -194,31 +197,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self.end_epoch()
 
     def train_step(self, batches: list[Batch]) -> dict[str, torch.Tensor | float | None]:
-        """One optimizer step over its micro-batches. On CUDA with a fused optimizer FINCH reads nothing back to the host here.
-
-        Returns:
-            The step's line in the metrics, in nats where it is a loss; numbers or 0-d tensors.
-        """
-        counts = self.loss.counts(batches).to(self.device, non_blocking=True)
-        targets, denominator = self.parallel.all_reduce_sum_(counts).unbind()
-        scale = self.parallel.data_parallel_size / denominator.clamp(min=1)  # undoes FSDP2's mean over ranks
-        batches = [to_device(batch, self.device) for batch in batches]
-        self.loss.start(self.model, batches, targets)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in fsdp.reduce_last(self.model, batches, each=self.cfg.fsdp_reduce_every_micro_batch):
-            token_loss, weighted = self.loss(self.model, batch, scale)
-            loss_sum += token_loss.sum(dtype=torch.float64)
-            if self.update.before_backward(loss_sum, targets, denominator):
-                weighted.backward()
-        loss = self.update.mean_loss(loss_sum, targets)
-        regularizer = self.loss.add_gradients()
-        norms = {"grad_norm": self.update.clip(), **regularizer}
-        self.update.step(loss, norms["grad_norm"], denominator)
-        self.loss.finish()
-        rate = self.update.schedule.metrics()
-        metrics = {"epoch": self.state.epoch, "loss": loss, **rate, **norms, **self.loss.metrics()}
-        self.model.zero_grad(set_to_none=True)
-        return {**metrics, "num_target_tokens": targets}
+        """One optimizer step over its micro-batches, see :class:`finch.training.step.TrainStep`; its line in the metrics."""
+        return {"epoch": self.state.epoch, **self.step(batches)}
 
     def end_epoch(self) -> None:
         """Exports the epoch's folder, links the best one, and saves the state."""

@@ -163,7 +163,7 @@ class NonfiniteGuard(Hook):
         """A schedule on a device is read once the metrics say that there is something to read."""
         if self._trainer.metrics_log.nonfinite_step:
             self._check(state)
-            self._trainer.metrics_log.nonfinite_step = 0
+            self._trainer.metrics_log.nonfinite_step = 0  # the next one is another's
         self._step = state.step + 1
 
     def wants_sync(self, step: int) -> bool:
@@ -192,15 +192,20 @@ class NonfiniteGuard(Hook):
             for what, number in self._num_skipped.items()
         ]
 
+    @property
+    def nonfinite(self) -> str:
+        """``loss`` or ``gradient``: of the first such step that the metrics have, else of the last step."""
+        log = self._trainer.metrics_log
+        return log.nonfinite if log.nonfinite_step else self._trainer.update.nonfinite
+
     def rows(self) -> str:
         """Those of the step that was not finite, once all metrics are read: ``step 5 took rows 3, 7``."""
         step = self._trainer.metrics_log.nonfinite_step or self._step
         return f"step {step} took {self._trainer.data.rows_of(step)}"
 
     def _check(self, state: TrainState) -> None:
-        update = self._trainer.update
-        if new := update.schedule.check():  # of on_nonfinite: skip
-            what = update.nonfinite
+        if new := self._trainer.update.schedule.check():  # of on_nonfinite: skip
+            what = self.nonfinite
             self._num_skipped[what] += new
             logger.warning(
                 f"updates skipped up to step {state.step}, since the {what} was not finite: {self._num_skipped[what]}"

@@ -30,7 +30,7 @@ class MetricsLog:
     Nothing is written in ``folder`` before ``open``. ``world_size``: ranks, for tokens per second and GPU. ``is_late``: a report reads what
     the report before has asked the device for, which by then has the work of the steps since: the host does not wait for it.
 
-    ``nonfinite_step``: the first step, of those that were read, whose loss or gradient's norm is not finite; 0: there is none.
+    ``nonfinite_step``: the first step, of those that were read, whose ``nonfinite``, ``loss`` or ``gradient``, is not finite; 0: there is none.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MetricsLog:
         self.path = folder / run_files.METRICS
         self._metric_logger, self._progress = metric_logger, progress
         self._is_writer, self._every, self._world_size = is_writer, every, world_size
-        self._is_late, self.nonfinite_step = is_late, 0
+        self._is_late, self.nonfinite_step, self.nonfinite = is_late, 0, ""
         self._pending: list[dict[str, Any]] = []
         self._asked: list[_Transfer] = []
         self._last_report = time.perf_counter()
@@ -113,9 +113,10 @@ class MetricsLog:
         lines = [line for transfer in transfers for line in transfer.lines()]
         if not lines:
             return
-        keys = ("loss", "grad_norm")
-        bad = (line["step"] for line in lines if not all(math.isfinite(line.get(key) or 0.0) for key in keys))
-        self.nonfinite_step = self.nonfinite_step or next(bad, 0)
+        for key, what in (("grad_norm", "gradient"), ("loss", "loss")):  # a loss explains its gradient
+            bad = [line["step"] for line in lines if not math.isfinite(line.get(key) or 0.0)]
+            if bad and not 0 < self.nonfinite_step < bad[0]:
+                self.nonfinite_step, self.nonfinite = bad[0], what
         now = time.perf_counter()
         seconds, self._last_report = now - self._last_report, now
         # Steps between two reads are not timed one by one: that would take a synchronisation each. They share the

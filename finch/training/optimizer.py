@@ -51,7 +51,7 @@ class Update:
         is_fused = all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
         self.clips_in_kernel = is_fused and parallel.device.type == "cuda"
         self._scale: torch.Tensor | None = None
-        self._is_gradient: torch.Tensor | bool = False
+        self._last_loss = torch.zeros(())
 
     def before_backward(self, loss_sum: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor) -> bool:
         """Whether this micro-batch goes backward. The arguments are those of :meth:`mean_loss` and :meth:`step`."""
@@ -77,17 +77,15 @@ class Update:
 
     @property
     def nonfinite(self) -> str:
-        """What was not finite at the last step that had such a number: ``loss`` or ``gradient``. Reads the device."""
-        return "gradient" if self._is_gradient else "loss"
+        """What was not finite in the last step, where something was: ``loss`` or ``gradient``. Waits for the device."""
+        return "gradient" if self._last_loss.isfinite() else "loss"
 
     def step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, denominator: torch.Tensor) -> None:
         """Sets the learning rate from the step's loss and updates the weights. Where ``denominator`` [], what the objective divides by, is 0, it
         does not."""
-        if grad_norm is not None:
-            # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
-            both = loss + 0 * grad_norm
-            self._is_gradient, loss = torch.where(both.isfinite(), self._is_gradient, loss.isfinite()), both
-        if self.schedule.step(loss, denominator):
+        self._last_loss = loss
+        # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
+        if self.schedule.step(loss if grad_norm is None else loss + 0 * grad_norm, denominator):
             if self._scale is not None:  # the protocol of torch.amp.GradScaler; schedules of a loss reset it
                 vars(self.optimizers[0]).update(grad_scale=self._scale)
             self.optimizers[0].step()
@@ -111,14 +109,14 @@ class UpdateInBackward(Update):
     """``optimizer_in_bwd``: the backward of the only micro-batch updates the weights, so that the learning rate comes before it."""
 
     def before_backward(self, loss_sum: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor) -> bool:
-        self._loss = super().mean_loss(loss_sum, targets)
-        is_taken = self.schedule.step(self._loss, denominator)
+        self._last_loss = super().mean_loss(loss_sum, targets)
+        is_taken = self.schedule.step(self._last_loss, denominator)
         if not is_taken:
             fsdp.reshard(self._model)
         return is_taken
 
     def mean_loss(self, loss_sum: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self._loss
+        return self._last_loss
 
     def clip(self) -> None:
         """There is no norm: gradients of the complete model never exist at one time."""

@@ -60,7 +60,7 @@ def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> No
         recipe.close()
         if isinstance(error, FloatingPointError):
             logger.warning(recipe.hooks["nonfinite"].rows())
-            text = str(error).replace("the loss was", f"the {recipe.update.nonfinite} was")
+            text = str(error).replace("the loss was", f"the {recipe.hooks['nonfinite'].nonfinite} was")
             raise NotFinite(text) from error
         raise
     recipe.cleanup()

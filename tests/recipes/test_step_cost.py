@@ -3,12 +3,13 @@
 import itertools
 import json
 
-import finch_full_finetune
 import pytest
 import torch
 from helpers.ranks import on_ranks
 from helpers.runs import Run, write_config
 from helpers.step_cost import HostRead, HostReads, start, steps, take
+
+from finch.training import step
 
 COUNT = """
     import json
@@ -77,14 +78,14 @@ def test_step_reads_no_value_between_log_steps(method, tmp_path, tiny, monkeypat
     for group in recipe.update.optimizers[0].param_groups:
         group["lr"] = torch.tensor(group["lr"])  # as the recipe does on a GPU
     reads = HostReads()
-    move = finch_full_finetune.to_device
+    move = step.to_device
 
     def to_device(batch, device):
         moved = move(batch, device)
         reads.is_started = True  # until here tensors are on the host on any machine
         return moved
 
-    monkeypatch.setattr(finch_full_finetune, "to_device", to_device)
+    monkeypatch.setattr(step, "to_device", to_device)
     for batches in steps(recipe, 3):
         with reads:
             if method == "talr":

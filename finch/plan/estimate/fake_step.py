@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from finch_full_finetune import FinchFullFinetune
 from omegaconf import DictConfig
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -58,6 +57,7 @@ from finch.training.kl_penalty import build_kl
 from finch.training.model import allocate, decoder_on_meta, parallelize
 from finch.training.optimizer import build_optimizers, build_schedule, is_finch, make_update, optimizer_bytes
 from finch.training.self_replay import replayed_rows
+from finch.training.step import TrainStep
 from finch.training.step_loss import StepLoss, StepMedian
 
 HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
@@ -206,8 +206,8 @@ def candidates(cfg: DictConfig) -> list[tuple[str, ...]]:
     return found
 
 
-class FakeStep(FinchFullFinetune):
-    """The recipe as far as its step needs it; on fake tensors.
+class FakeStep:
+    """The recipes' step on fake tensors.
 
     Attributes:
         decoder: parallelized.
@@ -216,8 +216,7 @@ class FakeStep(FinchFullFinetune):
     """
 
     def __init__(self, cfg: DictConfig, group: Parallel, precision: Precision, *, is_lora: bool) -> None:
-        # Not the recipe's own: it checks the run's folder and the device.
-        self.cfg, self.parallel, self.device, self.precision = cfg, group, _CPU, precision
+        self.cfg, self.parallel, self.precision = cfg, group, precision
         self.decoder, plan, component = decoder_on_meta(cfg, precision)
         if is_lora:
             train_adapters_only(self.decoder, component)
@@ -238,9 +237,8 @@ class FakeStep(FinchFullFinetune):
             allocate(self.model, *place)
             self._trace = StepTrace(self.model)
             with self._trace:
-                self._build_update()
+                self._step = self._build_step()
         self.between_steps = self._trace.memory.live()
-        self.state: Any = SimpleNamespace(step=0, epoch=0)
         self.tokens = self.targets = 0
 
     def trace(self, rows: Rows, num_micro_batches: int) -> StepTrace:
@@ -251,7 +249,7 @@ class FakeStep(FinchFullFinetune):
         self.targets = batches[0]["targets"].numel()
         self._trace.reset()
         with self._mode, self._trace:
-            self.train_step(batches)
+            self._step(batches)
         return self._trace
 
     def _micro_batch(self, rows: Rows) -> Batch:
@@ -277,8 +275,8 @@ class FakeStep(FinchFullFinetune):
             batch["reference_tokens"] = torch.zeros(number, kl.top_k, dtype=torch.int64)
         return batch
 
-    def _build_update(self) -> None:
-        """Optimizers with the states that they have after the first step, and the weights that a regularizer keeps."""
+    def _build_step(self) -> TrainStep:
+        """With optimizers with the states that they have after the first step, and the weights that a regularizer keeps."""
         weights = self.model.trained_parameters()
         if self.loss.regularizer is not None:
             with self._trace.allocating(PENALTY):
@@ -297,7 +295,9 @@ class FakeStep(FinchFullFinetune):
             for optimizer in optimizers:
                 optimizer.step()
         self.model.zero_grad(set_to_none=True)
-        self.update = make_update(cfg, self.model, optimizers, self._build_schedule(optimizers), self.parallel)
+        update = make_update(cfg, self.model, optimizers, self._build_schedule(optimizers), self.parallel)
+        each = cfg.fsdp_reduce_every_micro_batch
+        return TrainStep(self.model, self.loss, update, self.parallel, _CPU, reduces_each=each)
 
     def _build_schedule(self, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """FinchLR where it reads no loss on the host, as on CUDA with a fused optimizer; otherwise a stand-in, which allocates nothing."""

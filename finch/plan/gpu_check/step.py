@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from finch_full_finetune import FinchFullFinetune
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchtune.data import padded_collate_sft
 
@@ -34,6 +33,8 @@ from finch.plan.gpu_check.models import (
 from finch.plan.gpu_check.plain_model import plain_step, relative_error
 from finch.plan.gpu_check.report import Check
 from finch.training.model import allocate, decoder_on_meta, parallelize
+from finch.training.optimizer import build_update
+from finch.training.step import TrainStep
 from finch.training.step_loss import StepLoss
 
 _CHECKPOINTING: dict[str, dict[str, Any]] = {
@@ -53,44 +54,42 @@ _FLOOR = 1e-5  # also in fp64, in which the models compute norms and angles in f
 _COMPILE_S = 30.0
 
 
-class Step(FinchFullFinetune):
-    """The recipe as far as its step needs it, with a model's initial weights and rows that are given; ``cfg`` is checked.
+class Step:
+    """The recipes' step, with a model's initial weights and rows that are given; ``cfg`` is checked.
 
     Attributes:
+        step: the step itself.
+        keeps_gradients: False where the host must not wait for them.
         gradients: of the last step before they are clipped, complete, on the host; empty with ``optimizer_in_bwd``.
     """
 
     def __init__(self, cfg: Any, model: Model) -> None:
-        # Not the recipe's own: it needs a folder with a model, and one for the run.
-        self.cfg, self.device, self.precision = cfg, parallel.local_device(cfg.device), precision_of(cfg.dtype)
-        is_sharded = self.precision.is_mixed or cfg.fsdp_cpu_offload
-        self.parallel = parallel.start_from(cfg, self.device, shard=is_sharded)
-        place = (cfg, self.parallel, self.precision)
-        self.decoder, plan, component = decoder_on_meta(cfg, self.precision)
+        self.cfg, self.device, precision = cfg, parallel.local_device(cfg.device), precision_of(cfg.dtype)
+        self.parallel = parallel.start_from(cfg, self.device, shard=precision.is_mixed or cfg.fsdp_cpu_offload)
+        place = (cfg, self.parallel, precision)
+        whole, plan, component = decoder_on_meta(cfg, precision)
         if "lora_rank" in cfg.model:
-            train_adapters_only(self.decoder, component)
-        self.loss = StepLoss(cfg, self.decoder, self.parallel)
-        self.model = parallelize(self.decoder, *place, plan=plan, **self.loss.model_options())
+            train_adapters_only(whole, component)
+        self.loss = StepLoss(cfg, whole, self.parallel)
+        self.model = parallelize(whole, *place, plan=plan, **self.loss.model_options())
         allocate(self.model, *place)
-        for decoder in filter(None, (self.decoder, self.model.reference)):
+        for decoder in filter(None, (whole, self.model.reference)):
             for name, parameter in decoder.state_dict(keep_vars=True).items():
                 load_full_tensor(parameter, initial_weights(model)[name])
         if self.loss.regularizer is not None:
             self.loss.regularizer.start(self.model.trained_parameters().items())
-        self.num_steps = 10
-        self.state: Any = SimpleNamespace(step=0, epoch=0)
-        self.run: Any = SimpleNamespace(scalars={}, resumed_from=None)
-        self.setup_update()
-        self.gradients: Weights = {}
+        options: dict[str, Any] = {"num_steps": 10, "initial_loss": None, "is_resumed": False}
+        update = build_update(cfg, self.model, self.parallel, precision, **options)
+        self.keeps_gradients, self.gradients = True, Weights()
         self._pretrained: torch.Tensor | None = None
-        clip = self.update.clip
+        parts, each = (self.model, self.loss, update, self.parallel, self.device), cfg.fsdp_reduce_every_micro_batch
+        self.step = TrainStep(*parts, reduces_each=each, on_gradients=self._keep_gradients)
 
-        def keep_and_clip() -> Any:
-            trained = self.model.trained_parameters().items()
-            self.gradients = _complete({name: weight.grad for name, weight in trained if weight.grad is not None})
-            return clip()
-
-        self.update.clip = keep_and_clip  # type: ignore[method-assign]
+    def _keep_gradients(self) -> None:
+        if not self.keeps_gradients:
+            return
+        trained = self.model.trained_parameters().items()
+        self.gradients = _complete({name: weight.grad for name, weight in trained if weight.grad is not None})
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Gives an objective that needs them the losses before training, of ``rows`` in one micro-batch."""
@@ -115,7 +114,7 @@ class Step(FinchFullFinetune):
 
     def take(self, rows: Sequence[Row], layout: str = "padding-free") -> dict[str, float]:
         """A step on ``rows``, in micro-batches of the config's size; its metrics, on the host."""
-        metrics = self.train_step(self.batches(rows, layout))
+        metrics = self.step(self.batches(rows, layout))
         return {
             name: float(full_tensor(torch.as_tensor(value))) for name, value in metrics.items() if value is not None
         }
