@@ -72,6 +72,7 @@ class FinchFullFinetune(FTRecipeInterface):
         if self.parallel.world_size > 1 or is_restarted():
             watchdog.start(cfg.distributed_timeout)
         self.run.open(self.parallel)
+        # After `open`: where the config has no seed, a resumed run takes its checkpoint's.
         self.seed = training.set_seed(self.run.seed, cfg.cudnn_deterministic_mode)
         ranks = parallel.describe_ranks(self.parallel.world_size)
         logger.info(f"{ranks} on {self.device.type}; dtype {cfg.dtype}: {self.precision.description}")
@@ -104,6 +105,7 @@ class FinchFullFinetune(FTRecipeInterface):
         cfg, self.state = self.cfg, TrainState(self.parallel)
         preemption = hooks.Preemption()
         first = {"preemption": preemption, "nonfinite": hooks.NonfiniteGuard(), "checks": hooks.StepChecks(cfg)}
+        # The budget follows what the probes have just measured, and the summary draws what they have written.
         last = {"profiler": hooks.Profiler(cfg), "validation": hooks.Validation(), "probes": probes.Probes(self)}
         last |= {"budget": budget.ForgettingBudget(self), "summary": summary.Summary()}
         last |= hooks.final_hooks(cfg)
@@ -111,8 +113,10 @@ class FinchFullFinetune(FTRecipeInterface):
         self.run.check_disk_room(self.decoder)
         self.metrics_log = hooks.build_metrics_log(cfg, self.run.path, self.parallel, num_steps=self.num_steps)
         self.run.create()
+        # Once the folder is there, in which a signal marks the run for requeueing.
         preemption.install(self.run)
         self.checkpointer = Checkpointer(cfg, self.run.path, self.parallel)
+        # The run, which holds the lock, is closed last: until then the others may write into its folder.
         self.parts = [self.metrics_log, *self.hooks.values(), self.checkpointer.writer, self.run]
 
     def setup_model(self) -> None:
@@ -122,6 +126,7 @@ class FinchFullFinetune(FTRecipeInterface):
         model.allocate(self.model, *place)
         needs_base = [not self.run.scalars, not self.saves_all_weights]
         needs_base += [self.loss.load_caches(self.cfg, self.base, self.data, self.run.path)]
+        # Lists, so that all are asked: an answer may take a collective, and reads a cache that is needed.
         needs_base += [hook.needs_pretrained(self) for hook in self.hooks.values()]
         if any(needs_base):
             self.load_base()
@@ -147,6 +152,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self.metrics_log.open(resolved.redacted(self.cfg), first_step=self.state.step, first_lines=lines)
         for hook in self.hooks.values():
             hook.start(self)
+        # A hook may have asked for the end already, such as a budget that an earlier start has exceeded.
         self.state.agree()
 
     def train(self) -> None:
@@ -155,6 +161,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self.begin()
         if state.epoch >= cfg.epochs:
             name = f"epoch_{state.epoch - 1}"
+            # The last folder may have been damaged or removed since: the checkpoint has its weights.
             if not (self.run.is_whole(self.exported(name), self.parallel) or self.export(name)):
                 raise self.run.no_room()
             done = f"has finished its {cfg.epochs} epochs; set epochs higher to continue"
@@ -165,6 +172,7 @@ class FinchFullFinetune(FTRecipeInterface):
             self.train_epoch()
         if state.stop is not None and not state.stop.is_finished:
             return
+        # Before the hooks, which read the complete file.
         self.metrics_log.close()
         for hook in self.hooks.values():
             hook.after_training(state)
@@ -189,6 +197,7 @@ class FinchFullFinetune(FTRecipeInterface):
             if self.checkpointer.writer.is_due(state.step):
                 state.request_save()
             state.agree()
+            # A finished run that stops at the end of an epoch still gets the epoch's folder.
             if state.stop is not None and not (state.stop.is_finished and state.is_epoch_end):
                 return self.stop()
             if state.is_save_due and not state.is_epoch_end:  # else it is saved with the epoch
@@ -204,6 +213,7 @@ class FinchFullFinetune(FTRecipeInterface):
         """Exports the epoch's folder, links the best one, and saves the state."""
         state, cfg = self.state, self.cfg
         self.metrics_log.end_epoch()
+        # Counted before the hooks write theirs: an epoch without a folder is ended, and validated, once more.
         lines = self.metrics_log.num_lines()
         metrics: dict[str, float] = {}
         for hook in self.hooks.values():
@@ -249,6 +259,7 @@ class FinchFullFinetune(FTRecipeInterface):
             wait: until it is on the disk.
             metrics_lines: of metrics.jsonl that belong to the steps so far; None: all.
         """
+        # A list, which asks every hook: any of them may hold a collective.
         if not all([hook.may_save(self.state) for hook in self.hooks.values()]):
             logger.info(f"the state of step {self.state.step} is not saved: a hook has refused")
             return False

@@ -47,6 +47,7 @@ class FinchLoRAFinetune(FinchFullFinetune):
 
     def load_base(self) -> None:
         super().load_base()
+        # After the base weights, whose rows' norms DoRA starts from.
         lora.initialize_adapters(self.model.decoder, self.seed)
 
     def write_weights(self, name: str) -> None:

@@ -26,11 +26,13 @@ class ForgettingBudget(Hook):
         self._last: dict[str, Any] | None = None  # {"step", "value"} of the last evaluation
 
     def start(self, trainer: Trainer) -> None:
+        # A run that the budget has stopped stays stopped when it is resumed, unless max_increase was raised.
         self._stop_if_exceeded(trainer.state)
 
     def after_step(self, state: TrainState) -> None:
-        """Where the model is inside the budget, it is exported."""
+        """Exports the model where it is inside the budget."""
         self._follow(state)
+        # At the end of an epoch the link waits for the epoch's folder, see `after_export`.
         if self._was_within_budget(state) and not state.is_epoch_end:
             self._keep_step(state.step)
             self._trainer.metrics_log.reset_timer()
@@ -81,6 +83,7 @@ class ForgettingBudget(Hook):
         if self._settings is None or not (is_epoch_end or self._settings.save == "evaluations"):
             return
         name = f"{run_files.WITHIN_BUDGET}_step_{step}"
+        # A disk that refused a file leaves the link at the model before.
         if self._trainer.export(name):
             self._keep(self._trainer.exported(name))
 
@@ -103,9 +106,11 @@ class ForgettingBudget(Hook):
         return settings is not None and last is not None and last["value"] <= settings.max_increase  # a NaN is outside
 
     def _keep(self, folder_name: str) -> None:
+        # Before the old folder is removed: the link never leads nowhere.
         self._run.link(run_files.WITHIN_BUDGET, folder_name)
         if not self._run.is_writer:
             return
+        # LoRA writes two folders for one step, a model and its adapter: both stay.
         step = folder_name.removesuffix("_adapter")
         for path in self._run.path.glob(f"{run_files.WITHIN_BUDGET}_step_*"):
             if path.name.removesuffix("_adapter") != step:

@@ -47,7 +47,7 @@ def _sums(model: nn.Module, loader: EvalLoader, *, has_kl: bool) -> torch.Tensor
 
 
 def _multiple_choice(losses: torch.Tensor, counts: torch.Tensor, questions: Sequence[Question]) -> dict[str, float]:
-    """``losses``, ``counts``: [choices of all questions]."""
+    """``loss`` and ``accuracy`` from ``losses`` and ``counts``, [choices of all questions]."""
     num_right, right, start = 0, [], 0
     for question in questions:
         lengths = torch.tensor([len(choice) for choice in question.choices], dtype=torch.float64)

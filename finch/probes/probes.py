@@ -32,10 +32,10 @@ KIND_WITH = {"accuracy": "multiple_choice", "kl": "self"}
 SECONDS = "probe_seconds"
 _NUM_ROWS_FOR_MEAN = 256
 MAX_SHARE = 0.04
-"""Of the time, for all evaluations of an epoch; the estimate may be wrong by a fifth before they take 5%."""
+"""Share of the time for all evaluations of an epoch; the estimate may be wrong by a fifth before they take 5%."""
 MAX_PER_EPOCH = 10
 FORWARD_COST = 0.5
-"""Of a token in an evaluation, relative to one in training: a third by the count of operations, more with what each pass costs by itself."""
+"""Cost of a token in an evaluation, relative to one in training: a third by the count of operations, more with what each pass costs by itself."""
 
 
 def read_probes(cfg: DictConfig) -> dict[str, Probe]:
@@ -152,6 +152,7 @@ class Probes(Hook):
             if rows.kind == "self":
                 trainer.loss.replay.refuse_prompts(f"probes.{name}", rows.samples)
         kinds = {name: rows.kind for name, rows in self._rows.items()}
+        # Now: answers change the rows of kind self, and belong to the same probe.
         self._digests = {name: rows.digest for name, rows in self._rows.items()}
         self._eval = trainer.data.eval_settings
         self._answers = {
@@ -185,6 +186,7 @@ class Probes(Hook):
             if answers.load(trainer.base.files, model_settings(self._cfg), self._parallel):
                 self._rows[name].samples = answers.samples
         has_answers = all(answers.samples for answers in self._answers.values())
+        # A resumed run may have new probes or other rows: their values at step 0 need the pretrained weights.
         return not has_answers or self._baselines.keys() != self._rows.keys()
 
     def prepare(self, trainer: Trainer) -> None:
@@ -202,6 +204,7 @@ class Probes(Hook):
         watchdog.heartbeat()
 
     def start(self, trainer: Trainer) -> None:
+        # A resumed run's metrics have this line already.
         if not trainer.run.scalars:  # a new run
             metrics = {name: self._baselines[name]["metrics"] for name in self._rows}
             self._write(metrics, trainer.state, self._seconds)
@@ -210,6 +213,7 @@ class Probes(Hook):
         return any(step % interval == 0 for interval in self._intervals.values())
 
     def after_step(self, state: TrainState) -> None:
+        # At an epoch's last step `after_epoch` evaluates all probes, those that are due included.
         state.probe_metrics = {} if state.is_epoch_end else self._evaluate(state, is_epoch_end=False)
 
     def after_epoch(self, state: TrainState) -> Mapping[str, float]:
@@ -247,6 +251,7 @@ class Probes(Hook):
                 changes = {key: value - before[key] for key, value in values.items() if key != "kl"}
                 line |= {f"probe/{name}/{key}_change": value for key, value in changes.items()}
         metrics_log.write_event({"step": step, "epoch": state.epoch, **line, SECONDS: round(seconds, 3)})
+        # The time of evaluations is not that of training steps.
         metrics_log.reset_timer()
         logger.info(
             f"step {step}: "
@@ -267,6 +272,7 @@ class Probes(Hook):
         indices = list(data.samples.rows[:_NUM_ROWS_FOR_MEAN])
         lengths = [len(torch.as_tensor(data.samples[index]["labels"])) for index in indices]
         step_tokens = data.order.global_batch * sum(lengths) / len(lengths)
+        # Answers are not there yet: each is counted with its full length.
         tokens = {
             name: sum(len(sample["tokens"]) for sample in rows.samples)
             + (self._settings[name].max_new_tokens * len(rows.samples) if rows.kind == "self" else 0)

@@ -62,7 +62,7 @@ class ProbeRows:
 
     @property
     def digest(self) -> str:
-        """Of kind, tokens and labels."""
+        """SHA-256 of kind, tokens and labels."""
         content = [self.kind, *((sample["tokens"], sample["labels"]) for sample in self.samples)]
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
@@ -86,6 +86,7 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
     if transform is None:
         number = settings.max_new_tokens
         options: dict[str, Any] = {"format": settings.format, "column_map": settings.column_map}
+        # finch's prompts have no limit here: those that are too long are left out below, where a user's are an error.
         options |= {"max_new_tokens": number, "limit": None if files is None else limit}
         prompts = tokenize_prompts(key, str(files or "finch's prompts"), rows, tokenizer, **options)
         if files is None and limit is not None:  # those of finch's prompts that fit
@@ -134,6 +135,7 @@ def _kind_of(row: Mapping[str, Any], settings: Probe) -> str:
 
 
 def _format_of(row: Mapping[str, Any], settings: Probe) -> RowFormat:
+    # A table gives each row the fields that only other rows have, as None.
     present = {name: value for name, value in row.items() if value is not None}
     return detect_columns(present, present, settings.format, settings.column_map)
 
@@ -142,7 +144,7 @@ Transform = Callable[[Mapping[str, Any]], tuple[list[Sample], Question | None]]
 
 
 def _transform(kind: str, rows: list[dict[str, Any]], settings: Probe, tokenizer: Any) -> Transform:
-    """From a row to its samples."""
+    """What makes a row's samples of it."""
     if kind == "multiple_choice":
         return lambda row: _choices(question_of(row), tokenizer)
     row_format = _format_of(rows[0], settings)
@@ -201,6 +203,7 @@ def question_of(row: Mapping[str, Any]) -> Question:
 
     Raises UserError if a field is missing or of another type, or the answer is none of the choices.
     """
+    # First, since TOFU's rows have a plain question and answer as well.
     if _is_perturbed(row):
         texts = _texts([row["paraphrased_answer"], *row["perturbed_answer"]], "perturbed_answer")
         return Question(_text(row["paraphrased_question"], "paraphrased_question"), texts, 0, True)
@@ -244,6 +247,7 @@ def _index(answer: Any, field: str, choices: Sequence[str], labels: Any) -> int:
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return answer
     text = str(answer).strip()
+    # Labels before positions: rows of ARC may count from 1, and their "1" is the first choice.
     for names in (labels or [], choices, [chr(ord("A") + index) for index in range(len(choices))]):
         if text in names:
             return list(names).index(text)

@@ -91,6 +91,7 @@ class TrainState:
             flags = [bool(flag) for flag in found.tolist()]
         self.is_save_due, is_stopped, is_unfinished, is_requeued = flags
         if is_stopped:
+            # A collective that no rank misses: `is_stopped` is the same on all by now.
             reasons = self.parallel.gather_all_ranks(None if asked is None else asked.reason)
             self.stop = Stop(next(filter(None, reasons)), not is_unfinished, is_requeued)
 
@@ -180,7 +181,9 @@ class Checkpointer:
                 logger.warning(
                     f"hooks.{name} has no state in {folder}: it starts from the weights of step {state.step}"
                 )
+                # Again: before, it has seen the pretrained weights, and now those of the checkpoint.
                 hook.prepare(trainer)
+        # Last, since anything above may have drawn random numbers.
         load_rng_state(folder, scalars, self._parallel)
 
 

@@ -22,7 +22,7 @@ from finch.training.padding_free_attention import Way, through_layers
 
 T = TypeVar("T")
 LOGITS_BYTES = 2**28
-"""Of the fp32 logits that are computed at a time. Where all fit they are kept for the backward: that saves a product with the head."""
+"""Bytes of the fp32 logits that are computed at a time. Where all fit they are kept for the backward: that saves a product with the head."""
 
 
 def chunks_for(num_tokens: int, vocab_size: int, num_chunks: int, *, has_kl: bool = False) -> int:
@@ -134,6 +134,7 @@ class TokenLoss(nn.Module):
         hidden = self.decoder.norm(hidden)
         if replay_targets is not None:
             hidden, replayed = hidden[: len(flat_labels)], hidden[len(flat_labels) :]
+        # The embedding gives the vocabulary's size: a tied output layer has no weight of its own.
         num_chunks = chunks_for(
             len(hidden), self.decoder.tok_embeddings.weight.shape[0], self.num_chunks, has_kl=has_kl
         )
@@ -224,6 +225,7 @@ class TokenLoss(nn.Module):
             return _at_targets(decoder(tokens, **inputs).flatten(0, 1), targets)
         # Not the decoder's forward, which refuses a row longer than its context.
         hidden = through_layers(decoder.layers, decoder.tok_embeddings, tokens, layout, self.way)
+        # The layout has replayed rows' targets too, after all others; the reference is asked for the first ones only.
         return hidden.index_select(0, layout.targets if targets is None else layout.targets[: len(targets)])
 
     @torch.no_grad()
@@ -251,7 +253,7 @@ class TokenLoss(nn.Module):
 
 
 def _keeps_logits(num_chunks: int) -> bool:
-    """Of several chunks they are not kept: nothing of [tokens, vocab] outlives the forward."""
+    """Whether logits are kept for the backward: of several chunks nothing of [tokens, vocab] outlives the forward."""
     return num_chunks == 1 or not torch.is_grad_enabled()
 
 

@@ -53,6 +53,7 @@ def check_schedule(cfg: DictConfig) -> str | None:
         )
     node = dict(cfg.lr_scheduler)
     if issubclass(kind, FinchLR) and node.get("init", "dataset") == "dataset":
+        # The dataset's loss is not known yet, and the other arguments do not depend on it.
         node["init"] = "first_batch"
     with warnings.catch_warnings(record=True, action="always") as caught:
         build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
@@ -85,6 +86,7 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
             f"optimizer_in_bwd=True excludes gradient_accumulation_steps={cfg.gradient_accumulation_steps}: each backward updates the weights; set "
             "optimizer_in_bwd=False, or gradient_accumulation_steps=1 with a larger batch_size"
         )
+    # FSDP2 also wraps a single rank's weights for mixed precision and for offloading.
     is_sharded = (ranks or launched_ranks()) > 1 or precision_of(cfg.dtype).is_mixed or cfg.fsdp_cpu_offload
     if is_sharded and str(component_of(cfg.optimizer)).startswith("bitsandbytes."):
         raise UserError(
@@ -155,6 +157,7 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
     """
     run = Path(cfg.output_dir)
     try:
+        # Asked for, since to `exists` a loop of links is a folder that is not there yet.
         run.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -166,6 +169,7 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
         )
     checkpoints = find_resume_candidates(run, resume)
     is_own = any(run.resolve() in path.resolve().parents for path in checkpoints)
+    # Another run's checkpoint goes on in a new folder; where a run is already there, what follows refuses.
     if checkpoints and (is_own or not (run / run_files.METRICS).exists()):
         return checkpoints
     log = cfg.lr_scheduler.get("log") if cfg.lr_scheduler is not None else None
@@ -177,6 +181,7 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
         raise UserError(
             f"overwrite=True would remove lr_scheduler.log={log}, which this run replays; give another output_dir"
         )
+    # With auto a run that has ended before its first checkpoint starts again.
     if (run / run_files.METRICS).exists() and not cfg.overwrite and resume != "auto":
         raise UserError(
             f"output_dir={run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder"

@@ -167,6 +167,7 @@ class NonfiniteGuard(Hook):
         self._step = state.step + 1
 
     def wants_sync(self, step: int) -> bool:
+        # On the host a schedule has waited for each loss already: reading more costs no further wait.
         return not self._trainer.update.schedule.is_on_device
 
     def after_step(self, state: TrainState) -> None:
@@ -199,7 +200,7 @@ class NonfiniteGuard(Hook):
         return log.nonfinite if log.nonfinite_step else self._trainer.update.nonfinite
 
     def rows(self) -> str:
-        """Those of the step that was not finite, once all metrics are read: ``step 5 took rows 3, 7``."""
+        """The rows of the step that was not finite, once all metrics are read: ``step 5 took rows 3, 7``."""
         step = self._trainer.metrics_log.nonfinite_step or self._step
         return f"step {step} took {self._trainer.data.rows_of(step)}"
 
@@ -276,6 +277,7 @@ class Validation(Hook):
             log.write_event({"step": state.step, "epoch": state.epoch, **losses})
             texts = ", ".join(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in losses.items())
             logger.info(f"epoch {state.epoch + 1}/{trainer.cfg.epochs}, step {state.step}: {texts}")
+            # The time of the passes is not that of training steps.
             log.reset_timer()
         return losses
 
@@ -284,6 +286,7 @@ def build_metrics_log(cfg: DictConfig, run: Path, parallel: Parallel, *, num_ste
     """The metrics of a run of ``num_steps`` optimizer steps, not opened yet. Raises UserError if the metric logger cannot be built, most
     often because its package is not installed."""
     metric_logger = None
+    # Others would each start a run of their own in the logger's service.
     if cfg.metric_logger is not None and parallel.is_rank_zero:
         metric_logger = build(cfg.metric_logger, "metric_logger")
     return MetricsLog(

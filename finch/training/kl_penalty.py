@@ -127,6 +127,7 @@ class KLPenalty:
         """This rank's micro-batches of an epoch after its first ``consumed`` samples, with the distributions that are cached."""
         if self._top_k is None:
             return batches
+        # From the order that also deals the samples: neither dataset nor collator has to know of distributions.
         rows = data.order.micro_batches(self._parallel.data_parallel_rank, epoch, consumed)
         return (self._top_k.add_to(*each) for each in zip(batches, rows, strict=True))
 
@@ -136,6 +137,7 @@ class KLPenalty:
 
     def start_step(self, targets: torch.Tensor) -> None:
         """``targets``: [], the number of target tokens of the step, over all ranks and micro-batches."""
+        # A step may have no target at all; its sum is then 0.
         self._targets, self._sum = targets.clamp(min=1), torch.zeros_like(targets)
 
     @property

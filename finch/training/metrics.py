@@ -65,6 +65,7 @@ class MetricsLog:
         """
         if self._is_writer:
             self._lines = _drop_lines_after(self.path, first_step, first_lines)
+            # Unbuffered: a killed run loses no line, and a full disk shows at the line that it refuses.
             self._file = self.path.open("ab", buffering=0)
             self._size = self._file.tell()
             if self._metric_logger is not None:
@@ -161,8 +162,10 @@ class MetricsLog:
         self._lines += len(lines)
         text = "".join(self._unwritten).encode()
         try:
+            # A file that was removed can still be written: its lines would be lost without an error.
             if not (self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))):
                 self._reopen()
+            # An unbuffered write takes as much as the disk has room for, and raises nothing.
             if self._file.write(text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -176,6 +179,7 @@ class MetricsLog:
     def _reopen(self) -> None:
         assert self._file is not None
         self.path.parent.mkdir(exist_ok=True)
+        # Before the old one is closed: where this fails, that one is still there to be tried again.
         file = self.path.open("ab", buffering=0)
         self._file.close()
         self._file, self._size = file, file.tell()
@@ -211,14 +215,16 @@ class _Transfer:
         self._places = [(line, key) for line in lines for key, value in line.items() if isinstance(value, torch.Tensor)]
         self._event: torch.cuda.Event | None = None
         if self._places:
+            # fp64 keeps counts of tokens and fp32 numbers as they are.
             values = torch.stack([line[key].detach().double().reshape(()) for line, key in self._places])
             self._values = values.to("cpu", non_blocking=True)
+            # Such a copy goes on after the call returns: without the event the numbers could be read too early.
             if values.is_cuda:
                 self._event = torch.cuda.Event()
                 self._event.record()
 
     def lines(self) -> list[dict[str, Any]]:
-        """With numbers in place of tensors; waits for the device to get there."""
+        """The lines with numbers in place of tensors; waits for the device to get there."""
         if self._event is not None:
             self._event.synchronize()
         if self._places:
@@ -243,8 +249,10 @@ def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:
             )
         return 0
     lines = run_files.metrics_lines(path)
+    # A last line cut short is what a kill leaves. Any other was damaged: a copy of the file is kept.
     if None in lines[:-1]:
         shutil.copyfile(path, f"{path}.damaged")
+    # Lines of the saved step may follow its save, such as a validation: the resumed run writes them again.
     kept = [line for line in lines[:first_lines] if line is not None and line["step"] <= step]
     with files.atomic_file(path) as partial:
         files.write_text(partial, "".join(json.dumps(line) + "\n" for line in kept))

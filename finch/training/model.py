@@ -124,6 +124,7 @@ def parallelize(
     ``has_reference`` adds a second, frozen copy of the decoder, sharded in the same way. ``device``: that the attention is chosen for;
     None: the ranks'.
     """
+    # Before forwards are replaced: a copied closure would still call the first decoder's layers.
     reference = copy.deepcopy(decoder).requires_grad_(False) if has_reference else None
     model = TokenLoss(decoder, num_chunks, reference)
     decoders = [decoder] if reference is None else [decoder, reference]
@@ -140,6 +141,7 @@ def parallelize(
         if not cfg.compile:  # inductor fuses both, and has no complex products
             use_complex_product(each)
             use_fused_norm(each)
+    # Of the trained decoder only: the reference has no backward that would recompute anything.
     if cfg.ac_mode is not None:
         apply_selective_activation_checkpointing(decoder, cfg.ac_mode, cfg.ac_option)
     elif cfg.enable_activation_checkpointing:
@@ -222,6 +224,7 @@ def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor 
 def allocate(model: TokenLoss, cfg: DictConfig, parallel: Parallel, precision: Precision) -> None:
     """Allocates memory. Buffers are filled, parameters are not: see :func:`load_pretrained`."""
     model.to_empty(device="cpu" if cfg.fsdp_cpu_offload else parallel.device)
+    # Offloading moves parameters alone: buffers are read where the layers compute.
     with training.set_default_dtype(precision.weights), parallel.device:
         rotary: list[Any] = [module for module in model.modules() if hasattr(module, "rope_init")]
         for module in rotary:

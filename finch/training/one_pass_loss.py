@@ -87,9 +87,11 @@ class _AnyHead:
         return detached
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        # Zeros for trained parameters that the head's forward does not use.
         own, *others = torch.autograd.grad(
             self._logits, [self._hidden, *self.parameters], gradient, materialize_grads=True
         )
+        # Its graph would otherwise live beside the next chunk's.
         del self._logits
         if not self.gradients:
             self.gradients = others
@@ -109,6 +111,7 @@ def head_of(output: Any, weighting: Weighting) -> Head | None:
         parameters = list(output.parameters())
     else:
         return None
+    # FSDP2 has gathered the head's weights here: what is still a DTensor is cut by tensor parallelism.
     if any(isinstance(each, DTensor) for each in parameters):
         return None
     if type(output) in (TiedLinear, nn.Linear) and len(parameters) == 1:
@@ -150,16 +153,18 @@ def one_pass(
     chunks = list(zip(*(each.chunk(num_chunks) for each in (positions, hidden.detach(), *inputs)), strict=True))
     weights = None
     if not weighting.is_elementwise:
+        # Without the pretrained model's inputs: no weight depends on the KL, which the second pass computes.
         for where, chunk, labels, *_ in chunks:
             record(token_outputs(head.logits(chunk), labels), where)
         weights = weighting.weights(outputs)
     total, gradients = torch.zeros((), dtype=torch.float64, device=hidden.device), []
 
     def logits_gradient(where: torch.Tensor, logits: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        """Of a chunk; adds its share to ``total``. A separate function: what it held is freed before the products that follow."""
+        """A chunk's gradient; adds its share to ``total``. As a function it frees what it held before the products that follow."""
         logits.requires_grad_()
         with torch.enable_grad():
             new = token_outputs(logits, *inputs)
+            # Before the weights: an elementwise objective reads this chunk's outputs at their places.
             record(new, where)
             known = weighting.weights(outputs) if weights is None else weights
             share = weighting.total(known.flatten().index_select(0, where), new)
@@ -170,6 +175,7 @@ def one_pass(
         gradients.append(head.backward(logits_gradient(where, head.logits(chunk), *rest)))
     gradients = [torch.cat(gradients), *head.gradients]
     with torch.enable_grad():
+        # The head's weights are inputs, so that their gradients arrive as any others do, at FSDP2's hooks as well.
         return {**outputs, "total": _WithGradients.apply(total, gradients, hidden, *head.parameters)}
 
 
@@ -183,5 +189,6 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # They are scaled in place. Given away, they make a second backward fail, which would scale them again.
         gradients, ctx.gradients = ctx.gradients, None
         return None, None, *(gradient.mul_(grad_output) for gradient in gradients)

@@ -69,6 +69,7 @@ class Update:
         parameters = list(self._model.trained_parameters().values())
         norm = grad_norm(parameters)
         if self._clip_grad_norm is not None and self.clips_in_kernel:
+            # The kernel divides by it as it reads the gradients: no pass of its own scales them.
             self._scale = ((norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0).float()  # as clip_grads_with_norm_
         elif self._clip_grad_norm is not None:
             for group in dtensor.group_by_mesh(parameters):
@@ -111,6 +112,7 @@ class UpdateInBackward(Update):
     def before_backward(self, loss_sum: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor) -> bool:
         self._last_loss = super().mean_loss(loss_sum, targets)
         is_taken = self.schedule.step(self._last_loss, denominator)
+        # The forward has gathered weights, which the backward would free; here none follows.
         if not is_taken:
             fsdp.reshard(self._model)
         return is_taken
@@ -146,6 +148,7 @@ def build_update(
     optimizers = build_optimizers(cfg, parameters, precision, parallel.device, tensor_lr=is_finch(cfg))
     init = cfg.lr_scheduler.get("init") if is_finch(cfg) else None
     if is_resumed:
+        # The checkpoint has the EMA: a resumed run need not have the losses that `dataset` starts from.
         init = "first_batch"
     elif uses_dataset_init(cfg) and initial_loss is not None:
         init = initial_loss
@@ -184,6 +187,7 @@ def build_optimizers(
             f"optimizer.fused=True: torch has no such kernel of {node['_component_']} for sharded weights; it runs without"
         )
         node = {**node, "fused": None}
+    # Only a fused kernel on the device takes the rate, and whether to skip, from there without a read by the host.
     on_device = tensor_lr and device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload
 
     def make(params: list[nn.Parameter]) -> Optimizer:
@@ -241,6 +245,7 @@ def build_schedule(
         shape = cfg.lr_scheduler.get("shape", "curve")
         logger.info(f"replaying the learning rates of {cfg.lr_scheduler.log}, shape={shape}")
         return build(node, "lr_scheduler", optimizers)
+    # The class names its arguments; the log names the config's keys.
     with warnings.catch_warnings(record=True, action="always") as caught:
         finch = build({**node, "init": init}, "lr_scheduler", optimizers)
     for warning in caught:

@@ -32,7 +32,7 @@ BATCH_ROWS, BATCH_TOKENS = 64, 16384
 """At most so many prompts, and so many tokens with padding and answers, are continued at a time, whatever the number of ranks: a row's
 logits, rounding included, then depend on its prompts only."""
 KEPT_SHARE = 0.75
-"""Of a batch's rows: when no more have not ended, the others leave it."""
+"""Share of a batch's rows: once no more have not ended, the others leave it."""
 
 
 @dataclass
@@ -98,8 +98,10 @@ class OwnAnswers:
         start, prompts = time.perf_counter(), self.prompts.tokens
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "dtype": dtype, "parallel": parallel}
         if self.prompts.after is not None:  # the model writes the user's turn as well
+            # What ends a user's turn in the template need not be one of the tokens that end an answer.
             ends = {*self.stop_tokens, *self.prompts.after[:1]}
             draws = uniform_draws(len(prompts), self.max_new_tokens, 1)
+            # At temperature 0 all turns would be the same: each starts from the same tokens.
             turns = generate(
                 model, prompts, draws, self.temperature or 1.0, ends, title=f"{self.key}: prompts", **options
             )
@@ -124,7 +126,7 @@ class OwnAnswers:
         self._save(parallel)
 
     def _save(self, parallel: Parallel) -> None:
-        """Where a file is not there yet; on one rank."""
+        """Writes each file that is not there yet; on one rank."""
         assert self._files, "load() comes first"
         for file in self._files if parallel.is_rank_zero else ():
             if not file.exists:
@@ -145,7 +147,7 @@ class OwnAnswers:
         return tensors
 
     def _samples(self, tensors: dict[str, torch.Tensor]) -> list[Sample]:
-        """What :meth:`_tensors` holds."""
+        """The samples that :meth:`_tensors` holds."""
         lengths = tensors["lengths"].tolist()
         parts = {name: tensors[name].split(lengths) for name in ("answers", *REFERENCES)}
         prompts = self.prompts.tokens
@@ -198,9 +200,11 @@ def generate(
     progress = Progress(len(mine) * max_new_tokens, is_shown=bool(title) and parallel.is_rank_zero, leave=False)
     progress.set_title(title)
     for number, group in enumerate(mine, start=1):
+        # An empty group runs the shortest prompt along, for the forwards' collectives; what it answers is dropped.
         batch, active = _Batch(group or longest_first[-1:], prompts, max_new_tokens, parallel.device), set(group)
         with batch.cache(model, dtype, parallel):
             for step in range(max_new_tokens):
+                # Together: the forwards of a rank that goes on would wait for one that has stopped.
                 if parallel.all_true(not active):
                     break
                 choose = chooser(draws[batch.indices, step].to(parallel.device), temperature)
@@ -261,6 +265,7 @@ class _Batch:
 
     def drop_ended(self, model: nn.Module, active: Collection[int]) -> None:
         """Keeps the ``active`` rows, once they are few: copying the cache takes time too."""
+        # Without an active row the batch stays as it is: other ranks may still need its forwards.
         if not 0 < len(active) <= KEPT_SHARE * len(self.indices):
             return
         kept = [row for row, index in enumerate(self.indices) if index in active]
@@ -280,9 +285,11 @@ class _Batch:
         is_text = keys[None, None] >= self._padding[:, None, None]
         is_self = keys[None, None] == new[None, :, None]  # a padded query would have nothing to attend to
         mask = ((keys[None, None] <= new[None, :, None]) & is_text) | is_self  # [batch, new, keys]
+        # Padding comes before position 0, where rotary embeddings have no entry; no prompt's token attends to it.
         inputs: dict[str, Any] = {"mask": mask, "input_pos": (new[None] - self._padding[:, None]).clamp(min=0)}
         labels = torch.full((number, len(new)), IGNORE_INDEX, device=new.device)
         labels[:, -1] = 0  # whose loss is not used
+        # The last place of each row only: a prompt's other tokens need no logits.
         targets = torch.arange(1, number + 1, device=new.device) * len(new) - 1
         output = model(self._tokens[:, new], labels, targets, choose=choose, num_top_log_probs=top_k, **inputs)
         self._tokens = torch.cat([self._tokens, output["chosen"][:, -1:].to(self._tokens.dtype)], 1)

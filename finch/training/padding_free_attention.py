@@ -23,7 +23,7 @@ AttentionCall = Callable[..., torch.Tensor]
 _attend: AttentionCall = F.scaled_dot_product_attention
 
 CALLS_ATTENTION = (MultiHeadAttention.forward, Qwen3Attention.forward)
-"""Of the attention layers that leave the scores to `_attention_call`."""
+"""The forwards of attention layers that leave the scores to `_attention_call`."""
 _COMPUTES_SCORES = (Gemma2Attention.forward,)
 
 DESCRIPTIONS: dict[Way, str] = {
@@ -70,6 +70,7 @@ def through_layers(
     indices, positions = layout.indices[:number], layout.positions[:, :number]
     hidden = embed(tokens.flatten().index_select(0, indices)[None])
     if is_filled:
+        # Else torch compiles a graph for the first batch's length alone before it takes lengths as dynamic.
         for tensor, dim in ((hidden, 1), (positions, 1), (mask.tokens, 0)):
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     for layer in layers:
@@ -89,6 +90,7 @@ def padding_free_attention(
     outputs = [_attend(*prefix, dropout_p=dropout_p, is_causal=True)]
     for own_q, own_k, own_v in samples:
         keys, values = torch.cat([prefix[1], own_k], 2), torch.cat([prefix[2], own_v], 2)
+        # `is_causal` counts from the upper left corner; behind a prefix the diagonal ends in the lower right one.
         mask = layout.causal_mask[: own_q.shape[2], : keys.shape[2]]
         outputs.append(_attend(own_q, keys, values, mask, dropout_p=dropout_p))
     return torch.cat(outputs, dim=2)
@@ -134,6 +136,7 @@ def _pad_inside(layer: nn.Module) -> None:
         rows, place = layout.padded
         places.append(place)
         padded = inputs[0][0][rows]  # [samples, seq, embed]
+        # A sample starts at position 0 and is padded at its end: the layer's causal mask alone hides the padding.
         return (padded, padded), {**options, "mask": None, "input_pos": None}
 
     def unpad(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,7 @@ class ReferenceFile:
         if metadata.get("fingerprint") != self._fingerprint:
             return None
         tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a dict)
+        # safetensors checks sizes only: a byte that has changed would be trained with.
         if metadata.get("digest") != _digest_of(tensors):
             logger.warning(f"{self.path} is not as it was written; it is computed again")
             return None
@@ -189,7 +190,7 @@ class ReferenceLosses:
         return float((self.losses.double() * weights).sum() / weights.sum())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What there is, by attribute."""
+        """The tensors that there are, by attribute."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
@@ -247,6 +248,7 @@ def compute_reference_losses(model: nn.Module, loader: EvalLoader) -> ReferenceL
     draws, first = loader.samples.draws, loader.samples.first_equal()
     repeats = torch.ones_like(first) if draws is None else draws
     if loader.is_once:
+        # A row that stands for its equals counts as often as all of them are drawn.
         repeats = torch.zeros_like(first).index_add_(0, first, repeats)
     for rows, batch, token_loss in iter_outputs(model, loader):
         token_loss = token_loss.cpu()
@@ -281,6 +283,7 @@ def _merge(shares: Iterable[tuple[Any, ...]], first: torch.Tensor) -> tuple[torc
         parts = zip(*(each.split(num_targets) for each in values), strict=True)
         rows |= {index: part for index, part in zip(indices, parts, strict=True) if index != EMPTY}
     sources = first.tolist()
+    # Rows that no rank has, since a mixture never draws them, end where the row before does.
     ends = torch.tensor([len(rows[index][0]) if index in rows else 0 for index in sources]).cumsum(0)
     return ends, [
         torch.cat(values) for values in zip(*(rows[index] for index in sources if index in rows), strict=True)
@@ -329,6 +332,7 @@ def compute_reference_top_k(model: nn.Module, loader: EvalLoader, top_k: int) ->
         indices += rows
         num_targets += (batch["labels"] != IGNORE_INDEX).sum(1).tolist()
         log_probs.append(outputs["top_log_probs"].cpu().flatten(0, 1)[batch["targets"]])
+        # int32 halves the file; no vocabulary is larger.
         tokens.append(outputs["top_tokens"].cpu().flatten(0, 1)[batch["targets"]].int())
     share = (indices, num_targets, torch.cat(log_probs), torch.cat(tokens))
     ends, merged = _merge(loader.parallel.gather(share), loader.samples.first_equal())

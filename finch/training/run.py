@@ -50,6 +50,7 @@ def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> No
     Raises UserError for a mistake in the config, NotFinite for a loss, gradient or weight; the rows of that step are logged.
     """
     if is_launched():
+        # A launcher that is killed cannot end its ranks: they would wait for each other and hold their GPUs.
         die_with_parent()
     recipe = recipe_class(cfg)
     logger.setLevel(str(cfg.log_level).upper())
@@ -58,6 +59,7 @@ def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> No
         recipe.train()
     except BaseException as error:
         recipe.close()
+        # After `close`, which has read the metrics that were pending: only then is the step known.
         if isinstance(error, FloatingPointError):
             logger.warning(recipe.hooks["nonfinite"].rows())
             text = str(error).replace("the loss was", f"the {recipe.hooks['nonfinite'].nonfinite} was")
@@ -100,6 +102,7 @@ class Run:
             with self._os_error_as_user_error():
                 self._lock.acquire()
                 if self._replace:
+                    # Taken now: once the metric logger is built, its files cannot be told from an earlier run's.
                     self._old_logs = {path: _version(path) for path in _files_in(self.path / run_files.LOGS)}
         folder, damages = checkpoint.latest_valid(self._candidates, parallel)
         if damages and folder is None:
@@ -129,6 +132,7 @@ class Run:
             if kept is not None and node.get("date") is None:
                 tokenizer.date = kept
             tokenizer.date = parallel.gather_all_ranks(tokenizer.date)[0]  # it may be midnight
+            # Into the config, from which the identity and config.yaml take it.
             with open_dict(self._cfg):
                 node.date = tokenizer.date
         return tokenizer
@@ -137,6 +141,7 @@ class Run:
         """The identity of the run, see :func:`identity_of`. Raises UserError if the checkpoint to resume from is another run's."""
         identity = identity_of(self._cfg, data, seed)
         if self.resumed_from is not None:
+            # Before anything is removed: a folder that is another run's stays as it is.
             checkpoint.check_identity(self.scalars, identity, self.resumed_from)
             if self.is_writer:
                 with self._os_error_as_user_error():
@@ -144,7 +149,7 @@ class Run:
         return identity
 
     def check_disk_room(self, decoder: TransformerDecoder) -> None:
-        """See :func:`check_disk_room`; on the rank that writes."""
+        """Runs :func:`check_disk_room` on the rank that writes."""
         epoch = self.scalars.get("epoch", 0)
         if self.is_writer and epoch < self._cfg.epochs:
             paths = [] if not self._replace else [path for each in self._old_outputs() for path in _files_in(each)]
@@ -157,6 +162,7 @@ class Run:
             with self._os_error_as_user_error():
                 files.make_folder(self.path)
                 self._lock.acquire()
+                # With overwrite the old run keeps its mark until `begin` removes it with the rest.
                 if not self._replace:
                     (self.path / run_files.REQUEUE).unlink(missing_ok=True)
 
@@ -199,6 +205,7 @@ class Run:
         except WriteFailed as error:
             message = str(error)
         watchdog.heartbeat()
+        # Only rank 0 writes: its outcome is that of all.
         message = parallel.gather_all_ranks(message)[0]
         if message is not None:
             logger.warning(f"{folder} could not be written ({message})")
@@ -207,7 +214,7 @@ class Run:
         return message is None
 
     def no_room(self) -> UserError:
-        """Of a last epoch whose folder could not be written."""
+        """The error for a last epoch whose folder could not be written."""
         return UserError(
             f"output_dir={self.path} has no room for the last epoch's folder; make room, and resume_from_checkpoint=True writes it"
         )
@@ -224,8 +231,8 @@ class Run:
         self._lock.release()
 
     def _old_outputs(self) -> list[Path]:
-        """In the order of their removal, which may be interrupted: without checkpoints nothing resumes the old run, and as long as
-        metrics.jsonl is there the folder counts as a run's."""
+        """What an earlier run has left, in the order of its removal, which may be interrupted: without checkpoints nothing resumes the
+        old run, and as long as metrics.jsonl is there the folder counts as a run's."""
         links = [self.path / name for name in (run_files.BEST, run_files.WITHIN_BUDGET, run_files.AVERAGE)]
         models = [*self.path.glob("epoch_*"), *self.path.glob(f"{run_files.WITHIN_BUDGET}_step_*")]
         last = [self.path / name for name in (run_files.LOSS_FIGURE, run_files.METRICS)]
@@ -241,15 +248,17 @@ class Run:
             (self.path / run_files.CHECKPOINTS).rmdir()
 
     def _remove_old_logs(self) -> None:
-        """Those that are as they were before this run's metric logger was built; one that the logger appends to is emptied."""
+        """Removes logs that are as they were before this run's metric logger was built; one that it appends to is emptied."""
         is_open = _open_files()
         for path, version in self._old_logs.items():
             if not os.path.lexists(path) or _version(path) != version:
                 continue
             if not path.is_symlink() and (path.stat().st_dev, path.stat().st_ino) in is_open:
+                # Unlinked, it would take along what the logger still writes into its open file.
                 os.truncate(path, 0)
             else:
                 path.unlink()
+        # In this order a folder comes after those inside it.
         for folder in sorted({path.parent for path in self._old_logs}, reverse=True):
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
@@ -371,7 +380,7 @@ class DiskUse:
 
     @property
     def total(self) -> int:
-        """At the end, while the last state is written."""
+        """Bytes at the end, while the last state is written."""
         return self.exports + self.num_states * self.state
 
 
@@ -434,6 +443,7 @@ def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),
         **({} if cfg.tokenizer.get("date") is None else {_DATE: cfg.tokenizer.date}),
+        # Without the folders above it, which may be others where the run is resumed.
         "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,
         "optimizer._component_": component_of(cfg.optimizer),
         "lr_scheduler._component_": component_of(cfg.lr_scheduler),
@@ -442,6 +452,7 @@ def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any
         "loss": OmegaConf.to_container(cfg.loss, resolve=True) if is_objective(cfg) else "cross-entropy",
         "regularizer": None if cfg.regularizer is None else OmegaConf.to_container(cfg.regularizer, resolve=True),
         "kl_penalty": None if cfg.kl_penalty is None else OmegaConf.to_container(cfg.kl_penalty, resolve=True),
+        # Where the answers are kept changes nothing in the run.
         "self_replay": None if cfg.self_replay is None else {**cfg.self_replay, "cache": None},
         # Of a mixture, a run of more epochs reads more rows.
         "number of target tokens": stats.num_targets if stats is not None and mixture is None else None,

@@ -86,7 +86,7 @@ class SelfReplay:
         )
 
     def refuse_prompts(self, key: str, rows: Any) -> None:
-        """See :func:`refuse_replayed`."""
+        """Calls :func:`refuse_replayed`, once there are prompts."""
         if self.settings is not None and self.prompts is not None:
             refuse_replayed(self.settings, self.prompts, key, rows)
 
@@ -119,6 +119,7 @@ class SelfReplay:
         """[] ``total``, what a micro-batch differentiates, with its share of the penalty, FSDP2's mean over ranks undone."""
         if self.settings is None:
             return total
+        # It is the step's, over all ranks, in each micro-batch: this one may have no replayed row.
         self._number = batch["num_replayed"]
         if "replay_kl" not in outputs:  # the step's replayed rows are in others
             return total

@@ -55,6 +55,7 @@ class StepLoss:
         self.replay = SelfReplay(cfg, decoder, parallel)
         self.regularizer = None if cfg.regularizer is None else build(cfg.regularizer, "regularizer")
         self._is_weighted_by_reference = "pretrained_token_loss" in self.objective.needs
+        # Of a resumed run the EMA comes from the checkpoint.
         self._needs_losses = self._is_weighted_by_reference or (not scalars and uses_dataset_init(cfg))
         # Reference losses are cached under the digest of the rows.
         self.needs_stats = self._is_weighted_by_reference or uses_dataset_init(cfg) or self.kl_penalty.is_cached
@@ -75,6 +76,7 @@ class StepLoss:
             self.reference = self._cache.load(self._parallel)
         self.kl_penalty.load_cache(cfg, base, data, run)
         self.replay.load_cache(base)
+        # All caches are read before the answer: each reading is a collective, which no rank may leave out.
         has_losses = not self._needs_losses or self.reference is not None
         terms_need = self.kl_penalty.needs_pretrained or self.replay.needs_pretrained
         return not has_losses or self.regularizer is not None or terms_need
@@ -113,6 +115,7 @@ class StepLoss:
         """[2] fp64 on the host: this rank's target tokens of a step, and what the objective divides by (the same except for STM)."""
         num_targets = sum(batch["targets"].numel() for batch in batches)
         num_counted = sum(self.objective.count(batch) for batch in batches)
+        # A copy to the device from pageable memory would make the host wait.
         pin_memory = self._parallel.device.type == "cuda"
         return torch.tensor([num_targets, num_counted], dtype=torch.float64, pin_memory=pin_memory)
 
@@ -142,6 +145,7 @@ class StepLoss:
         if "top_logits" in self.objective.needs:
             options["num_top_logits"] = EAFT.num_logits
         outputs = model(**model_inputs(batch), **options, weighting=weighting)
+        # Not within `weights`: an elementwise objective calls it with each chunk, while later losses are still 0.
         if is_known:
             self.median.observe(outputs["loss"], batch)
         self.kl_penalty.observe(outputs)
@@ -211,6 +215,7 @@ class StepMedian:
         """Computes the median before the first backward, where the objective needs it then; ``token_losses`` is the forward, [batch, seq] in nats."""
         self._losses = []
         self._value = self.last if self.mode == "lagged" else None
+        # One micro-batch needs no second forward: the median is taken between its forward and its backward.
         if self.mode is not None and self._value is None and len(batches) > 1:
             with torch.no_grad():
                 losses = [self._objective.sequence_losses(token_losses(batch), batch) for batch in batches]
@@ -237,8 +242,10 @@ class StepMedian:
     def after_step(self) -> None:
         if self.mode == "lagged":
             value = self._median(self._losses)
+            # A NaN would decide every weight of the next step.
             self.last = value if math.isfinite(value) else self.last
 
     def _median(self, losses: list[torch.Tensor]) -> float:
+        # A median of medians would be another number: all ranks need all losses.
         losses_of_ranks = self._parallel.gather(torch.cat(losses).double().cpu())
         return float(median(torch.cat(losses_of_ranks)))

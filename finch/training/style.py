@@ -182,7 +182,7 @@ def _no_math(text: str) -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """Of something drawn: a text in its colour, and the places that it may stand next to, in the axes' units."""
+    """The name of something drawn: a text in its colour, and the places that it may stand next to, in the axes' units."""
 
     text: str
     hex: str
@@ -213,6 +213,7 @@ def name_ends(axes: Axes) -> None:
     figure.draw_without_rendering()  # gives the texts their margin, and the axes their height
     gap = 1.35 * TEXT_SIZE / 72 / (axes.get_position().height * figure.get_figheight())
     gaps = gap * np.arange(len(texts))  # below each name; without them heights need only not fall
+    # It keeps the highest name within the axes; those below it then move down as well.
     room = max(0.0, 1.0 - gap * (len(texts) - 1))
     heights = np.maximum.accumulate(np.clip([height for height, _ in found], 0.0, None) - gaps).clip(max=room) + gaps
     for text, height in zip(texts, heights.tolist(), strict=True):
@@ -225,6 +226,7 @@ def name_places(axes: Axes, names: Iterable[Name]) -> None:
     The figure has to be complete.
     """
     figure = axes.figure
+    # A name may cover the grid: it does not count as drawn.
     grid = [line for line in (*axes.get_xgridlines(), *axes.get_ygridlines()) if line.get_visible()]
     for line in grid:
         line.set_visible(False)
@@ -242,6 +244,7 @@ def name_places(axes: Axes, names: Iterable[Name]) -> None:
         return float(ink[y0:y1, x0:x1].sum()) / unit**2
 
     for name in names:
+        # Written once to be measured: fonts decide its size.
         text = _annotate(axes, name, (0, 0))
         width, height = text.get_window_extent().width + 3 * unit, text.get_window_extent().height
         found = []
@@ -260,6 +263,7 @@ def name_places(axes: Axes, names: Iterable[Name]) -> None:
         _, distance, place, (left, bottom, right, top) = min(found)
         at = axes.transAxes.inverted().transform((left + 1.5 * unit, (bottom + top) / 2))
         _annotate(axes, name, (float(at[0]), float(at[1])), place if distance > _NEAR else None)
+        # A name counts for more than a line: the next one rather covers a line than a name.
         ink[round(bottom) : round(top), round(left) : round(right)] = 4
 
 

@@ -88,6 +88,7 @@ def _conflict() -> str:
 
 def learning(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     """How far the loss of the training rows fell, and what to try if it did not, by the first and last tenth of the steps."""
+    # JSON has no NaN: a loss that was not finite, or of no token, is null.
     steps = [line for line in steps if line["loss"] is not None]
     if len(steps) < 2:
         return []
@@ -111,6 +112,7 @@ def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> li
     found = []
     for key in keys:
         measured = [line for line in evaluations if line.get(key) is not None]
+        # The values at step 0 are of epoch 0 too, and not a result of it.
         at_best = [line for line in measured if line["epoch"] == best_epoch and line["step"] > 0]
         if not measured or measured[-1]["step"] == 0:
             continue
@@ -128,7 +130,7 @@ def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> li
 
 
 def _number(name: str) -> int:
-    """From 1, of ``epoch_0`` or ``epoch_0_adapter``."""
+    """The epoch's number, from 1, by ``epoch_0`` or ``epoch_0_adapter``."""
     return int(name.split("_")[1]) + 1
 
 
@@ -177,6 +179,7 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
         cap, label = [max(caps)] * 2, f"eta_max = {max(caps):.3g}"
         rates.plot([x[0], x[-1]], cap, color=COLOURS["ink"], linestyle="--", linewidth=1.0, label=label)
     rates.set(xlabel="step", ylabel="learning rate")
+    # A rate that is 0 throughout would leave the axis no height.
     rates.set_ylim(0, 1.08 * max([line["lr"] for line in steps], default=1.0) or 1.0)
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     rates.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

@@ -39,25 +39,26 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Va
 
 
 _Lengths = tuple[torch.Tensor, torch.Tensor, int, int]
-"""Of a call: [sequences + 1] int32 where each sequence's queries end, the same for its keys, the longest of each."""
+"""A call's lengths: [sequences + 1] int32 where each sequence's queries end, the same for its keys, the longest of each."""
 
 
 class _Calls(NamedTuple):
-    """``rows``, taken apart."""
+    """A :class:`Varlen`, taken apart."""
 
     causal: _Lengths
     prefix: int
     keys: torch.Tensor | None
-    """[Tk] of each key of the causal call its token in the row. None: the keys are the row's."""
+    """[Tk] the token in the row of each key of the causal call. None: the keys are the row's."""
     own: torch.Tensor
     """[T] where among those keys each of the row's tokens is, next to its own sample's."""
     copies: torch.Tensor
     """[samples * prefix] where the prefix's copies are."""
     dense: _Lengths | None
-    """Of a long prefix, which is not gathered: all samples' queries on its keys."""
+    """The call of all samples' queries on the keys of a long prefix, which is not gathered."""
 
 
 def _calls(index: torch.Tensor, sizes: torch.Tensor, tokens: int) -> _Calls:
+    # `sizes` is on the host: nothing waits for the device here.
     number, longest_q, longest_k, prefix, gathered = sizes.tolist()
     is_long = prefix > 0 and not gathered
     parts = [number + 1, number + 1, gathered, tokens if gathered else 0, prefix * (number - 1) if gathered else 0]
@@ -84,6 +85,7 @@ def _forward(
     start = calls.prefix
     others, others_lse = _attend(q[start:], k[:start], v[:start], calls.dense, is_causal=False)
     own_lse = lse[:, start:]
+    # Two softmaxes over different keys are one of all keys, each weighted by its share of the summed exponentials.
     both = torch.logaddexp(own_lse, others_lse)
     share = (others_lse - both).exp().T[:, :, None]
     own = output[start:]
@@ -143,7 +145,7 @@ _forward.register_autograd(_autograd, setup_context=_save)
 
 @register_flop_formula(torch.ops.finch.varlen_attention, get_raw=True)
 def _flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Any, sizes: Any, **_: Any) -> int:
-    """Of two products per sequence; as torch counts them, with what a causal mask hides."""
+    """Operations of two products per sequence; as torch counts them, with what a causal mask hides."""
     with _disable_current_modes():  # the lengths are real where the other tensors are fake
         calls = _calls(index, sizes, len(q))
         pairs = int((calls.causal[0].diff() * calls.causal[1].diff()).sum())
@@ -156,7 +158,7 @@ def _flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Any, sizes:
 def _backward_flops(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, **_: Any
 ) -> int:
-    """Of five products per sequence."""
+    """Operations of five products per sequence."""
     return _flops(q, k, v, *others[-2:]) // 2 * 5
 
 
@@ -165,11 +167,12 @@ def _gather(row: torch.Tensor, calls: _Calls) -> torch.Tensor:
 
 
 def _sum_copies(grad: torch.Tensor, calls: _Calls) -> torch.Tensor:
-    """From the gathered keys' gradient the row's: a sum in a fixed order, where index_add would use atomics."""
+    """The row's gradient from the gathered keys': a sum in a fixed order, where index_add would use atomics."""
     if calls.keys is None:
         return grad
     copies = grad.index_select(0, calls.copies).unflatten(0, (-1, calls.prefix))  # [samples, prefix, ...]
     row, start = grad.index_select(0, calls.own), calls.prefix
+    # Wide, since over many samples the roundings after each addition would add up.
     row[:start] = row[:start] + copies.sum(0, dtype=_wide(grad.dtype))
     return row
 
@@ -212,6 +215,7 @@ def _differentiate(
     ):
         wide_grad = _heads(own_grad, q)
         p = (_scores(own_q, own_k, is_causal) - own_lse[..., None]).exp()
+        # It equals the sum over all keys of p * dp, also where this call has only some of them.
         delta = (wide_grad * _heads(own_output, q)).sum(-1, keepdim=True)
         ds = p * (wide_grad @ _heads(own_v, q).mT - delta) * q.shape[-1] ** -0.5
         grouped = (-1, q.shape[1] // k.shape[1])  # the query heads that share a key
