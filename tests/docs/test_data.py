@@ -25,15 +25,31 @@ PAGE = (ROOT / "docs" / "data.md").read_text()
 COMMAND = ["finch", "run", "--config", "auto", "model_dir=DIR"]
 
 
-def blocks(heading: str) -> dict[str, str]:
-    """The first block of each language under a heading of the third level."""
-    section = PAGE.split(f"\n### {heading}\n", 1)[1].split("\n#", 1)[0]
-    return {language: text for language, text in reversed(re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL))}
-
-
 HEADINGS = re.findall(r"^### (.*)$", PAGE, re.MULTILINE)
-EXAMPLES = [heading for heading in HEADINGS if "bash" in blocks(heading)]
 FORMATS = HEADINGS[: HEADINGS.index("Columns of other names")]
+ANCHORS = dict(re.findall(r"^\| \[(\w+)\]\(#(.*?)\)", PAGE, re.MULTILINE))
+
+
+def format_of(heading: str) -> str:
+    """The format that the page's table links to the heading."""
+    anchor = re.sub(r"[^a-z ]", "", heading.lower()).replace(" ", "-")
+    found = [name for name, linked in ANCHORS.items() if linked == anchor]
+    return found[0] if found else "prompt_completion"
+
+
+def blocks(heading: str) -> dict[str, str]:
+    """The first block of each language under a heading of the third level. The formats have the first one's command, and its block but for
+    ``format``."""
+    section = PAGE.split(f"\n### {heading}\n", 1)[1].split("\n#", 1)[0]
+    found = {language: text for language, text in reversed(re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL))}
+    if heading in FORMATS[1:]:
+        first = blocks(FORMATS[0])
+        yaml_block = first["yaml"].replace("format: question_answer", f"format: {format_of(heading)}")
+        found = {"bash": first["bash"], "yaml": yaml_block} | found
+    return found
+
+
+EXAMPLES = [heading for heading in HEADINGS if "bash" in blocks(heading)]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +78,8 @@ def write_files(heading: str, overrides: list[str]) -> list[str]:
     names = yaml.safe_load(next(text for text in overrides if text.startswith("data_files=")).partition("=")[2])
     names = [names] if isinstance(names, str) else names
     for name in names:
-        Path(name).write_text(blocks(heading).get("json") or blocks("Question/answer")["json"])
+        rows = blocks(heading).get("json") or blocks("Question/answer")["json"]
+        Path(name).write_text(rows * 4 if "validation" in blocks(heading)["yaml"] else rows)  # of ten, auto holds some out
     return names
 
 
@@ -100,8 +117,8 @@ def test_example_trains_on_the_rows_of_its_block(heading, folder, tmp_path, monk
 
 def test_files_of_different_formats_are_a_list(tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for heading in ("Packing", "Prompt and completion as messages"):
-        write_files(heading, overrides_of(heading))
+    write_files("Packing", overrides_of("Packing"))
+    write_files("Prompt and completion as messages", ["data_files=chats.jsonl"])
     text = re.search(r"```yaml\n(dataset:\n  - .*?)```", PAGE, re.DOTALL)[1]
     assert len(load_dataset(OmegaConf.create(text), "dataset", tokenizer)) == 6
 
