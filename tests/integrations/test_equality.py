@@ -1,4 +1,4 @@
-"""Losses and learning rates of every stack against a loop without finch, on one process and on two: docs/integrate.md's table."""
+"""Losses and learning rates of every stack against a loop without finch, on one process and on two: docs/verification.md's table."""
 
 from __future__ import annotations
 
