@@ -92,7 +92,7 @@ def python_page() -> str:
     exported = [getattr(finch.objectives, name) for name in finch.objectives.__all__]
     objectives = [each for each in exported if isinstance(each, type) and issubclass(each, finch.objectives.Objective)]
     parts = {
-        "Schedules": ["finch.FinchLR", "finch.ReplayLR", "finch.cosine.cosine_with_warmup"],
+        "Schedules": ["finch.FinchLR", "finch.ReplayLR", "finch.optim.torch_lr.cosine_with_warmup"],
         "Callbacks": [
             "finch.integrations.transformers.FinchCallback",
             "finch.integrations.transformers.SelfReplay",
@@ -105,7 +105,7 @@ def python_page() -> str:
             "finch.integrations.self_replay.replay_kl",
         ],
         "Objectives": [f"finch.objectives.{each.__name__}" for each in objectives],
-        "Penalties": ["finch.regularization.L2", "finch.regularization.KL"],
+        "Penalties": ["finch.objectives.regularization.L2", "finch.objectives.regularization.KL"],
         "Hooks": ["finch.training.hooks.Hook", "finch.training.hooks.Trainer"],
     }
     text = ["# Python\n\nWhat loops and configs of your own use, from the docstrings.\n"]
