@@ -263,12 +263,13 @@ class Validation(Hook):
         return bool(self._every) and step % self._every == 0
 
     def after_step(self, state: TrainState) -> None:
-        if self.wants_sync(state.step):
+        if self.wants_sync(state.step) and not state.is_epoch_end:  # else it follows with the epoch
             self.after_epoch(state)
 
     def after_epoch(self, state: TrainState) -> Mapping[str, float]:
         trainer, log = self._trainer, self._trainer.metrics_log
         data = trainer.data
+        log.flush()  # the time of the passes is not that of training steps
         losses = {
             key: dataset_loss(trainer.model, data.eval_loader(samples, "validation"))
             for key, samples in data.validations.items()
@@ -277,7 +278,6 @@ class Validation(Hook):
             log.write_event({"step": state.step, "epoch": state.epoch, **losses})
             texts = ", ".join(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in losses.items())
             logger.info(f"epoch {state.epoch + 1}/{trainer.cfg.epochs}, step {state.step}: {texts}")
-            # The time of the passes is not that of training steps.
             log.reset_timer()
         return losses
 

@@ -115,7 +115,8 @@ class MetricsLog:
         if not lines:
             return
         for key, what in (("grad_norm", "gradient"), ("loss", "loss")):  # a loss explains its gradient
-            bad = [line["step"] for line in lines if not math.isfinite(line.get(key) or 0.0)]
+            trained = (line for line in lines if line["num_target_tokens"])  # of no token there is no loss
+            bad = [line["step"] for line in trained if not math.isfinite(line.get(key) or 0.0)]
             if bad and not 0 < self.nonfinite_step < bad[0]:
                 self.nonfinite_step, self.nonfinite = bad[0], what
         now = time.perf_counter()
