@@ -16,7 +16,7 @@ from finch.base import files
 
 FILE_NAME = "manifest.json"
 EXPORTS = "finch_manifest.json"
-"""The name next to a model's files."""
+"""The manifest's name next to a model's files."""
 
 
 class CorruptCheckpoint(ValueError):
@@ -40,8 +40,10 @@ def read(folder: Path, name: str = FILE_NAME) -> dict[str, dict[str, Any]]:
     try:
         text = files.read_bytes(folder / name).decode()
         entries = json.loads(text)["files"]
+        # A name with a folder in it would have files outside of the checkpoint taken for its own.
         is_plain = all(Path(file).name == file and set(entry) == {"bytes", "sha256"} for file, entry in entries.items())
         is_unchanged = is_plain and _to_text(entries) == text
+    # A damaged manifest can be any JSON: of another type, without a key, or nested deeper than the parser goes.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{name} cannot be read ({type(error).__name__})") from error
     if not is_unchanged:
@@ -56,6 +58,7 @@ def verify(
     for name in names:
         file = folder / name
         try:
+            # The size costs nothing, and shows a file that was cut off before gigabytes are hashed.
             if file.stat().st_size != entries[name]["bytes"]:
                 raise CorruptCheckpoint(f"{name} has {file.stat().st_size} bytes instead of {entries[name]['bytes']}")
             if by_digest and file_entry(file) != entries[name]:

@@ -66,9 +66,11 @@ def list_checkpoints(run: Path) -> list[Path]:
         (int(name[1]), name[2] is None, path)
         for path in own_folders(run)
         if (name := _NAME.fullmatch(path.name))
+        # A save that was killed between its two renames leaves only the replaced folder, which is complete.
         and name[2] in (None, REPLACED)
         and (path / manifest.FILE_NAME).is_file()
     ]
+    # Of one step the new folder comes before the one that it replaces.
     return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
 
@@ -79,6 +81,7 @@ def remove_surplus(run: Path, used: Path, keep_last: int) -> None:
         return
     place = checkpoints.index(used.resolve())
     for path in own_folders(run):
+        # Later steps stay: this run may still be refused, and archives them when it begins.
         is_plain = path.name.removeprefix("step_").isdecimal()
         if is_plain and path.resolve() not in checkpoints[: place + keep_last] and _step(path) < _step(used):
             remove_checkpoint(path)
@@ -124,6 +127,7 @@ def latest_valid(candidates: Sequence[Path], parallel: Parallel) -> tuple[Path |
             manifest.verify(folder, sorted(entries)[parallel.rank :: parallel.world_size], entries)
         except CorruptCheckpoint as error:
             message = str(error)
+        # All ranks take the same message, so that all try the same folder next.
         message = next((each for each in parallel.gather_all_ranks(message) if each is not None), None)
         if message is None:
             return folder, damages
@@ -153,6 +157,7 @@ def load_rng_state(folder: Path, state: dict[str, Any], parallel: Parallel) -> N
 def random_state(device: torch.device) -> dict[str, Any]:
     """The states of all random number generators of this process as plain JSON: Python, NumPy, torch on the CPU and on ``device``, this
     rank's GPU."""
+    # Plain numbers: a pickle would run whatever somebody has written into it.
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -168,6 +173,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Restores what ``random_state`` returned. A GPU's generator is unchanged where its state was not saved."""
     version, numbers, gauss = state["python"]
+    # JSON has made lists of the tuples, which Python's generator insists on.
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
@@ -178,6 +184,7 @@ def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 def _seed_all(text: str) -> None:
     """Seeds all generators, torch's on every device, from a text."""
+    # NumPy takes no seed of more than 32 bits.
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
     random.seed(number)
     np.random.seed(number)
@@ -189,6 +196,7 @@ def _to_text(state: torch.Tensor) -> str:
 
 
 def _to_tensor(text: str) -> torch.Tensor:
+    # A copy, since torch warns of a buffer that cannot be written.
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
@@ -244,6 +252,7 @@ def archive_newer(run: Path, folder: Path) -> None:
     """Renames the checkpoints of ``run`` later than ``folder``, which the run resumes from, so that the next ``auto`` does not resume
     from them."""
     checkpoints = list_checkpoints(run)
+    # The user may have named the folder by a relative path or a link. One of another run has no later ones here.
     resolved = [path.resolve() for path in checkpoints]
     if folder.resolve() in resolved:
         for path in checkpoints[: resolved.index(folder.resolve())]:
@@ -257,6 +266,7 @@ def tensor_state_dict(
 ) -> dict[str, Any]:
     """What torch.distributed.checkpoint saves: trained weights and optimizer state, tensors only, so that loading unpickles no
     object of ours."""
+    # Activation checkpointing hides its prefix in the names of a state dict, but not in those of a parent's parameters.
     trained = {
         name.replace(_CHECKPOINT_PREFIX, "") for name, weight in model.named_parameters() if weight.requires_grad
     }
@@ -278,5 +288,5 @@ def all_finite(weights: Iterable[torch.Tensor]) -> bool:
 
 
 def ignore_one_process_warning() -> None:
-    """torch warns where a process has no group, as intended here. Not undone: that would race with a save in another thread."""
+    """Silences torch's warning of a process without a group, as intended here. Not undone: that would race with a save in another thread."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

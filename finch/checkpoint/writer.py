@@ -118,6 +118,7 @@ class CheckpointWriter:
             self._write(step, tensors, state_text, rng_text)
             return self.finish()
         tensors = tree_map(_copy_to_host, tensors)  # the next step changes them in place
+        # The copies may still be under way, and the thread does not wait for the device.
         if self._parallel.device.type == "cuda":
             torch.cuda.synchronize()
         self._thread = threading.Thread(
@@ -163,6 +164,7 @@ class CheckpointWriter:
                 f"the state of step {step} could not be saved ({error}); {fallback}, and the next save tries again",
                 error,
             )
+        # Python would only print an error of the thread: ``finish`` raises it in the training loop.
         except BaseException as error:
             self._outcome = ("", error)
 
@@ -182,6 +184,7 @@ class CheckpointWriter:
 
         def write_state() -> dict[str, Any]:
             """This rank's random states and, on rank 0, state.json; returns the manifest's entries of this rank's files."""
+            # Every rank hashes the files that it has written, so that the reading is divided.
             names = [rng_file_name(parallel.rank)]
             files.write_text(partial / names[0], rng_text)
             names += [
@@ -194,6 +197,8 @@ class CheckpointWriter:
                 names += [STATE_FILE, ".metadata"]
             return {name: manifest.file_entry(partial / name) for name in names}
 
+        # Each part begins when all ranks have ended the one before: no shard goes into a folder that is yet to be
+        # emptied, and none is missing when the manifest is written.
         self._run_on_all_ranks(create_folder)
         self._run_on_all_ranks(write_shard)
         entries = self._run_on_all_ranks(write_state)
@@ -234,12 +239,14 @@ class CheckpointWriter:
             reason = _disk_error(error)
             if reason is None:
                 failure, reason = error, f"{type(error).__name__}: {error}"
+        # A rank that fails takes part before it raises, since the others wait for it here.
         outcomes = [(result, reason, failure is None)]
         if self._group is not None:
             outcomes *= self._parallel.world_size
             dist.all_gather_object(outcomes, outcomes[0], group=self._group)
         if failure is not None:
             raise failure
+        # A defect counts before a full disk: after the latter training goes on, and it would be hidden.
         for rank, (_, reason, is_disk_error) in enumerate(outcomes):
             if reason is not None and not is_disk_error:
                 raise RuntimeError(f"rank {rank} failed while saving a checkpoint: {reason}")
@@ -250,7 +257,7 @@ class CheckpointWriter:
 
 
 def _copy_to_host(value: Any) -> Any:
-    """From a GPU into page-locked memory, which torch keeps for the next save, and without waiting for the copy."""
+    """A copy of a value on the host; of a GPU's in page-locked memory, which torch keeps for the next save, and without waiting for it."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     return value.detach().to("cpu", copy=True, non_blocking=True)
@@ -259,6 +266,7 @@ def _copy_to_host(value: Any) -> Any:
 def _disk_error(error: BaseException | None) -> str | None:
     """The system's message if a file could not be written, else None. torch's writers wrap that error, or drop its message."""
     if isinstance(error, CheckpointException):
+        # A disk is full only if every rank that failed did so on it; one other error is a defect.
         reasons = [_disk_error(inner[0]) for inner in error.failures.values()]
         return None if any(reason is None for reason in reasons) else next(iter(reasons), None)
     seen: BaseException | None = error

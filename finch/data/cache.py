@@ -36,6 +36,7 @@ def cached(key: Any, batches: Callable[[], Iterable[pyarrow.RecordBatch]], title
         if table is None:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(folder / f"{name}.lock", title):
+                # Another process may have written it while this one waited for the lock.
                 if (table := _find(folder, name)) is None:
                     _write(folder, name, batches())
                     table = _find(folder, name)
@@ -61,6 +62,7 @@ def remembered(key: Any, make: Callable[[], Any], title: str) -> Any:
 
 @functools.lru_cache(maxsize=1000)
 def _content_hash(file: Path, size: int, mtime: int) -> str:
+    # Size and time are only the key of this cache: a file that has been written again is read again.
     return _hash(file)
 
 
@@ -109,6 +111,7 @@ def _alone(file: Path, title: str) -> Iterator[None]:
 
 def _find(folder: Path, name: str) -> pyarrow.Table | None:
     for file in folder.glob(f"{name}-*.arrow"):
+        # The name has the hash of the content: a file that a disk or a copy has damaged is not trusted.
         if file.is_file() and _hash(file) == file.stem.rpartition("-")[2]:
             return pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
         file.unlink()  # damaged, or no file
@@ -116,6 +119,7 @@ def _find(folder: Path, name: str) -> pyarrow.Table | None:
 
 
 def _write(folder: Path, name: str, batches: Iterable[pyarrow.RecordBatch]) -> None:
+    # No process number in the name: the lock is held, and what a killed one has left is removed here.
     partial = folder / f"{name}.partial"
     partial.unlink(missing_ok=True)
     try:

@@ -83,10 +83,12 @@ class Samples(Dataset[Any]):
 
     @property
     def packed(self) -> bool:
+        # torchtune's ConcatDataset says in it whether all that it joins are packs.
         return isinstance(self.data, PackedDataset) or bool(getattr(self.data, "packed", False))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == EMPTY:
+            # A copy of a real row, so that every collator can batch it, with whatever keys the dataset has.
             labels = self.data[0]["labels"]
             is_tensor = isinstance(labels, torch.Tensor)
             ignored = torch.full_like(labels, IGNORE_INDEX) if is_tensor else [IGNORE_INDEX] * len(labels)
@@ -120,6 +122,7 @@ class Samples(Dataset[Any]):
         if isinstance(data, PackedDataset):
             if data.split_across_pack:
                 return Row(index, local_index + 1, f"the packs of {source}")
+            # Packs hold the rows in their order, each as a whole: those of earlier packs come before it.
             local_index = sum(len(row_lengths(pack)) for pack in data.packs[:local_index]) + position
             data = data.ds
         origin = getattr(data, "origin", None)
@@ -131,6 +134,7 @@ class Samples(Dataset[Any]):
         data, local_index, _ = self.part_of(index)
         table, columns = _table_of(data)
         if table is not None and not isinstance(data, PackedDataset):
+            # Libraries fail on a null field in their own ways; the user needs its name.
             row = table[local_index]
             missing = next((name for role, name in columns.items() if role != "image" and row.get(name) is None), None)
             if missing is not None:
@@ -197,6 +201,7 @@ def _load_part(node: Any, key: str, tokenizer: Any) -> Any:
             for index in range(len(samples)):
                 samples[index]
         raise
+    # Without a split the datasets library returns all of them by name.
     if isinstance(getattr(data, "_data", None), Mapping):
         raise UserError(f"{key}.split has no value: {source} has the splits {', '.join(data._data)}; name one")
     if len(data) == 0:
@@ -214,6 +219,7 @@ def _build(node: Any, key: str, tokenizer: Any) -> Any:
 def _one_reader() -> Iterator[None]:
     """torchtune's datasets read local files as finch's do; the datasets library would guess the types of their values."""
     names = [name for name in sys.modules if name.startswith("torchtune.datasets.")]
+    # Each module has imported the function by name, so that a change in the datasets library would not reach it.
     modules = [sys.modules[name] for name in names if hasattr(sys.modules[name], "load_dataset")]
     try:
         for module in modules:

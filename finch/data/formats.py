@@ -173,6 +173,7 @@ def _columns(format: str, names: frozenset[str]) -> Mapping[str, str | None]:
 
 
 def _fits(format: str, row: Mapping[str, Any]) -> bool:
+    # Without null fields: columnar files give every row the columns of all, also those of another format.
     columns = _columns(format, frozenset(name for name, value in row.items() if value is not None))
     return all(column is not None and _has_type(format, row[column]) for column in columns.values())
 
@@ -343,6 +344,7 @@ class RowToMessages(Transform):
                 continue
             if not isinstance(text, str):
                 raise UserError(f"its field {column!r} is {type(text).__name__}, not text")
+            # A file may have the same text in both places; two different ones would leave open which is meant.
             own = next((message.text_content for message in messages if message.role == "system"), text)
             if own != text:
                 raise UserError(f"it has a system turn and another text in its field {column!r}; keep one of them")
@@ -435,6 +437,7 @@ class RowToMessages(Transform):
                 raise UserError(f"its turn {number} has tool_calls that are no list")
             fields["tool_calls"] = [_call(call, number) for call in fields["tool_calls"]]
             if not content:
+                # torchtune's message needs a text; templates tell null from an empty one, and get what the row has.
                 content, fields["content"] = "", content
         elif "tool_calls" in fields:
             del fields["tool_calls"]
@@ -445,7 +448,7 @@ class RowToMessages(Transform):
         )
 
     def _is_learned(self, fields: dict[str, Any], number: int, role: str) -> bool:
-        """What the turn itself says, whose keys leave ``fields``."""
+        """Whether the turn is learned, by what it says itself; the keys that say so leave ``fields``."""
         said = {key: fields.pop(key) for key in (*LEARNED, "masked") if fields.get(key) is not None}
         if fields.get("train_detail"):
             raise UserError(
@@ -461,6 +464,7 @@ class RowToMessages(Transform):
             raise UserError(
                 f"its turn {number} is not to be learned, but dataset.train_on_input=True learns all turns; remove one of the two"
             )
+        # ``weight`` is not among these keys: OpenAI defines it for an assistant's turns only.
         if role != "assistant" and not self._train_on_input and _OF_ANY_ROLE & said.keys() and any(learned):
             raise UserError(
                 f"its turn {number} is of role {role} and to be learned; finch learns the assistant's turns, or with dataset.train_on_input=True all"

@@ -145,17 +145,20 @@ def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]
     batch = collate(rows)
     batch["labels"] = shift_labels(batch["labels"])
     batch["targets"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    # Packed batches have masks and positions, and another collator may pad on the left: these run as they are.
     if batch.keys() == {"tokens", "labels", "targets"} and is_right_padded(
         batch["tokens"], [row["tokens"] for row in rows]
     ):
         batch["layout"] = remove_padding(batch["tokens"], batch["targets"])
     if replayed:
+        # Replayed rows come last: their positions in the flattened batch begin where those of the task end.
         batch["labels"], targets = batch["labels"][: -len(replayed)], batch["targets"]
         is_task = targets < batch["labels"].numel()
         batch["targets"], batch["replay_targets"] = targets[is_task], targets[~is_task]
         for name, key in zip(REPLAY, REFERENCES, strict=True):
             batch[name] = torch.cat([row[key] for row in replayed])
     if reference_losses:
+        # Rows follow each other in the flattened batch, so that their losses in turn are in the order of the targets.
         values = torch.cat(reference_losses)
         losses = values.new_zeros(batch["labels"].numel()).index_copy(0, batch["targets"], values)
         batch["pretrained_token_loss"] = losses.view_as(batch["labels"])

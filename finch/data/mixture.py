@@ -51,6 +51,7 @@ class Mixture:
                 f"dataset[0].weight={weights[0]:g}: an epoch would have {sum(parts):.3g} samples, since it draws each of the {rows[0]} rows of the "
                 "first entry once; raise this weight, or put another entry first"
             )
+        # Halves are rounded up; ``round`` would take them to the even number, so that half a row became none.
         draws = [math.floor(part + 0.5) for part in parts]
         if 0 in draws:
             index = draws.index(0)
@@ -99,6 +100,7 @@ class Mixture:
         datasets = torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.draws))
         if self.shuffle:
             return datasets[torch.randperm(self.num_samples, generator=self._generator("epoch", epoch))]
+        # In fp64: fp32 has too few places for an epoch of more than 2^24 samples. Ties keep the datasets' order.
         places = torch.cat([(torch.arange(draws, dtype=torch.float64) + 0.5) / draws for draws in self.draws])
         return datasets[places.argsort(stable=True)]
 

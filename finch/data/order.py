@@ -105,6 +105,7 @@ class GlobalOrder:
             starts = range(0, count * self.micro_batch, self.micro_batch)
             return [share[start:][: self.micro_batch] or [EMPTY] for start in starts for share in shares]
         length = dict(zip(batch, self.lengths[batch].tolist(), strict=True))
+        # The longest first, so that the short ones even out what the long ones leave.
         batch = sorted(batch, key=lambda index: (-length[index], index))
         bins: list[list[int]] = [[] for _ in range(self.ranks * count)]
         tokens = [0] * len(bins)
@@ -119,6 +120,7 @@ class GlobalOrder:
     def micro_batches_in_step(self, consumed: int) -> int:
         """How many micro-batches a rank runs in the step that starts after ``consumed`` samples; fewer in a short last batch."""
         in_step = min(self.global_batch, self.num_samples - consumed)
+        # Rounded up: the rank with most samples says how many forwards all of them run.
         longest = -(-in_step // self.ranks)
         return -(-longest // self.micro_batch)
 
@@ -137,6 +139,7 @@ def eval_micro_batches(
     budget = micro_batch * sum(length) / len(rows)
     batches, start = [], 0
     while start < len(rows):
+        # The first row of a group is its longest, to which the others are padded; a row above the budget runs alone.
         end = start + ranks * max(1, int(budget / max(1, length[places[start]])))
         batches.append([rows[place] for place in places[start:end][rank::ranks]] or [EMPTY])
         start = end

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 MIN_PREFIX = 8
-"""Tokens. A shorter prefix, such as a BOS token, saves less than its attention costs."""
+"""Tokens of the shortest prefix that is shared. A shorter one, such as a BOS token, saves less than its attention costs."""
 LONG_PREFIX = 1000
-"""Tokens. A longer prefix is not copied to each sample's keys: the samples attend to it in a call of its own."""
+"""Tokens from which on a prefix is not copied to each sample's keys: the samples attend to it in a call of its own."""
 MULTIPLE = 8
-"""Tokens. The row of a micro-batch is a multiple of it, as matrix products in 16 bits want their sizes; in one call, tokens that nothing asks for fill it."""
+"""Tokens of which the row of a micro-batch is a multiple, as matrix products in 16 bits want their sizes; in one call, tokens that nothing asks for fill it."""
 
 
 class Varlen(NamedTuple):
@@ -38,7 +38,7 @@ class Varlen(NamedTuple):
 
     @classmethod
     def of(cls, prefix: int, lengths: Sequence[int]) -> Varlen:
-        """Of a row on the host, ``lengths`` as :class:`PaddingFree` has them and what fills the row: the prefix is the first sequence, each
+        """These tensors of a row on the host, ``lengths`` as :class:`PaddingFree` has them and what fills the row: the prefix is the first sequence, each
         sample's keys are the prefix's and its own."""
         if not lengths:  # all samples end in the prefix
             prefix, lengths = 0, (prefix,)
@@ -85,15 +85,15 @@ class PaddingFree:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the row's tokens without the filling."""
         return self.prefix + sum(self.lengths)
 
     def to(self, *args: Any, **kwargs: Any) -> PaddingFree:
-        """As ``torch.Tensor.to``."""
+        """A copy whose tensors ``torch.Tensor.to`` has made, with its arguments."""
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
 
     def pin_memory(self) -> PaddingFree:
-        """As ``torch.Tensor.pin_memory``; torch's DataLoader calls it."""
+        """A copy in page-locked memory; torch's DataLoader calls it."""
         return self._map(torch.Tensor.pin_memory)
 
     # What attention derives from it: the same in every layer, on the layout's device, since a copy from the host would wait for it.
@@ -111,6 +111,7 @@ class PaddingFree:
         device = self.indices.device
         lengths = self.lengths or (0,)
         seq = self.prefix + max(lengths)
+        # Padding points at the row's first token, which is always there to be read.
         rows = torch.zeros(len(lengths), seq, dtype=torch.int64, device=device)
         rows[:, : self.prefix] = torch.arange(self.prefix, device=device)
         places, start = [torch.arange(self.prefix, device=device)], self.prefix
@@ -132,7 +133,9 @@ def remove_padding(tokens: torch.Tensor, targets: torch.Tensor) -> PaddingFree:
     rows, columns = targets // seq, targets % seq
     ends = torch.zeros(batch, dtype=torch.int64).scatter_reduce_(0, rows, columns + 1, "amax")
     used = [row for row, end in enumerate(ends.tolist()) if end] or [0]  # ranks without samples run forwards as well
+    # No longer than the shortest sample, whose padding could otherwise be taken for tokens that all have.
     prefix = _common_prefix(tokens[used], int(ends[used].min()))
+    # A batch without any target keeps one token, since its forward runs as well.
     lengths = [max(int(ends[row]), 1) - prefix for row in used]
     starts = torch.zeros(batch, dtype=torch.int64)  # of each sample in the row, less the prefix that is not repeated
     starts[used] = torch.tensor([0, *lengths[:-1]]).cumsum(0)
@@ -140,10 +143,12 @@ def remove_padding(tokens: torch.Tensor, targets: torch.Tensor) -> PaddingFree:
     row = torch.tensor(used).repeat_interleave(torch.tensor(lengths))
     row = torch.cat([torch.full((prefix,), used[0]), row])
     lengths = [length for length in lengths if length]
+    # Position 0 of the batch fills the row; as a sample of its own nothing attends to it, and it has no target.
     filling = -len(row) % MULTIPLE
     return PaddingFree(
         indices=F.pad(row * seq + column, (0, filling)),
         positions=F.pad(column, (0, filling))[None],
+        # Samples share the tokens of the prefix, and so the place of a target in it.
         targets=torch.where(columns < prefix, columns, starts[rows] + columns),
         prefix=prefix,
         lengths=tuple(lengths),
@@ -154,6 +159,7 @@ def remove_padding(tokens: torch.Tensor, targets: torch.Tensor) -> PaddingFree:
 def _common_prefix(tokens: torch.Tensor, longest: int) -> int:
     """How many of the first ``longest`` columns of ``tokens`` [rows, seq] are equal in all rows; 0 for one row, and below ``MIN_PREFIX``."""
     is_equal = (tokens[:, :longest] == tokens[0, :longest]).all(0)
+    # The product is 1 up to the first column that differs, and 0 after it.
     prefix = int(is_equal.long().cumprod(0).sum())
     return prefix if len(tokens) > 1 and prefix >= MIN_PREFIX else 0
 

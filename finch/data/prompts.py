@@ -123,6 +123,7 @@ def own_prompts(tokenizer: Any, number: int) -> Prompts:
     no turn's end by a special token, nothing but BOS."""
     before, after = around_user_turn(tokenizer)
     special = set(getattr(tokenizer, "special_tokens", {}).values())
+    # Without a special token that ends the turn, nothing would show where the model has finished writing it.
     if after and after[0] in special:
         return Prompts([before] * number, after)
     return Prompts([[tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]] * number)
@@ -130,6 +131,7 @@ def own_prompts(tokenizer: Any, number: int) -> Prompts:
 
 def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens before a user turn's content, and those between it and the assistant's answer: what prompts of other contents share."""
+    # Two texts with no letter in common: what their prompts share is the template's.
     one, other = (user_prompt(text, tokenizer) for text in ("7", "z"))
     return around_content(one, other)
 
@@ -141,6 +143,7 @@ def user_prompt(text: str, tokenizer: Any) -> list[int]:
 
 def _prompt(turns: list[Message], tokenizer: Any, **tools: Any) -> list[int]:
     """What comes before an assistant's answer to ``turns``."""
+    # With an answer, as rows are rendered: what comes before its first target is what a row teaches to answer.
     messages = [*turns, Message(role="assistant", content=".")]
     sample = plain(SFTTransform(model_transform=tokenizer)({"messages": messages, **tools}))
     is_target = [label != IGNORE_INDEX for label in sample["labels"]]

@@ -35,6 +35,7 @@ class Replay:
 
         The rows of a step depend on the seed and the step's position only: they are the same on any number of ranks and after a resume.
         """
+        # Replayed rows are one sequence over the run, whose place at a step follows from the step: nothing is saved.
         full = rows_in_step(self.share, order.global_batch)
         last = order.samples_in(steps_per_epoch) - (steps_per_epoch - 1) * order.global_batch
         start = (
@@ -57,7 +58,7 @@ class Replay:
 
 
 def _deal(rows: Sequence[int], lengths: Sequence[int], loads: list[int]) -> list[list[int]]:
-    """The longest row first, each to the micro-batch with the fewest tokens so far; ``loads``: tokens of each."""
+    """Deals rows, the longest first, each to the micro-batch with the fewest tokens so far; ``loads``: tokens of each."""
     bins: list[list[int]] = [[] for _ in loads]
     for length, row in sorted(zip(lengths, rows, strict=True), key=lambda each: (-each[0], each[1])):
         lightest = min(range(len(loads)), key=loads.__getitem__)
@@ -74,4 +75,5 @@ class WithReplay(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = len(self._samples)
+        # A copy, since collation takes keys out of the row.
         return self._samples[index] if index < number else dict(self._replayed[index - number])

@@ -66,7 +66,7 @@ def check_file(file: Path, key: str) -> None:
 
 
 def is_pattern(name: str) -> bool:
-    """A path that exists is none, whatever characters it has."""
+    """Whether a name is a pattern; a path that exists is none, whatever characters it has."""
     return any(sign in name for sign in "*?[") and not exists(name)
 
 
@@ -121,6 +121,7 @@ def read_batches(file: Path, source: str) -> Iterator[pyarrow.RecordBatch]:
         if source == "parquet":
             table = parquet.ParquetFile(content)
             schema, batches = table.schema_arrow, table.iter_batches(1000)
+        # Arrow has two formats under one extension; the datasets library writes the stream, without these bytes.
         elif content.read(6) == b"ARROW1":
             reader = pyarrow.ipc.open_file(content)
             schema, batches = reader.schema, map(reader.get_batch, range(reader.num_record_batches))
@@ -128,9 +129,11 @@ def read_batches(file: Path, source: str) -> Iterator[pyarrow.RecordBatch]:
             content.seek(0)
             batches = pyarrow.ipc.open_stream(content)
             schema = batches.schema
+        # The cache takes the schema from the first batch, which a file without rows does not have.
         yield pyarrow.RecordBatch.from_pylist([], schema)
         before = 0
         for batch in batches:
+            # Rows are measured one by one only in a batch that may have such a row.
             rows = range(batch.num_rows if batch.nbytes > MAX_ROW else 0)
             if (large := next((row for row in rows if batch.slice(row, 1).nbytes > MAX_ROW), None)) is not None:
                 raise _too_large(file, before + large + 1)
@@ -155,7 +158,7 @@ def _open(file: Path) -> Any:
 
 
 def _lines_of(content: IO[AnyStr]) -> Iterator[AnyStr]:
-    """Its lines; one that is too large is cut off at ``MAX_ROW``."""
+    """The lines of a file; one that is too large is cut off at ``MAX_ROW``."""
     return itertools.takewhile(bool, iter(functools.partial(content.readline, MAX_ROW), None))
 
 
@@ -177,13 +180,16 @@ def _utf8(content: bytes, file: Path, place: str) -> str:
 
 
 def _read_csv(content: IO[bytes], file: Path) -> Iterator[str]:
+    # The module refuses fields above 128 KiB; rows have a limit of their own here.
     csv.field_size_limit(sys.maxsize)
     number = size = 0
 
     def lines() -> Iterator[str]:
         nonlocal size
+        # Bytes that are not UTF-8 pass for now, so that their row has a number; newlines in a field stay as they are.
         for line in _lines_of(io.TextIOWrapper(content, encoding="utf-8", errors="surrogateescape", newline="")):
             size += len(line)
+            # Over all lines: a quotation mark that is not closed makes the rest of the file one row.
             if size >= MAX_ROW:
                 raise _too_large(file, number + 1)
             yield line
@@ -226,6 +232,7 @@ def _read_json(content: IO[bytes], file: Path) -> Iterator[str]:
 
 
 def _array(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
+    # Part by part, since a compressed file does not say how large it is.
     parts = iter(functools.partial(content.read, 1 << 20), b"")
     text = _utf8(b"".join(itertools.islice(parts, MAX_ARRAY >> 20)), file, "")
     if content.read(1):
@@ -233,6 +240,7 @@ def _array(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
             f"data_files={file} is a JSON array of more than {MAX_ARRAY >> 30} GiB; write a row a line, as .jsonl"
         )
     try:
+        # Python's parser would keep the last of two equal keys without a word.
         rows = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise UserError(f"data_files={file} is not a JSON array ({error}); fix it") from error
@@ -336,12 +344,13 @@ def check_fractions(part: str, validation_fraction: float, test_fraction: float)
 
 
 def _digest(value: Any, seed: int) -> bytes:
+    # Neither the order of fields nor nulls that a reader has added are content, which alone decides the part.
     text = json.dumps(without_none(value), sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.blake2b(text.encode("ascii"), key=str(seed).encode(), digest_size=16).digest()
 
 
 def without_none(value: Any) -> Any:
-    """The datasets library gives every row the fields that any row of the file has."""
+    """A value without null fields: the datasets library gives every row the fields that any row of the file has."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):

@@ -100,6 +100,7 @@ class Rows(Dataset[Any]):
         unused = () if is_converted else unused_fields(row, self.row_format, self._tokenizer)
         notes = unused, self.has_empty_text(row)
         if isinstance(found, Exception):
+            # The error is kept in place of the row, which is named with its number when it is read, on every start.
             return TokenizedRow((), (), reason_of(found), *notes)
         if isinstance(found, Mapping):
             return TokenizedRow(found["tokens"], found["labels"], None, *notes)
@@ -107,7 +108,7 @@ class Rows(Dataset[Any]):
         return TokenizedRow(tokens, np.where(mask, IGNORE_INDEX, tokens), None, *notes)
 
     def is_empty(self, index: int) -> bool:
-        """See :meth:`has_empty_text`."""
+        """Whether a text or turn of a row is empty; see :meth:`has_empty_text`."""
         return self.has_empty_text(self._data[index]) if self.tokenized is None else self.tokenized.is_empty(index)
 
     def has_empty_text(self, row: Mapping[str, Any]) -> bool:
@@ -119,7 +120,7 @@ class Rows(Dataset[Any]):
         return any(isinstance(text, str) and not text.strip() for text in texts)
 
     def origin(self, index: int) -> tuple[str | None, int]:
-        """As of the table."""
+        """A row's file and number; see :meth:`finch.data.table.Table.origin`."""
         return self._data.origin(index)
 
 
@@ -219,6 +220,7 @@ def rows_dataset(
     table = load_table(reader, data_files, files, name=name, split=split)
     if len(table) == 0:
         raise UserError("dataset is empty: the split has no rows; give another file or split")
+    # Local files are read to the end, and the result is kept; of the hub's rows the first one has to do.
     if files and format == AUTO:
         row_format = format_of_table(table, reader, column_map)
     else:
@@ -299,6 +301,7 @@ def tokenized(
     rows = Rows(table, row_format, transforms, many, tokenizer, settings)
     if not packed:
         return rows
+    # On all cores; PackedDataset would read the rows one by one.
     rows.tokenize("dataset")
     return PackedDataset(rows, max_seq_len=tokenizer.max_seq_len, split_across_pack=is_text)
 

@@ -81,17 +81,17 @@ class DatasetStats:
 
     @property
     def min_length(self) -> int:
-        """Of the shortest row, in tokens."""
+        """Tokens of the shortest row."""
         return self.lengths[0] if self.lengths else 0
 
     @property
     def median_length(self) -> int:
-        """In tokens; of an even number of rows the lower one."""
+        """Median tokens of a row; of an even number of rows the lower one."""
         return self.lengths[(len(self.lengths) - 1) // 2] if self.lengths else 0
 
     @property
     def max_length(self) -> int:
-        """Of the longest row, in tokens."""
+        """Tokens of the longest row."""
         return self.lengths[-1] if self.lengths else 0
 
     def __add__(self, other: DatasetStats) -> DatasetStats:
@@ -178,6 +178,7 @@ def collect_stats(
         except UserError as error:
             if not keep_bad_rows:
                 raise
+            # The error of the library, without the sentence about the row that ``Samples`` has put around it.
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             stats.add_bad(samples.reason(index, cause), BadRows(1, [samples.row(index)]))
             continue
@@ -188,6 +189,7 @@ def collect_stats(
         parts = (sample[key].tobytes() for key in _CONTENT if key in sample)
         content[index] = xxhash.xxh3_64_intdigest(b"".join(parts)) >> 1  # fits in int64
         draws = 1 if samples.draws is None else int(samples.draws[index])
+        # With its index, since a sum does not see the order of rows, which is part of the run.
         row_digest = _digest(index if samples.draws is None else (index, draws), sample)
         stats.digest += row_digest
         stats.first_epoch_digest += row_digest if draws > 0 else 0
@@ -216,13 +218,13 @@ def unused_fields(samples: Samples) -> Counter[str]:
 
 
 def describe_unused(samples: Samples) -> str | None:
-    """These fields in words: ``id (60 rows), messages[].name (3)``."""
+    """The unused fields in words: ``id (60 rows), messages[].name (3)``."""
     found = unused_fields(samples).most_common()
     return ", ".join(f"{name} ({number:,}{' rows' if not index else ''})" for index, (name, number) in enumerate(found))
 
 
 def row_with_most_answers(samples: Samples) -> int:
-    """Its index, of those in the first file or data set of rows."""
+    """The index of the row with most answers, of those in the first file or data set of rows."""
     data = samples.parts[0][0]
     is_known = isinstance(data, Rows) and data.tokenized is not None
     return data.tokenized.most_answers() if is_known else samples.rows[0]
@@ -265,13 +267,15 @@ def _length_limit(data: Any, max_seq_len: int | None) -> int | None:
     if max_seq_len is None or (isinstance(data, PackedDataset) and data.split_across_pack):
         return None
     inner = data.ds if isinstance(data, PackedDataset) else data
+    # torchtune's class cuts plain text one token earlier than everything else.
     return max_seq_len - 1 if isinstance(inner, TextCompletionDataset) else max_seq_len
 
 
 def _digest(position: int | tuple[int, int], sample: Mapping[str, Any]) -> int:
-    """Of a row and its index, or its index and its draws."""
+    """The digest of a row and its index, or its index and its draws."""
     row = hashlib.blake2b(str(position).encode(), digest_size=8)
     for key in _CONTENT:
         if key in sample:
+            # In one type: the same row may come in another width of integers.
             row.update(sample[key].astype(np.int64).tobytes())
     return int.from_bytes(row.digest(), "little")

@@ -28,6 +28,7 @@ class FileRows:
 
     def __init__(self, file: Path, source: str) -> None:
         self.file, self._is_text = file, source in ("json", "csv")
+        # Such a file can be mapped as it is; the others are decoded once, into the cache.
         if source == "arrow":
             self._table = pyarrow.Table.from_batches(read_batches(file, source))
             self.key = [source, *content_hash(file)]
@@ -47,6 +48,7 @@ class FileRows:
     def column_names(self) -> list[str]:
         if not self._is_text:
             return list(self._table.column_names)
+        # Rows of JSON need not have the same fields, and to read all of them for their names takes long.
         found: list[str] = remembered(["columns", *self.key], self._find_columns, str(self.file))
         return found
 
@@ -87,7 +89,7 @@ class Table:
 
     @property
     def column_names(self) -> list[str]:
-        """Of all rows, those that are not selected included."""
+        """The columns of all rows, those that are not selected included."""
         return list(dict.fromkeys(name for part in self.parts for name in part.column_names))
 
     def select(self, indices: Iterable[int]) -> Table:
@@ -106,6 +108,7 @@ class Table:
         if not 0 <= index < len(self):
             raise IndexError(index)
         row = index if self.indices is None else int(self.indices[index])
+        # To the right, so that a part without rows, which ends where the one before it does, is passed over.
         part = bisect.bisect_right(self._ends, row)
         return part, row - (self._ends[part - 1] if part else 0)
 

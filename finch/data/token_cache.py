@@ -66,6 +66,7 @@ class TokenizedRows:
         """``tokens`` and ``labels``, [tokens] int64. Raises UserError for a row that cannot be used."""
         if (error := self.error(index)) is not None:
             raise UserError(error)
+        # A copy as int64, since torch takes labels of no other type, and the file is mapped read-only.
         tokens = self._tokens[index].values.to_numpy().astype(np.int64)
         labels = np.full(len(tokens), IGNORE_INDEX)
         for start, stop in self._targets[index].values.to_numpy().reshape(-1, 2):
@@ -123,12 +124,13 @@ def _record_batches(
 
 
 def _encodable(text: str) -> str:
-    """Half a surrogate pair, which names of fields can have, is no character of UTF-8."""
+    """A text that UTF-8 can hold: half a surrogate pair, which names of fields can have, is none of its characters."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _runs(labels: Sequence[int] | Int64) -> npt.NDArray[np.int32]:
     """Starts and ends of the parts that are targets."""
+    # No target before the first and after the last label, so that a part at either end has a start and an end.
     is_target = np.zeros(len(labels) + 2, dtype=bool)
     is_target[1:-1] = np.asarray(labels, dtype=np.int64) != IGNORE_INDEX
     return np.flatnonzero(is_target[1:] != is_target[:-1]).astype(np.int32)

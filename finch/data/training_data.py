@@ -50,6 +50,7 @@ class TrainingData:
         fit: Fit = lambda key, stats: None,
     ) -> None:
         self._cfg, self._parallel = cfg, parallel
+        # All files first: to tokenize the training rows can take long, and the validation file may be missing.
         for _, error in file_errors(cfg):
             raise error
         self.samples = load_dataset(cfg, "dataset", tokenizer)

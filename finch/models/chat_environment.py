@@ -22,7 +22,7 @@ CPU_SECONDS, MEMORY_BYTES = 5, 2 * 2**30
 RUNAWAY = (RecursionError, MemoryError, ArithmeticError)
 """What a template that does too much ends in; ranges that are too long are an ArithmeticError."""
 RENDER_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, *RUNAWAY)
-"""What Jinja lets through."""
+"""The errors of a template that Jinja lets through."""
 
 
 class _Generation(Extension):
@@ -42,6 +42,7 @@ def environment(strftime_now: Callable[[str], str]) -> ImmutableSandboxedEnviron
         raise TemplateError(message)
 
     def to_json(value: Any, **options: Any) -> str:
+        # Jinja's own filter escapes <, > and & as HTML wants it, and the model would read the escapes.
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
     found = ImmutableSandboxedEnvironment(
@@ -58,6 +59,7 @@ def in_time(render: Callable[[Any], str], variables: Any) -> str:
     if threading.current_thread() is not threading.main_thread():
         return render(variables)
     _handle()
+    # Time of this process, not of the clock: on a machine that is busy no template fails for it.
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, 1)  # again, where something in between has caught the first
     try:
         return render(variables)
@@ -67,7 +69,7 @@ def in_time(render: Callable[[Any], str], variables: Any) -> str:
 
 @functools.cache
 def _handle() -> None:
-    """Once: a handler for each row would take a tenth of its time."""
+    """Installs the handler once: one for each row would take a tenth of its time."""
 
     def end(*_: Any) -> None:
         raise TimeoutError
@@ -79,11 +81,13 @@ def main() -> None:
     """Renders a conversation by the template on standard input; exits with a line where that takes too much."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # The signal at the limit of time would leave a core dump of up to 2 GiB.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     job = json.load(sys.stdin)
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     try:
         template = environment(datetime.now().strftime).from_string(job["source"])
+        # Both ways in which templates are rendered later: with an answer, and for one.
         for messages, generation in ((turns, False), (turns[:1], True)):
             template.render(**job["variables"], messages=messages, add_generation_prompt=generation)
     except RUNAWAY as error:

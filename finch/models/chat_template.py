@@ -59,6 +59,7 @@ class ChatTemplate:
         self.today = today or datetime.date.today()  # rows do not change at midnight
         self._variables = {"documents": None, **special_tokens, "enable_thinking": thinking}
         self._is_endless = False
+        # Before it is compiled here: Jinja computes expressions of constants as it compiles, without any limit.
         try_template(source, self._variables, folder)
         try:
             self._template = chat_environment.environment(lambda form: self.today.strftime(form)).from_string(source)
@@ -115,6 +116,7 @@ def try_template(source: str, variables: Mapping[str, Any], folder: Path) -> Non
 
 @functools.cache
 def _problem(job: str) -> str | None:
+    # Isolated, so that no module in the current folder, or next to the program, takes the place of one that it imports.
     command = [sys.executable, "-I", chat_environment.__file__]
     child = subprocess.run(command, input=job, capture_output=True, text=True, check=False)
     if child.returncode < 0:
@@ -170,6 +172,7 @@ class AnswerSpans:
     def __init__(self, template: ChatTemplate, added_tokens: Iterable[str]) -> None:
         self._template = template
         self._shapes: dict[tuple[Any, ...], _Shape] = {}
+        # The longest first, since an expression takes the first alternative that fits, and one token may begin another.
         tokens = sorted((re.escape(token) for token in added_tokens if token.strip()), key=len, reverse=True)
         self._tokens = re.compile("|".join(tokens) or "(?!)")
         user, answer = ({"role": role, "content": ""} for role in ("user", "assistant"))
@@ -218,6 +221,7 @@ class AnswerSpans:
                     return [
                         self._span(*follows[index - 1], each, turns[index]) for index, each in shape.answers.items()
                     ]
+        # The template changes answers, such as those with thinking or calls: only the other contents are marked.
         pieces, order = self._split(turns, others, tools, generation=generation)
         if not (follows := _follow(text, turns, pieces, order)):
             raise self._unclear("does not write all turns of a role in the same way")
@@ -235,11 +239,12 @@ class AnswerSpans:
         for end in reversed([found.end() for found in self._tokens.finditer(alone)]):
             last_call = alone[alone.rfind(name, 0, end) : end]
             if name in last_call and last_call in piece:
+                # The last one, since a turn may make the same call twice.
                 return piece[piece.rindex(last_call) + len(last_call) :]
         raise self._unclear("leaves out a tool call, or does not end it with a special token")
 
     def _span(self, begin: int, piece: str, answer: _Answer, turn: Turn) -> tuple[int, int]:
-        """Of the answer in ``piece``, which follows the content before it and starts at ``begin``."""
+        """Start and end of the answer in ``piece``, which follows the content before it and starts at ``begin``."""
         head = answer.prompt if piece.startswith(answer.prompt) else answer.header
         stop = len(piece) - len(answer.after)
         is_written = visible(turn.get("content", "")) in piece[len(head) : stop]
@@ -252,6 +257,7 @@ class AnswerSpans:
         """What the template writes around contents. It may need to see the calls that a tool's answer belongs to."""
         has_calls = any("tool_calls" in turn for turn in turns)
         key = (*(turn["role"] for turn in turns), generation)
+        # Calls are part of what is rendered, so that roles alone do not tell two conversations with calls apart.
         if not has_calls and (known := self._shapes.get(key)) is not None:
             return known
         if has_calls:
@@ -269,6 +275,7 @@ class AnswerSpans:
                 header = _common_prefix(prompt, before)
                 if not self._has_prompt and before[len(header) :].strip():
                     prompt = header = before  # the template's header is not what the model writes
+            # An answer may have its own thinking in place of the prompt's empty block: the header ends before either.
             if THINKING[0] in header:
                 header = header.rpartition(THINKING[0])[0]
             answers[index] = _Answer(prompt, header, after)

@@ -120,6 +120,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """:meth:`encode` of each text between BOS and EOS, on all cores."""
         bos = [] if self.bos_id is None else [self.bos_id]
+        # The fast one keeps no offsets, which plain text does not need: every token is a target.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [[*bos, *each.ids, self.eos_id] for each in encodings]
 
@@ -137,6 +138,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
             UserError: the template refuses the conversation, or leaves out a part of it.
         """
         text, spans = self._render(messages, tools, generation=not add_end_tokens)
+        # The template has written BOS where the model wants it; the tokenizer would add a second one.
         return self._masked(self._tokenizer.encode(text, add_special_tokens=False), text, spans)
 
     def tokenize_many(self, samples: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[bool]] | UserError]:
@@ -228,7 +230,7 @@ def _left_out(text: str, turns: Sequence[Turn], tools: Tools) -> str | None:
 
 
 def _start_and_end(encoding: Encoding, token: int) -> tuple[int, int]:
-    """Of a token, in characters."""
+    """Start and end of a token, in characters."""
     span = encoding.token_to_chars(token)
     assert span is not None
     return span
@@ -292,6 +294,7 @@ def styled(source: str, prompt_style: str) -> str:
     Raises UserError for another style than ``chat`` and ``authors``."""
     if prompt_style not in PROMPT_STYLES:
         raise UserError(f"tokenizer.prompt_style={prompt_style} must be {' or '.join(PROMPT_STYLES)}")
+    # A folder that finch has written in this style begins with the turn already.
     is_done = prompt_style == "chat" or _EMPTY_SYSTEM_TURN in source
     return source if is_done else _EMPTY_SYSTEM_TURN + source
 
@@ -312,6 +315,7 @@ def with_default_thinking(source: str, thinking: bool) -> str:
         each: f"{{%- set enable_thinking = enable_thinking | default({each}) %}}\n" for each in ("true", "false")
     }
     for default in defaults.values():
+        # The default of an earlier export goes, else a model tuned again would keep both lines.
         source = source.removeprefix(default)
     return defaults[str(thinking).lower()] + source
 
@@ -384,7 +388,7 @@ def _content(token: Any) -> str | None:
 
 
 def _eos_token(folder: Path, tokenizer: Tokenizer) -> str:
-    """config.json's, for a folder whose tokenizer files do not name one."""
+    """The EOS token of config.json, for a folder whose tokenizer files do not name one."""
     number = read_settings(folder / CONFIG).get("eos_token_id") if (folder / CONFIG).is_file() else None
     number = number[0] if isinstance(number, list) and number else number
     token = tokenizer.id_to_token(number) if isinstance(number, int) else None
@@ -459,6 +463,7 @@ def qwen3_tokenizer(
         pad_token=END_OF_TEXT,
         max_seq_len=max_seq_len,
     )
+    # Asked for now: a tokenizer without them would split them into pieces of text, and nothing would fail.
     for token in (IM_START, *(token for token in THINKING if token in source)):
         tokenizer.special_id(token)
     return tokenizer

@@ -110,6 +110,7 @@ def _unsupported(config: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
                 yield f"layer_types[{index}]", kind, f"in {name} only layers 0, 2, 4, ... have a sliding window"
                 return
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):
+            # To transformers null means none, and a missing key its default, which the builder has.
             if key in config and not config[key]:
                 yield key, config[key], f"{name} always has one"
 
@@ -144,7 +145,7 @@ def _family_arguments(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(number: float) -> float:
-    """10000 instead of 10000.0, as torchtune's configs have it."""
+    """A whole number as an int: 10000 instead of 10000.0, as torchtune's configs have it."""
     return int(number) if number == int(number) else number
 
 

@@ -123,6 +123,7 @@ def gemma2_tune_to_hf(weights: dict[str, torch.Tensor], **sizes: Any) -> dict[st
 
 
 def _renamed(name: str, changes: dict[str, str]) -> str:
+    # One change only: the two norms exchange their names, and a second one would undo the first.
     for old, new in changes.items():
         if old in name:
             return name.replace(old, new)

@@ -19,13 +19,13 @@ from finch.config.instantiate import download_command
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TIED_BY_DEFAULT = ("gemma", "gemma2")
-# Old files of these families lack the base of the rotary embedding where it is transformers' default; Qwen's always have it.
 _DEFAULT_WINDOW = {
     "mistral": 4096,
     "phi3": None,
     "qwen2": 4096,
     "qwen3": 4096,
 }  # transformers', of models with one here and not in finch
+# Old files of these families lack the base of the rotary embedding where it is transformers' default; Qwen's have it.
 _HAS_DEFAULT_ROPE_BASE = ("llama", "mistral", "gemma", "gemma2", "phi3")
 
 
@@ -115,6 +115,7 @@ def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") 
     """
     folder = Path(path)
     if folder.is_dir():
+        # A pipe, which a library would open and wait for, is refused before one does.
         for each in (*folder.glob("*"), *folder.glob("*/*")):  # of which libraries may open any
             if each.exists() and not (each.is_file() or each.is_dir()):
                 raise UserError(f"{option}={path} holds {each.name}, which is neither a file nor a folder; remove it")
@@ -157,6 +158,7 @@ def read_config(folder: Path, option: str = "checkpointer.checkpoint_dir") -> di
     config = read_settings(folder / CONFIG)
     for key, (kind, name) in _KINDS.items():
         value = config.get(key)
+        # To Python true is the whole number 1.
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise UserError(f"{CONFIG} of {option}={folder} has {key}={value}, not {name}; download it again")
     return config
@@ -172,6 +174,7 @@ def attention_window(config: dict[str, Any]) -> int | None:
     model_type = str(config.get("model_type"))
     if model_type.startswith("qwen"):
         first, end = config.get("max_window_layers"), config.get("num_hidden_layers") or 0
+        # Older files have no kinds: layers from max_window_layers on have the window; transformers' default is 28.
         kinds = config.get("layer_types") or ["sliding_attention"] * (end - (28 if first is None else first))
         if not config.get("use_sliding_window") or "sliding_attention" not in kinds:
             return None

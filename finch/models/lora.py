@@ -58,6 +58,7 @@ def without_lora(cfg: DictConfig) -> DictConfig:
     cfg = copy.deepcopy(cfg)
     module, _, builder = str(cfg.model["_component_"]).rpartition(".")
     if builder.startswith("lora_"):
+        # LoRA builders take quantize_base as well, which finch refuses and so has not among its keys.
         arguments = {*LoraBuilder.model_fields, "quantize_base"}
         model = {key: value for key, value in cfg.model.items() if key not in arguments}
         cfg.model = {**model, "_component_": f"{module}.{builder.removeprefix('lora_')}"}
@@ -117,6 +118,7 @@ def initialize_adapters(decoder: nn.Module, seed: int) -> None:
     """
     for name, layer in adapter_layers(decoder).items():
         a = torch.empty(tuple(layer.lora_a.weight.shape), dtype=torch.float32, device="cpu")
+        # This slope makes the bound 1 / sqrt(in_dim).
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=_generator(seed, name))
         load_full_tensor(layer.lora_a.weight, a)
         load_full_tensor(layer.lora_b.weight, torch.zeros(tuple(layer.lora_b.weight.shape)))

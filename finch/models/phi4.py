@@ -7,7 +7,7 @@ from torchtune.modules import TransformerDecoder
 
 
 def phi4_14b(max_seq_len: int = 16384, rope_base: int = 250_000) -> TransformerDecoder:
-    """microsoft/phi-4."""
+    """The decoder of microsoft/phi-4."""
     return phi3(
         vocab_size=100_352,
         num_layers=40,

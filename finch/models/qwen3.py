@@ -53,7 +53,7 @@ class Qwen3Attention(MultiHeadAttention):
         mask: torch.Tensor | None = None,
         input_pos: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As torchtune's, with ``x`` and ``y`` [batch, seq, embed]; only generation from a full cache would leave ``y`` out."""
+        """torchtune's forward, with ``x`` and ``y`` [batch, seq, embed]; only generation from a full cache would leave ``y`` out."""
         if y is None:
             raise ValueError("Qwen3Attention needs y: pass x for self-attention")
         batch, seq, _ = x.shape

@@ -72,6 +72,7 @@ class Conversion:
                 group = {member: pending.pop(member) for member in names}
                 [(stored, converted)] = self.to_hugging_face(group, config).items()
                 sizes = [len(member) for member in group.values()]
+                # The conversion of row numbers shows where each row goes, whatever the family's layout is.
                 numbers = dict(zip(group, torch.arange(sum(sizes)).unsqueeze(1).split(sizes), strict=True))
                 [permuted] = self.to_hugging_face(numbers, with_columns(config, 1)).values()
                 rows = (
@@ -90,13 +91,14 @@ class Conversion:
 
 
 def rows_of(convert: Callable[[StateDict], StateDict], name: str, num_rows: int) -> dict[str, torch.Tensor]:
-    """See :meth:`Conversion.rows_to_torchtune`: the conversion of the weight's row numbers."""
+    """The conversion of a weight's row numbers; see :meth:`Conversion.rows_to_torchtune`."""
     numbers = torch.arange(num_rows).unsqueeze(1)
     return {converted: rows.squeeze(1) for converted, rows in convert({name: numbers}).items()}
 
 
 def with_columns(config: dict[str, Any], columns: int) -> dict[str, Any]:
     """A config.json with which conversions take weights of so many columns."""
+    # Settled first: without it torchtune's conversions divide the hidden size, which is replaced here, by the heads.
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {**config, "head_dim": head_dim, "hidden_size": columns}
 
@@ -123,6 +125,7 @@ _GEMMA2 = Conversion(
     to_hugging_face=lambda weights, config: gemma2_tune_to_hf(weights, **_sizes_with_head(config)),
 )
 
+# Rows are split and joined, not permuted: torchtune's Phi-3 rotates halves of a head, as Hugging Face's does.
 _PHI3 = Conversion(
     to_torchtune=lambda weights, config: phi3_hf_to_tune(weights, **_sizes(config)),
     to_hugging_face=lambda weights, _: phi3_tune_to_hf(weights),
@@ -130,6 +133,7 @@ _PHI3 = Conversion(
 )
 
 _QWEN2 = Conversion(
+    # torchtune leaves out the head of a tied model, which some folders store as a second copy of the embedding.
     to_torchtune=lambda weights, config: qwen2_hf_to_tune(weights, tie_word_embeddings=is_tied(config)),
     to_hugging_face=lambda weights, _: qwen2_tune_to_hf(weights),
 )

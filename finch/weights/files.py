@@ -36,7 +36,7 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
-"""In file order."""
+"""safetensors' names of dtypes, in the order in which a file has their tensors."""
 _ALIGNMENT = 8  # bytes
 
 
@@ -66,6 +66,7 @@ def indexed_shards(folder: Path) -> list[str] | None:
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} has no weight_map of safetensors files; download it again") from error
     for shard in shards:
+        # Such a name would lead out of the folder, which may be somebody else's download.
         if Path(shard).name != shard:
             raise UserError(f"{index} lists {shard}, which is not the name of a file; download it again")
         if not (folder / shard).is_file():
@@ -83,6 +84,7 @@ def is_whole(folder: Path) -> bool:
             return False
         shards = indexed_shards(folder)
         opened = (open_safetensors(folder / shard) for shard in shards or [weights])
+        # A shard may be whole and still not be the one that the index was written for.
         stored = {name for shard in opened for name in shard.keys()}  # noqa: SIM118 (not a dict)
         return shards is None or stored == set(read_json(folder / SAFETENSORS_INDEX)["weight_map"])
     except UserError:
@@ -91,7 +93,7 @@ def is_whole(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def new_model_folder(target: Path) -> Iterator[Path]:
-    """As :func:`finch.base.files.atomic_folder`, for a model; sizes and digests of its files are written beside them."""
+    """An :func:`finch.base.files.atomic_folder` for a model; sizes and digests of its files are written beside them."""
     with atomic_folder(target) as partial:
         yield partial
         entries = {path.name: manifest.file_entry(path) for path in partial.iterdir()}
@@ -115,6 +117,7 @@ def check_export(folder: Path, *, by_digest: bool = False) -> None:
 def is_own(path: Path) -> bool:
     """Whether a file of a folder lies there, or is a link of the hub's cache to its blobs: others lead to what is not the folder's."""
     folder, real = path.parent.resolve(), path.resolve()
+    # The hub's cache has snapshots/REVISION/NAME, a link to ../../blobs/HASH.
     is_blob = folder.parent.name == "snapshots" and real.parent == folder.parents[1] / "blobs"
     return path.is_file() and (is_blob or real.is_relative_to(folder))
 
@@ -136,6 +139,7 @@ def rewrite(source: Path, target: Path, change: Callable[[str, torch.Tensor], to
     """Fills the folder ``target`` with ``source``'s files, each weight by ``change(name, weight)``, under the same names and in the same shards.
     Memory holds one shard. Raises UserError if a file of ``source`` is broken, OSError or SafetensorError if ``target`` cannot be written."""
     copy_side_files(source, target)
+    # Side files leave the index out, since shards are mostly cut anew; here they stay as they are.
     if (source / SAFETENSORS_INDEX).is_file():
         shutil.copyfile(source / SAFETENSORS_INDEX, target / SAFETENSORS_INDEX)
     for name in indexed_shards(source) or [SAFETENSORS]:
@@ -148,6 +152,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
     """A new safetensors file. safetensors' ``save_file`` leaves a temporary file next to it when it is killed."""
     with SafetensorsWriter(path, tensors, metadata) as file:
         for name, tensor in tensors.items():
+            # The size of an empty tensor's row cannot be asked; its place in the file has no bytes.
             if tensor.numel():
                 file.write_rows(
                     name, torch.arange(len(tensor)), tuple(slice(0, size) for size in tensor.shape[1:]), tensor
@@ -185,6 +190,7 @@ class StoredTensor:
             return self.read((slice(0, 0), *columns))
         first, end = int(rows.min()), int(rows.max()) + 1
         part = self.read((slice(first, end), *columns))
+        # Rows in their own order need no copy; those of a permuted head do.
         return part if torch.equal(rows, torch.arange(first, end)) else part[rows - first]
 
 
@@ -198,6 +204,7 @@ def stored_tensors(file: Path) -> Iterator[StoredTensor]:
                 yield StoredTensor(name, tuple(stored.get_shape()), stored)
         return
     try:
+        # Mapped, so that only the parts that a rank asks for are read.
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise UserError(
@@ -238,6 +245,7 @@ class SafetensorsWriter:
         self._offsets: dict[str, int] = {}
         header: dict[str, object] = {"__metadata__": dict(metadata)}
         end = 0
+        # The order of safetensors' own writer, so that an export is the same file, byte for byte.
         for name, tensor in sorted(tensors.items(), key=lambda item: (dtypes.index(item[1].dtype), item[0])):
             start, end = end, end + tensor.nbytes
             self._offsets[name] = start
@@ -247,10 +255,12 @@ class SafetensorsWriter:
                 "data_offsets": [start, end],
             }
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        # JSON ignores the spaces at its end, which bring the tensors to a multiple of 8 bytes as safetensors does.
         text = text.ljust(math.ceil(len(text) / _ALIGNMENT) * _ALIGNMENT)
         self._header = len(text).to_bytes(8, "little") + text
 
     def __enter__(self) -> SafetensorsWriter:
+        # Permissions are left to the umask; a file that is there already is never written over.
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._write(memoryview(self._header), 0)
         return self
@@ -270,14 +280,17 @@ class SafetensorsWriter:
         """
         tensor = self._tensors[name]
         rows, order = rows.sort()
+        # Most parts come in order: they are written without a copy.
         if not torch.equal(order, torch.arange(len(order))):
             values = values[order]
+        # Bytes, since NumPy has no bfloat16.
         data = values.to(tensor.dtype).contiguous().flatten().view(torch.uint8).numpy().data
         row_bytes = tensor[0].nbytes
         # Within a row, the part is contiguous if it has one dimension, or all columns.
         start = columns[0].start * tensor[0, 0].nbytes if columns else 0
         part_bytes = len(data) // max(1, len(rows))
         is_next = rows.diff() == 1 if part_bytes == row_bytes else torch.zeros(max(0, len(rows) - 1), dtype=torch.bool)
+        # Rows that follow each other in the file are one write, not a system call each.
         first_of_runs = [0, *((~is_next).nonzero().squeeze(1) + 1).tolist()]
         for first, end in zip(first_of_runs, [*first_of_runs[1:], len(rows)], strict=True):
             place = len(self._header) + self._offsets[name] + int(rows[first]) * row_bytes + start
@@ -285,5 +298,6 @@ class SafetensorsWriter:
 
     def _write(self, data: memoryview, place: int) -> None:
         while len(data):
+            # Linux writes at most 2 GiB at a time, and a disk that is almost full less than it was asked to.
             written = os.pwrite(self._descriptor, data, place)
             data, place = data[written:], place + written

@@ -67,6 +67,7 @@ def _folder(
             "and torchtune.training.FullModelHFCheckpointer"
         )
     files = check_files(folder, [str(name) for name in names])
+    # Resolved, since a path such as . has no parent of its own.
     for home in (folder, folder.resolve().parent):
         if (home / CONFIG).is_file():
             return ConvertedFolder(home, files, to_torchtune)
@@ -118,6 +119,7 @@ class NativeFolder(PretrainedFolder):
         state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in like.items()}
         for name, block, values in parts:
             state[name][block] = values
+        # A tied model has no head of its own, but a folder in Meta's format has: what is written is like what was read.
         if HEAD not in state and any(
             HEAD in self._to_torchtune({name: torch.empty(shape, device="meta")})
             for name, shape in read_shapes(self.files[0])

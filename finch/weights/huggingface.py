@@ -94,7 +94,7 @@ class PretrainedFolder(ABC):
         """Writes a model into an empty folder. ``like``: tensors of its shapes and dtypes, on the meta device."""
 
     def _rows_to_torchtune(self, name: str, num_rows: int) -> dict[str, torch.Tensor]:
-        """See :meth:`finch.weights.conversion.Conversion.rows_to_torchtune`."""
+        """Which rows of a stored weight each of torchtune's has; see :meth:`finch.weights.conversion.Conversion.rows_to_torchtune`."""
         return rows_of(self._to_torchtune, name, num_rows)
 
     def check_shapes(self, model: nn.Module) -> None:
@@ -114,6 +114,7 @@ class PretrainedFolder(ABC):
                 ) from error
             is_whole = len(converted) == 1  # its heads are permuted by views, which give another shape the right one
             stored.update({key: shape if is_whole else tuple(tensor.shape) for key, tensor in converted.items()})
+        # Some folders of tied models store the embedding a second time, as a head that nothing reads.
         if HEAD in stored and HEAD not in expected and self._is_head_tied():
             del stored[HEAD]
         for name in sorted(expected.keys() | stored.keys()):
@@ -139,6 +140,7 @@ class PretrainedFolder(ABC):
         """
         for stored in (stored for file in self.files for stored in stored_tensors(file)):
             for name, rows in self._rows_to_torchtune(stored.name, stored.shape[0]).items():
+                # One reading fills all decoders, the trained one and the pretrained one that it is compared with.
                 for parameter in (each[name] for each in parameters if name in each):
                     local_rows, *columns = local_block(parameter)
                     with torch.no_grad():
@@ -149,6 +151,7 @@ class PretrainedFolder(ABC):
 
         A model's own end may be another token than the one that closes a turn of the template, as in base models of Qwen.
         """
+        # A template that the folder has already, in whichever file, is not written a second time.
         if self.chat_template is not None and self.chat_template != read_chat_template(target):
             write_text(target / CHAT_TEMPLATE, self.chat_template)
         for name in (GENERATION_CONFIG, CONFIG):
@@ -190,6 +193,7 @@ class PretrainedFolder(ABC):
         if like is None:
             weights = list(weights)
             like = dict(weights)
+        # A generator, since each step is a collective that moves one shard: memory never holds a second one.
         parts = (
             (name, block, shard.to("cpu", dtype or shard.dtype) if is_writer else shard)
             for name, tensor in weights
@@ -287,6 +291,7 @@ class HuggingFaceFolder(PretrainedFolder):
                 file.write_rows(weight.name, weight.rows[name][rows], tuple(columns), values)
         dtype = stored_weights[-1].tensor.dtype
         copy_side_files(self.folder, target, without=(CONFIG,))
+        # Under the name that the file has: a second one could contradict it.
         dtype_keys = [key for key in _DTYPE_KEYS if key in self.config] or ["torch_dtype"]
         write_json(target / CONFIG, self.config | dict.fromkeys(dtype_keys, str(dtype).removeprefix("torch.")))
 
@@ -304,6 +309,7 @@ class HuggingFaceFolder(PretrainedFolder):
             ]
         names = sorted(str(name) for name in files)
         if any(name.endswith(".safetensors") for name in names):
+            # Without this check the model's shapes would be blamed, not the name that was left out.
             missing = sorted(set(indexed_shards(self.folder) or ()) - set(names))
             if missing:
                 raise UserError(
@@ -394,7 +400,7 @@ def _settings(decoder: TransformerDecoder, config: dict[str, Any]) -> Iterator[t
 def _gemma2_settings(
     decoder: TransformerDecoder, attention: Gemma2Attention, config: dict[str, Any]
 ) -> Iterator[tuple[str, float, float | None]]:
-    """To transformers null means none, and a missing key means the value that Gemma 2 was published with."""
+    """Gemma 2's own settings. To transformers null means none, and a missing key means the value that Gemma 2 was published with."""
     for key, built, default in (
         ("attn_logit_softcapping", attention.softcapping, 50.0),
         ("final_logit_softcapping", getattr(decoder.output, "cap", None), 30.0),
@@ -405,7 +411,7 @@ def _gemma2_settings(
 
 
 def _is_same(built: float, stored: float) -> bool:
-    """Compared in fp32: a config.json made from GGUF has the epsilon 1e-5 as 9.999999747378752e-06."""
+    """Whether two settings are equal in fp32: a config.json made from GGUF has the epsilon 1e-5 as 9.999999747378752e-06."""
     if not (isinstance(stored, (int, float)) and isinstance(built, (int, float))):
         return built == stored
     first, second = torch.tensor([built, stored], dtype=torch.float32, device="cpu").tolist()

@@ -51,7 +51,7 @@ _FREE = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "qalora_group_size", "megatron_core"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 }
-"""Settings of any value; all others must be off."""
+"""Settings that may have any value; all others must be off."""
 
 
 class PeftFolder:
@@ -74,6 +74,7 @@ class PeftFolder:
             )
         self._base = base
         layers, adapters = adapter_layers(decoder), adapter_parameters(decoder)
+        # adapter_config.json has one rank and one alpha for all layers.
         shapes = {(layer.lora_a.out_features, scaling(layer)) for layer in layers.values()}
         if len(shapes) > 1:
             raise UserError(
@@ -84,6 +85,7 @@ class PeftFolder:
         self._stored = [each for each in conversion.stored_weights(weights, base.config) if trained & each.rows.keys()]
         self._rank = 0
         for stored in self._stored:
+            # PEFT scales every row of a stored weight to its magnitude; rows without DoRA have none to write there.
             [*others] = stored.rows.keys() - trained
             if others and any(isinstance(layer, DoRALinear) for layer in layers.values()):
                 raise UserError(
@@ -105,6 +107,7 @@ class PeftFolder:
             parts: dict[str, StateDict] = {}
             for name in stored.rows:
                 if layer := layers.get(name.removesuffix(".weight")):
+                    # A collective, so that every rank gathers; only the writer keeps the tensors.
                     tensors = {part: full_tensor(layer.get_parameter(part).detach()) for part in layer.adapter_params()}
                     parts[name] = {part: each.to("cpu", dtype or each.dtype) for part, each in tensors.items()}
             if is_writer:
@@ -130,6 +133,7 @@ class PeftFolder:
         if "magnitude" in first:
             adapter["lora_magnitude_vector"] = new(rows)
         for index, (name, each) in enumerate(parts.items()):
+            # Each layer has its own block of ranks, so that the sum over all ranks mixes no two layers.
             ranks, own = slice(index * rank, (index + 1) * rank), stored.rows[name]
             adapter["lora_A.weight"][ranks] = each["lora_a.weight"]
             adapter["lora_B.weight"][own, ranks] = each["lora_b.weight"]
@@ -138,6 +142,7 @@ class PeftFolder:
         return adapter
 
     def _config(self, layer: AdapterLayer) -> dict[str, Any]:
+        # PEFT divides by the rank in the file, which is larger than the layer's where several are stored as one weight.
         alpha = scaling(layer) * self._rank
         return {
             "peft_type": "LORA",
@@ -175,7 +180,7 @@ def check_adapter(folder: Path, label: str) -> dict[str, Any]:
 
 
 def read_adapter(folder: Path, label: str) -> tuple[float, dict[str, StateDict]]:
-    """s, and by the names of linear layers A, B and DoRA's magnitudes: a layer's W becomes W + s * B A, s = alpha / r (rsLoRA: alpha / sqrt(r)); with
+    """The scale s, and by the names of linear layers A, B and DoRA's magnitudes: a layer's W becomes W + s * B A, s = alpha / r (rsLoRA: alpha / sqrt(r)); with
     DoRA each row of that is scaled to the stored magnitude (arXiv 2106.09685, 2312.03732, 2402.09353).
 
     Raises UserError for a file that is damaged, and an adapter of another kind. ``label``: what messages call it.
@@ -214,6 +219,7 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> None:
     scale, modules = read_adapter(adapter, str(adapter))
 
     def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
+        # What is not popped when all weights have been read is for a layer that the base does not have.
         parts = modules.pop(name.removesuffix(".weight"), None)
         return weight if parts is None else merge_layer(weight, parts, scale, f"{adapter} is for {name}")
 
