@@ -109,7 +109,7 @@ def read_texts(file: Path, source: str) -> Iterator[str]:
     with _named(file, source), _open(file) as content:
         encoding = json.detect_encoding(content.read(4))
         if encoding not in ("utf-8", "utf-8-sig"):
-            name = encoding.upper()[:6]
+            name = encoding.upper().replace("-BE", "BE").replace("-LE", "LE")  # as iconv has them
             raise _not_utf8(file, f"its first bytes are {name}'s", name)
         content.seek(3 if encoding == "utf-8-sig" else 0)
         yield from (_read_csv if source == "csv" else _read_json)(content, file)

@@ -156,7 +156,7 @@ CONVERSIONS: dict[str, Conversion] = {
 
 def conversion_for(config: dict[str, Any], folder: str) -> Conversion:
     """The conversion of the family that a folder's config.json names. Raises UserError if finch has no conversion for the family."""
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))  # a file may hold anything
     if model_type not in CONVERSIONS:
         raise UserError(
             f"checkpointer.checkpoint_dir={folder} holds a model of type {model_type!r}, which finch cannot convert; it knows {', '.join(CONVERSIONS)}"

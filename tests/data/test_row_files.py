@@ -139,7 +139,11 @@ def test_a_named_file_is_the_file_that_is_read(tmp_path, name):
             "question,answer\nq,a\n".encode("utf-16"),
             "is not UTF-8 .its first bytes are UTF-16's., perhaps UTF-16",
         ),
-        ("a.jsonl", lines(DATES).encode("utf-16-le"), "perhaps UTF-16; write it as UTF-8: iconv -f UTF-16 -t UTF-8"),
+        (
+            "a.jsonl",
+            lines(DATES).encode("utf-16-be"),
+            "perhaps UTF-16BE; write it as UTF-8: iconv -f UTF-16BE -t UTF-8",
+        ),
         ("a.csv", b"answer,question,answer\na,q,a\n", "its header has the column 'answer' twice"),
         ("a.jsonl", b'{"a": 1}\n{"a": 1, "a": 2}\n', "row 2 is not JSON .it has the field 'a' twice."),
         ("a.json", b'[{"a": 1}, {"a": "\\ud83d"}]', r"row 2 has '.*', half of a character"),

@@ -108,7 +108,7 @@ def test_parts_and_splits_are_those_of_datasets(put):
         ),
         ("a.csv", "a,b\n1,2\ncafé,3\n".encode("cp1252"), r"row 2 is not UTF-8 \(byte 0xe9\)"),
         ("a.csv", "a,b\n1,2\n".encode("utf-16"), "is not UTF-8 .its first bytes are UTF-16's"),
-        ("a.jsonl", lines(ROWS).encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8"),
+        ("a.jsonl", lines(ROWS).encode("utf-16-le"), "iconv -f UTF-16LE -t UTF-8"),
         ("a.jsonl", '{"a": 1}\n{"a": {"b": 1, "b": 2}}', "row 2 is not JSON .it has the field 'b' twice"),
         ("a.json", '[{"a": 1, "a": 2}]', "it has the field 'a' twice"),
         ("a.csv", "a,b,a\n1,2,3\n", "its header has the column 'a' twice; rename"),

@@ -79,7 +79,9 @@ def write_files(heading: str, overrides: list[str]) -> list[str]:
     names = [names] if isinstance(names, str) else names
     for name in names:
         rows = blocks(heading).get("json") or blocks("Question/answer")["json"]
-        Path(name).write_text(rows * 4 if "validation" in blocks(heading)["yaml"] else rows)  # of ten, auto holds some out
+        Path(name).write_text(
+            rows * 4 if "validation" in blocks(heading)["yaml"] else rows
+        )  # of ten, auto holds some out
     return names
 
 
