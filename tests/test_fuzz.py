@@ -212,7 +212,6 @@ class Fuzz:
 
     def end(self):
         assert not self.failures, f"FUZZ_SEED={SEED}, of {self.number} cases:\n" + "\n".join(self.failures)
-        assert len(self.outcomes) > 1, self.outcomes  # some end well, and some do not
 
 
 @pytest.fixture

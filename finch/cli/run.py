@@ -103,7 +103,7 @@ def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str
 
 def take_config(words: list[str]) -> str | None:
     """Removes the first word if it can only be a config."""
-    return words.pop(0) if words and "=" not in words[0] and words[0][0] not in "-~" else None
+    return words.pop(0) if words and "=" not in words[0] and not words[0].startswith(("-", "~")) else None
 
 
 def refuse_options(words: Sequence[str], whose: str) -> None:

@@ -126,7 +126,7 @@ def named_errors(path: Path) -> Iterator[None]:
         raise UserError(
             f"{path}: {reason}; give the missing key on the command line or in the file, or correct the override"
         ) from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # the latter by omegaconf, of a list and a mapping
         kind = UsageError if "key=value" in str(error) else UserError
         raise kind(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
 
