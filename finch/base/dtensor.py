@@ -46,6 +46,7 @@ def each_shard(tensor: torch.Tensor) -> Iterator[tuple[tuple[slice, ...], torch.
     seen = set()
     for rank, place in zip(ranks, itertools.product(*map(range, mesh.shape)), strict=True):
         block = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, list(place), tensor.placements)
+        # All ranks compute the same blocks and leave out the same ones, so that none waits alone in a broadcast.
         if block in seen or 0 in block[0]:
             continue
         seen.add(block)

@@ -77,6 +77,7 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
         except UserError as error:
             # A data-loader worker's error arrives with its traceback, which ends in the message.
             message = str(error).rpartition("UserError: ")[2].strip()
+            # With the file there torchrun's agent starts no rank again. A job script does where it is empty.
             if not (isinstance(error, NotFinite) and is_restarted()):
                 _write_error_file("" if isinstance(error, Unavailable) else message + "\n")
             if rank != "0":
@@ -156,6 +157,7 @@ def _print(message: str) -> None:
 def _is_reader_gone() -> bool:
     """Whether nobody reads standard output any more: `finch ... | head`."""
     try:
+        # The pipe that broke may be another one, such as a server's; only writing to standard output tells.
         print(flush=True)
     except BrokenPipeError:
         return True
@@ -163,7 +165,7 @@ def _is_reader_gone() -> bool:
 
 
 def _write_error_file(text: str) -> None:
-    """For the job script that starts the ranks: it logs the text and does not start them again, if there is one."""
+    """Leaves a text for the job script that starts the ranks: it logs one that is not empty, and does not start them again."""
     if file := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as opened:  # one rank's is enough
             opened.write(text)
@@ -173,6 +175,7 @@ def _exit(code: int) -> None:
     """Ends the process; without teardown if it has a process group, whose teardown could wait for ranks that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # Looked up, not imported: a mistake that is found before torch is loaded ends the program at once.
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         os._exit(code)

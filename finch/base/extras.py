@@ -52,4 +52,5 @@ def peft_conflict(peft: str | None, torchao: str | None) -> str | None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    # Without a local part such as +cu126, whose digits would count as another number.
     return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))

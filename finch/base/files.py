@@ -22,10 +22,12 @@ def atomic_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}{f'.{socket.gethostname()}.{os.getpid()}' if is_shared else ''}{PARTIAL}")
     remove(partial)
     try:
+        # Reading the umask means setting it, for all threads of the process: a new file shows it instead.
         partial.touch()
         mode = partial.stat().st_mode
         partial.unlink()
         yield partial
+        # Of a link, chmod and fsync would reach the target.
         if not partial.is_symlink():
             _finish(partial, mode)
         partial.replace(path)
@@ -44,6 +46,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         remove(partial)
         partial.mkdir(parents=True)
         yield partial
+        # A folder made by mkdir shows the umask; its x bits are for folders only, and would make files executable.
         mode = partial.stat().st_mode
         for each in (*partial.rglob("*"), partial):
             if not each.is_symlink():
@@ -58,9 +61,11 @@ def replace_folder(new: Path, path: Path) -> None:
     """Gives a folder the name ``path``. One that has the name is renamed first, and removed at the end: half of it never has the name."""
     old = path.with_name(f"{path.name}.old{PARTIAL}")
     remove(old)
+    # lexists, since a link whose target is gone has the name as well, and a folder cannot be renamed over it.
     if os.path.lexists(path):
         path.rename(old)
     new.rename(path)
+    # Synced before the old folder goes, so that a power cut leaves one of the two.
     sync(path.parent)
     remove(old)
 
@@ -76,6 +81,7 @@ def remove(path: Path) -> None:
 def read_bytes(path: Path) -> bytes:
     """The content of a file. Raises OSError for what is no file: a pipe would keep its reader waiting."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        # Asked of the open file: what has the path may change between a check and the opening.
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no file", str(path))
         return file.read()

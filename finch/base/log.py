@@ -8,6 +8,8 @@ import re
 import sys
 
 logger = logging.getLogger("finch")
+# All but tab and line feed; also Unicode's line separators, the signs that turn the direction of text, and surrogates,
+# which UTF-8 cannot encode.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -45,6 +47,7 @@ class _Formatter(logging.Formatter):
         return mark + printable(super().format(record))
 
 
+# A program that imports finch may have set up the root logger, which would then write each line a second time.
 if not logger.hasHandlers():
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter())

@@ -56,6 +56,7 @@ class Progress:
         self._done += number
         self._num_free += number if is_free else 0
         if self._bar is not None:
+            # tqdm leaves out of its mean speed what it takes for done initially.
             self._bar.initial = self._num_free
             self._bar.update(number)
 
@@ -67,7 +68,7 @@ class Progress:
             self._bar = None
 
     def time_left(self) -> str:
-        """As :func:`duration` writes it."""
+        """The time left, as :func:`duration` writes it."""
         seconds = time.perf_counter() - self._start_time
         return duration(seconds / max(self._done - self._num_free, 1) * max(self._total - self._done, 0))
 
@@ -86,7 +87,7 @@ class RunProgress(Progress):
 
     Args:
         total: steps of the run.
-        epochs: of the run.
+        epochs: how many the run has.
         is_shown: whether this rank shows it.
     """
 
@@ -96,7 +97,7 @@ class RunProgress(Progress):
         self._pending_line: str | None = None
 
     def start_epoch(self, epoch: int) -> None:
-        """``epoch`` counts from 0."""
+        """Says which epoch begins; ``epoch`` counts from 0."""
         self.set_title(f"epoch {epoch + 1}/{self._epochs}")
 
     def update(self, line: Mapping[str, Any], tokens_per_second: float) -> None:
@@ -113,6 +114,7 @@ class RunProgress(Progress):
             text = (
                 f"loss {line['loss']:.4f}{ema and f', ema {ema}'}, lr {line['lr']:.2e}, {tokens_per_second:,.0f} tok/s"
             )
+            # advance() below draws the bar, no more often than tqdm's interval.
             self._bar.set_postfix_str(text, refresh=False)
         self.advance(line["step"] - self._done)
         self._pending_line = (
@@ -129,7 +131,7 @@ class RunProgress(Progress):
         self._log_pending()
 
     def close(self) -> None:
-        """As the base class; after an error the last step is shown."""
+        """Ends the bar; after an error the last step is shown."""
         self._log_pending()
         super().close()
 
@@ -158,6 +160,7 @@ class EvaluationProgress(Progress):
 
     def expect(self, number: int) -> None:
         """The task has this number of requests; in several calls where it has several kinds of them."""
+        # The estimate is of all kinds of requests together, so that only the first call takes it back.
         self._total += number - self._estimate
         self._estimate = 0
         if self._bar is not None:
@@ -180,6 +183,7 @@ def track(items: Iterable[Item], *, title: str, total: int, unit: str, is_shown:
     progress.set_title(title)
     try:
         for done, item in enumerate(items):
+            # Before the first item has been done there is no speed to tell the time left by.
             if done and progress.is_line_due():
                 progress.log(f"{title}: {unit} {done} of {total}, {progress.time_left()} left")
             yield item
@@ -189,7 +193,7 @@ def track(items: Iterable[Item], *, title: str, total: int, unit: str, is_shown:
 
 
 def duration(seconds: float) -> str:
-    """``0:05:12``"""
+    """A time in seconds, written as ``0:05:12``."""
     return str(timedelta(seconds=round(seconds)))
 
 

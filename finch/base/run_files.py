@@ -86,10 +86,11 @@ def models_in(folder: Path) -> list[Path]:
     if any((folder / name).is_file() for name in (CONFIG, HF_CONFIG, CELL)):
         return [folder]
     cells = [cell.parent for cell in sorted(folder.glob(f"*/{CELL}")) if chosen_model(cell.parent) is not None]
+    # Of one model; of the models of a sweep, a folder for each.
     averages = [
         *folder.glob(f"alpha_*/{HF_CONFIG}"),
         *folder.glob(f"*/alpha_*/{HF_CONFIG}"),
-    ]  # of a model; of a sweep's
+    ]
     return cells or sorted(path.parent for path in averages) or [folder]
 
 
@@ -99,7 +100,7 @@ def is_epoch(name: str) -> bool:
 
 
 def epoch_folders(run: Path) -> dict[tuple[int, bool], Path]:
-    """By epoch, and whether it is a complete model."""
+    """The folders of models by epoch, and whether they are complete models."""
     return {
         (int(match[1]), match[2] is None): path
         for path in run.glob("epoch_*")
@@ -114,7 +115,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_lines(path: Path) -> list[dict[str, Any] | None]:
-    """As :func:`read_metrics`, with None in the place of a line that cannot be read."""
+    """All lines, as :func:`read_metrics` reads them, with None in the place of one that cannot be read."""
     try:
         texts = read_bytes(path).splitlines()
     except OSError as error:
@@ -130,13 +131,16 @@ def metrics_lines(path: Path) -> list[dict[str, Any] | None]:
 def _metrics_line(text: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
+    # A damaged line can also be nested deeper than the reader descends.
     except (ValueError, RecursionError):
         return None
+    # By its type, since JSON's true would pass for the integer 1.
     is_whole = isinstance(line, dict) and type(line.get("step")) is int and all(map(_is_number, line.values()))
     return line if is_whole else None
 
 
 def _is_number(value: Any) -> bool:
+    # False as well for NaN, and for an integer that is too large for float().
     return value is None or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)
 
 

@@ -14,7 +14,7 @@ from finch.config.instantiate import config_names, did_you_mean, grid_names
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose errors look like all others of finch. Help has colours where rich-argparse is installed."""
+    """argparse's parser, whose errors look like all others of finch. Help has colours where rich-argparse is installed."""
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         with contextlib.suppress(ModuleNotFoundError):  # it comes with the extra torchtune
@@ -29,6 +29,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises UsageError: in place of the usage, what was meant."""
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            # Python's versions differ in whether the choices are quoted.
             known = re.findall(r"[\w.-]+", found[2])
             message = (
                 f"{self.prog} {found[1]} does not exist" if "COMMAND" in message or "ACTION" in message else message
@@ -58,6 +59,7 @@ class CommandsParser(Parser):
         formatter.add_text(self.description)
         for title, commands in self._groups.items():
             formatter.start_section(title)
+            # As positional arguments, a line each: argparse itself puts all commands into one group.
             formatter.add_arguments([argparse.Action([], name, help=text) for name, text in commands.items()])
             formatter.end_section()
         formatter.start_section("options")
@@ -81,7 +83,7 @@ def positive(kind: type[float]) -> Callable[[str], Any]:
 
 
 def names(text: str) -> list[str]:
-    """Of an option that takes several with commas."""
+    """The values of an option that takes several with commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -107,6 +109,7 @@ def complete_in_shell(parser: argparse.ArgumentParser, commands: Mapping[str, ar
         return
     for name, command in commands.items():
         names = grid_names if name == "sweep" else config_names
+        # For completion only: these commands read such words themselves.
         words: Any = command.add_argument("words", nargs="*")
         words.completer = lambda prefix, names=names, **_: [*names(), *_keys(prefix)]
     argcomplete.autocomplete(parser)
@@ -115,4 +118,5 @@ def complete_in_shell(parser: argparse.ArgumentParser, commands: Mapping[str, ar
 def _keys(prefix: str) -> Sequence[str]:
     from finch.config.key_search import all_keys
 
+    # Before the first letter the many keys would hide the configs.
     return [f"{key}=" for key in all_keys() if prefix and key.startswith(prefix)]

@@ -64,6 +64,7 @@ def show_config(parsed: argparse.Namespace) -> None:
             cfg, _ = merge(complete(file_blocks, overrides)[0], overrides)
             drop_null_blocks(cfg)
         for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
+            # A value that is missing cannot be resolved where other keys refer to it.
             cfg[key] = f"<{key}>"
         model = RECIPES[recipe_of(cfg)]
         fill_in(cfg, model)
@@ -78,6 +79,7 @@ def copy_config(parsed: argparse.Namespace) -> None:
     source = grid_names()[parsed.name] if is_grid else find_config(parsed.name)
     text = source.read_text(encoding="utf-8")
     schema = Path(__file__).parents[1] / "config" / f"{'grid' if is_grid else 'finch'}.schema.json"
+    # In the packaged file this path is relative, and would lead nowhere from the copy's folder.
     text = re.sub(r"^(# yaml-language-server: \$schema=).*", rf"\g<1>{schema}", text)
     if parsed.file.exists():
         raise UserError(f"{parsed.file} exists; give another name")

@@ -42,7 +42,7 @@ def read_job(
 
 @contextlib.contextmanager
 def only_errors_logged() -> Iterator[None]:
-    """Where a config is read that the run reads, and logs, again."""
+    """Silences warnings and notes about a config that the run reads, and logs, again."""
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -61,6 +61,7 @@ def config_checks(cfg: DictConfig, ranks: int | None) -> Iterator[Check]:
     from finch.probes.probes import check_probes
     from finch.training.config_checks import check_output_folder, check_schedule
 
+    # Each is called by the one who asks, so that `finch check` can report all that fail.
     yield lambda: check_schedule(cfg)
     yield lambda: check_probes(cfg)
     yield lambda: check_output_folder(cfg)
@@ -118,5 +119,6 @@ def build_model(recipe: str, cfg: DictConfig) -> Any:
     decoder, base, _ = build_decoder(cfg, precision_of(cfg.dtype))
     if recipe == LORA_RECIPE:
         train_adapters_only(decoder, component_of(cfg.model) or "")
+        # Built for its errors: an adapter that PEFT's format cannot hold is named before training.
         PeftFolder(decoder, base)
     return decoder, base

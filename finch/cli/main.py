@@ -59,7 +59,7 @@ _COMMANDS = {
         "slurm": ("cli.slurm", "run as Slurm jobs"),
     },
 }
-"""By group and name: the module below ``finch``, with ``main`` and perhaps ``add_arguments``, and what it does."""
+"""The commands by group and name: the module below ``finch``, with ``main`` and perhaps ``add_arguments``, and what it does."""
 _MOVED = {
     "data": "finch data translate is now a script in finch's repository: python examples/translate_rows.py, with the same options"
 }
@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quiet_dependencies()
     limit_spinning(os.environ)  # before torch is imported
     arguments = sys.argv[1:] if arguments is None else arguments
+    # A shell that completes passes no arguments; what has been typed is in COMP_LINE.
     typed = os.environ["COMP_LINE"].split()[1:] if "_ARGCOMPLETE" in os.environ else arguments
     name = next((word for word in typed if not word.startswith("-")), None)
     if name in _MOVED:
@@ -82,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if parsed.command in _WITH_CONFIG:
         module.main(parsed, rest)
     elif rest:
+        # The command's own parser knows the options among which the nearest one is sought.
         commands.get(parsed.command, parser).error(f"unrecognized arguments: {' '.join(rest)}")
     elif module is not None:
         module.main(parsed)
@@ -105,6 +107,8 @@ def build_parser(
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     module = None
     for name, (path, text) in {name: each for group in _COMMANDS.values() for name, each in group.items()}.items():
+        # An abbreviation would take an option that belongs to torchrun or sbatch. Commands of _READ_ALL print
+        # a help of their own.
         command = subparsers.add_parser(
             name, help=text, description=text.capitalize() + ".", add_help=name not in _READ_ALL, allow_abbrev=False
         )

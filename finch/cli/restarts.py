@@ -27,10 +27,13 @@ class FinchAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._run, self._error_file, self._arguments = run, error_file, self._worker_group.spec.args
         self._found, self._had_metrics = _newest(run), (run / run_files.METRICS).exists()
-        self._failed_from: Any = self  # no checkpoint
+        # Equal to no checkpoint and not None, which stands for the beginning: a first failure is never the second one.
+        self._failed_from: Any = self
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # With the checkpoint found at first still the newest, the arguments hold: they may resume from or overwrite it.
         if _newest(self._run) != self._found:
+            # Appended, since the last value of a key counts: the user's overwrite=True would remove the checkpoint.
             worker_group.spec.args = (*self._arguments, "resume_from_checkpoint=auto", "overwrite=False")
         elif not self._had_metrics:  # those of lost steps would make the folder another run's
             (self._run / run_files.METRICS).unlink(missing_ok=True)
@@ -44,6 +47,7 @@ class FinchAgent(LocalElasticAgent):
         start = "the beginning" if newest is None else newest[0].name
         is_mistake, is_second = self._error_file.exists(), newest == self._failed_from
         if is_mistake or is_second or code - 128 in (*REQUEUE_SIGNALS, signal.SIGINT):
+            # torchrun's loop, which calls this, starts the ranks again while the number is above 0.
             self._remaining_restarts = 0
         self._failed_from, text = newest, f"rank {rank} failed with exit code {code}{_reason(code)}"
         if left := self._remaining_restarts:

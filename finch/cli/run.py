@@ -64,6 +64,7 @@ def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
     config, overrides, options = parse_arguments(arguments, USAGE)
     nodes, local_ranks = number_of_ranks(options)
     changed = {name for name, value in vars(options).items() if value != _launcher_parser().get_default(name)}
+    # Any other option of torchrun needs its launcher, also for one rank.
     if nodes * local_ranks == 1 and changed <= {"nproc_per_node"}:
         _run_in_process(config, overrides)
         return
@@ -86,6 +87,7 @@ def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str
     parser.add_argument("--config", nargs="?")
     parsed, words = parser.parse_known_args(arguments)
     config = parsed.config or take_config(words)
+    # Behind an option of torchrun a word may be its value: CONFIG is then sought once torchrun's parser is done.
     if config is None and not any(word.startswith("-") for word in words[:1]):
         raise UsageError(f"CONFIG is missing: {usage}")
     if config is not None:
@@ -115,10 +117,12 @@ def refuse_options(words: Sequence[str], whose: str) -> None:
         name, _, value = word.partition("=")
         if name.startswith("-"):
             key = name.lstrip("-").replace("-", "_")
+            # An empty text is in every text: without a following word there is no value.
             if not value and "=" not in following and following[:1] not in "-~":
                 value = following
             is_key = key in {"model_dir", "data_files", "method", *LoraFinetuneKeys.model_fields}
             hint = "" if is_key else key_hint(key, LoraFinetuneKeys.model_fields)
+            # chr(46) is a dot: before Python 3.12 an f-string inside another has no quotation marks left for a text.
             raise UsageError(f"{name} is no option of {whose}{hint or f'; write {key}={value or chr(46) * 3}'}")
 
 
@@ -146,6 +150,7 @@ def _launcher_parser() -> argparse.ArgumentParser:
     for action in get_args_parser()._actions:
         if action.option_strings and action.dest not in ("help", "module", "no_python", "run_path"):
             parser._add_action(action)
+    # Another name for torchrun's --max-restarts, which keeps its default.
     parser.add_argument("--restarts", dest="max_restarts", type=int, default=argparse.SUPPRESS)
     return parser
 
@@ -171,8 +176,10 @@ def _launch(
 
     from finch.cli.restarts import FinchAgent, failed_rank
 
+    # The program is the interpreter, since torchrun's own call of Python has no -P.
     options.module, options.no_python, options.run_path = False, True, False
     options.training_script, options.training_script_args = SAFE_PYTHON[0], [*SAFE_PYTHON[1:], recipe, *arguments]
+    # A free port; torchrun's default one is taken where another run has started on this machine.
     if not options.rdzv_endpoint and options.nnodes in ("1", "1:1"):
         options.standalone = True
     for name in ("SIGUSR1", "SIGUSR2"):
@@ -190,6 +197,7 @@ def _launch(
         except ChildFailedError as error:
             return failed_rank(error)[1]
         except SignalException as error:
+            # A run that has saved in order to be requeued has ended as it should; one after Ctrl-C has not.
             is_requeued = (Path(cfg.output_dir) / run_files.REQUEUE).exists()
             return 0 if is_requeued and error.sigval != signal.SIGINT else 128 + int(error.sigval)
         except (ValueError, OSError) as error:

@@ -83,6 +83,7 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     job.settings["FINCH_RECIPE"], cfg = read_job(config, ["resume_from_checkpoint=auto", *overrides])
     for check in config_checks(cfg, job.num_ranks):
         check()
+    # The script reads no config: it takes the folder from the command line, wherever the job starts.
     run = Path(os.path.abspath(cfg.output_dir))
     overrides = [f"output_dir={run}", *(word for word in overrides if not word.startswith("output_dir="))]
     end = "saves and ends the job; the same command resumes the run"
@@ -90,7 +91,7 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def submit_titan(args: argparse.Namespace, rest: Sequence[str]) -> None:
-    """As :func:`submit`, of a run of TorchTitan.
+    """Submits a run of TorchTitan; otherwise as :func:`main`.
 
     Args:
         args: ``titan`` is a config of finch.titan, or MODULE:NAME.
@@ -144,7 +145,7 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
     """Adds the defaults to sbatch's options, and checks them.
 
     Args:
-        text: of the script.
+        text: the content of the script.
         is_own_script: whether the script is the user's, and names its own Python.
 
     Raises:
@@ -160,8 +161,10 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
         raise UserError(
             f"--export={options['export']} hides the settings from the script; give --export=ALL,NAME=VALUE"
         )
+    # Read off the script, which a site may have changed.
     names = re.findall(r"\$\{(FINCH_\w+):-", text)
     settings = {name: os.environ[name] for name in names if os.environ.get(name)}
+    # A container has its own Python, and a script of the user's names one.
     if not is_own_script and "FINCH_CONTAINER" not in settings:
         settings.setdefault("FINCH_PYTHON", sys.executable)
     if setup := settings.get("FINCH_SETUP"):
@@ -217,10 +220,12 @@ def options_of(words: Iterable[str]) -> dict[str, str]:
 
 def seconds_of(limit: str) -> int | None:
     """Slurm's time limits: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. None: no limit, or none of these."""
+    # The hours are lazy (??): of 10:30 the first number is minutes.
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?|(?:(\d+):)??(\d+))(?::(\d+))?", limit)
     if match is None:
         return None
     days, day_hours, day_minutes, hours, minutes, seconds = (int(number or 0) for number in match.groups())
+    # A limit of 0 is Slurm's way to ask for none.
     return (days * 24 + day_hours + hours) * 3600 + (day_minutes + minutes) * 60 + seconds or None
 
 
@@ -246,12 +251,12 @@ def _header(script: str) -> dict[str, str]:
 
 
 def _number(text: str) -> int | None:
-    """None where only Slurm knows the number: ``2-4``."""
+    """The number in a text; None where only Slurm knows it: ``2-4``."""
     return int(text) if text.isdigit() else None
 
 
 def _ranks_per_node(settings: Mapping[str, str], options: Mapping[str, str], script: str) -> int | None:
-    """None: only Slurm or the site's script knows."""
+    """The ranks of each node; None: only Slurm or the site's script knows."""
     if given := settings.get("FINCH_RANKS_PER_NODE"):
         if not re.fullmatch(r"[1-9]\d*", given):
             raise UserError(f"FINCH_RANKS_PER_NODE={given} must be a number of at least 1")
@@ -295,7 +300,7 @@ def as_shell(command: Sequence[str], settings: Mapping[str, str]) -> str:
 
 
 def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
-    """Returns the job's id.
+    """Submits a job and returns its id.
 
     Raises:
         UserError: sbatch is missing or fails.
@@ -309,6 +314,7 @@ def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
     if done.returncode != 0:
         message = " ".join(done.stderr.removeprefix("sbatch: error: ").split())
         raise UserError(f"sbatch fails: {message}")
+    # With --parsable the name of a cluster may follow the id.
     return done.stdout.strip().partition(";")[0]
 
 
@@ -328,6 +334,7 @@ def _split_titan_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in words:
         if word.startswith("-"):
             name = word.partition("=")[0]
+            # Words without a dash are values, and go where their option went.
             target = arguments if word.startswith("--") and ("." in name or "_" in name) else others
         target.append(word)
     return arguments, others

@@ -35,6 +35,7 @@ def read_data(file: Path) -> dict[str, Any]:
 
     blocks: dict[str, Any] = replace_references(OmegaConf.to_container(load_config(file)))
     for path, _, node in _nodes(blocks):
+        # What replace_references has left calls a resolver, or refers to nothing.
         if "${" in path or (isinstance(node, str) and "${" in node):
             raise UserError(f"{file}: {path}={format_value(node)} asks for more than another key; write the value")
         if not isinstance(node, (str, int, float, list, dict, type(None))):
@@ -102,9 +103,11 @@ def _problem(path: str, key: str, node: Any) -> str | None:
     if key == "_component_" or (path in components and node) or key == "prompt_template":
         is_listed = key != "prompt_template" and node in components.get(first, ())
         return None if is_listed else "is not among the components that somebody else's run may name"
+    # URLs, chains of fsspec such as zip::FILE, and data URLs; a system prompt is free text.
     if key != "new_system_prompt" and re.search("://|::|^data:", node):
         return "is no path of this machine"
     with contextlib.suppress(OSError, ValueError):  # most texts are no path
+        # A pipe would keep its reader waiting, and a device may have no end.
         if stat.S_IFMT(os.stat(node).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
             return "is neither a file nor a folder"
     return None
@@ -144,6 +147,7 @@ def offline(is_on: bool = True) -> Iterator[None]:
         raise OSError(errno.ENETUNREACH, "files of a run may not name other machines")
 
     def connect_here(own: socket.socket, address: Any) -> None:
+        # Unix sockets stay, over which processes of this machine talk.
         refuse() if own.family in (socket.AF_INET, socket.AF_INET6) else connect(own, address)
 
     socket.getaddrinfo, socket.socket.connect = refuse, connect_here  # type: ignore[method-assign, assignment]

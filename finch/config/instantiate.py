@@ -28,7 +28,8 @@ GRIDS = "sweeps/"
 """The folder of grids of runs, which are no configs themselves."""
 
 MAX_SIZE, MAX_DEPTH = 2**20, 50
-"""Of a config: bytes, and values in values; OmegaConf and the YAML reader's C code recurse."""
+"""The limits of a config: bytes, and values in values; OmegaConf and the YAML reader's C code recurse."""
+# With dots in front it is relative, as OmegaConf has it; behind a backslash it is text.
 _REFERENCE = re.compile(r"(?<!\\)\$\{(\.*)([\w-]+(?:[.\[][\w-]+\]?)*)\}")
 
 
@@ -60,9 +61,8 @@ def locate(path: str, key: str) -> Any:
         parent, _, name = path.rpartition(".")
         attributes = vars(sys.modules[parent]) if parent in sys.modules else {}
         hint = did_you_mean(name, [attribute for attribute, value in attributes.items() if callable(value)])
-        if isinstance(error.__cause__, ImportError) and not isinstance(
-            error.__cause__, ModuleNotFoundError
-        ):  # it is broken
+        # The module is there, and something that it imports is broken.
+        if isinstance(error.__cause__, ImportError) and not isinstance(error.__cause__, ModuleNotFoundError):
             hint = f" ({first_line(error.__cause__)}); check that its package fits the installed ones"
         raise UserError(
             f"{key}._component_={path} does not exist{hint or '; check the dotted path and that its package is installed'}"
@@ -81,6 +81,7 @@ def build(node: Any, key: str, *args: Any, **kwargs: Any) -> Any:
     try:
         arguments: Any = OmegaConf.to_container(node, resolve=True)
         return locate(arguments.pop("_component_"), key)(*args, **{**arguments, **kwargs})
+    # It is a ValueError as well, and names its key already.
     except UserError:
         raise
     except FileNotFoundError as error:
@@ -107,15 +108,15 @@ def load_config(path: Path) -> DictConfig:
         if len(content) > MAX_SIZE:
             raise ValueError(f"it has more than {MAX_SIZE:,} bytes")
         depth = 0
-        for event in yaml.parse(
-            content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        ):  # which does not descend
+        # Reading events does not recurse: the depth is known before something that does reads the file.
+        for event in yaml.parse(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
                 raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
         cfg = OmegaConf.load(io.StringIO(content.decode()))
         if not isinstance(cfg, DictConfig):
             raise TypeError("it has no keys")
+        # For its errors alone: references that have no end, or that multiply.
         replace_references(OmegaConf.to_container(cfg))
     except Exception as error:  # the YAML reader's and omegaconf's have no common class
         problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
@@ -149,6 +150,7 @@ def replace_references(blocks: Any) -> Any:
                     found = found[int(name) if isinstance(found, list) else name]
             except (LookupError, TypeError, ValueError):
                 return match[0]
+            # A relative reference in what is found counts from the place where that stands.
             return replaced(found, tuple(names), depth + 1)
 
         if whole := _REFERENCE.fullmatch(node):

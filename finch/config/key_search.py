@@ -64,7 +64,7 @@ _FOREIGN_NAMES = {
     "use model.lora_dropout, with method=lora": "lora_dropout",
     "use model.lora_attn_modules, with method=lora": "lora_target_modules",
 }
-"""From what to do here to the keys of TRL, LLaMA-Factory, axolotl or torchtune's older recipes that call for it."""
+"""What to do here, and the keys of TRL, LLaMA-Factory, axolotl or torchtune's older recipes that call for it."""
 
 ADAMW = {
     "optimizer.lr": Key(
@@ -95,9 +95,11 @@ def key_hint(key: str, siblings: Iterable[str], elsewhere: Mapping[str, str] | N
     if word in elsewhere:
         return f", did you mean {elsewhere[word]}?"
     longer = [f"{prefix}{sibling}" for sibling in siblings if len(word) >= 3 and sibling.startswith(word)]
+    # A single key that begins with the word is meant, though another one may be nearer by its letters.
     hint = "" if len(longer) == 1 else did_you_mean(word, siblings, prefix=prefix)
     if not hint and longer:  # difflib finds no name that is more than twice as long
         hint = f", did you mean {' or '.join(longer[:3])}?"
+    # Stricter than among siblings: most keys of other blocks have nothing to do with the word.
     if not hint and (nearest := get_close_matches(word, elsewhere, n=1, cutoff=0.8)):
         hint = f", did you mean {elsewhere[nearest[0]]}?"
     return hint

@@ -57,10 +57,10 @@ LORA = {
     "lora_alpha": 64,
     "lora_dropout": 0.0,
 }
-"""Of FLOW's code: the paper's text names neither rank, alpha nor layers."""
+"""The settings of FLOW's code: the paper's text names neither rank, alpha nor layers."""
 
 UNRESOLVED = "???"
-"""OmegaConf's missing value: depends on the merged config, or must be given."""
+"""OmegaConf's missing value, of what depends on the merged config or must be given."""
 
 
 Resolve = Callable[["DictConfig", str, bool], None]
@@ -228,13 +228,13 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
     if name is None:
         return blocks, remaining, []
     names = split_name(str(name))
+    # sft first: a block that no other method sets is SFT's.
     for one in ("sft", *names):
         for key, block in METHODS[one].blocks.items():
             if key != "model":  # LoRA's: resolved later, since the command line may name the builder
                 blocks[key] = _keep_settings(block, file_blocks.get(key))
-    if {"finch", "lora"} <= set(
-        names
-    ):  # LORA_LR is above the cap of full fine-tuning: the rate would be that cap throughout
+    # LORA_LR is above the cap of full fine-tuning: the rate would be that cap throughout.
+    if {"finch", "lora"} <= set(names):
         blocks["lr_scheduler"]["eta_max"] = "auto"
     return blocks, remaining, names
 
@@ -246,6 +246,7 @@ def resolve(names: list[str], cfg: DictConfig, overrides: list[str]) -> None:
         UserError: a value it depends on is missing or not a number.
     """
     has_lr_override = any(override.startswith("optimizer.lr=") for override in overrides)
+    # In the order of the table, so that a+b and b+a are the same run.
     for name, method in METHODS.items():
         if name in names and method.resolve is not None:
             method.resolve(cfg, "+".join(names), has_lr_override)

@@ -31,6 +31,7 @@ def redacted(cfg: DictConfig) -> DictConfig:
     secrets: set[str] = set()
 
     def mask_keys(value: Any, key: str) -> Any:
+        # A switch such as use_auth_token: True holds no secret.
         if value in (None, "", True, False) or not is_secret(key):
             return value
         if len(str(value)) >= _MIN_SECRET_LENGTH:
@@ -38,11 +39,12 @@ def redacted(cfg: DictConfig) -> DictConfig:
         return "***"
 
     def mask_values(value: Any, _: str) -> Any:
-        """By interpolation a secret may be part of another value."""
+        """Masks secrets that are part of another value, by interpolation."""
         for secret in secrets if isinstance(value, str) else ():
             value = value.replace(secret, "***")
         return _without_login(value) if isinstance(value, str) else value
 
+    # Two passes: all secrets are known before other values are searched for them.
     masked = map_values(OmegaConf.to_container(cfg, resolve=True), mask_keys)
     return OmegaConf.create(map_values(masked, mask_values))
 
@@ -59,6 +61,7 @@ def resolved_config(cfg: DictConfig, model: type[Keys]) -> DictConfig:
         is_inside = isinstance(value, str) and (value == output or value.startswith(output + "/"))
         return "${output_dir}" + value[len(output) :] if is_inside else value
 
+    # Keys of the user's own are left out: the values that referred to them are resolved.
     known = OmegaConf.to_container(
         OmegaConf.masked_copy(redacted(cfg), [field.alias or name for name, field in model.model_fields.items()])
     )

@@ -56,6 +56,7 @@ Components = Annotated[
 NamedComponents = Annotated[dict[str, Any], WithJsonSchema({"shown": "component, named components"})]
 """Also a component; ``validation`` checks which it is."""
 
+# Not le=, which would put the limit into every description of such a key.
 PositiveInt = Annotated[int, Field(ge=1), AfterValidator(_refuse_huge)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -80,6 +80,7 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
         )
     accepted = {*known, *referred_keys(cfg), *user_keys}
     for name in map(str, cfg):
+        # A quoted name with a dot would pass for the key in a block that has this path.
         if name not in accepted or "." in name:
             hint = key_hint(name, top_level(model), _names_in_blocks(cfg, known)) or "; see `finch keys`"
             shown = MISSING if OmegaConf.is_missing(cfg, name) else format_value(cfg[name], name)
@@ -109,6 +110,7 @@ def _text_errors(node: Any, path: str = "") -> Iterator[UserError]:
         is_missing = OmegaConf.is_missing(node, key)
         if is_missing and (isinstance(node, ListConfig) or key == "_component_"):
             yield UserError(f"{name} is not set: give a value, or remove it")
+            # Replaced, as in the cases below, so that later checks do not report it once more.
             node[key] = None
         value = None if is_missing else node[key]
         if isinstance(value, (DictConfig, ListConfig)):
@@ -127,6 +129,7 @@ def _text_errors(node: Any, path: str = "") -> Iterator[UserError]:
 def drop_null_blocks(cfg: DictConfig) -> None:
     """Makes a block without a component null: `lr_scheduler=null` reaches it as `lr_scheduler._component_=null`."""
     for key in list(cfg):
+        # The node as it is: cfg[key] would raise where the value is missing, or refers to a missing one.
         if isinstance(cfg._get_node(key), DictConfig) and "_component_" in cfg[key] and cfg[key]["_component_"] is None:
             cfg[key] = None
 
@@ -142,7 +145,7 @@ def top_level(model: type[Keys]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Without OmegaConf's types; a value that is still missing is null."""
+    """A value without OmegaConf's types; one that is still missing is null."""
     if isinstance(value, (DictConfig, ListConfig)):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, dict):
@@ -151,7 +154,7 @@ def _plain(value: Any) -> Any:
 
 
 def _expand_component(cfg: DictConfig, name: str, key: Key) -> None:
-    """Torchtune's short form `loss=torch.nn.CrossEntropyLoss`, and `loss.x=y` on top of the default."""
+    """Writes out torchtune's short form `loss=torch.nn.CrossEntropyLoss`, and puts `loss.x=y` on top of the default."""
     value = cfg.get(name)
     if key.is_component and isinstance(value, str):
         cfg[name] = {"_component_": value}
@@ -186,13 +189,14 @@ def _value_errors(model: type[Keys], values: Mapping[str, Any], prefix: str = ""
     try:
         model.model_validate(values)
     except ValidationError as error:
+        # Pydantic names a problem for each member of a union; reversed twice, the first one is kept, in its order.
         problems = {_path(model, problem["loc"]): problem for problem in reversed(error.errors(include_url=False))}
         for path, problem in reversed(problems.items()):
             yield UserError(_message(model, path, problem["type"], values, prefix, problem.get("ctx", {})))
 
 
 def _path(model: type[Keys], location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Of the key at pydantic's location, which goes on into the members of a union."""
+    """The path of the key at pydantic's location, which goes on into the members of a union."""
     names = tuple(map(str, location))
     key = keys(model).get(names[0])
     return names[: 1 if key is None or not key.block else 3 if key.is_named else 2]
@@ -266,6 +270,7 @@ def _component_errors(path: str, node: DictConfig, recipe_keys: Collection[str])
     name = node["_component_"]
     if not isinstance(name, str):
         raise UserError(f"{path}._component_={name} must be a dotted path such as torch.optim.AdamW")
+    # A profiler that is off is never built, and its other keys are torchtune's affair.
     if path == "profiler" and not node.get("enabled", False):
         return
     component = locate(name, path)
@@ -305,6 +310,7 @@ def _names_in_blocks(cfg: DictConfig, known: Mapping[str, Key]) -> dict[str, str
     """The dotted paths of the keys that the blocks of a config accept, by their last part; for suggestions."""
     paths = {path.rpartition(".")[2]: path for path in known if "." in path and ".NAME." not in path}
     blocks = [(path, node) for path, node in _components(cfg) if path in known]
+    # Names that the config itself has come before those that its components would take.
     for path, node in blocks:
         for name in map(str, node):
             paths.setdefault(name, f"{path}.{name}")

@@ -47,6 +47,7 @@ def shard_model(
     policy = replace(options["mp_policy"], cast_forward_inputs=False)
     # The root's backward follows its forward at once: to free its weights in between would only gather them twice.
     fully_shard(model, **{**options, "mp_policy": policy, "reshard_after_forward": False})
+    # The root keeps its gathered weights after a forward: without a backward nothing else would free them.
     model.register_forward_hook(_reshard_without_backward)
 
 

@@ -143,6 +143,7 @@ def start(
         # device_id binds NCCL's communicator to this GPU; gloo takes none.
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     elif shard:
+        # A store in memory: one process needs no port, which another run on this machine might have taken.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         return Parallel(device)
@@ -152,7 +153,7 @@ def start(
 
 
 def start_from(cfg: DictConfig, device: torch.device, *, shard: bool) -> Parallel:
-    """As :func:`start`, with a recipe's config."""
+    """:func:`start` with the sizes and the timeout of a recipe's config."""
     sizes = MeshSizes(cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim)
     offload, timeout_s = cfg.fsdp_cpu_offload, cfg.distributed_timeout
     return start(device, shard=shard, offload=offload, timeout_s=timeout_s, sizes=sizes)
@@ -231,6 +232,7 @@ def local_device(name: str | None) -> torch.device:
     if torch.device(kind).index is not None and launched_ranks() > 1:
         raise UserError(f"device={name} would put all {launched_ranks()} ranks on one GPU; use device=cuda")
     device = torch.device("cuda", index)
+    # Before the first allocation, since segments that exist do not become expandable.
     use_expandable_segments()
     torch.cuda.set_device(device)
     return device

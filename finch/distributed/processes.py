@@ -53,6 +53,7 @@ def die_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Asked by ranks alone: the parent of a DataLoader's worker is its rank, not the launcher.
         if multiprocessing.parent_process() is None and _launcher_is_gone():
             print("finch: the launcher of this rank has ended; the rank exits", file=sys.stderr, flush=True)
             os._exit(1)
@@ -66,6 +67,7 @@ def _launcher_is_gone() -> bool:
         socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10).close()
     except ConnectionRefusedError:
         return True
+    # A time-out, or an address that is missing or not resolved, says nothing about the launcher.
     except (OSError, KeyError, ValueError):
         pass
     return False
@@ -77,6 +79,7 @@ def init_loader_worker(worker_id: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # A handler in Python is not told who has sent a signal; sigwaitinfo is.
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the thread below receives it
         threading.Thread(target=_exit_at_sigterm_of, args=(os.getppid(),), daemon=True).start()
@@ -86,4 +89,5 @@ def init_loader_worker(worker_id: int) -> None:
 def _exit_at_sigterm_of(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
+    # sys.exit would end this thread alone.
     os._exit(128 + signal.SIGTERM)

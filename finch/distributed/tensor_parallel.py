@@ -63,6 +63,7 @@ def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
                 f"tensor_parallel_dim={size} does not divide the model's {heads} {what}; give a divisor of {heads}"
             )
     for name, module in decoder.named_modules():
+        # A norm without weights has no gradient that could be incomplete.
         within_heads = name.endswith((".attn.q_norm", ".attn.k_norm")) and any(True for _ in module.parameters())
         if within_heads and not any(_matches(name, pattern) for pattern in plan):
             raise UserError(
@@ -95,6 +96,6 @@ class _TiedOutput(TiedLinear):
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """As torch's parallelize_module matches a pattern: part by part between the dots."""
+    """Whether torch's parallelize_module would match a name: part by part between the dots."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(fnmatch(part, glob) for part, glob in zip(parts, patterns, strict=True))

@@ -70,11 +70,12 @@ class Watchdog:
             if self._has_fired or idle_s < self._limit_s:
                 continue
             self._has_fired = True
+            # Else the interpreter's watchdog would print the same stacks once more.
             faulthandler.cancel_dump_traceback_later()
             os.write(_STDERR, self._stacks())
 
     def _stacks(self) -> bytes:
-        """In one piece: faulthandler writes word by word, and the output of ranks that share a terminal would be mixed."""
+        """The stacks in one piece: faulthandler writes word by word, and the output of ranks that share a terminal would be mixed."""
         rank = os.environ.get("RANK", "0")
         line = f"\nfinch: rank {rank} has made no progress for {self._limit_s:.0f} s; its stacks:\n"
         # In memory if possible: the disk may be what hangs.
@@ -191,5 +192,6 @@ class Signals:
 def _leave_terminal() -> None:
     """A closed terminal refuses what is written to it, which would end the run."""
     for descriptor in (1, _STDERR):
+        # A terminal is a character device; output into a file or a pipe goes on.
         if stat.S_ISCHR(os.fstat(descriptor).st_mode):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -104,7 +104,7 @@ def median(values: torch.Tensor) -> torch.Tensor:
 
 
 def upcast(values: torch.Tensor) -> torch.Tensor:
-    """Detached, in fp32 or wider."""
+    """The values, detached, in fp32 or wider."""
     values = values.detach()
     return values if values.dtype == torch.float64 else values.float()
 
@@ -119,6 +119,7 @@ def sequence_means(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, to
     """
     ids, is_target = _sequence_ids(batch), batch["labels"] != IGNORE_INDEX
     num_targets = _sum_per_sequence(is_target, ids)
+    # Chosen, not multiplied by the mask: 0 * NaN at an ignored label would be NaN.
     sums = _sum_per_sequence(torch.where(is_target, losses, 0.0), ids)
     return (sums / num_targets).to(losses.dtype), num_targets, ids
 

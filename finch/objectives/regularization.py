@@ -194,6 +194,7 @@ def token_kl(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tens
     with torch.no_grad():
         log_p, log_p0 = logits.log_softmax(-1), _upcast(reference_logits).log_softmax(-1)
         p0 = log_p0.exp()
+        # In place here and below, since each tensor of [tokens, vocab] takes the memory of the logits once more.
         value = log_p0.sub_(log_p).mul_(p0).sum(-1)
         gradient = log_p.exp_().sub_(p0)
     return _with_gradient(logits, value, gradient)

@@ -22,6 +22,7 @@ def row_at(rows: Sequence[Row], place: int, seed: int) -> Row:
     return rows[_permutation(len(rows), seed + permutation)[index]]
 
 
+# A step may lie across the end of one permutation and the beginning of the next.
 @lru_cache(maxsize=2)
 def _permutation(number: int, seed: int) -> list[int]:
     return torch.randperm(number, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -34,6 +35,7 @@ def rows_in_step(share: float, num_task_rows: int) -> int:
 
 def uniform_draws(rows: int, number: int, stream: int) -> torch.Tensor:
     """[rows, number] fp64 in [0, 1), one seed per row; ``stream`` 0 or 1."""
+    # A generator for each row: what a row draws does not depend on how many rows there are.
     generators = (torch.Generator().manual_seed(2 * row + stream) for row in range(rows))
     return torch.stack([torch.rand(number, generator=each, dtype=torch.float64) for each in generators])
 
@@ -45,7 +47,9 @@ def chooser(draws: torch.Tensor, temperature: float) -> Callable[[torch.Tensor],
     def choose(logits: torch.Tensor) -> torch.Tensor:
         if temperature == 0:
             return logits.argmax(-1)
+        # In fp64, with the draws scaled by the last sum: that of rounded probabilities may lie below a draw.
         sums = (logits.float() / temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
+        # right=True: a draw of exactly 0 must not choose a first token whose probability is 0.
         return torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True).squeeze(1)
 
     return choose
@@ -53,6 +57,7 @@ def chooser(draws: torch.Tensor, temperature: float) -> Callable[[torch.Tensor],
 
 def around_content(one: Sequence[int], other: Sequence[int]) -> tuple[list[int], list[int]]:
     """The tokens before and after what differs between two prompts, which are equal otherwise."""
+    # The common end is sought in what the common start leaves, so that they cannot overlap.
     start = _common_start(one, other)
     return list(one[:start]), list(one[len(one) - _common_start(one[start:][::-1], other[start:][::-1]) :])
 

@@ -102,9 +102,8 @@ class EAFT(Objective):
                 f"batch['top_logits'] of shape {list(logits.shape)} must hold the {self.num_logits} largest logits of each token; "
                 "a vocabulary smaller than that cannot be trained with EAFT"
             )
-        entropy: torch.Tensor = torch.special.entr(logits.softmax(-1)).sum(
-            -1
-        )  # entr(0) = 0, where p * log(p) would be NaN
+        # entr(0) = 0, where p * log(p) would be NaN.
+        entropy: torch.Tensor = torch.special.entr(logits.softmax(-1)).sum(-1)
         return (entropy / self.max_entropy).to(upcast(token_loss).dtype)
 
 
@@ -191,5 +190,6 @@ class TALR(Objective):
         if self._tau is not None:
             return torch.exp(-losses / self._tau).clamp(min=self.w_min)
         tau = torch.as_tensor(require_key(batch, "statistic", self), dtype=losses.dtype, device=losses.device)
+        # At tau = 0 a loss of 0 would give 0 / 0; divided by the smallest number it stays 0, and its weight 1.
         factors = torch.exp(-losses / tau.clamp(min=torch.finfo(losses.dtype).tiny)).clamp(min=self.w_min)
         return torch.where(tau.isfinite(), factors, 1.0)

@@ -157,6 +157,7 @@ class FinchLR:
                 raise ValueError(
                     f"FinchLR.step(loss): the loss has the shape {list(loss.shape)}; pass one number, the mean over the batch's target tokens"
                 )
+            # Detached: the moving average would otherwise keep the graph of every step so far.
             loss = loss.detach().reshape(())
             if self._stays_on_device():
                 self._step_on_device(loss, targets)
@@ -243,6 +244,7 @@ class FinchLR:
         self._num_steps = int(state["num_steps"])
         self._nonfinite = self._reported = int(state["nonfinite"])
         self._in_a_row = self._longest_row = int(state["nonfinite_in_a_row"])
+        # Before the first loss there is no rate to restore: the groups keep theirs.
         if not math.isnan(self._ema_loss):
             self._write(self._eta_of(self._ema_loss))
 
@@ -251,6 +253,7 @@ class FinchLR:
         total, longest = int(self._nonfinite), int(self._longest_row)
         new = total - self._reported
         if self.on_nonfinite == "raise" and new > 0:
+            # Counted as reported before it raises: a caller that catches the error hears of these losses once.
             self._reported = total
             raise FloatingPointError(
                 f"the loss was not finite at {'a step' if new == 1 else f'{new} steps'} after step {int(self._num_steps)}; EMA and learning "
@@ -264,6 +267,7 @@ class FinchLR:
         return new
 
     def _stays_on_device(self) -> bool:
+        # The attribute that torch.amp.GradScaler itself asks for.
         honours_found_inf = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
         )
@@ -274,6 +278,7 @@ class FinchLR:
         if isinstance(ema_loss, torch.Tensor):
             eta: Scalar = (self.eta_base / (ema_loss + self.eps).sqrt()).clamp(max=self.eta_max)
         else:
+            # A loss of 0 with eps=0 has the cap as its limit, which tensors reach by 1 / 0 = inf.
             under_root = ema_loss + self.eps
             eta = min(self.eta_base / math.sqrt(under_root), self.eta_max) if under_root > 0 else self.eta_max
         if not self.warmup_steps:
@@ -314,6 +319,7 @@ class FinchLR:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._to_device(device, dtype)
         loss = loss.to(dtype)
+        # From here on torch.where decides, since an `if` would make the host wait for the device.
         finite = loss.isfinite()
         counted = torch.ones_like(finite) if targets is None else torch.as_tensor(targets, device=device) > 0
         used = finite & counted
@@ -367,6 +373,7 @@ class _StepOrder:
         order = weakref.ref(self)  # an optimizer outlives the schedules of a notebook's cell
 
         def count(optimizer: Optimizer, *_: Any) -> None:
+            # While an optimizer's step is compiled, this would break its graph.
             if not torch.compiler.is_compiling() and (live := order()) is not None:
                 live._updated(optimizer)
 
@@ -374,7 +381,7 @@ class _StepOrder:
             optimizer.register_step_post_hook(count)
 
     def scheduled(self) -> None:
-        """After each call of ``step`` that asks for an update."""
+        """Called after each ``step`` that asks for an update."""
         self._losses += 1
         if not self._is_started and self._first_updates == 1:  # more are another schedule's, which has come first
             warnings.warn(
@@ -397,7 +404,7 @@ class _StepOrder:
 
 
 def _is_float(value: Any) -> bool:
-    """Of any kind, NumPy's as well; no integer."""
+    """Whether a value is a float of any kind, NumPy's as well."""
     return isinstance(value, Real) and not isinstance(value, Integral)
 
 
@@ -406,6 +413,7 @@ def _check_arguments(eta_max: float | str, init: float | str, eta_base: float | 
         if not isinstance(value, (int, float)) and not (name == "eta_base" and value is None):
             or_auto = ", or 'auto'" if name == "eta_max" else ""
             raise ValueError(f"{name}={value!r} must be a number{or_auto}")
+    # Each condition says what is allowed and is negated, so that NaN, which fails every comparison, is refused.
     if not 0 <= ema < 1:
         raise ValueError(f"ema={ema} must lie in [0, 1): it is the weight of the past losses, 0.9 in the paper")
     if not float(eta_max) > 0:

@@ -70,6 +70,7 @@ class _UnshardedStep:
         try:
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 group["params"] = [locals_of[parameter] for parameter in parameters]
+            # torchao finds a parameter's states by the parameter, which for this step is its local stand-in.
             self.state = defaultdict(dict)
             for parameter, local in locals_of.items():
                 if parameter in state:
@@ -94,8 +95,10 @@ def _local_parameter(parameter: torch.Tensor) -> nn.Parameter:
 
 
 def _as_sharded_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    # The number of the step, a 0-d tensor, is no shard.
     if not isinstance(parameter, DTensor) or value.shape != parameter.to_local().shape:
         return value
+    # Without shape and stride all shards would be taken to be as large as this one.
     return DTensor.from_local(
         value,
         parameter.device_mesh,

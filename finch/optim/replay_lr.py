@@ -80,6 +80,7 @@ class ReplayLR(HostSchedule):
 
         Raises FloatingPointError if the loss is not finite, ValueError if the log has no further step.
         """
+        # First, so that the error leaves the count where the last step put it.
         self.check_length(self._steps_taken + 1)
         is_taken = self._count(loss, targets)
         self._set_lr()
@@ -102,7 +103,7 @@ class ReplayLR(HostSchedule):
 
     @property
     def _lr(self) -> float:
-        """Of the first group: the last step's; before the first step, that of step 1."""
+        """The first group's learning rate: the last step's; before the first step, that of step 1."""
         return self._rates[max(self._steps_taken - 1, 0)]
 
     def _set_lr(self) -> None:
@@ -112,6 +113,7 @@ class ReplayLR(HostSchedule):
 def _with_shape(rates: list[float], shape: str) -> list[float]:
     if shape == "linear":
         first, last, intervals = rates[0], rates[-1], max(len(rates) - 1, 1)
+        # Weighted, so that both ends are the log's numbers exactly; first + 1 * (last - first) may round.
         return [first * (1 - step / intervals) + last * (step / intervals) for step in range(len(rates))]
     return [statistics.fmean(rates)] * len(rates) if shape == "mean" else rates
 

@@ -116,10 +116,12 @@ class TorchLR(HostSchedule):
         super().load_state_dict(state)
         if self._scheduler is not None:
             groups = self._optimizers[0].param_groups
+            # The position alone: all else is as this config builds it, which a resumed run may have changed on purpose.
             position = {key: state[key] for key in ("last_epoch", "_step_count")}
             self._scheduler.load_state_dict(
                 {**self._scheduler.state_dict(), **position, "_last_lr": [state["last_lr"]] * len(groups)}
             )
+            # Of a LambdaLR the rate follows from the step, so that a config that has changed can be noticed.
             if isinstance(self._scheduler, LambdaLR):
                 rate = float(self._scheduler.base_lrs[0] * self._scheduler.lr_lambdas[0](state["last_epoch"]))
                 if not math.isclose(rate, state["last_lr"], rel_tol=1e-6):
@@ -127,6 +129,7 @@ class TorchLR(HostSchedule):
                         f"lr_scheduler: step {state['last_epoch'] + 1} had the rate {state['last_lr']:g} and has {rate:g} by this config, which the steps "
                         "from here on follow; SFT of earlier versions goes on as it was with lr_scheduler.warmup_from_zero=True"
                     )
+            # torch's load_state_dict leaves the rates in the param groups as they are.
             for group in groups:
                 set_group_lr(group, state["last_lr"])
             self._copy_lr()
@@ -163,6 +166,7 @@ def cosine_with_warmup(
     def factor(step: int) -> float:
         if step < warmup:
             return (step + (not warmup_from_zero)) / warmup
+        # Of a few steps the rounded warm-up may be all.
         progress = (step - warmup) / max(1, num_training_steps - warmup)
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)))
 
