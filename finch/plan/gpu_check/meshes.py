@@ -88,8 +88,14 @@ def _take_steps(cfg: Any) -> dict[str, Any]:
 def _kill_a_rank(check: Check, ranks: int) -> None:
     """The launcher must end the others soon, and the run go on from its last asynchronous save, here on one rank."""
     write_base(check.folder, _MODEL)
-    arguments = ["--nproc_per_node", str(ranks), "--config", job(check, "killed", ranks=ranks, **kill_hook(rank=1))]
-    launcher = Ranks("launcher", "finch.cli.run:run", {"arguments": arguments}, check.folder)
+    arguments = [
+        "run",
+        "--nproc_per_node",
+        str(ranks),
+        "--config",
+        job(check, "killed", ranks=ranks, **kill_hook(rank=1)),
+    ]
+    launcher = Ranks("launcher", "finch.cli.main:main", {"arguments": arguments}, check.folder)
     train(job(check, "straight"))
     has_failed = launcher.wait(check.end) and launcher.codes != [0]
     name = "a killed rank: the launcher ends with an error"
