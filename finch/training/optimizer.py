@@ -62,7 +62,8 @@ class Update:
 
         ``loss_sum``: [] over this rank's micro-batches so far; ``targets``: [] target tokens of the step, over all ranks.
         """
-        return self._parallel.all_reduce_sum_(loss_sum) / targets.clamp(min=1)
+        self._last_loss = self._parallel.all_reduce_sum_(loss_sum) / targets.clamp(min=1)
+        return self._last_loss
 
     def clip(self) -> torch.Tensor | None:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, [], over all ranks' shards; a collective."""
@@ -84,7 +85,6 @@ class Update:
     def step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, denominator: torch.Tensor) -> None:
         """Sets the learning rate from the step's loss and updates the weights. Where ``denominator`` [], what the objective divides by, is 0, it
         does not."""
-        self._last_loss = loss
         # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
         if self.schedule.step(loss if grad_norm is None else loss + 0 * grad_norm, denominator):
             if self._scale is not None:  # the protocol of torch.amp.GradScaler; schedules of a loss reset it
@@ -110,8 +110,7 @@ class UpdateInBackward(Update):
     """``optimizer_in_bwd``: the backward of the only micro-batch updates the weights, so that the learning rate comes before it."""
 
     def before_backward(self, loss_sum: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor) -> bool:
-        self._last_loss = super().mean_loss(loss_sum, targets)
-        is_taken = self.schedule.step(self._last_loss, denominator)
+        is_taken = self.schedule.step(super().mean_loss(loss_sum, targets), denominator)
         # The forward has gathered weights, which the backward would free; here none follows.
         if not is_taken:
             fsdp.reshard(self._model)

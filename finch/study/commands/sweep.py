@@ -1,4 +1,4 @@
-"""`finch sweep`: the runs of a grid, on this machine or as a Slurm job array; `finch select-lr`: the rate of a sweep that forgets little.
+"""`finch sweep`: the runs of a grid, on this machine or as a Slurm job array.
 
 Every cell's config is composed and checked before anything starts.
 """
