@@ -115,6 +115,8 @@ def places(value, path=()):
 
 def mutated(value, rng):
     """With one to three of its values replaced, removed, renamed or doubled."""
+    if isinstance(rng, Undamaged):
+        return value
     value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 2, 3))):
         *path, key = rng.choice(list(places(value)) or [("",)])
@@ -135,6 +137,8 @@ def mutated(value, rng):
 
 def mangled(content, rng):
     """With bytes cut, inserted, or changed at one place."""
+    if isinstance(rng, Undamaged):
+        return content
     start, kind = rng.randrange(len(content) + 1), rng.random()
     end = min(len(content), start + rng.randrange(40))
     if kind < 0.25:
@@ -151,6 +155,19 @@ def tree(folder):
     }
 
 
+class Undamaged(random.Random):
+    """Draws a case whose input is as it was written, which must end well."""
+
+    def random(self):
+        return 0.0
+
+    def choice(self, values):
+        return values[0]
+
+    def sample(self, values, number):
+        return values[:number]
+
+
 class Fuzz:
     """Runs commands on the cases of one part, in a folder with a canary beside them."""
 
@@ -162,13 +179,13 @@ class Fuzz:
         self.failed.mkdir()
         os.chdir(folder)
 
-    def run(self, rng_name, fill):
+    def run(self, rng_name, fill, rng=None):
         """``fill`` writes a case into the empty folder ``case``, and returns the commands that are run on it."""
         self.number += 1
         for folder in (self.case, self.input):
             shutil.rmtree(folder, ignore_errors=True)
         self.case.mkdir()
-        commands, known = fill(random.Random(f"{SEED} {rng_name}")), len(self.failures)
+        commands, known = fill(rng or random.Random(f"{SEED} {rng_name}")), len(self.failures)
         shutil.copytree(self.case, self.input, symlinks=True)  # a command may change it
         before = tree(self.folder / "canary"), tree(self.folder / "kept"), sorted(os.listdir(self.folder))
         for command in commands:
@@ -210,8 +227,13 @@ class Fuzz:
     def _hang(*_):
         raise Hung
 
-    def end(self):
+    def end(self, fill=None):
         assert not self.failures, f"FUZZ_SEED={SEED}, of {self.number} cases:\n" + "\n".join(self.failures)
+        if fill is not None:
+            damaged, self.outcomes = self.outcomes, {}
+            self.run("undamaged", fill, Undamaged())
+            assert (set(self.outcomes), self.failures) == ({0}, []), self.outcomes
+            assert len(self.outcomes | damaged) > 1, damaged  # some end well, and some do not
 
 
 @pytest.fixture
@@ -267,7 +289,7 @@ def test_configs(part, fuzz, tiny, rows_file):
 
     for number in cases(part, 500):
         fuzz.run(f"config {number}", fill)
-    fuzz.end()
+    fuzz.end(fill)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -291,7 +313,7 @@ def test_overrides(part, fuzz, tiny):
 
     for number in cases(part, 100):
         fuzz.run(f"overrides {number}", fill)
-    fuzz.end()
+    fuzz.end(fill)
 
 
 def fill_model(folder, base_folder):
@@ -336,7 +358,7 @@ def test_rows(part, fuzz, base_folder):
 
     for number in cases(part, 200):
         fuzz.run(f"rows {number}", fill)
-    fuzz.end()
+    fuzz.end(fill)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -361,7 +383,7 @@ def test_model_folders(part, fuzz, base_folder, rows_file):
 
     for number in cases(part, 100):
         fuzz.run(f"model {number}", fill)
-    fuzz.end()
+    fuzz.end(fill)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -392,4 +414,4 @@ def test_results(part, fuzz):
 
     for number in cases(part, 50):
         fuzz.run(f"results {number}", fill)
-    fuzz.end()
+    fuzz.end(fill)
