@@ -83,13 +83,10 @@ class ChatTemplate:
             return in_time(self._template.render, variables)
         except TimeoutError as error:
             self._is_endless = True
-            raise UserError(
-                f"tokenizer: the chat template of {self.folder} does not end well (a row took {CPU_SECONDS} s); fix it"
-            ) from error
+            # No folder in these: they are kept with the rows, and found again by a copy of the tokenizer elsewhere.
+            raise UserError(f"tokenizer: its chat template does not end well (a row took {CPU_SECONDS} s)") from error
         except RENDER_ERRORS as error:
-            raise UserError(
-                f"tokenizer: the chat template of {self.folder} refuses a conversation ({error})"
-            ) from error
+            raise UserError(f"tokenizer: its chat template refuses a conversation ({error})") from error
 
 
 def read_chat_template(folder: Path) -> str | None:
@@ -296,9 +293,7 @@ class AnswerSpans:
         return parts[::2], order
 
     def _unclear(self, what: str) -> UserError:
-        return UserError(
-            f"tokenizer: the chat template of {self._template.folder} {what}; finch cannot know what to train on"
-        )
+        return UserError(f"tokenizer: its chat template {what}; finch cannot know what to train on")
 
 
 def _follow(

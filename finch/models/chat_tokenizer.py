@@ -159,7 +159,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
         text = self._template.render(turns, tools, generation=generation)
         if missing := _left_out(text, turns, tools):
             raise UserError(
-                f"tokenizer: the chat template of {self._template.folder} leaves out {missing}; finch would train on a conversation without it: "
+                f"tokenizer: its chat template leaves out {missing}; finch would train on a conversation without it: "
                 "give rows without it, or a template that writes it"
             )
         if any(not message.masked and message.role != "assistant" for message in messages):

@@ -307,7 +307,7 @@ def test_a_template_that_is_endless_for_some_rows_only_is_stopped(tmp_path, monk
     data.tokenize("dataset")
     assert time.process_time() - start < 20
     assert len(data[0]["tokens"]) > 4
-    message = f"tokenizer: the chat template of {tmp_path} does not end well (a row took 5 s); fix it"
+    message = "tokenizer: its chat template does not end well (a row took 5 s)"
     for index in (1, 51):
         assert data.tokenized.error(index) == message
     with pytest.raises(UserError) as error:
