@@ -28,7 +28,6 @@ from finch.checkpoint.manifest import file_entry
 from finch.distributed import fsdp, parallel
 from finch.models import auto
 from finch.training.chunked_loss import TokenLoss
-from finch.training.model import load_pretrained
 from finch.weights.files import StoredTensor
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -100,7 +99,7 @@ def load_and_export(base_folder: Path, target: Path, dtype: torch.dtype) -> dict
     fsdp.shard_model(model, decoder.layers, ranks)
     with anonymous_peak() as loading, count_read_bytes() as num_bytes:
         model.to_empty(device="cpu")  # memory that is not written to yet is not counted
-        load_pretrained(model, base)
+        base.load_into([decoder.state_dict(keep_vars=True)])
     shard = sum(to_local(parameter.detach()).nbytes for parameter in model.parameters())
     with anonymous_peak() as exporting:
         base.write(decoder.state_dict().items(), target, is_writer=ranks.is_rank_zero)

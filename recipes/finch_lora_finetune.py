@@ -11,11 +11,8 @@ from omegaconf import DictConfig
 
 from finch.base.errors import exit_without_teardown
 from finch.config import parser, schema
-from finch.config.instantiate import component_of
-from finch.models import lora
 from finch.training.config_checks import check_lora_combinations
 from finch.training.run import run_recipe
-from finch.weights.peft import PeftFolder
 
 
 class FinchLoRAFinetune(FinchFullFinetune):
@@ -33,34 +30,11 @@ class FinchLoRAFinetune(FinchFullFinetune):
     """
 
     options = schema.LoraFinetuneKeys
-    saves_all_weights = False
+    trains_adapters = True
 
     def __init__(self, cfg: DictConfig) -> None:
         check_lora_combinations(cfg)
         super().__init__(cfg)
-
-    def build_decoder(self) -> None:
-        lora.check_lora_settings(self.cfg.model)
-        super().build_decoder()
-        lora.train_adapters_only(self.decoder, component_of(self.cfg.model) or "")
-        self.adapter = PeftFolder(self.decoder, self.base)
-
-    def load_base(self) -> None:
-        super().load_base()
-        # After the base weights, whose rows' norms DoRA starts from.
-        lora.initialize_adapters(self.model.decoder, self.seed)
-
-    def write_weights(self, name: str) -> None:
-        decoder, is_writer, dtype = self.model.decoder, self.parallel.is_rank_zero, self.export_dtype
-        self.adapter.write(decoder, self.run.path / f"{name}_adapter", is_writer=is_writer, dtype=dtype)
-        if not self.cfg.save_adapter_weights_only:
-            adapters = lora.adapter_parameters(decoder)
-            like = {key: tensor for key, tensor in decoder.state_dict().items() if key not in adapters}
-            merged = lora.merged(decoder, dtype)
-            self.base.write(merged, self.run.path / name, is_writer=is_writer, dtype=dtype, like=like)
-
-    def exported(self, name: str) -> str:
-        return f"{name}_adapter" if self.cfg.save_adapter_weights_only else name
 
 
 @parser.parse(schema.LoraFinetuneKeys)

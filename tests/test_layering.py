@@ -121,7 +121,7 @@ def test_core_names_rooms_in_these_places_alone() -> None:
     assert named == {
         ("finch.cli.slurm", "finch.titan"),  # the module that TorchTitan imports in the job
         ("finch.config.foreign", "finch.data.sciknoweval.sciknoweval_solutions_dataset"),
-        ("finch.training.hooks", "finch.evaluation.average.Average"),
+        ("finch.probes.run_hooks", "finch.evaluation.average.Average"),
     }
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from finch_full_finetune import FinchFullFinetune
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch.autograd import DeviceType
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.tiny_job import ROOT, environment
 from finch.base.dtensor import to_local
 from finch.data.dataset import row_lengths
-from finch.distributed.precision import precision_of
+from finch.distributed.precision import Precision, precision_of
 from finch.models.qwen3 import SIZE_0_6B, SIZE_1_7B, qwen3
 from finch.plan.estimate.fake_step import StepEstimate, estimate_step
 from finch.plan.estimate.formula import Rows, memory_by_formula
@@ -63,6 +63,7 @@ from finch.plan.gpu_check.models import (
 from finch.plan.gpu_check.phases import Phase, run_phases
 from finch.plan.gpu_check.processes import Ranks
 from finch.plan.gpu_check.report import Check
+from finch.training.loaded_model import LoadedModel
 from finch.training.model import decoder_on_meta
 
 PHASE = Phase("speed", "benchmarks.speed.gpu:run", 300, 90)
@@ -284,22 +285,26 @@ def contend(program: str, file: str) -> None:
     {"finch": _finch, "torchtune": _torchtune, "trl": _trl}[program](file)
 
 
-class RandomModel(FinchFullFinetune):
-    """The recipe on random weights that are made on the device, without a pretrained folder."""
+class RandomModel(LoadedModel):
+    """Random weights that are made on the device, without a pretrained folder."""
 
     base: Any = SimpleNamespace(window=None)
 
-    def build_decoder(self) -> None:
-        self.decoder, self.tensor_plan, _ = decoder_on_meta(self.cfg, self.precision)
+    def __init__(self, cfg: DictConfig, precision: Precision, **_: Any) -> None:
+        super().__init__(cfg, precision, has_files=False)
 
-    def load_base(self) -> None:
-        for weight in self.model.decoder.parameters():
+    def load_pretrained(self, seed: int) -> None:
+        for weight in self.decoder.parameters():
             torch.nn.init.normal_(to_local(weight.detach()), std=0.02)
+
+
+class OnRandomWeights(FinchFullFinetune):
+    model_class = RandomModel
 
 
 def _finch(file: str) -> None:
     cfg = read_config(file)
-    recipe = RandomModel(cfg)
+    recipe = OnRandomWeights(cfg)
     recipe.setup(cfg)
     recipe.train()
 

@@ -27,6 +27,7 @@ from finch.base.errors import exit_without_teardown
 from finch.checkpoint.writer import CheckpointWriter
 from finch.config.parser import parse
 from finch.config.schema import FullFinetuneKeys
+from finch.training.loaded_model import LoadedModel
 from finch.weights.files import SafetensorsWriter
 
 START, END = "start", "end"  # phases: nothing has been written yet, and nothing is being done any more
@@ -99,7 +100,7 @@ def slow_down(phases: Phases) -> None:
     wrap(shutil, "rmtree", PAUSE_S)
     wrap(SafetensorsWriter, "write_rows", TENSOR_S)
     wrap(FinchFullFinetune, "train", phase_of=lambda *_: "training")
-    wrap(FinchFullFinetune, "write_weights", phase_of=lambda *_: "export")
+    wrap(LoadedModel, "write", phase_of=lambda *_: "export")
     wrap(CheckpointWriter, "_run_on_all_ranks", phase_of=lambda _, action: SAVE_PHASES[action.__name__])
 
 

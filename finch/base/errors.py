@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from finch.base import status
+
 ERROR_FILE = "FINCH_ERROR_FILE"
 """Environment variable: a file that the message of a UserError is also written to."""
 HANG = 124
@@ -31,6 +33,15 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+    def under(self, key: str, **names: str) -> UserError:
+        """The same mistake of a block that the config has at ``key``; ``names``: of the keys there that a line may begin with, such as ``dataset``,
+        which is what reads rows believes its block to be."""
+        text = str(self)
+        for name, other in {"dataset": key, **names}.items():
+            if text.startswith(name) and text[len(name) : len(name) + 1] in ("", " ", ".", ":", "="):
+                return type(self)(other + text[len(name) :])
+        return type(self)(f"{key}: {text}")
 
 
 class UsageError(UserError):
@@ -80,6 +91,7 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
             # With the file there torchrun's agent starts no rank again. A job script does where it is empty.
             if not (isinstance(error, NotFinite) and is_restarted()):
                 _write_error_file("" if isinstance(error, Unavailable) else message + "\n")
+            status.report(now=True, error=message)
             if rank != "0":
                 time.sleep(10)
             _print(f"finch: error: {message}")
@@ -91,6 +103,7 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
             if isinstance(error, BrokenPipeError) and _is_reader_gone():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the last flush would complain
                 _exit(1)
+            status.report(now=True, error=one_line(f"{type(error).__name__}: {error}"))
             if "LOCAL_RANK" not in os.environ:
                 raise
             reason = str(error) if isinstance(error, RuntimeError) else ""

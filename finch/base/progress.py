@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from finch.base import status
 from finch.base.log import logger
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Progress:
     def set_title(self, title: str) -> None:
         """Says what is going on; the first title opens the bar."""
         self._title = title
+        self._report()
         if self._bar is not None:
             self._bar.set_description_str(title)
         elif self._is_shown and sys.stderr.isatty():
@@ -59,6 +61,7 @@ class Progress:
             # tqdm leaves out of its mean speed what it takes for done initially.
             self._bar.initial = self._num_free
             self._bar.update(number)
+        self._report()
 
     def close(self) -> None:
         """Ends the bar, so that what is printed next starts on a new line."""
@@ -69,8 +72,16 @@ class Progress:
 
     def time_left(self) -> str:
         """The time left, as :func:`duration` writes it."""
+        return duration(self._seconds_left())
+
+    def _seconds_left(self) -> float:
         seconds = time.perf_counter() - self._start_time
-        return duration(seconds / max(self._done - self._num_free, 1) * max(self._total - self._done, 0))
+        return seconds / max(self._done - self._num_free, 1) * max(self._total - self._done, 0)
+
+    def _report(self) -> None:
+        if self._is_shown:
+            left = round(self._seconds_left()) if self._done > self._num_free else None  # before that there is no speed
+            status.report(phase=self._title, done=self._done, total=self._total, seconds_left=left)
 
     def is_line_due(self) -> bool:
         """Whether a log file should get a line now."""

@@ -2,6 +2,7 @@
 
 RUN/config.yaml                   the resolved config
 RUN/metrics.jsonl                 a line per step, and one for each validation and evaluation of the probes
+RUN/status.json                   how far the run is, and what has ended it
 RUN/epoch_N/                      a Hugging Face folder
 RUN/best                          a link to the epoch with the lowest validation loss, or the best by select_by, a config's or a grid's
 RUN/within_budget                 a link to the last model inside forgetting_budget: an epoch's, or within_budget_step_N
@@ -35,6 +36,7 @@ from finch.base.log import logger
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+STATUS = "status.json"
 LOSS_FIGURE = "loss.png"
 LOGS = "logs"
 BEST = "best"

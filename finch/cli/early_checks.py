@@ -103,22 +103,8 @@ def device_of(cfg: DictConfig) -> torch.device:
 
 
 def build_model(recipe: str, cfg: DictConfig) -> Any:
-    """The decoder on the meta device, after all checks against the pretrained folder; with LoRA only adapters require gradients.
-
-    Raises:
-        UserError: the model does not fit the folder.
-    """
-    from finch.config.instantiate import component_of
+    """The run's ``LoadedModel`` on the meta device, after all its checks. Raises UserError if the model does not fit the pretrained folder."""
     from finch.distributed.precision import precision_of
-    from finch.models.lora import check_lora_settings, train_adapters_only
-    from finch.training.model import build_decoder
-    from finch.weights.peft import PeftFolder
+    from finch.training.loaded_model import LoadedModel
 
-    if recipe == LORA_RECIPE:
-        check_lora_settings(cfg.model)
-    decoder, base, _ = build_decoder(cfg, precision_of(cfg.dtype))
-    if recipe == LORA_RECIPE:
-        train_adapters_only(decoder, component_of(cfg.model) or "")
-        # Built for its errors: an adapter that PEFT's format cannot hold is named before training.
-        PeftFolder(decoder, base)
-    return decoder, base
+    return LoadedModel(cfg, precision_of(cfg.dtype), has_adapters=recipe == LORA_RECIPE)

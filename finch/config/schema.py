@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -70,6 +70,16 @@ def _text(shown: str, pattern: str | None = None) -> Any:
     return Field(pattern=pattern, json_schema_extra={"shown": shown})
 
 
+Value = TypeVar("Value")
+# What a key of a run's config affects, by its type.
+Result = Annotated[Value, "result"]
+"""What is learned, or what is measured of it."""
+Speed = Annotated[Value, "speed"]
+"""Time and memory; of the result the last bits at most."""
+Place = Annotated[Value, "place"]
+"""Where the run is, what it shows and keeps; no bit of the result."""
+
+
 class Keys(BaseModel):
     """Keys of a config, others are unknown. Numbers and booleans are not read from text, but for those that say so."""
 
@@ -84,36 +94,36 @@ class Keys(BaseModel):
 
 
 class ModelAndData(Keys):
-    model: Component
+    model: Result[Component]
     """builds the torchtune decoder"""
-    tokenizer: Component
+    tokenizer: Result[Component]
     """builds the tokenizer"""
-    checkpointer: Component
+    checkpointer: Result[Component]
     """torchtune's block: checkpoint_dir, checkpoint_files, output_dir, model_type"""
-    dataset: Component | Components
+    dataset: Result[Component | Components]
     """training rows; the datasets of a list are concatenated, or mixed if each has a weight"""
-    dataset_validation: NamedComponents | Components | None = None
+    dataset_validation: Result[NamedComponents | Components | None] = None
     """held-out rows; their mean loss is computed at the end of each epoch; a mapping from names to components is several sets"""
-    collate_fn: str = "torchtune.data.padded_collate_sft"
+    collate_fn: Result[str] = "torchtune.data.padded_collate_sft"
     """function that pads a micro-batch"""
-    output_dir: str
+    output_dir: Place[str]
     """the run's folder: metrics, checkpoints, Hugging Face folders"""
 
 
 class Batch(Keys):
-    batch_size: PositiveInt = 1
+    batch_size: Result[PositiveInt] = 1
     """samples per forward pass and rank (the micro-batch)"""
-    gradient_accumulation_steps: PositiveInt = 1
+    gradient_accumulation_steps: Result[PositiveInt] = 1
     """micro-batches per optimizer step"""
-    shuffle: bool = True
+    shuffle: Result[bool] = True
     """a new seeded permutation each epoch"""
-    seed: Annotated[int, Field(ge=0)] | None = 0
+    seed: Result[Annotated[int, Field(ge=0)] | None] = 0
     """seed of the data order and of all random numbers; null draws one"""
-    drop_last: bool = False
+    drop_last: Result[bool] = False
     """leave out an epoch's last global batch if it is short"""
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    num_workers: Place[Annotated[int, Field(ge=0)]] = 0
     """processes per rank that read and tokenize ahead"""
-    check_dataset: bool = True
+    check_dataset: Speed[bool] = True
     """read every row once before weights are loaded, to find broken and overlong ones; init: dataset, FLOW and STM read them anyway"""
 
 
@@ -137,29 +147,29 @@ class SelfReplay(Keys):
 
 
 class Optimization(Keys):
-    optimizer: Component
+    optimizer: Result[Component]
     """the optimizer; its lr is eta_base under FinchLR"""
-    lr_scheduler: Component | None = None
+    lr_scheduler: Result[Component | None] = None
     """finch.FinchLR, a torchtune scheduler, or null for a constant learning rate"""
-    loss: Component = {"_component_": "torch.nn.CrossEntropyLoss"}
+    loss: Result[Component] = {"_component_": "torch.nn.CrossEntropyLoss"}
     """one of torchtune's cross-entropy losses, or of finch.objectives"""
-    regularizer: Component | None = None
+    regularizer: Result[Component | None] = None
     """adds a gradient toward the pretrained weights: finch.regularization.L2; null: none"""
-    kl_penalty: Component | None = None
+    kl_penalty: Result[Component | None] = None
     """adds the KL divergence from the pretrained model's next-token distribution to the objective: finch.regularization.KL; null: none"""
-    self_replay: SelfReplay | None = None
+    self_replay: Result[SelfReplay | None] = None
     """replays the pretrained model's own answers: further rows of each step, held to its distributions; null: no"""
-    clip_grad_norm: Annotated[PositiveNumber, BeforeValidator(_number)] | None = None
+    clip_grad_norm: Result[Annotated[PositiveNumber, BeforeValidator(_number)] | None] = None
     """largest gradient norm; null does not clip; the paper clips to 1.0"""
-    on_nonfinite: Literal["raise", "skip"] | None = None
+    on_nonfinite: Result[Literal["raise", "skip"] | None] = None
     """if a loss or gradient is not finite: raise an error, or skip the update; null: what lr_scheduler sets, else raise"""
-    optimizer_in_bwd: bool = False
+    optimizer_in_bwd: Speed[bool] = False
     """update each weight inside the backward and free its gradient at once; no accumulation, no clipping"""
-    epochs: PositiveInt = 1
+    epochs: Result[PositiveInt] = 1
     """passes over the training rows"""
-    max_steps_per_epoch: PositiveInt | None = None
+    max_steps_per_epoch: Result[PositiveInt | None] = None
     """optimizer steps after which an epoch ends; null: all rows"""
-    validate_every_n_steps: PositiveInt | None = None
+    validate_every_n_steps: Result[PositiveInt | None] = None
     """also validate after every n optimizer steps"""
 
 
@@ -209,13 +219,13 @@ class Budget(Keys):
 
 
 class Forgetting(Keys):
-    probes: dict[Name, Probe] | None = None
+    probes: Result[dict[Name, Probe] | None] = None
     """small sets that are evaluated before the first step, during training and at the ends of epochs, by name"""
-    probes_every_n_steps: PositiveInt | None = None
+    probes_every_n_steps: Result[PositiveInt | None] = None
     """steps between two evaluations of the probes; null: so many that they take less than 5% of the time, by token counts"""
-    forgetting_budget: Budget | None = None
+    forgetting_budget: Result[Budget | None] = None
     """how much one probe may get worse"""
-    select_by: (
+    select_by: Result[
         Annotated[
             str,
             _text(
@@ -224,61 +234,61 @@ class Forgetting(Keys):
             ),
         ]
         | None
-    ) = None
+    ] = None
     """which metric RUN/best is chosen by; null: the first validation loss, for DFT, TALR and STM the probe with task: True"""
 
 
 class Hardware(Keys):
-    device: Literal["auto", "cpu", "cuda"] | Annotated[str, _text("cuda:N", r"^cuda:\d+$")] = "auto"
+    device: Place[Literal["auto", "cpu", "cuda"] | Annotated[str, _text("cuda:N", r"^cuda:\d+$")]] = "auto"
     """auto: CUDA where there is a GPU"""
-    dtype: Annotated[
-        Literal["fp32", "bf16", "bf16_mixed", "bf16_stochastic", "fp64"], BeforeValidator(_refuse_fp16)
+    dtype: Result[
+        Annotated[Literal["fp32", "bf16", "bf16_mixed", "bf16_stochastic", "fp64"], BeforeValidator(_refuse_fp16)]
     ] = "fp32"
     """bf16: pure; bf16_mixed: fp32 master weights; bf16_stochastic: bf16 weights, stochastic rounding"""
-    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    float32_matmul_precision: Result[Literal["highest", "high", "medium"]] = "highest"
     """of fp32 products on CUDA; high: TF32, with 10 bits of mantissa for 23"""
-    compile: bool = False
+    compile: Speed[bool] = False
     """torch.compile layers and loss"""
-    padding_free: bool = True
+    padding_free: Speed[bool] = True
     """run the layers on samples without padding, tokens that all of a micro-batch begin with once; False: pad"""
-    enable_activation_checkpointing: bool = False
+    enable_activation_checkpointing: Speed[bool] = False
     """recompute each layer in the backward: less memory, more time"""
-    enable_activation_offloading: bool = False
+    enable_activation_offloading: Speed[bool] = False
     """keep checkpointed activations in host memory (CUDA)"""
-    ac_mode: Literal["full", "selective"] | None = None
+    ac_mode: Speed[Literal["full", "selective"] | None] = None
     """torchtune's selective activation checkpointing: which layers"""
-    ac_option: Annotated[PositiveInt, BeforeValidator(_whole_number)] | None = None
+    ac_option: Speed[Annotated[PositiveInt, BeforeValidator(_whole_number)] | None] = None
     """with ac_mode=selective: n for every n-th layer; torchtune names op as well and has not implemented it"""
-    custom_sharded_layers: list[Any] | None = None
+    custom_sharded_layers: Speed[list[Any] | None] = None
     """modules, besides the layers, that FSDP2 wraps separately, such as tok_embeddings"""
-    cudnn_deterministic_mode: (
+    cudnn_deterministic_mode: Speed[
         Literal["default", "warn", "error"]
         | Annotated[int, Field(ge=0, le=2, json_schema_extra={"shown": "0, 1, 2"})]
         | None
-    ) = None
+    ] = None
     """torch's deterministic debug mode"""
 
 
 class Parallelism(Keys):
-    fsdp_cpu_offload: bool = False
+    fsdp_cpu_offload: Speed[bool] = False
     """keep parameters, gradients and optimizer states in host memory"""
-    fsdp_reshard_after_forward: bool = True
+    fsdp_reshard_after_forward: Speed[bool] = True
     """free gathered parameters after the forward; False: faster, more memory"""
-    fsdp_reduce_every_micro_batch: bool = True
+    fsdp_reduce_every_micro_batch: Speed[bool] = True
     """reduce gradients after each micro-batch; False: once per step, with complete gradients on each rank"""
-    fsdp_reduce_in_fp32: bool = False
+    fsdp_reduce_in_fp32: Speed[bool] = False
     """reduce the gradients of bf16 weights in fp32: more exact on many ranks, twice the bytes"""
-    data_parallel_replicate_dim: PositiveInt = 1
+    data_parallel_replicate_dim: Speed[PositiveInt] = 1
     """HSDP: copies of the sharded model; gradients are averaged over them"""
-    data_parallel_shard_dim: Literal[-1] | PositiveInt = -1
+    data_parallel_shard_dim: Speed[Literal[-1] | PositiveInt] = -1
     """ranks that one copy is sharded over; -1: all remaining"""
-    tensor_parallel_dim: PositiveInt = 1
+    tensor_parallel_dim: Speed[PositiveInt] = 1
     """ranks that share each layer's matrix products"""
-    tensor_parallel_plan: Component | None = None
+    tensor_parallel_plan: Speed[Component | None] = None
     """how they share them: torchtune.models.llama3.base_llama_tp_plan, or finch.models.qwen3.qwen3_tp_plan"""
-    debug_checks: bool = False
+    debug_checks: Place[bool] = False
     """compare learning rate and EMA bit for bit over the ranks at each step"""
-    distributed_timeout: Annotated[float, Field(ge=1)] = 1800
+    distributed_timeout: Place[Annotated[float, Field(ge=1)]] = 1800
     """seconds after which a collective that hangs is an error"""
 
 
@@ -294,40 +304,42 @@ class Checkpoint(Keys):
 
 
 class Output(Keys):
-    checkpoint: Checkpoint = Checkpoint.model_validate({})
+    checkpoint: Place[Checkpoint] = Checkpoint.model_validate({})
     """when a resumable checkpoint is saved between epoch ends"""
-    average: Literal["auto"] | None = None
+    average: Result[Literal["auto"] | None] = None
     """auto: at the end of the run, the average with the pretrained model at the knee of learning and forgetting, as finch average"""
-    save_last_epoch_only: bool = False
+    save_last_epoch_only: Place[bool] = False
     """write only the last epoch's Hugging Face folder, and save no resumable checkpoint at the ends of the epochs before it"""
-    resume_from_checkpoint: bool | Literal["auto"] | Annotated[str, _text("PATH")] = False
+    resume_from_checkpoint: Place[bool | Literal["auto"] | Annotated[str, _text("PATH")]] = False
     """continue the run in output_dir: True from its last checkpoint, auto if there is one, or from a step_N folder"""
-    overwrite: bool = False
+    overwrite: Place[bool] = False
     """start from scratch in an output_dir that holds a run; its files are removed when the first step starts"""
-    metric_logger: Component | None = None
+    metric_logger: Place[Component | None] = None
     """a torchtune metric logger next to metrics.jsonl"""
-    log_every_n_steps: PositiveInt = 1
+    log_every_n_steps: Place[PositiveInt] = 1
     """how often the metric logger and the progress bar are updated, and a GPU is read"""
-    log_peak_memory_stats: bool = True
+    log_peak_memory_stats: Place[bool] = True
     """log the peak memory since the last logged step, on CUDA"""
-    log_level: Annotated[
-        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "WARN", "FATAL", "NOTSET"],
-        BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
-        WithJsonSchema(
-            {"anyOf": [{"enum": ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]}, {"pattern": "^[A-Za-z]+$"}]}
-        ),
+    log_level: Place[
+        Annotated[
+            Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "WARN", "FATAL", "NOTSET"],
+            BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
+            WithJsonSchema(
+                {"anyOf": [{"enum": ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]}, {"pattern": "^[A-Za-z]+$"}]}
+            ),
+        ]
     ] = "INFO"
     """of finch's logger"""
-    hooks: NamedComponents | None = None
+    hooks: Result[NamedComponents | None] = None
     """your own finch.training.hooks.Hook classes by name, called around each step; docs/recipe.md"""
-    profiler: Component | None = None
+    profiler: Place[Component | None] = None
     """torchtune's profiler block"""
-    export_dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    export_dtype: Result[Literal["fp32", "bf16", "fp64"] | None] = None
     """dtype of the Hugging Face folders' weights; null: as trained"""
 
 
 class Lora(Keys):
-    save_adapter_weights_only: bool = False
+    save_adapter_weights_only: Result[bool] = False
     """write only the adapter at the end of an epoch, without the merged model"""
 
 
@@ -349,7 +361,7 @@ class FullFinetuneKeys(Output, Parallelism, Hardware, Forgetting, Optimization, 
 class LoraFinetuneKeys(Lora, FullFinetuneKeys):
     """The keys of finch_lora_finetune."""
 
-    model: Component
+    model: Result[Component]
     """builds a torchtune decoder with LoRA layers, such as torchtune.models.llama3.lora_llama3_8b"""
 
 
@@ -586,6 +598,12 @@ UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
 
 # Names of torchtune's main branch for keys that finch has.
 ALIASES = {"dataset_val": "dataset_validation", "run_val_every_n_steps": "validate_every_n_steps"}
+
+
+def affecting(what: str) -> frozenset[str]:
+    """The keys of a run's config that affect ``result``, ``speed`` or ``place``; a block as a whole."""
+    fields = LoraFinetuneKeys.model_fields.items()
+    return frozenset(field.alias or name for name, field in fields if what in field.metadata)
 
 
 REQUIRED = object()

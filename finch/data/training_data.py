@@ -20,6 +20,7 @@ from finch.data.order import GlobalOrder
 from finch.data.prompts import context_limit
 from finch.data.replay import Replay, WithReplay
 from finch.data.stats import Fit, name_rows, validate_dataset
+from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 
 
@@ -82,6 +83,7 @@ class TrainingData:
             validate_dataset(samples, max_seq_len, parallel, fit)
         if not self.samples.packed:  # packs are full
             self.order = replace(self.order, lengths=self.samples.lengths)
+        watchdog.heartbeat()
         logger.info(
             f"{self.order.num_samples} samples; {self.order.global_batch} per optimizer step, {self.order.steps_per_epoch} steps per epoch"
         )

@@ -37,12 +37,11 @@ from finch.models.lora import without_lora
 from finch.probes.evaluation import evaluate
 from finch.probes.probes import own_answers, read_probes, selection_key
 from finch.probes.rows import read_rows
-from finch.training import model as models
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
+from finch.training.loaded_model import LoadedModel
 from finch.training.reference import dataset_loss, fingerprint_of, model_settings
 from finch.training.run import RunLock
-from finch.training.step_loss import NUM_CHUNKS
 from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, STYLES, new_panels
 from finch.weights.files import check_export, is_own
 from finch.weights.huggingface import HuggingFaceFolder
@@ -235,16 +234,16 @@ class Averages:
         self.out = run_files.inside(run, run_files.AVERAGE)
         cfg = DictConfig(OmegaConf.merge(without_lora(cfg), {"check_dataset": False}))
         precision = precision_of(cfg.dtype)
-        decoder, base, plan = models.build_decoder(cfg, precision)
-        if not isinstance(base, HuggingFaceFolder):
+        model = LoadedModel(cfg, precision)
+        if not isinstance(model.base, HuggingFaceFolder):
             raise UserError(
-                f"checkpointer.checkpoint_dir={base.folder} has no config.json; averages need a Hugging Face folder"
+                f"checkpointer.checkpoint_dir={model.base.folder} has no config.json; averages need a Hugging Face folder"
             )
-        self.base = base
+        self.base = model.base
         self.tuned = HuggingFaceFolder(str(self._tuned_folder()))
         tokenizer = build(cfg.tokenizer, "tokenizer")
         self._data = TrainingData(cfg, tokenizer, parallel, seed=0, needs_stats=False)
-        limit = getattr(decoder, "max_seq_len", None)
+        limit = getattr(model.decoder, "max_seq_len", None)
         settings = read_probes(cfg)
         self.old = next((name for name, each in settings.items() if not each.task), _EVERYDAY)
         if self.old == _EVERYDAY:
@@ -257,8 +256,7 @@ class Averages:
         }
         kinds = {name: rows.kind for name, rows in self._probes.items()}
         self.key = selection_key(cfg, kinds)
-        self._model = models.parallelize(decoder, cfg, parallel, precision, num_chunks=NUM_CHUNKS, plan=plan)
-        models.allocate(self._model, cfg, parallel, precision)
+        self._model = model.in_memory(parallel)
         self._data.samples.rows = list(self._data.samples.rows)[:_MAX_TRAINING_ROWS]
         self._alpha = math.nan
         self._load(0)

@@ -26,8 +26,8 @@ from finch.evaluation.average import UNUSED, read_config, tuned_folder
 from finch.models.chat_tokenizer import ChatTokenizer
 from finch.models.lora import without_lora
 from finch.objectives.replay import uniform_draws
-from finch.training import model as models
 from finch.training.chunked_loss import TokenLoss
+from finch.training.loaded_model import LoadedModel
 from finch.training.own_answers import generate
 from finch.weights.files import check_export
 from finch.weights.huggingface import HuggingFaceFolder
@@ -102,11 +102,8 @@ class Chat:
         return texts
 
     def _load(self, folder: Path) -> TokenLoss:
-        precision = precision_of(self._cfg.dtype)
-        decoder, _, _ = models.build_decoder(self._cfg, precision)
-        model = models.parallelize(decoder, self._cfg, self._place, precision, num_chunks=1, plan=None)
-        models.allocate(model, self._cfg, self._place, precision)
-        HuggingFaceFolder(str(folder)).load_into([decoder.state_dict(keep_vars=True)])
+        model = LoadedModel(self._cfg, precision_of(self._cfg.dtype)).in_memory(self._place)
+        HuggingFaceFolder(str(folder)).load_into([model.decoder.state_dict(keep_vars=True)])
         return model.eval()
 
 

@@ -35,6 +35,14 @@ _COMBINED = "SequentialLR and ChainedScheduler"
 _WARM_UP = "FinchLR(optimizer, warmup_steps=100) warms up by itself"
 
 
+class NonfiniteError(FloatingPointError):
+    """A loss that is not finite. ``where``: the rest of the sentence, at which step and what to do; ``what`` is known to who has the gradients too."""
+
+    def __init__(self, where: str, what: str = "loss") -> None:
+        super().__init__(f"the {what} was not finite {where}")
+        self.where = where
+
+
 class FinchLR:
     """Sets the learning rate of one optimizer, or of several, from the loss of the current step.
 
@@ -255,13 +263,13 @@ class FinchLR:
         if self.on_nonfinite == "raise" and new > 0:
             # Counted as reported before it raises: a caller that catches the error hears of these losses once.
             self._reported = total
-            raise FloatingPointError(
-                f"the loss was not finite at {'a step' if new == 1 else f'{new} steps'} after step {int(self._num_steps)}; EMA and learning "
+            raise NonfiniteError(
+                f"at {'a step' if new == 1 else f'{new} steps'} after step {int(self._num_steps)}; EMA and learning "
                 "rate are unchanged: lower eta_base, check the data, or set on_nonfinite='skip'"
             )
         if longest >= self.max_nonfinite:
-            raise FloatingPointError(
-                f"the loss was not finite {longest} times in a row after step {int(self._num_steps)}: the weights or the data are broken; "
+            raise NonfiniteError(
+                f"{longest} times in a row after step {int(self._num_steps)}: the weights or the data are broken; "
                 "go back to a checkpoint and lower eta_base"
             )
         return new

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from finch.base.log import logger
-from finch.optim.finch_lr import Scalar, check_nonfinite_options, set_group_lr
+from finch.optim.finch_lr import NonfiniteError, Scalar, check_nonfinite_options, set_group_lr
 
 
 class HostSchedule:
@@ -39,12 +39,10 @@ class HostSchedule:
             self._in_a_row += 1
             self._num_new += 1
             if self._raises:
-                raise FloatingPointError(
-                    f"the loss was not finite at step {step}: lower the learning rate or check the data"
-                )
+                raise NonfiniteError(f"at step {step}: lower the learning rate or check the data")
             if self._in_a_row >= self._max:
-                raise FloatingPointError(
-                    f"the loss was not finite {self._in_a_row} times in a row, last at step {step}: lower the learning rate or check the data"
+                raise NonfiniteError(
+                    f"{self._in_a_row} times in a row, last at step {step}: lower the learning rate or check the data"
                 )
             is_taken = False
         self._steps_taken = step

@@ -82,7 +82,7 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
         kind = _kind_of(rows[0], settings)
         transform = None if kind == "self" else _transform(kind, rows, settings, tokenizer)
     except UserError as error:
-        raise _named(key, error) from error
+        raise error.under(key, data_files=f"{key}.data_files") from error
     if transform is None:
         number = settings.max_new_tokens
         options: dict[str, Any] = {"format": settings.format, "column_map": settings.column_map}
@@ -175,15 +175,6 @@ def _dialogue(question: str, answer: str, tokenizer: Any) -> Sample:
     """A user turn and the assistant's, which is the target, as in training."""
     messages = [Message(role="user", content=question, masked=True), Message(role="assistant", content=answer)]
     return plain(SFTTransform(model_transform=tokenizer)({"messages": messages}))
-
-
-def _named(key: str, error: UserError) -> UserError:
-    """The same error under a probe's key instead of ``dataset``."""
-    text = str(error)
-    for start in ("dataset: ", "dataset.", "dataset "):
-        if text.startswith(start):
-            return UserError(f"{key}{start.removeprefix('dataset')}{text.removeprefix(start)}")
-    return UserError(f"{key}.{text}" if text.startswith("data_files") else f"{key}: {text}")
 
 
 def is_multiple_choice(row: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from finch.base.log import logger
 from finch.checkpoint.reader import FORMAT, load_rng_state, load_tensors
 from finch.checkpoint.writer import CheckpointWriter
 from finch.data.order import GlobalOrder
+from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.training.chunked_loss import TokenLoss
 from finch.training.metrics import MetricsLog
@@ -132,12 +133,19 @@ class Checkpointer:
             timeout_s=cfg.distributed_timeout,
         )
 
-    def save(self, trainer: Resumable, *, metrics_lines: int, wait: bool) -> bool:
-        """A collective. Returns whether the disk has refused no file so far; without ``wait`` the save may have only begun.
+    def save(self, trainer: Resumable, *, wait: bool = False, metrics_lines: int | None = None) -> bool:
+        """A collective. Returns whether no hook has refused, and the disk no file so far.
 
-        ``metrics_lines`` is the number of lines of metrics.jsonl that belong to the steps so far.
+        Args:
+            trainer: the recipe.
+            wait: until all is on the disk; else the save may have only begun.
+            metrics_lines: the number of lines of metrics.jsonl that belong to the steps so far; None: all.
         """
         state = trainer.state
+        # A list, which asks every hook: any of them may hold a collective.
+        if not all([hook.may_save(state) for hook in trainer.hooks.values()]):
+            logger.info(f"the state of step {state.step} is not saved: a hook has refused")
+            return False
         state.is_save_due = False
         tensors, hooks = {}, {}
         for name in self._user_hooks:
@@ -155,11 +163,13 @@ class Checkpointer:
             "identity": trainer.identity,
             **{key: value for state in own for key, value in state.items()},
             "hooks": hooks,
-            "metrics_lines": metrics_lines,
+            "metrics_lines": trainer.metrics_log.num_lines() if metrics_lines is None else metrics_lines,
         }
-        return self.writer.save(
-            state.step, trainer.model, trainer.update.optimizers, scalars, extra=_nonempty(tensors), wait=wait
-        )
+        parts = (trainer.model, trainer.update.optimizers, scalars)
+        is_saved = self.writer.save(state.step, *parts, extra=_nonempty(tensors), wait=wait)
+        trainer.metrics_log.reset_timer()
+        watchdog.heartbeat()
+        return is_saved
 
     def load(self, trainer: Resumable, folder: Path, scalars: dict[str, Any]) -> None:
         """Restores weights, optimizer, schedule, position, hooks and random states; a collective. Base learning rates stay the config's.

@@ -8,19 +8,18 @@ which a hook's :meth:`Hook.wants_sync` was true (``state.is_synced``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from omegaconf import DictConfig
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
-from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.base.progress import RunProgress
 from finch.checkpoint.reader import all_finite
-from finch.config.instantiate import build, component_of
+from finch.config.instantiate import build
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
@@ -31,7 +30,7 @@ from finch.training.reference import dataset_loss
 from finch.training.run import Run
 from finch.weights.huggingface import PretrainedFolder
 
-_FINAL = {"average": "finch.evaluation.average.Average"}
+T = TypeVar("T")
 
 
 class Trainer(Resumable, Protocol):
@@ -105,24 +104,12 @@ class Hook:
         """Called after any end, also after an error."""
 
 
-def final_hooks(cfg: DictConfig) -> dict[str, Hook]:
-    """What other rooms do at the end of a run, where the config has their key: the core imports them only then."""
-    return {f"final_{key}": build({"_component_": path}, key) for key, path in _FINAL.items() if cfg[key] is not None}
+class Hooks(dict[str, Hook]):
+    """A recipe's hooks by name, in the order in which they are called."""
 
-
-def user_hooks(cfg: DictConfig, reserved: set[str]) -> dict[str, Hook]:
-    """The hooks of the config, by their names there. Raises UserError if a component is not a hook, or has a name in ``reserved``."""
-    found: dict[str, Hook] = {}
-    for name, node in (cfg.hooks or {}).items():
-        if name in reserved:
-            raise UserError(f"hooks.{name} is the name of a hook of the recipe; give it another name")
-        hook = build(node, f"hooks.{name}")
-        if not isinstance(hook, Hook):
-            raise UserError(
-                f"hooks.{name}._component_={component_of(node)} is no finch.training.hooks.Hook; derive the class from it"
-            )
-        found[str(name)] = hook
-    return found
+    def each(self, call: Callable[[Hook], T]) -> list[T]:
+        """What ``call`` returns for every hook: all are asked, since any of them may hold a collective."""
+        return list(map(call, self.values()))
 
 
 class Preemption(Hook):

@@ -23,6 +23,7 @@ from finch.optim.finch_lr import AUTO_ETA_MAX
 from finch.optim.optimizers import adapt, optimizers_in_backward, stochastic_optimizer
 from finch.optim.torch_lr import TorchLR
 from finch.training.chunked_loss import TokenLoss
+from finch.training.reference import ReferenceLosses
 
 Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
 
@@ -133,14 +134,14 @@ def build_update(
     precision: Precision,
     *,
     num_steps: int,
-    initial_loss: float | None,
+    reference: ReferenceLosses | None,
     is_resumed: bool,
 ) -> Update:
     """The optimizers and the schedule of a run.
 
     Args:
         num_steps: of the complete run, for schedulers with an end.
-        initial_loss: the pretrained model's mean loss over the training rows in nats, for FINCH's ``init: dataset``.
+        reference: the pretrained model's losses on the training rows, for FINCH's ``init: dataset``.
         is_resumed: whether the EMA will come from a checkpoint.
     """
     parameters = list(model.trained_parameters().values())
@@ -149,8 +150,8 @@ def build_update(
     if is_resumed:
         # The checkpoint has the EMA: a resumed run need not have the losses that `dataset` starts from.
         init = "first_batch"
-    elif uses_dataset_init(cfg) and initial_loss is not None:
-        init = initial_loss
+    elif uses_dataset_init(cfg) and reference is not None:
+        init = reference.mean
     return make_update(
         cfg, model, optimizers, build_schedule(cfg, optimizers, init=init, num_steps=num_steps), parallel
     )

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torchtune.modules import TransformerDecoder
 
-from finch.base import files, run_files
+from finch.base import files, run_files, status
 from finch.base.errors import NotFinite, Unavailable, UserError, WriteFailed
 from finch.base.log import logger
 from finch.checkpoint import manifest
@@ -35,6 +35,8 @@ from finch.distributed.parallel import Parallel, is_launched, launched_rank
 from finch.distributed.precision import precision_of
 from finch.distributed.processes import die_with_parent
 from finch.models.lora import adapter_parameters
+from finch.optim.finch_lr import NonfiniteError
+from finch.training.checkpointer import Stop
 from finch.training.config_checks import check_output_folder, is_objective
 from finch.training.optimizer import optimizer_bytes
 from finch.weights.files import is_whole
@@ -61,10 +63,12 @@ def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> No
         recipe.close()
         # After `close`, which has read the metrics that were pending: only then is the step known.
         if isinstance(error, FloatingPointError):
-            logger.warning(recipe.hooks["nonfinite"].rows())
-            text = str(error).replace("the loss was", f"the {recipe.hooks['nonfinite'].nonfinite} was")
-            raise NotFinite(text) from error
+            guard = recipe.hooks["nonfinite"]
+            logger.warning(guard.rows())
+            told = NonfiniteError(error.where, guard.nonfinite) if isinstance(error, NonfiniteError) else error
+            raise NotFinite(str(told)) from error
         raise
+    status.report(now=True, is_finished=recipe.state.stop is None or recipe.state.stop.is_finished)
     recipe.cleanup()
     if recipe.interrupted:
         sys.exit(128 + signal.SIGINT)
@@ -88,6 +92,7 @@ class Run:
         self.is_writer = launched_rank() == 0
         self._lock, self.start_time = RunLock(self.path), time.perf_counter()
         self._old_logs: dict[Path, tuple[int, int]] = {}
+        status.follow(None)  # another run of this process may have ended
         self.resumed_from: Path | None = None
         self.scalars: dict[str, Any] = {}
         if self.is_writer:  # the lock is exclusive: many ranks would wait for each other
@@ -180,12 +185,24 @@ class Run:
                 checkpoint.archive_newer(self.path, self.resumed_from)
             with files.atomic_file(self.path / run_files.CONFIG) as partial:
                 OmegaConf.save(config, partial)
+        # A link there, or what a kill has left, is replaced.
+        status.follow(self.path / run_files.STATUS)
 
     def mark_requeue(self) -> None:
         """Creates REQUEUE: the run is not finished and should be started again."""
         if self.is_writer:
+            status.report(now=True, is_requeued=True)
             with contextlib.suppress(OSError):
                 (self.path / run_files.REQUEUE).touch()
+
+    def interrupt(self, stop: Stop, step: int, *, is_saved: bool) -> bool:
+        """Says how a run that has ended after ``step`` goes on, and marks it where who started it should see to that. Returns whether it is not."""
+        if stop.is_requeued:
+            self.mark_requeue()
+        last = f"step {step}" if is_saved else "the last checkpoint"
+        remedy = f"the same command with resume_from_checkpoint=True continues from {last}"
+        logger.info(f"stopped by {stop.reason} after step {step}; {remedy}")
+        return not stop.is_requeued
 
     def link(self, link: str, name: str) -> None:
         """Makes ``link`` (``best``, ``within_budget``) a relative link to the folder ``name``, replaced in one step."""
@@ -235,7 +252,7 @@ class Run:
         old run, and as long as metrics.jsonl is there the folder counts as a run's."""
         links = [self.path / name for name in (run_files.BEST, run_files.WITHIN_BUDGET, run_files.AVERAGE)]
         models = [*self.path.glob("epoch_*"), *self.path.glob(f"{run_files.WITHIN_BUDGET}_step_*")]
-        last = [self.path / name for name in (run_files.LOSS_FIGURE, run_files.METRICS)]
+        last = [self.path / name for name in (run_files.STATUS, run_files.LOSS_FIGURE, run_files.METRICS)]
         return [self.path / run_files.REQUEUE, *checkpoint.own_folders(self.path), *links, *models, *last]
 
     def _remove_old_run(self) -> None:

@@ -179,8 +179,7 @@ def read_prompts(settings: Settings, samples: Samples, max_seq_len: int | None, 
     try:
         rows = load_rows(settings.prompts, None, None, "train", settings.rows)
     except UserError as error:
-        text = str(error).removeprefix("dataset: ").replace("data_files", f"{key}.prompts")
-        raise UserError(text if key in text else f"{key}.prompts={settings.prompts}: {text}") from error
+        raise error.under(f"{key}.prompts={settings.prompts}", data_files=f"{key}.prompts") from error
     options: dict[str, Any] = {"limit": limit, "max_new_tokens": settings.max_new_tokens}
     return Prompts(tokenize_prompts(key, settings.prompts, rows, tokenizer, **options))
 

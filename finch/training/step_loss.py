@@ -63,7 +63,7 @@ class StepLoss:
         self.reference: ReferenceLosses | None = None
 
     def model_options(self) -> dict[str, Any]:
-        """What :func:`finch.training.model.parallelize` has to know of the loss."""
+        """What :meth:`finch.training.loaded_model.LoadedModel.parallelize` has to know of the loss."""
         return {"num_chunks": self.num_chunks, "has_reference": self.kl_penalty.has_reference}
 
     def load_caches(self, cfg: DictConfig, base: PretrainedFolder, data: TrainingData, run: Path) -> bool:

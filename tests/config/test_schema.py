@@ -12,7 +12,16 @@ from helpers.runs import ROOT
 
 from finch.config.instantiate import config_names, grid_names, locate
 from finch.config.key_search import shown_keys
-from finch.config.schema import COMPONENTS, REQUIRED, Dataset, FullFinetuneKeys, LoraBuilder, LoraFinetuneKeys, keys
+from finch.config.schema import (
+    COMPONENTS,
+    REQUIRED,
+    Dataset,
+    FullFinetuneKeys,
+    LoraBuilder,
+    LoraFinetuneKeys,
+    affecting,
+    keys,
+)
 from finch.distributed.precision import PRECISIONS
 from finch.study.sweep import grid
 
@@ -36,6 +45,12 @@ def accepts(model, key, value):
 def test_models_accept_their_defaults(model):
     given = {name: key.default for name, key in keys(model).items() if "." not in name and key.default is not REQUIRED}
     assert [name for name, value in given.items() if not accepts(model, name, value)] == []
+
+
+def test_every_key_says_what_it_affects():
+    affected = [affecting(what) for what in ("result", "speed", "place")]
+    assert sum(map(len, affected)) == len(LoraFinetuneKeys.model_fields)
+    assert frozenset().union(*affected) == {key for key in keys(LoraFinetuneKeys) if "." not in key}
 
 
 def test_keys_are_used():

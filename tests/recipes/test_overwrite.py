@@ -53,7 +53,7 @@ def test_failure_while_loading_weights_leaves_the_old_run(tmp_path, config, old_
     def fail(_):
         raise MemoryError("weights")
 
-    monkeypatch.setattr("finch_full_finetune.FinchFullFinetune.load_base", fail)
+    monkeypatch.setattr("finch.training.loaded_model.LoadedModel.load_pretrained", fail)
     (old_run / run_files.REQUEUE).touch()
     before = contents(old_run)
     config["metric_logger"]["filename"] = "new.txt"

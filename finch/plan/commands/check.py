@@ -143,10 +143,9 @@ class Report:
 
     def _check_model(self, recipe: str, cfg: DictConfig) -> Any:
         from finch.models.hf_config import check_folder, read_config
-        from finch.training.model import check_rows
 
-        decoder, base = build_model(recipe, cfg)
-        self._fit = functools.partial(check_rows, decoder, base)
+        model = build_model(recipe, cfg)
+        decoder, base, self._fit = model.decoder, model.base, model.check_rows
         number = sum(parameter.numel() for parameter in decoder.parameters())
         trained = sum(parameter.numel() for parameter in decoder.parameters() if parameter.requires_grad)
         self._print(f"{cfg.model['_component_']}: {number:,} parameters, {_share(trained, number)} trained")

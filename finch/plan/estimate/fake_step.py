@@ -37,7 +37,6 @@ from finch.data.loader import REFERENCES, Batch, collator
 from finch.distributed import parallel
 from finch.distributed.parallel import MeshSizes, Parallel
 from finch.distributed.precision import Precision, precision_of
-from finch.models.lora import train_adapters_only
 from finch.objectives import IGNORE_INDEX
 from finch.optim.optimizers import optimizers_in_backward
 from finch.plan.estimate.formula import Rows
@@ -54,7 +53,7 @@ from finch.plan.estimate.step_trace import (
     StepTrace,
 )
 from finch.training.kl_penalty import build_kl
-from finch.training.model import allocate, decoder_on_meta, parallelize
+from finch.training.loaded_model import LoadedModel
 from finch.training.optimizer import build_optimizers, build_schedule, is_finch, make_update, optimizer_bytes
 from finch.training.self_replay import replayed_rows
 from finch.training.step import TrainStep
@@ -217,9 +216,8 @@ class FakeStep:
 
     def __init__(self, cfg: DictConfig, group: Parallel, precision: Precision, *, is_lora: bool) -> None:
         self.cfg, self.parallel, self.precision = cfg, group, precision
-        self.decoder, plan, component = decoder_on_meta(cfg, precision)
-        if is_lora:
-            train_adapters_only(self.decoder, component)
+        loaded = LoadedModel(cfg, precision, has_adapters=is_lora, has_files=False)
+        self.decoder = loaded.decoder
         self.loss = StepLoss(cfg, self.decoder, group)
         objective = self.loss.objective
         # Of an objective that leaves out tokens by their loss: how many it leaves out is not known.
@@ -229,12 +227,12 @@ class FakeStep:
         self.loss.median = _FixedMedian(objective, group, cfg.gradient_accumulation_steps)
         _fill_rotary_tables(self.decoder)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        place, device = (cfg, group, precision), _CPU if cfg.device == "cpu" else torch.device("cuda")
-        self.model = parallelize(self.decoder, *place, plan=plan, device=device, **self.loss.model_options())
+        device = _CPU if cfg.device == "cpu" else torch.device("cuda")
+        self.model = loaded.parallelize(group, device=device, **self.loss.model_options())
         if cfg.device != "cpu":
             count_norms_as_one(self.model)
         with self._mode:
-            allocate(self.model, *place)
+            loaded.allocate()
             self._trace = StepTrace(self.model)
             with self._trace:
                 self._step = self._build_step()

@@ -18,7 +18,6 @@ from finch.data.dataset import Samples
 from finch.data.loader import Batch, collator, load_batches, model_inputs, to_device
 from finch.distributed import parallel
 from finch.distributed.precision import precision_of
-from finch.models.lora import train_adapters_only
 from finch.plan.gpu_check.models import (
     BATCH,
     Model,
@@ -32,7 +31,7 @@ from finch.plan.gpu_check.models import (
 )
 from finch.plan.gpu_check.plain_model import plain_step, relative_error
 from finch.plan.gpu_check.report import Check
-from finch.training.model import allocate, decoder_on_meta, parallelize
+from finch.training.loaded_model import LoadedModel
 from finch.training.optimizer import build_update
 from finch.training.step import TrainStep
 from finch.training.step_loss import StepLoss
@@ -66,19 +65,15 @@ class Step:
     def __init__(self, cfg: Any, model: Model) -> None:
         self.cfg, self.device, precision = cfg, parallel.local_device(cfg.device), precision_of(cfg.dtype)
         self.parallel = parallel.start_from(cfg, self.device, shard=precision.is_mixed or cfg.fsdp_cpu_offload)
-        place = (cfg, self.parallel, precision)
-        whole, plan, component = decoder_on_meta(cfg, precision)
-        if "lora_rank" in cfg.model:
-            train_adapters_only(whole, component)
-        self.loss = StepLoss(cfg, whole, self.parallel)
-        self.model = parallelize(whole, *place, plan=plan, **self.loss.model_options())
-        allocate(self.model, *place)
-        for decoder in filter(None, (whole, self.model.reference)):
+        loaded = LoadedModel(cfg, precision, has_adapters="lora_rank" in cfg.model, has_files=False)
+        self.loss = StepLoss(cfg, loaded.decoder, self.parallel)
+        self.model = loaded.in_memory(self.parallel, **self.loss.model_options())
+        for decoder in filter(None, (loaded.decoder, self.model.reference)):
             for name, parameter in decoder.state_dict(keep_vars=True).items():
                 load_full_tensor(parameter, initial_weights(model)[name])
         if self.loss.regularizer is not None:
             self.loss.regularizer.start(self.model.trained_parameters().items())
-        options: dict[str, Any] = {"num_steps": 10, "initial_loss": None, "is_resumed": False}
+        options: dict[str, Any] = {"num_steps": 10, "reference": None, "is_resumed": False}
         update = build_update(cfg, self.model, self.parallel, precision, **options)
         self.keeps_gradients, self.gradients = True, Weights()
         self._pretrained: torch.Tensor | None = None

@@ -167,7 +167,7 @@ def _check_disk(grid: Grid, jobs: Sequence[Job], num_parallel: int) -> None:
     runs = [job for job in jobs if job.cell.kind == RUN and not job.is_trained()]
     if not runs:
         return
-    decoder, _ = build_model(runs[0].recipe, runs[0].cfg)
+    decoder = build_model(runs[0].recipe, runs[0].cfg).decoder
     a_model = disk_use(runs[0].cfg, decoder).epoch
     exports = sorted((num_exports(job.cfg) for job in runs), reverse=True)
     number = sum(exports)

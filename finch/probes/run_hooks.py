@@ -1,0 +1,42 @@
+"""All hooks of a run in their order: the recipe's own, around those that a config names."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from finch.base.errors import UserError
+from finch.config.instantiate import build, component_of
+from finch.probes.budget import ForgettingBudget
+from finch.probes.probes import Probes
+from finch.training.hooks import Hook, Hooks, NonfiniteGuard, Preemption, Profiler, StepChecks, Trainer, Validation
+from finch.training.summary import Summary
+
+_FINAL = {"average": "finch.evaluation.average.Average"}
+"""What other rooms do at the end of a run, where the config has their key: the core imports them only then."""
+
+
+def build_hooks(trainer: Trainer, preemption: Preemption) -> Hooks:
+    """Raises UserError for probes that cannot be read, and a component that is no hook or has the name of one of the recipe's."""
+    cfg = trainer.cfg
+    first = {"preemption": preemption, "nonfinite": NonfiniteGuard(), "checks": StepChecks(cfg)}
+    # The budget follows what the probes have just measured, and the summary draws what they have written.
+    last = {"profiler": Profiler(cfg), "validation": Validation(), "probes": Probes(trainer)}
+    last |= {"budget": ForgettingBudget(trainer), "summary": Summary()}
+    final = {key: path for key, path in _FINAL.items() if cfg[key] is not None}
+    last |= {f"final_{key}": build({"_component_": path}, key) for key, path in final.items()}
+    return Hooks({**first, **_user_hooks(cfg, first.keys() | last.keys()), **last})
+
+
+def _user_hooks(cfg: DictConfig, reserved: set[str]) -> dict[str, Hook]:
+    """The hooks of the config, by their names there. Raises UserError if a component is not a hook, or has a name in ``reserved``."""
+    found: dict[str, Hook] = {}
+    for name, node in (cfg.hooks or {}).items():
+        if name in reserved:
+            raise UserError(f"hooks.{name} is the name of a hook of the recipe; give it another name")
+        hook = build(node, f"hooks.{name}")
+        if not isinstance(hook, Hook):
+            raise UserError(
+                f"hooks.{name}._component_={component_of(node)} is no finch.training.hooks.Hook; derive the class from it"
+            )
+        found[str(name)] = hook
+    return found
