@@ -24,7 +24,7 @@ from torchtune.modules import TiedLinear
 from benchmarks.processes import alternate, print_times
 from finch.objectives import DFT, EAFT, FLOW, STM, TALR, CrossEntropy, Objective
 from finch.plan.estimate.step_trace import StepTrace
-from finch.training import chunked_loss
+from finch.training import chunked_loss, readouts
 from finch.training.chunked_loss import TokenLoss
 from finch.training.one_pass_loss import Weighting
 
@@ -92,21 +92,26 @@ def extra_memory(name: str, vocab_size: int, num_tokens: int, dim: int, dtype: t
         model = TokenLoss(decoder, NUM_CHUNKS, reference)
         labels = torch.zeros(1, num_tokens, dtype=torch.long)
         batch = {"labels": labels, "pretrained_token_loss": torch.empty(1, num_tokens), "statistic": torch.ones(())}
-        options: dict[str, Any] = {"num_top_logits": EAFT.num_logits} if "top_logits" in objective.needs else {}
+        read = [readouts.top_logits(EAFT.num_logits)] if "top_logits" in objective.needs else []
+        kept = [torch.empty(num_tokens, TOP_K + 1), torch.zeros(num_tokens, TOP_K, dtype=torch.int32)]
         if kl is not None:
-            options["has_kl"] = True
-        if kl == "cached":
-            options["reference_log_probs"] = torch.empty(num_tokens, TOP_K + 1)
-            options["reference_tokens"] = torch.zeros(num_tokens, TOP_K, dtype=torch.int32)
+            read.append(readouts.kl_from(*kept) if kl == "cached" else readouts.kl_from_pretrained(model))
         weighting = weighting_of(objective, batch, kl is not None)
-        given = [*model.parameters(), hidden, batch, options, weighting.scale, reference.hidden if reference else None]
+        given = [
+            *model.parameters(),
+            hidden,
+            batch,
+            kept if kl == "cached" else [],
+            weighting.scale,
+            reference.hidden if reference else None,
+        ]
         with StepTrace(model) as trace:
             for each in tree_leaves(given):
                 if isinstance(each, torch.Tensor):
                     trace.memory.add(each, "")
             before = trace.memory.total
             trace.memory.reset_peak()
-            model(labels, labels, weighting=weighting, **options)["total"].backward()
+            model({"tokens": labels, "labels": labels}, read, weighting)["total"].backward()
             gradients = (num_tokens + vocab_size) * dim * dtype.itemsize
             return trace.memory.peak - before - gradients
 
@@ -155,7 +160,7 @@ def _timed_step() -> Callable[[], None]:
     def step() -> None:
         model.zero_grad(set_to_none=True)
         hidden.grad = None
-        model(labels, labels, weighting=weighting)["total"].backward()
+        model({"tokens": labels, "labels": labels}, weighting=weighting)["total"].backward()
 
     return step
 

@@ -25,8 +25,8 @@ backward needs at least the inputs of all layers, and one layer's activations wi
 
 Batch = dict[str, Any]
 Collate = Callable[[list[dict[str, Any]]], Batch]
-# Keys of a batch that are the loss's inputs, not the model's; see finch.objectives.
-OBJECTIVE_INPUTS = ("pretrained_token_loss", "statistic", "top_logits", "num_replayed")
+MODEL_INPUTS = ("tokens", "labels", "targets", "layout", "mask", "input_pos", "replay_targets")
+"""Keys of a batch that the model reads; the others are of the loss, and FSDP2 would move them to the device once more."""
 REFERENCES = ("reference_log_probs", "reference_tokens")
 """Keys of a sample: the pretrained model's distributions at its targets, see :func:`finch.objectives.regularization.top_log_probs`."""
 REPLAY = ("replay_log_probs", "replay_tokens")
@@ -134,8 +134,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """A batch without the objective's inputs."""
-    return {name: value for name, value in batch.items() if name not in OBJECTIVE_INPUTS}
+    return {name: batch[name] for name in MODEL_INPUTS if name in batch}
 
 
 def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]) -> Batch:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from finch.data.loader import REFERENCES, EvalLoader, EvalSettings
+from finch.data.loader import REFERENCES, Batch, EvalLoader, EvalSettings
 from finch.data.prompts import num_targets
 from finch.probes.rows import ProbeRows, Question
+from finch.training.readouts import Readout, kl_from
 from finch.training.reference import iter_outputs
 
 
@@ -40,8 +41,12 @@ def _sums(model: nn.Module, loader: EvalLoader, *, has_kl: bool) -> torch.Tensor
     """[2, samples] each sample's sum of losses and of KL divergences over its targets, in nats, on the host; the same on every rank."""
     parallel = loader.parallel
     sums = torch.zeros(2, len(loader.samples) + 1, dtype=torch.float64, device=parallel.device)  # the last: EMPTY, -1
-    for indices, _, output in iter_outputs(model, loader, has_kl=has_kl):
-        values = torch.stack([output["loss"], output["kl"]] if has_kl else [output])
+
+    def readouts(batch: Batch) -> list[Readout]:
+        return [kl_from(*map(batch.__getitem__, REFERENCES))] if has_kl else []
+
+    for indices, _, output in iter_outputs(model, loader, readouts):
+        values = torch.stack(list(output.values()))
         sums[: len(values), indices] = values.sum(2, dtype=torch.float64)
     return parallel.all_reduce_sum_(sums)[:, :-1].cpu()  # every sample is on one rank only: the sum adds zeros
 

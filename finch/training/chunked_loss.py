@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter
 
-from finch.data.padding_free import PaddingFree
+from finch.data.loader import Batch
 from finch.objectives import IGNORE_INDEX
-from finch.objectives.regularization import coarse_token_kl, token_kl, top_log_probs
 from finch.training.one_pass_loss import Weighting, head_of, one_pass
 from finch.training.padding_free_attention import Way, through_layers
+from finch.training.readouts import Outputs, Readout, read
 
-T = TypeVar("T")
 LOGITS_BYTES = 2**28
 """Bytes of the fp32 logits that are computed at a time. Where all fit they are kept for the backward: that saves a product with the head."""
 
@@ -73,155 +71,88 @@ class TokenLoss(nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        labels: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        layout: PaddingFree | None = None,
-        *,
-        num_top_logits: int = 0,
-        num_top_log_probs: int = 0,
-        has_kl: bool = False,
-        reference_log_probs: torch.Tensor | None = None,
-        reference_tokens: torch.Tensor | None = None,
-        choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        has_replay_kl: bool = False,
-        replay_targets: torch.Tensor | None = None,
-        replay_log_probs: torch.Tensor | None = None,
-        replay_tokens: torch.Tensor | None = None,
+        batch: Batch,
+        readouts: Sequence[Readout] = (),
         weighting: Weighting | None = None,
-        **inputs: Any,
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        replayed: Readout | None = None,
+    ) -> Outputs:
         """
         Args:
-            tokens: [batch, seq] int64.
-            labels: [batch, seq] int64, already shifted: ``labels[:, t]`` is the token after ``tokens[:, t]``; -100 where
-                ignored. With replayed rows, which are the last of ``tokens``, it has fewer rows.
-            targets: [number of targets] int64, positions in the flattened labels that are not -100. With it logits are computed
-                only there: prompts and padding cost neither time nor memory in the output layer. The collator counts them on
-                the host, since doing it on a GPU would need a synchronisation.
-            layout: the same tokens without padding, on which the decoder's layers then run where ``way`` is not "padded".
-            num_top_logits: how many of each token's largest logits to return as well.
-            num_top_log_probs: of how many of each token's most likely tokens to return the log-probabilities, see
-                :func:`finch.objectives.regularization.top_log_probs`.
-            has_kl: whether to return the KL divergence from the pretrained model as well.
-            reference_log_probs, reference_tokens: [number of targets, top_k + 1] and [number of targets, top_k], the pretrained
-                model's distributions, see :func:`finch.objectives.regularization.top_log_probs`. Without them it runs here.
-            choose: from logits [tokens, vocab] to tokens [tokens] int64, which are returned as well.
-            has_replay_kl: whether to return the sum of the KL divergence over the replayed tokens as well.
-            replay_targets, replay_log_probs, replay_tokens: of replayed rows: [number] positions in the flattened ``tokens``, after all
-                ``targets``; [number, top_k + 1] and [number, top_k] as of the reference.
+            batch: what :func:`finch.data.loader.model_inputs` leaves of one. ``tokens`` [batch, seq] int64. ``labels`` [batch, seq] int64, already
+                shifted: ``labels[:, t]`` is the token after ``tokens[:, t]``; -100 where ignored. With replayed rows, which are the last of
+                ``tokens``, it has fewer rows. ``targets`` [number of targets] int64, positions in the flattened labels that are not -100: with
+                it logits are computed only there, and prompts and padding cost neither time nor memory in the output layer. The collator
+                counts them on the host, since doing it on a GPU would need a synchronisation. ``layout``: the same tokens without
+                padding, on which the decoder's layers then run where ``way`` is not "padded". ``replay_targets`` [number] int64, those of
+                replayed rows, in the flattened ``tokens``. ``mask`` and ``input_pos``: the decoder's.
+            readouts: what to return besides the loss.
             weighting: how the outputs are summed to what is differentiated.
-            inputs: the decoder's other arguments (``mask``, ``input_pos``).
+            replayed: what is read at ``replay_targets``, and summed.
 
         Returns:
-            [batch, seq] cross-entropy in nats, fp32 (fp64 for an fp64 model), 0 where the label is ignored. With one of the options
-            a dictionary of it, ``loss``, and of ``top_logits`` [batch, seq, num_top_logits], ``top_log_probs`` and ``top_tokens``,
-            all detached, ``chosen`` [batch, seq], and ``kl`` [batch, seq] in nats with its graph; 0 where the label is ignored. With
-            ``weighting`` the dictionary also has ``total`` [] with its graph, and all else is detached but ``replay_kl`` [] in nats, which
-            is there if there are replayed rows.
+            ``loss``, [batch, seq] cross-entropy in nats, fp32 (fp64 for an fp64 model), and those of ``readouts``, [batch, seq, ...]; 0 where the
+            label is ignored. With ``weighting`` also ``total`` [] with its graph, and all else is detached but the outputs of ``replayed``, [].
         """
-        reference: list[torch.Tensor] = []
-        if has_kl and reference_log_probs is not None and reference_tokens is not None:
-            reference = [reference_log_probs, reference_tokens]
-        elif has_kl:  # before the decoder: FSDP2 prefetches in the backward what came last in the forward
-            reference = [self._reference_hidden(tokens, targets, layout, inputs)]
+        labels, targets = batch["labels"], batch.get("targets")
+        # Before the decoder: FSDP2 prefetches in the backward what came last in the forward.
+        readouts = [Readout(self._losses), *(each.with_rows(self, batch) for each in readouts)]
         every = targets
-        if targets is not None and replay_targets is not None:
-            every = torch.cat([targets, replay_targets])
+        if targets is not None and "replay_targets" in batch:
+            every = torch.cat([targets, batch["replay_targets"]])
         with self.offloading:  # only the layers' activations: logits would be too large to move
-            hidden = self._hidden(self.decoder, tokens, every, layout, inputs)
+            hidden = self._hidden(self.decoder, batch, every)
         flat_labels = _at_targets(labels.flatten(), targets)
-        hidden = self.decoder.norm(hidden)
-        if replay_targets is not None:
-            hidden, replayed = hidden[: len(flat_labels)], hidden[len(flat_labels) :]
-        # The embedding gives the vocabulary's size: a tied output layer has no weight of its own.
-        num_chunks = chunks_for(
-            len(hidden), self.decoder.tok_embeddings.weight.shape[0], self.num_chunks, has_kl=has_kl
-        )
-        token_outputs = functools.partial(
-            self._token_outputs, num_top_logits=num_top_logits, num_top_log_probs=num_top_log_probs, choose=choose
-        )
+        hidden, rest = self.decoder.norm(hidden).tensor_split([len(flat_labels)])
+        num_chunks = self._num_chunks(len(hidden), has_kl=any(each.is_wide for each in readouts))
         head = None if _keeps_logits(num_chunks) or weighting is None else head_of(self.decoder.output, weighting)
         if head is not None and weighting is not None:
             positions = torch.arange(labels.numel(), device=labels.device) if targets is None else targets
-            outputs = one_pass(
-                head,
-                hidden,
-                (flat_labels, *reference),
-                token_outputs,
-                weighting,
-                positions=positions,
-                shape=labels.shape,
-                num_chunks=num_chunks,
-            )
+            places: dict[str, Any] = {"positions": positions, "shape": labels.shape, "num_chunks": num_chunks}
+            outputs = one_pass(head, hidden, flat_labels, readouts, weighting, **places)
         else:
-            chunks = self._in_chunks(token_outputs, (hidden, flat_labels, *reference), num_chunks)
-            outputs = {
-                name: _scatter(torch.cat([each[name] for each in chunks]), targets, labels) for name in chunks[0]
-            }
+            found = self._in_chunks(hidden, flat_labels, readouts, num_chunks)
+            outputs = {name: _scatter(values, targets, labels) for name, values in found.items()}
             if weighting is not None:
                 detached = {name: values.detach() for name, values in outputs.items()}
                 outputs = {**detached, "total": weighting.total(weighting.weights(detached), outputs)}
-        if has_replay_kl and replay_log_probs is not None and replay_tokens is not None:
-            outputs["replay_kl"] = self._replay_kl(replayed, replay_log_probs, replay_tokens)
-        return outputs["loss"] if len(outputs) == 1 else outputs
+        if replayed is not None:
+            found = self._in_chunks(rest, None, [replayed], self._num_chunks(len(rest), has_kl=True))
+            outputs |= {name: values.sum() for name, values in found.items()}
+        return outputs
 
-    def _in_chunks(self, outputs_of: Callable[..., T], inputs: Sequence[torch.Tensor], num_chunks: int) -> list[T]:
-        """``outputs_of`` each chunk's logits and further ``inputs``, of which the first are hidden states; recomputed where they are not kept."""
+    def _losses(self, logits: torch.Tensor, labels: torch.Tensor) -> Outputs:
+        return {"loss": self.cross_entropy(logits, labels)}
 
-        def chunk_outputs(hidden: torch.Tensor, *others: torch.Tensor) -> T:
-            return outputs_of(self.decoder.output(hidden), *others)
+    def _num_chunks(self, num_tokens: int, *, has_kl: bool) -> int:
+        # The embedding gives the vocabulary's size: a tied output layer has no weight of its own.
+        return chunks_for(num_tokens, len(self.decoder.tok_embeddings.weight), self.num_chunks, has_kl=has_kl)
 
+    def _in_chunks(
+        self, hidden: torch.Tensor, labels: torch.Tensor | None, readouts: Sequence[Readout], num_chunks: int
+    ) -> Outputs:
+        """What is read of ``hidden`` [tokens, embed], [tokens, ...]; logits are recomputed in the backward where they are not kept."""
+
+        def read_chunk(hidden: torch.Tensor, *inputs: torch.Tensor) -> Outputs:
+            return read(readouts, self.decoder.output(hidden), *inputs)
+
+        labels = hidden.new_zeros(len(hidden)) if labels is None else labels
+        inputs = (hidden, labels, *(row for each in readouts for row in each.rows))
         is_kept = _keeps_logits(num_chunks)
-        return [
-            chunk_outputs(*chunk) if is_kept else checkpoint(chunk_outputs, *chunk, use_reentrant=False)
+        chunks = [
+            read_chunk(*chunk) if is_kept else checkpoint(read_chunk, *chunk, use_reentrant=False)
             for chunk in zip(*(each.chunk(num_chunks) for each in inputs), strict=True)
         ]
-
-    def _replay_kl(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """[] the sum over replayed tokens in nats, from hidden states [tokens, embed] and the pretrained model's distributions."""
-        vocabulary = self.decoder.tok_embeddings.weight.shape[0]
-        num_chunks = chunks_for(len(inputs[0]), vocabulary, self.num_chunks, has_kl=True)
-        return torch.cat(self._in_chunks(coarse_token_kl, inputs, num_chunks)).sum()
+        return {name: torch.cat([each[name] for each in chunks]) for name in chunks[0]}
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The decoder's parameters that require gradients, by name."""
         return {name: weight for name, weight in self.decoder.named_parameters() if weight.requires_grad}
 
-    def _token_outputs(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        *reference: torch.Tensor,
-        num_top_logits: int,
-        num_top_log_probs: int,
-        choose: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> dict[str, torch.Tensor]:
-        """``logits`` [tokens, vocab], ``labels`` [tokens], ``reference``: hidden states [tokens, embed], or top log-probabilities and their tokens."""
-        outputs = {"loss": self.cross_entropy(logits, labels)}
-        if num_top_logits:  # the objective raises for a vocabulary that is too small
-            outputs["top_logits"] = logits.detach().topk(min(num_top_logits, logits.shape[-1])).values
-        if num_top_log_probs:
-            top_k = min(num_top_log_probs, logits.shape[-1])
-            outputs["top_log_probs"], outputs["top_tokens"] = top_log_probs(logits, top_k)
-        if choose is not None:
-            outputs["chosen"] = choose(logits.detach())
-        if len(reference) == 1:
-            outputs["kl"] = token_kl(logits, self._reference_logits(*reference))
-        elif reference:
-            outputs["kl"] = coarse_token_kl(logits, *reference)
-        return outputs
-
-    def _hidden(
-        self,
-        decoder: TransformerDecoder,
-        tokens: torch.Tensor,
-        targets: torch.Tensor | None,
-        layout: PaddingFree | None,
-        inputs: dict[str, Any],
-    ) -> torch.Tensor:
+    def _hidden(self, decoder: TransformerDecoder, batch: Batch, targets: torch.Tensor | None) -> torch.Tensor:
         """[targets, embed] what the last layer returns at the targets, without them [batch * seq, embed]."""
+        tokens, layout = batch["tokens"], batch.get("layout")
         if layout is None or self.way == "padded":
+            inputs = {name: batch[name] for name in ("mask", "input_pos") if name in batch}
             return _at_targets(decoder(tokens, **inputs).flatten(0, 1), targets)
         # Not the decoder's forward, which refuses a row longer than its context.
         hidden = through_layers(decoder.layers, decoder.tok_embeddings, tokens, layout, self.way)
@@ -229,22 +160,20 @@ class TokenLoss(nn.Module):
         return hidden.index_select(0, layout.targets if targets is None else layout.targets[: len(targets)])
 
     @torch.no_grad()
-    def _reference_hidden(
-        self, tokens: torch.Tensor, targets: torch.Tensor | None, layout: PaddingFree | None, inputs: dict[str, Any]
-    ) -> torch.Tensor:
-        """[targets, embed] the pretrained model's hidden states after the final norm, in evaluation mode."""
+    def reference_hidden(self, batch: Batch) -> torch.Tensor:
+        """[targets, embed] the pretrained model's hidden states after the final norm, in evaluation mode; within :meth:`forward`."""
         reference = self.decoder if self.reference is None else self.reference
         was_training = reference.training
         reference.eval()
         with disable_adapter(reference):
-            hidden = self._hidden(reference, tokens, targets, layout, inputs)
+            hidden = self._hidden(reference, batch, batch.get("targets"))
         reference.train(was_training)
         normed: torch.Tensor = reference.norm(hidden)
         return normed
 
     @torch.no_grad()
-    def _reference_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, vocab] from [tokens, embed]."""
+    def reference_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, vocab] the pretrained model's, from [tokens, embed]; within :meth:`forward`."""
         output = (self.decoder if self.reference is None else self.reference).output
         is_module = isinstance(output, nn.Module)  # a tied output layer is none, and has no adapter
         with disable_adapter(output) if is_module else nullcontext():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -16,12 +15,13 @@ from finch.base.dtensor import to_local
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.instantiate import build, component_of
-from finch.data.loader import Batch
+from finch.data.loader import REFERENCES, Batch
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
 from finch.models.lora import adapter_layers
 from finch.objectives.regularization import KL
 from finch.training.chunked_loss import TokenLoss
+from finch.training.readouts import Readout, kl_from, kl_from_pretrained
 from finch.training.reference import ReferenceFile, ReferenceTopK, compute_reference_top_k
 from finch.weights.huggingface import PretrainedFolder
 
@@ -131,9 +131,11 @@ class KLPenalty:
         rows = data.order.micro_batches(self._parallel.data_parallel_rank, epoch, consumed)
         return (self._top_k.add_to(*each) for each in zip(batches, rows, strict=True))
 
-    def model_options(self) -> dict[str, Any]:
-        """The arguments with which the model returns the token KL; none where no gradient is computed."""
-        return {"has_kl": True} if self._settings is not None and torch.is_grad_enabled() else {}
+    def readouts(self, model: TokenLoss, batch: Batch) -> list[Readout]:
+        """The token KL of a micro-batch; nothing where no gradient is computed."""
+        if self._settings is None or not torch.is_grad_enabled():
+            return []
+        return [kl_from(*map(batch.__getitem__, REFERENCES)) if self.is_cached else kl_from_pretrained(model)]
 
     def start_step(self, targets: torch.Tensor) -> None:
         """``targets``: [], the number of target tokens of the step, over all ranks and micro-batches."""

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtune.modules import TiedLinear
 
-Outputs = dict[str, torch.Tensor]
+from finch.training.readouts import Outputs, Readout, read
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def head_of(output: Any, weighting: Weighting) -> Head | None:
 def one_pass(
     head: Head,
     hidden: torch.Tensor,
-    inputs: Sequence[torch.Tensor],
-    token_outputs: Callable[..., Outputs],
+    labels: torch.Tensor,
+    readouts: Sequence[Readout],
     weighting: Weighting,
     *,
     positions: torch.Tensor,
@@ -134,8 +134,8 @@ def one_pass(
     """
     Args:
         hidden: [tokens, embed] the head's input.
-        inputs: labels [tokens], and what belongs to the pretrained model [tokens, ...].
-        token_outputs: from a chunk's logits and ``inputs`` to outputs [tokens, ...], at least ``loss``.
+        labels: [tokens].
+        readouts: at least one of ``loss``.
         positions: [tokens] int64, of the tokens in the flattened labels.
         shape: of the labels, [batch, seq].
 
@@ -150,12 +150,14 @@ def one_pass(
                 outputs[name] = values.new_zeros(*shape, *values.shape[1:])
             outputs[name].flatten(0, 1).index_copy_(0, where, values.detach())
 
-    chunks = list(zip(*(each.chunk(num_chunks) for each in (positions, hidden.detach(), *inputs)), strict=True))
+    inputs = (positions, hidden.detach(), labels, *(row for each in readouts for row in each.rows))
+    chunks = list(zip(*(each.chunk(num_chunks) for each in inputs), strict=True))
     weights = None
     if not weighting.is_elementwise:
-        # Without the pretrained model's inputs: no weight depends on the KL, which the second pass computes.
-        for where, chunk, labels, *_ in chunks:
-            record(token_outputs(head.logits(chunk), labels), where)
+        # Without what needs the pretrained model: no weight depends on the KL, which the second pass computes.
+        own = [each for each in readouts if not each.rows]
+        for where, chunk, its_labels, *_ in chunks:
+            record(read(own, head.logits(chunk), its_labels), where)
         weights = weighting.weights(outputs)
     total, gradients = torch.zeros((), dtype=torch.float64, device=hidden.device), []
 
@@ -163,7 +165,7 @@ def one_pass(
         """A chunk's gradient; adds its share to ``total``. As a function it frees what it held before the products that follow."""
         logits.requires_grad_()
         with torch.enable_grad():
-            new = token_outputs(logits, *inputs)
+            new = read(readouts, logits, *inputs)
             # Before the weights: an elementwise objective reads this chunk's outputs at their places.
             record(new, where)
             known = weighting.weights(outputs) if weights is None else weights

@@ -26,6 +26,7 @@ from finch.objectives import IGNORE_INDEX
 from finch.objectives.replay import chooser, end_turn, uniform_draws
 from finch.training.chunked_loss import TokenLoss
 from finch.training.padding_free_attention import CALLS_ATTENTION
+from finch.training.readouts import chosen, top_tokens
 from finch.training.reference import ReferenceFile, compute_reference_top_k, fingerprint_of
 
 BATCH_ROWS, BATCH_TOKENS = 64, 16384
@@ -291,14 +292,15 @@ class _Batch:
         labels[:, -1] = 0  # whose loss is not used
         # The last place of each row only: a prompt's other tokens need no logits.
         targets = torch.arange(1, number + 1, device=new.device) * len(new) - 1
-        output = model(self._tokens[:, new], labels, targets, choose=choose, num_top_log_probs=top_k, **inputs)
+        batch = {"tokens": self._tokens[:, new], "labels": labels, "targets": targets, **inputs}
+        output = model(batch, [chosen(choose), top_tokens(top_k)] if top_k else [chosen(choose)])
         self._tokens = torch.cat([self._tokens, output["chosen"][:, -1:].to(self._tokens.dtype)], 1)
         if self._is_cached:
             self._num_cached = seq
-        chosen = self._tokens[:, -1].tolist()
+        last = self._tokens[:, -1].tolist()
         if not top_k:
-            return [chosen]
-        return [chosen, output["top_log_probs"][:, -1].cpu(), output["top_tokens"][:, -1].int().cpu()]
+            return [last]
+        return [last, output["top_log_probs"][:, -1].cpu(), output["top_tokens"][:, -1].int().cpu()]
 
 
 def _can_cache(model: TokenLoss) -> bool:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 from finch.objectives import IGNORE_INDEX, Objective
+from finch.training.readouts import Outputs, Readout, top_tokens
 from finch.weights.files import open_safetensors, save_tensors
 from finch.weights.huggingface import PretrainedFolder
 
@@ -38,16 +39,19 @@ _NUM_PIECES, _PIECE_BYTES = 64, 65536
 
 
 @torch.no_grad()
-def iter_outputs(model: nn.Module, loader: EvalLoader, **options: Any) -> Iterator[tuple[list[int], Batch, Any]]:
-    """This rank's share of a dataset in evaluation mode: row indices, their batch on the host, and what the model returns: token losses
-    [batch, seq] in nats, with ``options`` for its forward others."""
+def iter_outputs(
+    model: nn.Module, loader: EvalLoader, readouts: Callable[[Batch], Sequence[Readout]] = lambda _: ()
+) -> Iterator[tuple[list[int], Batch, Outputs]]:
+    """This rank's share of a dataset in evaluation mode: row indices, their batch on the host, and what the model returns of them and of what
+    ``readouts`` makes of the batch on the device."""
     parallel = loader.parallel
     is_shown = bool(loader.title) and parallel.is_rank_zero
     was_training = model.training
     model.eval()
     for rows, batch in track(loader, title=loader.title, total=len(loader), unit="batch", is_shown=is_shown):
         watchdog.heartbeat()
-        yield rows, batch, model(**model_inputs(to_device(batch, parallel.device)), **options)
+        moved = to_device(batch, parallel.device)
+        yield rows, batch, model(model_inputs(moved), readouts(moved))
     model.train(was_training)
 
 
@@ -56,8 +60,8 @@ def dataset_loss(model: nn.Module, loader: EvalLoader) -> float:
     """Token-weighted mean cross-entropy in nats; every target token weighs the same. Raises UserError if no sample has a target token."""
     # [sum of losses, number of target tokens]; fp64, for a sum over millions of tokens.
     sums = torch.zeros(2, dtype=torch.float64, device=loader.parallel.device)
-    for _, batch, token_loss in iter_outputs(model, loader):
-        sums[0] += token_loss.sum(dtype=torch.float64)
+    for _, batch, outputs in iter_outputs(model, loader):
+        sums[0] += outputs["loss"].sum(dtype=torch.float64)
         sums[1] += batch["targets"].numel()
     loss_sum, num_targets = loader.parallel.all_reduce_sum_(sums).tolist()
     if num_targets == 0:
@@ -250,8 +254,8 @@ def compute_reference_losses(model: nn.Module, loader: EvalLoader) -> ReferenceL
     if loader.is_once:
         # A row that stands for its equals counts as often as all of them are drawn.
         repeats = torch.zeros_like(first).index_add_(0, first, repeats)
-    for rows, batch, token_loss in iter_outputs(model, loader):
-        token_loss = token_loss.cpu()
+    for rows, batch, outputs in iter_outputs(model, loader):
+        token_loss = outputs["loss"].cpu()
         indices += rows
         num_targets += (batch["labels"] != IGNORE_INDEX).sum(1).tolist()
         losses.append(token_loss.flatten()[batch["targets"]])
@@ -328,7 +332,7 @@ def compute_reference_top_k(model: nn.Module, loader: EvalLoader, top_k: int) ->
     indices: list[int] = []
     num_targets: list[int] = []
     log_probs, tokens = [], []
-    for rows, batch, outputs in iter_outputs(model, loader, num_top_log_probs=top_k):
+    for rows, batch, outputs in iter_outputs(model, loader, lambda _: [top_tokens(top_k)]):
         indices += rows
         num_targets += (batch["labels"] != IGNORE_INDEX).sum(1).tolist()
         log_probs.append(outputs["top_log_probs"].cpu().flatten(0, 1)[batch["targets"]])

@@ -17,7 +17,7 @@ from finch.base.errors import Unavailable, UserError
 from finch.base.progress import duration
 from finch.config.schema import SelfReplay as Settings
 from finch.data.dataset import Samples
-from finch.data.loader import Batch
+from finch.data.loader import REPLAY, Batch
 from finch.data.prompts import (
     Prompts,
     check_context,
@@ -35,6 +35,7 @@ from finch.objectives import IGNORE_INDEX
 from finch.objectives.replay import rows_in_step
 from finch.training.chunked_loss import TokenLoss
 from finch.training.own_answers import OwnAnswers
+from finch.training.readouts import Readout, kl_from
 from finch.training.reference import model_settings
 from finch.weights.huggingface import PretrainedFolder
 
@@ -112,8 +113,10 @@ class SelfReplay:
     def start_step(self) -> None:
         self._sum = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
 
-    def model_options(self) -> dict[str, Any]:
-        return {} if self.settings is None else {"has_replay_kl": True}
+    def readout(self, batch: Batch) -> Readout | None:
+        """``replay_kl`` of a micro-batch; None where it has no replayed rows."""
+        has_replayed = self.settings is not None and REPLAY[0] in batch
+        return kl_from(batch[REPLAY[0]], batch[REPLAY[1]], "replay_kl") if has_replayed else None
 
     def add_to(self, total: torch.Tensor, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """[] ``total``, what a micro-batch differentiates, with its share of the penalty, FSDP2's mean over ranks undone."""

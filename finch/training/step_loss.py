@@ -19,6 +19,7 @@ from finch.data.loader import Batch, model_inputs
 from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
 from finch.objectives import EAFT, CrossEntropy, Objective, median
+from finch.training import readouts
 from finch.training.chunked_loss import TokenLoss
 from finch.training.config_checks import is_objective
 from finch.training.kl_penalty import KLPenalty
@@ -126,7 +127,7 @@ class StepLoss:
         """
         self.kl_penalty.start_step(targets)
         self.replay.start_step()
-        self.median.before_step(batches, lambda batch: model(**model_inputs(batch)))
+        self.median.before_step(batches, lambda batch: model(model_inputs(batch))["loss"])
 
     def __call__(self, model: TokenLoss, batch: Batch, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The forward pass of a micro-batch; ``scale`` [] multiplies the weighted sum of the token losses.
@@ -141,10 +142,10 @@ class StepLoss:
             return self.objective.weights(outputs["loss"], {**batch, **outputs})
 
         weighting = Weighting(weights, self.objective.is_elementwise and is_known, scale, self.kl_penalty.scale)
-        options = {**self.kl_penalty.model_options(), **self.replay.model_options()}
+        read = self.kl_penalty.readouts(model, batch)
         if "top_logits" in self.objective.needs:
-            options["num_top_logits"] = EAFT.num_logits
-        outputs = model(**model_inputs(batch), **options, weighting=weighting)
+            read = [readouts.top_logits(EAFT.num_logits), *read]
+        outputs = model(model_inputs(batch), read, weighting, self.replay.readout(batch))
         # Not within `weights`: an elementwise objective calls it with each chunk, while later losses are still 0.
         if is_known:
             self.median.observe(outputs["loss"], batch)

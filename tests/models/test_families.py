@@ -46,7 +46,8 @@ def test_logits_losses_and_gradients_equal_transformers(tmp_path, name, is_auto)
     labels[0, :9], labels[:, -1] = -100, -100
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
     targets = (labels.flatten() != -100).nonzero().squeeze(1)
-    token_loss = TokenLoss(decoder, num_chunks=3)(tokens, labels, targets)
+    batch = {"tokens": tokens, "labels": labels, "targets": targets}
+    token_loss = TokenLoss(decoder, num_chunks=3)(batch)["loss"]
     torch.testing.assert_close(token_loss, expected.view_as(labels), rtol=0, atol=atol)
     token_loss.mean().backward()
     expected.mean().backward()

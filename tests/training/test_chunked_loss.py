@@ -10,7 +10,7 @@ from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.models.llama3_2 import llama3_2
 
 from finch.objectives import DFT, CrossEntropy
-from finch.training import chunked_loss
+from finch.training import chunked_loss, readouts
 from finch.training.chunked_loss import TokenLoss
 
 
@@ -38,9 +38,12 @@ def test_token_loss_equals_cross_entropy(num_chunks, tied, at_targets):
     make = partial(llama3_2, tie_word_embeddings=True) if tied else llama2
     reference, decoder = make(**llama_args()), make(**llama_args())
     decoder.load_state_dict(reference.state_dict())
-    tokens, labels, targets = targets_of_a_batch()
+    batch = targets_of_a_batch()
+    tokens, labels = batch["tokens"], batch["labels"]
     expected = F.cross_entropy(reference(tokens).flatten(0, 1), labels.flatten(), reduction="none").view(3, 19)
-    found = TokenLoss(decoder, num_chunks)(tokens, labels, targets if at_targets else None)
+    if not at_targets:
+        del batch["targets"]
+    found = TokenLoss(decoder, num_chunks)(batch)["loss"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert found[2].abs().sum() == 0
 
@@ -53,15 +56,16 @@ def test_token_loss_equals_cross_entropy(num_chunks, tied, at_targets):
 def test_token_loss_without_targets_has_a_graph():
     """One rank's backward would fail otherwise, and the others wait."""
     decoder = llama2(**llama_args())
-    tokens, labels = torch.randint(0, 64, (2, 5)), torch.full((2, 5), -100)
-    TokenLoss(decoder, num_chunks=8)(tokens, labels, torch.empty(0, dtype=torch.long)).sum().backward()
+    batch = {"tokens": torch.randint(0, 64, (2, 5)), "labels": torch.full((2, 5), -100)}
+    batch["targets"] = torch.empty(0, dtype=torch.long)
+    TokenLoss(decoder, num_chunks=8)(batch)["loss"].sum().backward()
     assert not any(parameter.grad.any() for parameter in decoder.parameters())
 
 
 def test_token_loss_is_fp32_for_bf16_and_fp64_for_fp64():
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         model = TokenLoss(llama2(**llama_args()).to(dtype))
-        assert model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).dtype == expected
+        assert model(dict.fromkeys(("tokens", "labels"), torch.zeros(1, 4, dtype=torch.long)))["loss"].dtype == expected
 
 
 @pytest.mark.parametrize("kind", ["loss", "kl", "cached kl"])
@@ -69,11 +73,9 @@ def test_chunks_keep_no_logits(kind):
     """What autograd keeps: with one piece the logits of all tokens, with more none of them."""
     size = {**llama_args(), "vocab_size": 61}  # a number that nothing else has
     decoder, reference = llama2(**size), llama2(**size).requires_grad_(False)
-    tokens, labels = torch.randint(0, 61, (3, 19)), torch.randint(0, 61, (3, 19))
-    options = {} if kind == "loss" else {"has_kl": True}
-    if kind == "cached kl":
-        options |= {"reference_log_probs": torch.full((57, 4), 0.25).log()}
-        options |= {"reference_tokens": torch.arange(3).expand(57, 3)}
+    batch = {"tokens": torch.randint(0, 61, (3, 19)), "labels": torch.randint(0, 61, (3, 19))}
+    batch["targets"] = torch.arange(57)
+    cached = readouts.kl_from(torch.full((57, 4), 0.25).log(), torch.arange(3).expand(57, 3))
     for num_chunks in (1, 4):
         model, shapes = TokenLoss(decoder, num_chunks, reference if kind == "kl" else None), []
 
@@ -82,7 +84,7 @@ def test_chunks_keep_no_logits(kind):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(tokens, labels, torch.arange(57), **options)
+            model(batch, {"loss": [], "kl": [readouts.kl_from_pretrained(model)], "cached kl": [cached]}[kind])
         kept = [shape for shape in shapes if shape[-1:] == (61,) and shape != (32, 61)]  # not the weight
         assert bool(kept) == (num_chunks == 1)
 
@@ -90,11 +92,11 @@ def test_chunks_keep_no_logits(kind):
 @pytest.mark.parametrize("num_chunks", [1, 4])
 def test_token_loss_returns_top_logits(num_chunks):
     decoder = llama2(**llama_args())
-    tokens, labels, targets = targets_of_a_batch()
-    expected = decoder(tokens).topk(20).values.detach()
-    outputs = TokenLoss(decoder, num_chunks)(tokens, labels, targets, num_top_logits=20)
+    batch = targets_of_a_batch()
+    expected = decoder(batch["tokens"]).topk(20).values.detach()
+    outputs = TokenLoss(decoder, num_chunks)(batch, [readouts.top_logits(20)])
     assert outputs["loss"].requires_grad
-    expected[labels == -100] = 0
+    expected[batch["labels"] == -100] = 0
     torch.testing.assert_close(outputs["top_logits"], expected, rtol=0, atol=1e-5)
     assert not outputs["top_logits"].requires_grad
 
@@ -119,7 +121,7 @@ def logits_of(decoder, tokens):
 def targets_of_a_batch():
     tokens, labels = torch.randint(0, 64, (3, 19)), torch.randint(0, 64, (3, 19))
     labels[0, :7], labels[2] = -100, -100
-    return tokens, labels, (labels.flatten() != -100).nonzero().squeeze(1)
+    return {"tokens": tokens, "labels": labels, "targets": (labels.flatten() != -100).nonzero().squeeze(1)}
 
 
 def anchored_loss(logits, reference_logits, labels, *, is_dft, strength):
@@ -137,7 +139,7 @@ def anchored_loss(logits, reference_logits, labels, *, is_dft, strength):
 def test_token_kl_objectives_equal_plain_torch(is_dft, num_chunks):
     """Loss, KL and the gradients of all weights, in float64."""
     pretrained, decoder = two_decoders()
-    tokens, labels, targets = targets_of_a_batch()
+    tokens, labels, targets = (batch := targets_of_a_batch()).values()
     expected, divergence = anchored_loss(
         logits_of(decoder, tokens), logits_of(pretrained, tokens), labels, is_dft=is_dft, strength=0.1
     )
@@ -146,7 +148,7 @@ def test_token_kl_objectives_equal_plain_torch(is_dft, num_chunks):
     decoder.zero_grad()
 
     model = TokenLoss(decoder, num_chunks, pretrained.requires_grad_(False))
-    outputs = model(tokens, labels, targets, has_kl=True)
+    outputs = model(batch, [readouts.kl_from_pretrained(model)])
     weights = (DFT() if is_dft else CrossEntropy()).weights(outputs["loss"].detach(), {"labels": labels})
     loss = ((weights * outputs["loss"]).sum() + 0.1 * outputs["kl"].sum()) / len(targets)
     loss.backward()
@@ -160,13 +162,12 @@ def test_token_kl_objectives_equal_plain_torch(is_dft, num_chunks):
 
 def test_token_kl_from_cached_distributions():
     pretrained, decoder = two_decoders()
-    tokens, labels, targets = targets_of_a_batch()
-    exact = TokenLoss(decoder, 4, pretrained)(tokens, labels, targets, has_kl=True)["kl"]
+    batch, model = targets_of_a_batch(), TokenLoss(decoder, 4, pretrained)
+    exact = model(batch, [readouts.kl_from_pretrained(model)])["kl"]
     with torch.no_grad():
-        kept = TokenLoss(pretrained, 4)(tokens, labels, targets, num_top_log_probs=llama_args()["vocab_size"])
-    log_probs, top = (kept[name].flatten(0, 1)[targets] for name in ("top_log_probs", "top_tokens"))
-    reference = {"reference_log_probs": log_probs, "reference_tokens": top}
-    cached = TokenLoss(decoder, 4)(tokens, labels, targets, has_kl=True, **reference)["kl"]
+        kept = TokenLoss(pretrained, 4)(batch, [readouts.top_tokens(llama_args()["vocab_size"])])
+    reference = (kept[name].flatten(0, 1)[batch["targets"]] for name in ("top_log_probs", "top_tokens"))
+    cached = TokenLoss(decoder, 4)(batch, [readouts.kl_from(*reference)])["kl"]
     torch.testing.assert_close(cached, exact, rtol=0, atol=1e-12)
 
 
@@ -178,13 +179,13 @@ def test_token_kl_with_adapters_needs_no_second_model(in_output_layer):
     _, decoder = two_decoders(make)
     pretrained = llama2(**llama_args()).double()
     pretrained.load_state_dict({name: decoder.state_dict()[name] for name in pretrained.state_dict()})
-    tokens, labels, targets = targets_of_a_batch()
+    tokens, labels, targets = (batch := targets_of_a_batch()).values()
     _, expected = anchored_loss(
         logits_of(decoder, tokens), logits_of(pretrained, tokens), labels, is_dft=False, strength=0.1
     )
     model = TokenLoss(decoder, 4)
     for _ in range(2):
-        outputs = model(tokens, labels, targets, has_kl=True)
+        outputs = model(batch, [readouts.kl_from_pretrained(model)])
         torch.testing.assert_close(outputs["kl"].flatten()[targets], expected, rtol=0, atol=1e-12)
     assert expected.min() > 1e-4
     assert decoder.training

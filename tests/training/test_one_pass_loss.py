@@ -151,12 +151,11 @@ def test_one_pass_equals_recomputed(head, objective, kl, monkeypatch, passes):
 
 def test_one_pass_in_bf16_is_that_of_fp32_rounded(passes):
     gradients, batch = [], make_batch()
-    inputs = [batch[name] for name in ("tokens", "labels", "targets")]
     weighting = Weighting(lambda outputs: torch.ones_like(outputs["loss"]), True, torch.ones(()))
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         decoder = llama2(**llama_args()).to(torch.bfloat16).to(dtype)
-        TokenLoss(decoder, 8)(*inputs, weighting=weighting)["total"].backward()
+        TokenLoss(decoder, 8)(batch, weighting=weighting)["total"].backward()
         assert decoder.output.weight.grad.dtype == dtype
         gradients.append(decoder.output.weight.grad.float())
     assert len(passes) == 2
@@ -171,7 +170,7 @@ def test_one_pass_takes_three_products_with_the_head(is_elementwise, products):
     weighting = Weighting(lambda outputs: torch.exp(-outputs["loss"]), is_elementwise, torch.ones(()))
     model = TokenLoss(decoder, 4)
     with FlopCounterMode(display=False) as flops:
-        model(batch["tokens"], batch["labels"], batch["targets"], weighting=weighting)["total"].backward()
+        model(batch, weighting=weighting)["total"].backward()
     assert flops.get_total_flops() == products * 2 * len(batch["targets"]) * 32 * 64
 
 
@@ -192,10 +191,10 @@ def gradient_of(name, group=None, policy=None):
             model.float()
         fsdp.shard_model(model, decoder.layers, group, mixed_precision=policy)
         tokens, labels, scale = tokens.chunk(2)[group.rank], labels.chunk(2)[group.rank], 2 * scale
-    targets = (labels.flatten() != -100).nonzero().squeeze(1)
+    inputs = {"tokens": tokens, "labels": labels, "targets": (labels.flatten() != -100).nonzero().squeeze(1)}
     weighting = Weighting(lambda outputs: torch.exp(-outputs["loss"] / 3), True, scale)
     for _ in range(2):  # accumulates
-        model(tokens, labels, targets, weighting=weighting)["total"].backward()
+        model(inputs, weighting=weighting)["total"].backward()
     gradients = [weight.grad for weight in decoder.parameters() if weight.requires_grad]
     return torch.cat([dtensor.full_tensor(gradient).double().flatten() for gradient in gradients])
 

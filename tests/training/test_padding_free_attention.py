@@ -40,7 +40,7 @@ def model_of(name: str) -> TokenLoss:
 def losses_and_gradient(model: TokenLoss, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     layout = remove_padding(inputs["tokens"], inputs["targets"])
     assert len(layout.indices) > model.decoder.max_seq_len  # without padding the one row may be longer than the context
-    losses = model(**inputs, layout=layout)
+    losses = model({**inputs, "layout": layout})["loss"]
     gradients = torch.autograd.grad((losses * losses).sum(), list(model.parameters()))
     return losses.detach(), torch.cat([gradient.flatten() for gradient in gradients])
 
@@ -57,7 +57,7 @@ def test_losses_equal_the_padded_batch(name: str, way: str, prefix: int) -> None
     model, inputs = model_of(name), batch(prefix)
     losses, gradient = losses_and_gradient(model, inputs)
     with FlopCounterMode(display=False) as padded_flops:
-        model(**inputs)
+        model(inputs)
     if name == "gemma2":
         assert way_of(model, compile=True) == "padded"
         way = "per sample"
@@ -72,7 +72,7 @@ def test_losses_equal_the_padded_batch(name: str, way: str, prefix: int) -> None
     ):  # sees padding; its operations are counted, which torch does not do for a CPU's attention
         return
     with FlopCounterMode(display=False) as flops:
-        model(**inputs, layout=remove_padding(inputs["tokens"], inputs["targets"]))
+        model({**inputs, "layout": remove_padding(inputs["tokens"], inputs["targets"])})
     share = (sum(LENGTHS[:-1]) - 3 * prefix) / (len(LENGTHS) * max(LENGTHS))
     assert flops.get_total_flops() < 1.05 * share * padded_flops.get_total_flops()
 

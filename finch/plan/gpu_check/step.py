@@ -91,7 +91,7 @@ class Step:
         if "pretrained_token_loss" in self.loss.objective.needs:
             [batch] = self.batches(rows)
             with torch.no_grad():
-                losses = self._pretrained = self.model(**model_inputs(to_device(batch, self.device))).cpu()
+                losses = self._pretrained = self.model(model_inputs(to_device(batch, self.device)))["loss"].cpu()
             means = self.loss.objective.sequence_losses(losses, batch)
             self.loss.objective.prepare(losses.flatten()[batch["targets"]], means)
 
