@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+
+def add_run(parser: argparse.ArgumentParser, text: str) -> None:
+    """RUN, described by ``text``, and its pretrained folder."""
+    parser.add_argument("run", type=Path, metavar="RUN", help=text)
+    parser.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
+    add_checks(parser)
 
 
 def add_checks(parser: argparse.ArgumentParser) -> None:

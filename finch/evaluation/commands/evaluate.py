@@ -18,7 +18,7 @@ from finch.base.run_files import models_in
 from finch.cli.arguments import names
 from finch.cli.run import SAFE_PYTHON, prepare_launcher
 from finch.evaluation.commands.arguments import add_checks
-from finch.evaluation.results import SuiteResult, TaskResult, read_samples
+from finch.evaluation.results import SuiteResult, read_samples
 from finch.evaluation.tasks.registry import ALL, select_tasks
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from finch.evaluation.model_folders import ModelFolder
     from finch.evaluation.runner import Evaluation
-    from finch.evaluation.statistics import Mean
     from finch.evaluation.tasks.task import Task
 
 HARNESS = "<0.5,>=0.4.13"
@@ -36,67 +35,31 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    models = parser.add_argument_group("models")
-    models.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
-    models.add_argument(
-        "--tuned",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="DIR_OR_RUN",
-        help="tuned models: Hugging Face folders, PEFT adapters, or output folders of runs (their best epoch)",
-    )
-    tasks = parser.add_argument_group("tasks")
-    tasks.add_argument(
-        "--suite",
-        type=names,
-        default=[],
-        metavar="NAMES",
-        help="forgetting, reliability, knowledge, science, language or all; several with commas",
-    )
-    tasks.add_argument(
-        "--tasks",
-        type=names,
-        default=[],
-        metavar="NAMES",
-        help="only these tasks; without --suite also others of lm-eval",
-    )
-    tasks.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
-    tasks.add_argument(
-        "--data-root",
-        type=Path,
-        metavar="DIR",
-        help="folder of local data sets, as docs/evaluate.md lists them (default: the hub)",
-    )
-    tasks.add_argument(
-        "--include-path", type=Path, metavar="DIR", help="folder of YAML files of your own lm-eval tasks"
-    )
-    tasks.add_argument(
-        "--new-task",
-        type=names,
-        default=[],
-        metavar="NAMES",
-        help="which lm-eval tasks were learned; on the others a loss is forgetting",
-    )
-    run = parser.add_argument_group("how")
-    run.add_argument(
-        "--out",
-        type=Path,
-        default=Path("evaluation"),
-        metavar="DIR",
-        help="folder for results that no run owns (default: evaluation)",
-    )
-    run.add_argument("--batch-size", default="auto", metavar="N", help="rows of a batch, or auto (the default)")
-    run.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="of all models; auto: the base's on a GPU, fp32 on a CPU (the default)",
-    )
-    run.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU where there is one)")
-    run.add_argument(
-        "--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="processes, one per GPU"
-    )
+    add = parser.add_argument_group("models").add_argument
+    add("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
+    text = "tuned models: Hugging Face folders, PEFT adapters, or output folders of runs (their best epoch)"
+    add("--tuned", type=Path, nargs="+", default=[], metavar="DIR_OR_RUN", help=text)
+
+    add = parser.add_argument_group("tasks").add_argument
+    text = "forgetting, reliability, knowledge, science, language or all; several with commas"
+    add("--suite", type=names, default=[], metavar="NAMES", help=text)
+    text = "only these tasks; without --suite also others of lm-eval"
+    add("--tasks", type=names, default=[], metavar="NAMES", help=text)
+    add("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    text = "folder of local data sets, as docs/evaluate.md lists them (default: the hub)"
+    add("--data-root", type=Path, metavar="DIR", help=text)
+    add("--include-path", type=Path, metavar="DIR", help="folder of YAML files of your own lm-eval tasks")
+    text = "which lm-eval tasks were learned; on the others a loss is forgetting"
+    add("--new-task", type=names, default=[], metavar="NAMES", help=text)
+
+    add = parser.add_argument_group("how").add_argument
+    text = "folder for results that no run owns (default: evaluation)"
+    add("--out", type=Path, default=Path("evaluation"), metavar="DIR", help=text)
+    add("--batch-size", default="auto", metavar="N", help="rows of a batch, or auto (the default)")
+    text = "of all models; auto: the base's on a GPU, fp32 on a CPU (the default)"
+    add("--dtype", choices=DTYPES, default="auto", help=text)
+    add("--device", metavar="NAME", help="cpu or cuda (default: a GPU where there is one)")
+    add("--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="processes, one per GPU")
     add_checks(parser)
 
 
@@ -217,64 +180,53 @@ def _check_punkt() -> None:
         raise UserError(f"ifeval: NLTK's punkt_tab is missing; fetch it: {PUNKT}, or set NLTK_DATA") from error
 
 
-def _report(evaluation: Evaluation, tasks: list[Task]) -> str:
+def _report(evaluation: Evaluation, tasks: Sequence[Task]) -> str:
     from finch.evaluation.model_folders import labels
 
-    first, *rest = evaluation.targets
-    names_of_models = labels([target.folder for target in rest])
+    base, *tuned = evaluation.targets
+    models = ["base", *labels([target.folder for target in tuned])]
     parts = []
     for suite in evaluation.suites:
-        base = (first.output, evaluation.result(first, suite))
-        tuned = [
-            (label, target.output, evaluation.result(target, suite))
-            for label, target in zip(names_of_models, rest, strict=True)
+        results = [
+            (model, target.output, evaluation.result(target, suite))
+            for model, target in zip(models, evaluation.targets, strict=True)
         ]
-        names = [task.name for task in tasks if task.suite == suite]
-        parts.append(f"\n{suite}: {first.output / suite}.json\n{_table(base, tuned, names)}")
-        judged = [task.name for task in tasks if task.suite == suite and task.is_judged]
-        unscored = [folder for _, folder, result in tuned if any(result.tasks[name].score is None for name in judged)]
+        of_suite = [task for task in tasks if task.suite == suite]
+        table = _table(results, [task.name for task in of_suite])
+        parts.append(f"\n{suite}: {base.output / suite}.json\n{table}")
+        judged = [task.name for task in of_suite if task.is_judged]
+        unscored = [str(out) for _, out, each in results[1:] if any(each.tasks[name].score is None for name in judged)]
         if unscored:
-            parts.append(
-                f"not scored yet; compare the answers with a judge: finch judge {' '.join(map(str, unscored))}"
-            )
+            parts.append(f"not scored yet; compare the answers with a judge: finch judge {' '.join(unscored)}")
     return "\n".join(parts)
 
 
-def _table(base: tuple[Path, SuiteResult], tuned: Sequence[tuple[str, Path, SuiteResult]], tasks: Sequence[str]) -> str:
-    """One suite's table, scores in percent and deltas in points, then the tasks' definitions. A result comes after its folder."""
-    from finch.evaluation.statistics import mean_interval
+def _table(results: Sequence[tuple[str, Path, SuiteResult]], tasks: Sequence[str]) -> str:
+    """One suite's table, scores in percent and deltas in points, then the tasks' definitions; the base's result is the first."""
+    from finch.evaluation.statistics import mean_interval, paired_delta
 
-    folder, result = base
+    _, base_folder, base = results[0]
     rows = [["task", "metric", "model", "score", "delta", "95% interval", "n", "chance"]]
     for name in tasks:
-        task = result.tasks[name]
-        metric = task.metric if task.is_higher_better else f"{task.metric}, lower is better"
-        interval = "" if task.score is None else _margin(mean_interval(read_samples(folder, task)))
-        rows.append([name, metric, "base", _percent(task.score), "", interval, str(task.n), _percent(task.chance)])
-        for label, tuned_folder, tuned_result in tuned:
-            after = tuned_result.tasks[name]
-            rows.append(["", "", label, _percent(after.score), *_change(folder, task, tuned_folder, after)])
+        before = base.tasks[name]
+        samples = read_samples(base_folder, before)
+        metric = before.metric if before.is_higher_better else f"{before.metric}, lower is better"
+        for model, folder, result in results:
+            task, is_base = result.tasks[name], result is base
+            number, delta, margin = task.n, "", ""
+            if before.score is not None and task.score is not None:
+                measured = mean_interval(samples) if is_base else paired_delta(samples, read_samples(folder, task))
+                number, delta = measured.n, "" if is_base else f"{100 * measured.mean:+.1f}"
+                margin = "" if math.isnan(measured.low) else f"±{50 * (measured.high - measured.low):.1f}"
+            first, last = ([name, metric], _percent(task.chance)) if is_base else (["", ""], "")
+            rows.append([*first, model, _percent(task.score), delta, margin, str(number), last])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", *(f"{name}: {result.tasks[name].definition}" for name in tasks)])
-
-
-def _change(base_folder: Path, before: TaskResult, folder: Path, after: TaskResult) -> list[str]:
-    """Delta, its interval and n; chance is in the base's row."""
-    from finch.evaluation.statistics import paired_delta
-
-    if before.score is None or after.score is None:
-        return ["", "", str(after.n), ""]
-    delta = paired_delta(read_samples(base_folder, before), read_samples(folder, after))
-    return [f"{100 * delta.mean:+.1f}", _margin(delta), str(delta.n), ""]
+    return "\n".join([*lines, "", *(f"{name}: {base.tasks[name].definition}" for name in tasks)])
 
 
 def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f}"
-
-
-def _margin(interval: Mean) -> str:
-    return "" if math.isnan(interval.low) else f"±{50 * (interval.high - interval.low):.1f}"
 
 
 def _launch(number: int) -> None:

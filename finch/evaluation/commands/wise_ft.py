@@ -9,20 +9,13 @@ from finch.base.extras import require_extras
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
-    parser.add_argument(
-        "--tuned", type=Path, required=True, metavar="DIR", help="the tuned model's folder, a run's, or a sweep's"
-    )
-    parser.add_argument(
-        "--alpha", type=float, nargs="+", default=[0.5], help="the tuned model's share, or several (default: 0.5)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder for the results, one folder alpha_A for each alpha",
-    )
+    add = parser.add_argument
+    add("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
+    text = "the tuned model's folder, a run's, or a sweep's"
+    add("--tuned", type=Path, required=True, metavar="DIR", help=text)
+    add("--alpha", type=float, nargs="+", default=[0.5], help="the tuned model's share, or several (default: 0.5)")
+    text = "folder for the results, one folder alpha_A for each alpha"
+    add("--out", type=Path, required=True, metavar="DIR", help=text)
 
 
 def main(parsed: argparse.Namespace) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from finch.base.errors import UserError
 from finch.config.instantiate import did_you_mean
 from finch.evaluation.results import NEW, OLD, RELIABILITY
 from finch.evaluation.tasks import confidence, galician_alpaca, halueval, lm_eval_tasks, sciknoweval, tofu
 from finch.evaluation.tasks.task import Task
+
+_FORGETTING = partial(Task, suite="forgetting", role=OLD)
+_RELIABILITY = partial(Task, suite="reliability", role=RELIABILITY)
 
 _TOFU = Task(
     name="tofu",
@@ -24,7 +28,6 @@ _TOFU = Task(
     sources=(tofu.PERTURBED,),
     read_samples=tofu.samples,
     others=tofu.others,
-    uses_chat_template=True,
     chance=1 / 6,
 )
 
@@ -41,17 +44,14 @@ _SCIKNOWEVAL = Task(
     sources=(sciknoweval.ROWS,),
     read_samples=sciknoweval.samples,
     others=sciknoweval.others,
-    uses_chat_template=True,
     chance=1 / 4,
 )
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task(
+        _FORGETTING(
             name="hellaswag",
-            suite="forgetting",
-            role=OLD,
             metric="acc_norm",
             measure="HellaSwag of lm-eval, log-likelihood of the endings per character",
             lm_eval_names=("hellaswag",),
@@ -61,10 +61,8 @@ TASKS: dict[str, Task] = {
             uses_chat_template=False,
             chance=1 / 4,
         ),
-        Task(
+        _FORGETTING(
             name="winogrande",
-            suite="forgetting",
-            role=OLD,
             metric="acc",
             measure="WinoGrande XL of lm-eval, log-likelihood of the rest of the sentence after each option",
             lm_eval_names=("winogrande",),
@@ -73,10 +71,8 @@ TASKS: dict[str, Task] = {
             uses_chat_template=False,
             chance=1 / 2,
         ),
-        Task(
+        _FORGETTING(
             name="mmlu",
-            suite="forgetting",
-            role=OLD,
             metric="acc",
             measure="MMLU of lm-eval, log-likelihood of the letters; mean over the documents of all 57 subjects, as lm-eval's group mmlu weighs them",
             lm_eval_names=tuple(f"mmlu_{subject}" for subject in lm_eval_tasks.SUBJECTS),
@@ -87,22 +83,17 @@ TASKS: dict[str, Task] = {
             chance=1 / 4,
             is_divided=True,
         ),
-        Task(
+        _FORGETTING(
             name="ifeval",
-            suite="forgetting",
-            role=OLD,
             metric="prompt_level_strict_acc",
             measure="IFEval of lm-eval, prompts all of whose instructions are followed, strictly; greedy",
             lm_eval_names=("ifeval",),
             sources=(lm_eval_tasks.IFEVAL,),
             read_samples=lm_eval_tasks.ifeval_samples,
             others=lm_eval_tasks.ifeval_others,
-            uses_chat_template=True,
         ),
-        Task(
+        _RELIABILITY(
             name="truthfulqa",
-            suite="reliability",
-            role=RELIABILITY,
             metric="mc2",
             measure="TruthfulQA mc2 of lm-eval with its prompt of six questions, the share of the true answers in the probability of all answers",
             lm_eval_names=("truthfulqa_mc1", "truthfulqa_mc2"),
@@ -111,10 +102,8 @@ TASKS: dict[str, Task] = {
             others=lm_eval_tasks.truthfulqa_others,
             uses_chat_template=False,
         ),
-        Task(
+        _RELIABILITY(
             name="halueval",
-            suite="reliability",
-            role=RELIABILITY,
             metric="acc",
             measure=(
                 "HaluEval QA, question and two answers without the knowledge, which one is hallucinated: log-likelihood of the letter; both "
@@ -124,13 +113,10 @@ TASKS: dict[str, Task] = {
             sources=(halueval.ROWS,),
             read_samples=halueval.samples,
             others=halueval.others,
-            uses_chat_template=True,
             chance=1 / 2,
         ),
-        Task(
+        _RELIABILITY(
             name="confidence",
-            suite="reliability",
-            role=RELIABILITY,
             metric="brier",
             measure=(
                 "Brier score of verbalised confidence on TruthfulQA: (confidence - right)^2 over parsed responses; the right option and three "
@@ -140,7 +126,6 @@ TASKS: dict[str, Task] = {
             sources=(lm_eval_tasks.TRUTHFULQA,),
             read_samples=confidence.samples,
             others=confidence.others,
-            uses_chat_template=True,
             chance=3 / 16,  # any letter with the confidence 25
             is_higher_better=False,
         ),
@@ -178,7 +163,6 @@ TASKS: dict[str, Task] = {
             sources=(galician_alpaca.ROWS,),
             read_samples=galician_alpaca.samples,
             others=galician_alpaca.others,
-            uses_chat_template=True,
             is_judged=True,
         ),
     )

@@ -96,7 +96,7 @@ def _read(file: Path, mtime: int) -> tuple[Row, ...]:
     return tuple(read_rows(file, "json"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A task of `finch evaluate`.
 
@@ -108,8 +108,8 @@ class Task:
         measure: what is measured and how, without the prompt's form.
         lm_eval_names: the lm-eval tasks that it runs; their documents are joined.
         read_samples: from lm-eval's documents to samples; its argument has the ``lm_eval_names`` in their order.
-        uses_chat_template: whether the prompt is a user's turn where the tokenizer has a chat template.
         sources: its rows, the first one those that are scored.
+        uses_chat_template: whether the prompt is a user's turn where the tokenizer has a chat template.
         others: from samples to further metrics by name; None where no sample counts.
         chance: the expected score of a model that guesses; None where there is no such number.
         is_higher_better: False for errors.
@@ -125,8 +125,8 @@ class Task:
     measure: str
     lm_eval_names: tuple[str, ...]
     read_samples: Callable[[Records], list[Sample]]
-    uses_chat_template: bool
     sources: tuple[Source, ...] = ()
+    uses_chat_template: bool = True
     others: Callable[[Sequence[Sample]], dict[str, float | None]] = lambda samples: {}
     chance: float | None = None
     is_higher_better: bool = True
