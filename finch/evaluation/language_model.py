@@ -9,6 +9,7 @@ times as long, and 40,000 requests a minute more. It knows neither the model nor
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
@@ -28,7 +29,8 @@ from finch.base.errors import UserError
 from finch.base.files import atomic_file, read_bytes, write_text
 from finch.base.log import logger
 from finch.base.progress import EvaluationProgress
-from finch.evaluation.loading import Ranks, hash_values
+from finch.distributed.parallel import Parallel
+from finch.evaluation.loading import hash_values
 
 _TOKENS_PER_REQUEST = 5
 """Generated tokens that take about as long as a log-likelihood; measured on a CPU, estimated for a GPU."""
@@ -83,15 +85,11 @@ class AnswerCache:
 
 def _read_answers(path: Path, key: str) -> dict[str, list[Any]]:
     batches: dict[str, list[Any]] = {}
-    try:
-        lines = read_bytes(path).decode().splitlines()
-        if not lines or json.loads(lines[0]) != {"key": key}:
-            return {}
-        for line in lines[1:]:
-            entry = json.loads(line)
-            batches[entry["batch"]] = entry["answers"]
-    except (OSError, ValueError, KeyError):  # a line that was cut off
-        pass
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no file, or a line that was cut off
+        first, *lines = read_bytes(path).decode().splitlines()
+        if json.loads(first) == {"key": key}:
+            for line in map(json.loads, lines):
+                batches[line["batch"]] = line["answers"]
     return batches
 
 
@@ -197,7 +195,7 @@ class LanguageModel(HFLM):
         *,
         name: str,
         batch_size: int | str,
-        ranks: Ranks,
+        ranks: Parallel,
         progress: EvaluationProgress,
     ) -> None:
         # Lengths, sampling and penalties are the task's, not the folder's: generate() takes from here what a call leaves open.
@@ -211,7 +209,7 @@ class LanguageModel(HFLM):
         model.generation_config = GenerationConfig(**special)
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1, softmax_dtype="float32")
         self._name, self._row_limit, self._ranks, self._progress = name, batch_size, ranks, progress
-        self._rank, self._world_size = ranks.rank, ranks.size
+        self._rank, self._world_size = ranks.rank, ranks.world_size
         self._requests: Sequence[Instance] = []
         self._cache: AnswerCache | None = None
         self._logits_to_keep = 0
@@ -229,14 +227,14 @@ class LanguageModel(HFLM):
     # Between processes, in place of accelerate's.
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(self._ranks.gather(tensor.item()))
+        return torch.tensor(self._ranks.gather_all_ranks(tensor.item()))
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        values = self._ranks.gather(obj)
+        values = self._ranks.gather_all_ranks(obj)
         return values if self.rank == dst else None
 
     def barrier(self) -> None:
-        self._ranks.barrier()
+        self._ranks.gather_all_ranks(None)
 
     # Log-likelihoods
 
@@ -326,7 +324,7 @@ class LanguageModel(HFLM):
             settings = dict(normalize_gen_kwargs(dict(requests[indices[0]].args[1]), self.max_gen_toks))
             settings["until"] = [*settings["until"], *self._user_header]
             room = min(settings["max_gen_toks"], self.max_length // 2)
-            if room < settings["max_gen_toks"] and self._ranks.is_first:
+            if room < settings["max_gen_toks"] and self._ranks.is_rank_zero:
                 logger.warning(
                     f"{self._name}: answers to {requests[0].task_name} end after {room} tokens in place of "
                     f"{settings['max_gen_toks']}: the model's context has {self.max_length}"
@@ -389,7 +387,7 @@ class LanguageModel(HFLM):
         return answers
 
     def _warn_of_truncated(self, number: int, total: int) -> None:
-        if number and self._ranks.is_first:
+        if number and self._ranks.is_rank_zero:
             logger.warning(
                 f"{self._name}: {number} of {total} requests are longer than the model's {self.max_length} tokens and lose their beginning"
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.foreign import offline
 from finch.config.instantiate import first_line
-from finch.distributed.parallel import launched_rank, launched_ranks
+from finch.distributed.parallel import Parallel, launched_rank, launched_ranks, local_device
 from finch.distributed.processes import die_with_parent
 from finch.evaluation.model_folders import ModelFolder, weight_files
 from finch.models.chat_template import read_chat_template, try_template
@@ -41,44 +40,22 @@ SHORT = 12
 _TIMEOUT = timedelta(weeks=1)  # a rank with short answers waits for one with long ones
 
 
-class Ranks:
-    """This process and its peers; the only one where no launcher started it.
+def join_ranks(device: str | None) -> Parallel:
+    """This process and its peers, with the device that it evaluates on; the only one where no launcher started it.
 
     Documents and results travel as Python objects through gloo, since the devices exchange nothing.
+
+    Args:
+        device: ``cuda``, ``cpu`` and the like; None: a GPU where there is one.
+
+    Raises:
+        UserError: there is no such device.
     """
-
-    def __init__(self) -> None:
-        self.rank, self.size = launched_rank(), launched_ranks()
-        if self.size > 1 and not distributed.is_initialized():
-            die_with_parent()
-            distributed.init_process_group("gloo", timeout=_TIMEOUT)
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ranks."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value)
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value."""
-        return self.gather(value if self.is_first else None)[0]
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            distributed.barrier()
-
-    def device(self, name: str | None) -> torch.device:
-        """Of this rank. ``name``: ``cuda``, ``cpu`` and the like; None: a GPU where there is one."""
-        if name is None:
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        local_rank = int(os.environ["LOCAL_RANK"]) if self.size > 1 else 0
-        return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
+    place = Parallel(local_device(device), launched_rank(), launched_ranks())
+    if place.world_size > 1 and not distributed.is_initialized():
+        die_with_parent()
+        distributed.init_process_group("gloo", timeout=_TIMEOUT)
+    return place
 
 
 def resolve_dtype(dtype: str, base: Path, device: torch.device) -> str:

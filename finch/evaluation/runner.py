@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from finch.base.files import make_folder
 from finch.base.log import logger
 from finch.base.progress import EvaluationProgress
 from finch.base.run_files import inside
+from finch.distributed.parallel import Parallel
 from finch.evaluation.harness import Harness
 from finch.evaluation.judge import answers_definition
-from finch.evaluation.loading import SHORT, Ranks, hash_values, hash_vocabulary, hash_weights, load_model
+from finch.evaluation.loading import SHORT, hash_values, hash_vocabulary, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder, training_questions
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
 from finch.evaluation.tasks.task import Task, average
@@ -40,7 +41,6 @@ class Options:
         limit: documents per task; None: all.
         dtype: a key of ``finch.evaluation.loading.DTYPES``.
         batch_size: rows, or ``auto``.
-        device: None: a GPU where there is one.
         trust: the tuned runs are the user's own, see :func:`finch.config.foreign.read_config_of`.
     """
 
@@ -49,7 +49,6 @@ class Options:
     limit: int | None = None
     dtype: str = "fp32"
     batch_size: int | str = "auto"
-    device: str | None = None
     trust: bool = False
 
 
@@ -76,7 +75,7 @@ class Evaluation:
         tasks: Sequence[Task],
         harness: Harness,
         options: Options,
-        ranks: Ranks,
+        ranks: Parallel,
     ) -> None:
         self._tasks, self._harness, self._options, self._ranks = tasks, harness, options, ranks
         self.settings: dict[str, str | int | float | bool | None] = {
@@ -86,7 +85,7 @@ class Evaluation:
             "prompt": "chat template" if harness.has_chat_template else "plain prompt",
             "tokenizer": hash_values(hash_vocabulary(harness.tokenizer), harness.tokenizer.chat_template)[:SHORT],
         }
-        hashes = ranks.broadcast([hash_weights(folder) for folder in (base, *tuned)] if ranks.is_first else None)
+        hashes = self._of_first(lambda: [hash_weights(folder) for folder in (base, *tuned)])
         self.targets = [
             Target(folder, weights, self._output(folder, weights))
             for folder, weights in zip((base, *tuned), hashes, strict=True)
@@ -100,7 +99,7 @@ class Evaluation:
         """Evaluates what no result file has yet."""
         todo = [(target, self._missing(target)) for target in self.targets]
         estimates = [self._harness.num_requests(task) for _, tasks in todo for task in tasks]
-        progress = EvaluationProgress(estimates, is_shown=self._ranks.is_first)
+        progress = EvaluationProgress(estimates, is_shown=self._ranks.is_rank_zero)
         try:
             for target, tasks in todo:
                 if tasks:
@@ -114,7 +113,7 @@ class Evaluation:
         """One evaluation at a time writes into a folder, by rank 0's lock, which ends with its process; yields whether this one has waited."""
         has_waited = False
         with contextlib.ExitStack() as stack:
-            if self._ranks.is_first:
+            if self._ranks.is_rank_zero:
                 make_folder(self._place(target))
                 lock = FileLock(target.output / ".lock", fallback_to_soft=False)
                 with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
@@ -125,14 +124,18 @@ class Evaluation:
                         has_waited = True
                         lock.acquire()
                     stack.callback(lock.release)
-            yield self._ranks.broadcast(has_waited)
+            yield self._of_first(lambda: has_waited)
+
+    def _of_first(self, find: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on all ranks."""
+        return self._ranks.gather_all_ranks(find() if self._ranks.is_rank_zero else None)[0]
 
     def result(self, target: Target, suite: str) -> SuiteResult:
         return read_result(target.output / f"{suite}.json")
 
     def _missing(self, target: Target) -> list[Task]:
         """The tasks without a result of this model with these settings, as rank 0 finds them."""
-        names = self._ranks.broadcast(self._find_missing(target) if self._ranks.is_first else None)
+        names = self._of_first(lambda: self._find_missing(target))
         return [task for task in self._tasks if task.name in names]
 
     def _find_missing(self, target: Target) -> list[str]:
@@ -186,12 +189,11 @@ class Evaluation:
         from finch.evaluation.language_model import AnswerCache, LanguageModel
 
         run = target.folder.run
-        trust, is_first = self._options.trust, self._ranks.is_first
+        trust, is_first = self._options.trust, self._ranks.is_rank_zero
         questions = training_questions(run, trust=trust) if run is not None and is_first else None
-        device = self._ranks.device(self._options.device)
         progress.set_title(f"{target.folder.label}: loading")
         model = LanguageModel(
-            load_model(target.folder, self._options.dtype, device),
+            load_model(target.folder, self._options.dtype, self._ranks.device),
             self._harness.tokenizer,
             name=str(target.folder),
             batch_size=self._options.batch_size,
@@ -201,7 +203,7 @@ class Evaluation:
         for task in tasks:
             progress.start_task(f"{target.folder.label}: {task.name}")
             definition = task.definition(self._harness.has_chat_template)
-            number = f".rank{self._ranks.rank}of{self._ranks.size}" if self._ranks.size > 1 else ""
+            number = f".rank{self._ranks.rank}of{self._ranks.world_size}" if self._ranks.world_size > 1 else ""
             cache = AnswerCache(
                 target.output / f"{task.suite}.{task.name}.answers{number}.jsonl",
                 hash_values(target.weights, self.settings, definition),
@@ -213,8 +215,8 @@ class Evaluation:
                 records = self._harness.evaluate(model, task)
                 if records is not None:
                     self._write(target, task, definition, task.samples(records, questions))
-            self._ranks.barrier()
-            if self._ranks.is_first:  # of all ranks, and of an earlier start with another number of them
+            self._ranks.gather_all_ranks(None)
+            if self._ranks.is_rank_zero:  # of all ranks, and of an earlier start with another number of them
                 self._remove_answers(target, task.suite, task.name)
 
     def _remove_answers(self, target: Target, suite: str, name: str) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from benchmarks.tiny_text import WORDS
 from finch.base.errors import UserError
 from finch.base.progress import EvaluationProgress
+from finch.distributed.parallel import Parallel
 from finch.evaluation.language_model import (
     AnswerCache,
     LanguageModel,
@@ -20,7 +21,6 @@ from finch.evaluation.language_model import (
     group_rows,
     logits_to_keep,
 )
-from finch.evaluation.loading import Ranks
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def make(base_folder, model):
             AutoTokenizer.from_pretrained(base_folder, **options),
             name="--base=here",
             batch_size=batch_size,
-            ranks=Ranks(),
+            ranks=Parallel(torch.device("cpu")),
             progress=EvaluationProgress([], is_shown=False),
         )
 

@@ -74,31 +74,24 @@ def main(parsed: argparse.Namespace) -> None:
     from finch.distributed.parallel import is_launched
     from finch.evaluation.custom_tasks import custom_task
     from finch.evaluation.harness import Harness, has_chat_template, quiet_harness, task_manager
-    from finch.evaluation.loading import Ranks, resolve_dtype
+    from finch.evaluation.loading import join_ranks, resolve_dtype
     from finch.evaluation.runner import Evaluation, Options
 
     if parsed.nproc_per_node > 1 and not is_launched():
         _launch(parsed.nproc_per_node)
         return
     with quiet_harness():
-        ranks = Ranks()
+        ranks = join_ranks(parsed.device)
         is_chat = has_chat_template(tokenizer)
         manager = task_manager(parsed.data_root, is_chat, parsed.include_path, others)
         new = parsed.new_task
         tasks += [custom_task(name, manager, is_new=name in new, has_chat_template=is_chat) for name in others]
         harness = Harness(manager, tasks, tokenizer, parsed.limit)
-        options = Options(
-            out=parsed.out,
-            data_root=parsed.data_root,
-            limit=parsed.limit,
-            dtype=resolve_dtype(parsed.dtype, base.path, ranks.device(parsed.device)),
-            batch_size=parsed.batch_size,
-            device=parsed.device,
-            trust=parsed.trust,
-        )
+        dtype = resolve_dtype(parsed.dtype, base.path, ranks.device)
+        options = Options(parsed.out, parsed.data_root, parsed.limit, dtype, parsed.batch_size, parsed.trust)
         evaluation = Evaluation(base, tuned, tasks, harness, options, ranks)
         evaluation.run()
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             print(printable(_report(evaluation, tasks)))
     exit_without_teardown()
 

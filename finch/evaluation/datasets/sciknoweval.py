@@ -61,14 +61,10 @@ def sciknoweval_dataset(
     check_part(part, PARTS)
     check_packing(tokenizer, packed)
     check_fractions(part, validation_fraction, test_fraction)
-    is_hub = data_files is None
-    files, reader = files_and_source(source if is_hub else None, data_files)
-    split = split or ("test" if is_hub else "train")
-    table = load_table(reader, data_files, files, name=name if is_hub else None, split=split)
+    table, reader = _load(source, name, split, data_files)
     columns = _columns(table.column_names, column_map)
-    indices = _rows_of(table, domain, level)
-    indices = _part(table, columns, indices, part, validation_fraction, test_fraction, split_seed)
-    table = table.select(indices)
+    shares = {"validation_fraction": validation_fraction, "test_fraction": test_fraction, "seed": split_seed}
+    table = table.select(_part(table, columns, _rows_of(table, domain, level), part, shares))
     _log_targets(table, columns, part)
     return tokenized(
         tokenizer,
@@ -112,15 +108,15 @@ def sciknoweval_solutions_dataset(
     check_part(part, PARTS)
     check_packing(tokenizer, packed)
     check_fractions(part, validation_fraction, test_fraction)
-    asked = _load_questions(source, name, questions)
+    asked, _ = _load(source, name, None, questions)
     columns = _columns(asked.column_names, None)
     rows = _rows_of(asked, domain, level)
     texts = [_plain(text) for text in asked[columns["question"]]]
-    chosen = {texts[row] for row in _part(asked, columns, rows, part, validation_fraction, test_fraction, split_seed)}
+    shares = {"validation_fraction": validation_fraction, "test_fraction": test_fraction, "seed": split_seed}
+    chosen = {texts[row] for row in _part(asked, columns, rows, part, shares)}
     by_length = sorted({texts[row] for row in rows} - {""}, key=len, reverse=True)
 
-    files, reader = files_and_source(None, data_files)
-    table = load_table(reader, data_files, files, name=None, split="train")
+    table, reader = _load(source, name, None, data_files)
     if missing := [field for field in SOLUTION_FIELDS if field not in table.column_names]:
         raise UserError(
             f"dataset.data_files: the rows have no field {missing[0]!r}; solutions have {' and '.join(SOLUTION_FIELDS)}"
@@ -142,11 +138,12 @@ def sciknoweval_solutions_dataset(
     )
 
 
-def _load_questions(source: str, name: str | None, questions: str | list[str] | None) -> Table:
-    if questions is None:
-        return load_table(source, None, [], name=name, split="test")
-    files, reader = files_and_source(None, questions)
-    return load_table(reader, questions, files, name=None, split="train")
+def _load(source: str, name: str | None, split: str | None, data_files: str | list[str] | None) -> tuple[Table, str]:
+    """The rows of ``data_files``, or without them those of the hub, where all are in the split ``test``; and their reader."""
+    is_hub = data_files is None
+    files, reader = files_and_source(source if is_hub else None, data_files)
+    split = split or ("test" if is_hub else "train")
+    return load_table(reader, data_files, files, name=name if is_hub else None, split=split), reader
 
 
 def _question_in(messages: Any, questions: Sequence[str]) -> str | None:
@@ -230,18 +227,15 @@ def _columns(names: list[str], column_map: Mapping[str, str] | None) -> dict[str
 
 def _rows_of(table: Table, domain: str | None, level: str | None) -> list[int]:
     """The numbers of the rows of a domain and level, from 0."""
-    if domain is None and level is None:
-        return list(range(len(table)))
     for key, value, column in (("domain", domain, "domain"), ("level", level, "details")):
         if value is not None and column not in table.column_names:
             raise UserError(
                 f"dataset.{key}={value} needs rows with a field {column!r}; set dataset.{key}=null to take all of them"
             )
-    domains = table["domain"] if domain is not None else [None] * len(table)
-    levels = (
-        [(details or {}).get("level") for details in table["details"]] if level is not None else [None] * len(table)
-    )
-    kinds = list(zip(domains, levels, strict=True))
+    nothing = [None] * len(table)
+    domains = nothing if domain is None else table["domain"]
+    details = nothing if level is None else table["details"]
+    kinds = [(name, (each or {}).get("level")) for name, each in zip(domains, details, strict=True)]
     indices = [index for index, kind in enumerate(kinds) if kind == (domain, level)]
     if not indices:
         known = ", ".join(sorted({" ".join(str(name) for name in kind if name is not None) for kind in kinds}))
@@ -250,23 +244,14 @@ def _rows_of(table: Table, domain: str | None, level: str | None) -> list[int]:
 
 
 def _part(
-    table: Table,
-    columns: Mapping[str, str],
-    indices: list[int],
-    part: str,
-    validation_fraction: float,
-    test_fraction: float,
-    seed: int,
+    table: Table, columns: Mapping[str, str], indices: list[int], part: str, shares: Mapping[str, Any]
 ) -> list[int]:
-    """The numbers of a part's rows, of those in ``indices``."""
+    """The numbers of a part's rows, of those in ``indices``; ``shares`` are arguments of :func:`part_indices`."""
     if part == ALL:
         return indices
     questions, choices = (list(table[columns[field]]) for field in ("question", "choices"))
     contents = [(questions[index], choices[index]) for index in indices]
-    chosen = part_indices(
-        contents, part, validation_fraction=validation_fraction, test_fraction=test_fraction, seed=seed
-    )
-    return [indices[index] for index in chosen]
+    return [indices[index] for index in part_indices(contents, part, **shares)]
 
 
 def _log_targets(table: Table, columns: Mapping[str, str], part: str) -> None:
