@@ -20,7 +20,7 @@ from finch.base.extras import require_extras
 from finch.base.files import PARTIAL, atomic_file
 from finch.base.log import quiet_dependencies
 from finch.cli.arguments import Parser, positive
-from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, read_log
+from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, count_calls
 
 PROMPT = (
     "Translate the user's message into {language}. Keep its exact meaning: add nothing, leave nothing out, and do not answer it or carry "
@@ -130,12 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
     translation = read_translation(parsed.data_files, parsed.language, parsed.model, parsed.limit)
     log_path = out.with_name(out.name + ".requests")  # not .jsonl, so that no pattern takes it for rows
     if parsed.dry_run:
-        answers, requests = read_log(log_path)[0], translation.requests()
-        limits = [request.token_limit for request in requests if request.key not in answers]
-        print(
-            f"{len(translation.rows):,} rows, {len(requests):,} different texts, {len(requests) - len(limits):,} of them translated before; the "
-            f"other {len(limits):,} take at most {sum(limits):,} tokens; nothing was sent"
-        )
+        calls = count_calls(log_path, translation.requests(), "texts", "translated")
+        print(f"{len(translation.rows):,} rows, {calls}")
         return
     with RequestLog(log_path, parsed.max_tokens_budget) as log:
         try:

@@ -162,16 +162,13 @@ def choose(front: Front, choice: Choice) -> Point:
         budget = choice.budget
         return _boundary(front, lambda point: budget - point.forgotten, front.at(1), front.at(0))
     while front.is_open:
-        best = front.knee()
-        points = list(front)
+        best, points = front.knee(), list(front)
         place = points.index(best)
-        gaps = [
-            (other, abs(other.alpha - best.alpha)) for other in points[max(0, place - 1) : place + 2] if other != best
-        ]
-        widest, gap = max(gaps, key=lambda each: each[1])
-        if gap < 0.1:
+        neighbours = [*points[max(0, place - 1) : place], *points[place + 1 : place + 2]]
+        other = max(neighbours, key=lambda each: abs(each.alpha - best.alpha))
+        if abs(other.alpha - best.alpha) < 0.1:
             break
-        front.at(round((best.alpha + widest.alpha) / 2, 3))
+        front.at(round((best.alpha + other.alpha) / 2, 3))
     return front.knee()
 
 
@@ -201,7 +198,6 @@ def exponent(front: Front) -> float | None:
 
 def describe(front: Front, chosen: Point, choice: Choice) -> list[str]:
     """What was chosen and why, in sentences."""
-    end = front.at(1)
     how = "the knee: the largest difference of the learned share and the forgotten share"
     if choice.alpha is not None:
         how = "as given"
@@ -211,7 +207,7 @@ def describe(front: Front, chosen: Point, choice: Choice) -> list[str]:
         how = f"the largest evaluated one that forgets at most {choice.budget:g} nats per token"
     lines = [
         f"alpha {chosen.alpha:g}, {how}: {front.learned_share(chosen):.0%} of what was learned, "
-        f"{front.forgotten_share(chosen):.0%} of what was forgotten ({chosen.forgotten:.4f} of {end.forgotten:.4f} nats per token)"
+        f"{front.forgotten_share(chosen):.0%} of what was forgotten ({chosen.forgotten:.4f} of {front.at(1).forgotten:.4f} nats per token)"
     ]
     power = exponent(front) if 0.5 in front.points else None
     if chosen.alpha == 1:

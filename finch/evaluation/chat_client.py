@@ -9,7 +9,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -129,6 +129,16 @@ def read_log(path: Path) -> tuple[dict[str, str], int]:
             tokens += int(entry["tokens"])
             answers |= {entry["key"]: entry["text"]} if entry.get("text") else {}
     return answers, tokens
+
+
+def count_calls(path: Path, requests: Collection[ChatRequest], what: str, done: str) -> str:
+    """What a start with the log at ``path`` would send, in a sentence: so many different ``what``, some of them ``done`` before."""
+    answers, _ = read_log(path)
+    limits = [request.token_limit for request in requests if request.key not in answers]
+    return (
+        f"{len(requests):,} different {what}, {len(requests) - len(limits):,} of them {done} before; the other {len(limits):,} take at most "
+        f"{sum(limits):,} tokens; nothing was sent"
+    )
 
 
 class ChatClient:

@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,8 @@ CPU_BYTES, GPU_SHARE = 2**30, 1 / 8
 
 Answer = tuple[float, bool]
 TokenRequest = tuple[tuple[str, str], list[int], list[int]]
+Content = Sequence[Any] | Mapping[int, Any]
+"""What the answers to requests depend on, by their indices."""
 
 
 class AnswerCache:
@@ -115,12 +117,18 @@ class Limits:
     Attributes:
         rows: how many.
         tokens: how many, padding included.
-        bytes: of what :func:`form_batches` is given the size of.
+        bytes: of what ``size`` gives of a batch.
     """
 
     rows: int
     tokens: int | None = None
     bytes: int | None = None
+    size: Callable[[Sequence[Row]], int] = len
+
+    def allow(self, batch: Sequence[Row]) -> bool:
+        """``batch``: the longest row first."""
+        has_room = self.tokens is None or len(batch) * batch[0].length <= self.tokens
+        return len(batch) <= self.rows and has_room and (self.bytes is None or self.size(batch) <= self.bytes)
 
 
 def group_rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Row]:
@@ -145,21 +153,11 @@ def logits_to_keep(rows: Sequence[Row]) -> int:
     return max(longest - row.length + row.scored for row in rows)
 
 
-def form_batches(rows: Sequence[Row], limits: Limits, size: Callable[[Sequence[Row]], int]) -> Iterator[list[Row]]:
-    """Splits rows, the longest first, into batches as large as the limits allow; one row always forms a batch.
-
-    Args:
-        size: bytes that a batch takes.
-    """
+def form_batches(rows: Sequence[Row], limits: Limits) -> Iterator[list[Row]]:
+    """Splits rows, the longest first, into batches as large as the limits allow; one row always forms a batch."""
     batch: list[Row] = []
     for row in rows:
-        larger = [*batch, row]
-        is_too_large = (
-            len(larger) > limits.rows
-            or (limits.tokens is not None and len(larger) * larger[0].length > limits.tokens)
-            or (limits.bytes is not None and size(larger) > limits.bytes)
-        )
-        if batch and is_too_large:
+        if batch and not limits.allow([*batch, row]):
             yield batch
             batch = []
         batch.append(row)
@@ -203,14 +201,14 @@ class LanguageModel(HFLM):
         self._answer_prefix, self._user_header, closing = _around_answer(tokenizer)
         ends = special["eos_token_id"]
         ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id, *closing]
-        special["eos_token_id"] = list(
-            dict.fromkeys(end for end in ends if end is not None)
-        )  # base and tuned stop alike
+        # Base and tuned stop alike.
+        special["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
         model.generation_config = GenerationConfig(**special)
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1, softmax_dtype="float32")
         self._name, self._row_limit, self._ranks, self._progress = name, batch_size, ranks, progress
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._requests: Sequence[Instance] = []
+        self._batch: Sequence[Instance] = []
         self._cache: AnswerCache | None = None
         self._logits_to_keep = 0
         self._can_keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -260,16 +258,11 @@ class LanguageModel(HFLM):
         self, requests: list[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
         self._check_lengths(requests)
-        answers: list[Any] = [None] * len(requests)
-        rows = group_rows([request[1:] for request in requests], self.max_length)
-        for batch in form_batches(rows, self._limits(GPU_TOKENS, CPU_TOKENS), self._logits_bytes):
-            indices = [index for row in batch for index in row.indices]
-            content = [requests[index][1:] for index in indices]
-            score = partial(self._score, requests=requests)
-            stored = self._cached(content, len(indices), partial(_run_in_memory, score, batch))
-            for index, (value, is_greedy) in zip(indices, stored, strict=True):
-                answers[index] = (value, is_greedy)
-        return answers
+        content = [request[1:] for request in requests]
+        rows = group_rows(content, self.max_length)
+        limits = self._limits(self._logits_bytes, GPU_TOKENS, CPU_TOKENS)
+        answers = dict(self._answered(rows, limits, content, partial(self._score, requests=requests)))
+        return [(value, is_greedy) for value, is_greedy in map(answers.__getitem__, range(len(requests)))]
 
     def _score(self, rows: list[Row], requests: Sequence[TokenRequest]) -> list[Answer]:
         """The answers to the rows' requests, from one batch."""
@@ -314,8 +307,9 @@ class LanguageModel(HFLM):
         Raises:
             UserError: the logits after a prompt are not finite.
         """
+        self._requests = requests
         self._progress.expect(count_requests(requests))
-        answers: list[Any] = [None] * len(requests)
+        answers: dict[int, str] = {}
         prompts = [request.args[0].removesuffix(self._answer_prefix) for request in requests]
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
@@ -335,26 +329,22 @@ class LanguageModel(HFLM):
             self._warn_of_truncated(sum(length > max_prompt for length in lengths.values()), len(indices))
             rows = [Row([index], min(lengths[index], max_prompt) + room) for index in indices]
             rows.sort(key=lambda row: (-row.length, prompts[row.indices[0]]))
-            for batch in form_batches(rows, self._limits(None, None), self._kept_bytes):
-                chosen = [row.indices[0] for row in batch]
-                limited = [_limited(requests[index], prompts[index], settings) for index in chosen]
-                content = [request.args for request in limited]
-                number = count_requests(requests[index] for index in chosen)
-                texts = self._cached(content, number, partial(_run_in_memory, self._generate, limited))
-                for index, text in zip(chosen, texts, strict=True):
-                    answers[index] = text
-        return answers
+            limited = {index: _limited(requests[index], prompts[index], settings) for index in indices}
+            content = {index: request.args for index, request in limited.items()}
+            run = partial(self._generate, requests=limited)
+            answers |= self._answered(rows, self._limits(self._kept_bytes), content, run)
+        return [answers[index] for index in range(len(requests))]
 
-    def _generate(self, requests: list[Instance]) -> list[str]:
-        self._requests = requests
-        self.batch_size_per_gpu = len(requests)
-        return super().generate_until(requests, disable_tqdm=True)
+    def _generate(self, rows: list[Row], requests: Mapping[int, Instance]) -> list[str]:
+        self._batch = [requests[row.indices[0]] for row in rows]
+        self.batch_size_per_gpu = len(rows)
+        return super().generate_until(self._batch, disable_tqdm=True)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         options = {"logits_to_keep": 1} if self._can_keep_logits else {}
         with torch.inference_mode():
             logits = self.model(context, attention_mask=settings["attention_mask"], use_cache=False, **options).logits
-            for request, row in zip(self._requests, logits[:, -1], strict=True):
+            for request, row in zip(self._batch, logits[:, -1], strict=True):
                 if not bool(torch.isfinite(row).all()):
                     self._refuse(request, "the logits after the prompt are not finite")
             return super()._model_generate(context, max_length, stop, **settings)
@@ -368,23 +358,31 @@ class LanguageModel(HFLM):
 
     # Both
 
-    def _limits(self, gpu_tokens: int | None, cpu_tokens: int | None) -> Limits:
+    def _limits(
+        self, size: Callable[[Sequence[Row]], int], gpu_tokens: int | None = None, cpu_tokens: int | None = None
+    ) -> Limits:
         if self._row_limit != AUTO:
             return Limits(int(self._row_limit))
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
-            return Limits(MAX_ROWS, gpu_tokens, int(memory * GPU_SHARE))
-        return Limits(MAX_ROWS, cpu_tokens, CPU_BYTES)
+            return Limits(MAX_ROWS, gpu_tokens, int(memory * GPU_SHARE), size)
+        return Limits(MAX_ROWS, cpu_tokens, CPU_BYTES, size)
 
-    def _cached(self, content: Any, number: int, run: Callable[[], list[Any]]) -> list[Any]:
-        """The answers to a batch of so many requests, from the cache if they are there."""
-        name = hash_values(content)
-        cached = None if self._cache is None else self._cache.get(name)
-        answers = run() if cached is None else cached
-        if cached is None and self._cache is not None:
-            self._cache.put(name, answers)
-        self._progress.advance(number, is_free=cached is not None)
-        return answers
+    def _answered(
+        self, rows: Sequence[Row], limits: Limits, content: Content, run: Callable[[list[Row]], list[Any]]
+    ) -> Iterator[tuple[int, Any]]:
+        """Each request's index and answer, batch by batch: by ``run``, or from the cache where it has one to the batch's ``content``."""
+        for batch in form_batches(rows, limits):
+            indices = [index for row in batch for index in row.indices]
+            name = hash_values([content[index] for index in indices])
+            answers = None if self._cache is None else self._cache.get(name)
+            is_free = answers is not None
+            if answers is None:
+                answers = _run_in_memory(run, batch)
+                if self._cache is not None:
+                    self._cache.put(name, answers)
+            self._progress.advance(count_requests(self._requests[index] for index in indices), is_free=is_free)
+            yield from zip(indices, answers, strict=True)
 
     def _warn_of_truncated(self, number: int, total: int) -> None:
         if number and self._ranks.is_rank_zero:
@@ -407,9 +405,7 @@ def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], 
     try:
         prompt = str(tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True))
         whole = str(tokenizer.apply_chat_template([user, answer, user], tokenize=False))
-    except (
-        Exception
-    ):  # Jinja's errors of all kinds: a template for other conversations, which a task's own prompts may fit
+    except Exception:  # Jinja's errors of all kinds: a template for other conversations may fit a task's own prompts
         return "", [], []
     before, _, after = whole.partition("\ue001")
     lead = before.removeprefix(prompt)

@@ -17,14 +17,8 @@ from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAFETENSORS, SA
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Settings of config.json that tuning never changes.
 _FIXED = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads"),
 )
 
 

@@ -148,7 +148,7 @@ def test_an_answer_ends_with_the_templates_token_and_with_the_models_own(make, m
 @pytest.mark.parametrize(("template", "ends"), [(PLAIN, ["\nUser:"]), (PLAIN.replace("': '", "'\n'"), [])])
 def test_answer_ends_where_a_plain_user_turn_begins(make, monkeypatch, template, ends):
     lm, seen = make(chat_template=template), []
-    monkeypatch.setattr(lm, "_generate", lambda requests: seen.extend(requests) or [""])
+    monkeypatch.setattr(lm, "_generate", lambda rows, requests: seen.extend(requests.values()) or [""])
     generate(lm, "the fox", until=["."], max_gen_toks=7)
     assert [request.args[1]["until"] for request in seen] == [[".", *ends]]
 
@@ -226,12 +226,12 @@ def test_batches_stay_within_each_limit():
     rows = [Row([index], length) for index, length in enumerate((9, 8, 8, 3, 2, 1))]
 
     def sizes(limits):
-        return [len(batch) for batch in form_batches(rows, limits, lambda batch: 10 * len(batch))]
+        return [len(batch) for batch in form_batches(rows, limits)]
 
     assert sizes(Limits(4)) == [4, 2]
     assert sizes(Limits(4, tokens=18)) == [2, 2, 2]
     assert sizes(Limits(4, tokens=1)) == [1] * 6
-    assert sizes(Limits(64, bytes=30)) == [3, 3]
+    assert sizes(Limits(64, bytes=30, size=lambda batch: 10 * len(batch))) == [3, 3]
 
 
 def test_generated_answers_count_as_several():

@@ -22,8 +22,6 @@ from finch.evaluation.results import SuiteResult, read_samples
 from finch.evaluation.tasks.registry import ALL, select_tasks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from finch.evaluation.model_folders import ModelFolder
     from finch.evaluation.runner import Evaluation
     from finch.evaluation.tasks.task import Task
@@ -70,13 +68,20 @@ def main(parsed: argparse.Namespace) -> None:
         UserError: a mistake in the arguments, a folder, or the data; a model whose numbers are not finite.
     """
     require_extras("finch evaluate", "evaluate")
-    base, tuned, tasks, others, tokenizer = _check(parsed)
+    tasks, others = _check(parsed)
     from finch.distributed.parallel import is_launched
     from finch.evaluation.custom_tasks import custom_task
     from finch.evaluation.harness import Harness, has_chat_template, quiet_harness, task_manager
-    from finch.evaluation.loading import join_ranks, resolve_dtype
+    from finch.evaluation.loading import join_ranks, resolve_dtype, shared_tokenizer
+    from finch.evaluation.model_folders import find_base, find_tuned
     from finch.evaluation.runner import Evaluation, Options
 
+    base = find_base(parsed.base)
+    tuned = [find_tuned(path, base) for given in parsed.tuned for path in models_in(given)]
+    check_data(tasks, parsed.data_root, parsed.include_path)
+    for folder in (base, *tuned):
+        _check_files(folder, by_digest=parsed.verify)
+    tokenizer = shared_tokenizer(base, tuned)
     if parsed.nproc_per_node > 1 and not is_launched():
         _launch(parsed.nproc_per_node)
         return
@@ -96,14 +101,8 @@ def main(parsed: argparse.Namespace) -> None:
     exit_without_teardown()
 
 
-def _check(
-    parsed: argparse.Namespace,
-) -> tuple[ModelFolder, list[ModelFolder], list[Task], list[str], PreTrainedTokenizerBase]:
-    from finch.evaluation.loading import shared_tokenizer
-    from finch.evaluation.model_folders import find_base, find_tuned
-    from finch.weights.files import check_export
-    from finch.weights.peft import check_adapter
-
+def _check(parsed: argparse.Namespace) -> tuple[list[Task], list[str]]:
+    """The tasks of finch and the names of lm-eval's. Raises UserError for numbers and names that cannot be."""
     check_harness()
     if parsed.limit is not None and parsed.limit < parsed.nproc_per_node:
         raise UserError(
@@ -116,21 +115,22 @@ def _check(
     if not parsed.suite and not parsed.tasks:
         raise UserError(f"--suite is missing; give one of {', '.join(ALL)}, all, or --tasks")
     tasks, others = select_tasks(parsed.suite, parsed.tasks, "--suite ", "--tasks ")
-    for name in parsed.new_task:
-        if name not in others:
-            raise UserError(
-                f"--new-task {name} is not one of the lm-eval tasks of --tasks; finch knows the role of its own tasks"
-            )
-    base = find_base(parsed.base)
-    tuned = [find_tuned(path, base) for given in parsed.tuned for path in models_in(given)]
-    check_data(tasks, parsed.data_root, parsed.include_path)
-    for folder in (base, *tuned):
-        check_export(folder.path, by_digest=parsed.verify)
-        if folder.is_adapter:
-            named = check_adapter(folder.path, str(folder)).get("base_model_name_or_path")
-            if named and folder.base is not None and Path(named).name != folder.base.resolve().name:
-                logger.warning(f"{folder} was trained on {named}, and is merged into {folder.base}")
-    return base, tuned, tasks, others, shared_tokenizer(base, tuned)
+    if unknown := next((name for name in parsed.new_task if name not in others), None):
+        remedy = "finch knows the role of its own tasks"
+        raise UserError(f"--new-task {unknown} is not one of the lm-eval tasks of --tasks; {remedy}")
+    return tasks, others
+
+
+def _check_files(folder: ModelFolder, *, by_digest: bool) -> None:
+    """Of a model that finch has written, and of an adapter, whose model may be another one."""
+    from finch.weights.files import check_export
+    from finch.weights.peft import check_adapter
+
+    check_export(folder.path, by_digest=by_digest)
+    if folder.base is not None:
+        named = check_adapter(folder.path, str(folder)).get("base_model_name_or_path")
+        if named and Path(named).name != folder.base.resolve().name:
+            logger.warning(f"{folder} was trained on {named}, and is merged into {folder.base}")
 
 
 def check_harness() -> None:

@@ -11,7 +11,7 @@ from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.cli.arguments import positive
 from finch.evaluation import judge as task
-from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, read_log
+from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, count_calls
 
 LOG = "language.requests"
 """In the base model's folder: every answer. Not .json, so that no reader takes it for a result."""
@@ -47,12 +47,9 @@ def main(parsed: argparse.Namespace) -> None:
     requests = {key: request for comparison in comparisons for key, request in comparison.requests.items()}
     log_path = comparisons[0].base.path.parent / LOG
     if parsed.dry_run:
-        answers = read_log(log_path)[0]
-        limits = [request.token_limit for key, request in requests.items() if key not in answers]
-        print(
-            f"{sum(len(each.orders) for each in comparisons):,} documents in {len(comparisons):,} results, {len(requests):,} different calls, "
-            f"{len(requests) - len(limits):,} of them made before; the other {len(limits):,} take at most {sum(limits):,} tokens; nothing was sent"
-        )
+        documents = sum(len(each.orders) for each in comparisons)
+        calls = count_calls(log_path, requests.values(), "calls", "made")
+        print(f"{documents:,} documents in {len(comparisons):,} results, {calls}")
         return
     require_extras("finch judge", "openai")
     with RequestLog(log_path, parsed.max_tokens_budget) as log:

@@ -41,17 +41,15 @@ class Source:
     config: str | None = None
 
     def files(self, data_root: Path) -> list[Path]:
-        """The files under a data root that are there and not empty."""
-        return [path for path in sorted(data_root.glob(self.file)) if path.is_file() and path.stat().st_size > 0]
-
-    def fetch(self, data_root: Path) -> str:
-        """The command that downloads the rows to where they are expected."""
-        file = data_root / self.file.replace("*", "rows")
-        name = f"{self.hub!r}, {self.config!r}" if self.config else f"{self.hub!r}"
-        return (
-            f"mkdir -p {file.parent} && python -c \"import datasets; datasets.load_dataset({name}, split='{self.split}')"
-            f".to_json('{file}')\""
-        )
+        """The files under a data root. Raises UserError if there are none, with the command that downloads them, or all are empty."""
+        found = [path for path in sorted(data_root.glob(self.file)) if path.is_file() and path.stat().st_size > 0]
+        if not found:
+            file = data_root / self.file.replace("*", "rows")
+            name = f"{self.hub!r}, {self.config!r}" if self.config else f"{self.hub!r}"
+            load = f"import datasets; datasets.load_dataset({name}, split='{self.split}').to_json('{file}')"
+            fetch = f'mkdir -p {file.parent} && python -c "{load}"'
+            raise UserError(f"{data_root / self.file} does not exist or is empty; fetch it: {fetch}")
+        return found
 
     def load(self, data_root: str | Path | None) -> list[Row]:
         """All rows, in their order.
@@ -62,20 +60,17 @@ class Source:
         Raises:
             UserError: the file is missing or not JSON Lines, a row lacks a field, or the hub cannot be reached.
         """
-        rows = self._load_from_hub() if data_root is None else self._load_files(Path(data_root))
-        name = self.hub if data_root is None else Path(data_root) / self.file
+        if data_root is None:
+            rows, name = self._load_from_hub(), self.hub
+        else:
+            rows = [dict(row) for file in self.files(Path(data_root)) for row in _read(file, file.stat().st_mtime_ns)]
+            name = str(Path(data_root) / self.file)
         for number, row in enumerate(rows, start=1):
             if missing := next((field for field in self.fields if field not in row), None):
                 raise UserError(
                     f"{name}: row {number} has no field {missing!r}, only {', '.join(row)}; each row needs {', '.join(self.fields)}"
                 )
         return rows
-
-    def _load_files(self, data_root: Path) -> list[Row]:
-        files = self.files(data_root)
-        if not files:
-            raise UserError(f"{data_root / self.file} does not exist or is empty; fetch it: {self.fetch(data_root)}")
-        return [dict(row) for file in files for row in _read(file, file.stat().st_mtime_ns)]
 
     def _load_from_hub(self) -> list[Row]:
         import datasets
@@ -170,13 +165,9 @@ class Task:
         Raises:
             UserError: a file is missing or empty.
         """
-        if data_root is None:
-            return
-        for source in self.sources:
-            if not source.files(data_root):
-                raise UserError(
-                    f"{self.name}: {data_root / source.file} does not exist or is empty; fetch it: {source.fetch(data_root)}"
-                )
+        if data_root is not None:
+            for source in self.sources:
+                source.files(data_root)
 
 
 def table(rows: Sequence[Row]) -> Any:
