@@ -53,16 +53,8 @@ _FAIR_EXPONENT = 1.3
 """Of forgetting ~ alpha^p; below it half of the way forgets more than 0.4 of the whole: the rate was too high for averages to help."""
 _EVERYDAY, _MERGED = "everyday", "merged"
 UNUSED = (
-    "optimizer",
-    "lr_scheduler",
-    "regularizer",
-    "kl_penalty",
-    "self_replay",
-    "metric_logger",
-    "hooks",
-    "profiler",
-    "average",
-    "tensor_parallel_plan",
+    *("optimizer", "lr_scheduler", "regularizer", "kl_penalty", "self_replay", "metric_logger", "hooks", "profiler"),
+    *("average", "tensor_parallel_plan"),
 )
 _ONE_PROCESS: dict[str, Any] = {
     "tensor_parallel_dim": 1,

@@ -67,7 +67,7 @@ class Harness:
     def __init__(
         self, manager: Any, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, limit: int | None
     ) -> None:
-        self.tokenizer, self._limit = tokenizer, limit
+        self.tokenizer, self.has_chat_template, self._limit = tokenizer, has_chat_template(tokenizer), limit
         self._parts: dict[str, dict[str, Any]] = {}
         for task in tasks:
             try:
@@ -83,10 +83,6 @@ class Harness:
                 if part.config.num_fewshot is None:
                     part.set_config(key="num_fewshot", value=0)
                 part.set_fewshot_seed(seed=SHOTS_SEED)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return has_chat_template(self.tokenizer)
 
     def num_requests(self, task: Task) -> int:
         """About how many requests a task has, from its first documents, as ``count_requests`` counts."""
@@ -156,10 +152,8 @@ def task_manager(
     _write_variants(Path(folder.name), tasks, is_local=data_root is not None, has_chat_template=has_chat_template)
     lm_evals = [tasks / name for name in _LM_EVAL_FOLDERS] if data_root is None else []
     own = [_OWN_TASKS, Path(folder.name), *([] if include_path is None else [include_path])]
-    metadata = {
-        "data_root": None if data_root is None else str(data_root.resolve()),
-        "has_chat_template": has_chat_template,
-    }
+    rows = None if data_root is None else str(data_root.resolve())
+    metadata = {"data_root": rows, "has_chat_template": has_chat_template}
     manager: Any = lm_eval.tasks.TaskManager(include_path=[*lm_evals, *own], include_defaults=False, metadata=metadata)
     if not set(others) <= set(manager.task_index):
         manager = lm_eval.tasks.TaskManager(include_path=own, include_defaults=True, metadata=metadata)

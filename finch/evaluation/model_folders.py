@@ -10,7 +10,8 @@ from typing import Any
 from finch.base import run_files
 from finch.base.errors import UserError
 from finch.base.log import logger
-from finch.models.hf_config import CONFIG, check_folder, read_config, read_settings
+from finch.evaluation.wise_ft import check_settings
+from finch.models.hf_config import CONFIG, check_folder, read_config
 from finch.training.run import RunLock
 from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAFETENSORS, SAFETENSORS_INDEX, indexed_shards
 
@@ -103,7 +104,7 @@ def find_tuned(path: Path, base: ModelFolder) -> ModelFolder:
         return folder
     folder = ModelFolder("--tuned", path, run)
     _check_weights(folder)
-    _check_architecture(folder, base)
+    check_settings(base.path, path, _FIXED)
     return folder
 
 
@@ -183,18 +184,3 @@ def _check_weights(folder: ModelFolder) -> None:
     read_config(folder.path, folder.option)
     if not any((folder.path / name).is_file() for name in (SAFETENSORS, SAFETENSORS_INDEX, *_PICKLED)):
         raise UserError(f"{folder} has {CONFIG} but no weights; give the folder with {SAFETENSORS}")
-
-
-def _check_architecture(folder: ModelFolder, base: ModelFolder) -> None:
-    base_sizes, tuned_sizes = _sizes(base.path), _sizes(folder.path)
-    for key in _FIXED:
-        one, other = base_sizes.get(key), tuned_sizes.get(key)
-        if one is not None and other is not None and one != other:
-            raise UserError(
-                f"{folder} has {key}={other}, {base} has {key}={one}; give the model that was tuned as --base"
-            )
-
-
-def _sizes(folder: Path) -> dict[str, Any]:
-    config = read_settings(folder / CONFIG)
-    return {**config, **(config.get("text_config") or {})}

@@ -28,7 +28,7 @@ from finch.weights.files import (
 
 _BLENDED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Settings of config.json that change a model and not the shapes of its weights.
-_EQUAL_SETTINGS = ("model_type", "num_attention_heads", "num_key_value_heads", "rope_theta")
+_EQUAL = ("model_type", "num_attention_heads", "num_key_value_heads", "rope_theta")
 _REMEDY = "give the model that was tuned as the base"
 
 
@@ -61,7 +61,7 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
         tuned = chosen_model(tuned) or tuned
     targets = _targets(alphas, out)
     theta_0, theta_ft = _Weights("--base", base), _Weights("--tuned", tuned)
-    _check_configs(base, tuned)
+    check_settings(base, tuned, _EQUAL)
     base_name_of = _match(theta_0, theta_ft)
     try:
         with contextlib.ExitStack() as stack:
@@ -122,10 +122,12 @@ def _targets(alphas: Sequence[float], out: Path) -> list[Path]:
     return targets
 
 
-def _check_configs(base: Path, tuned: Path) -> None:
-    base_config, tuned_config = read_config(base, "--base"), read_config(tuned, "--tuned")
-    for key in _EQUAL_SETTINGS:
-        one, other = base_config.get(key), tuned_config.get(key)
+def check_settings(base: Path, tuned: Path, keys: Sequence[str]) -> None:
+    """Raises UserError for one of ``keys`` of config.json in which the folders differ; one that a folder leaves open may be anything."""
+    configs = [read_config(folder, option) for folder, option in ((base, "--base"), (tuned, "--tuned"))]
+    before, after = ({**config, **(config.get("text_config") or {})} for config in configs)
+    for key in keys:
+        one, other = before.get(key), after.get(key)
         if one is not None and other is not None and one != other:
             raise UserError(f"--base={base} has {key}={one}, --tuned={tuned} has {key}={other}; {_REMEDY}")
 

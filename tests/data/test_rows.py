@@ -198,6 +198,7 @@ def test_long_text_is_truncated_or_split_across_packs(load, tokenizer):
     ("arguments", "message"),
     [
         ({"part": "test"}, "part=test must be all, train or validation"),
+        ({"split_by": "hash"}, "split_by=hash must be order or content"),
         ({"part": "train", "validation_fraction": 1.0}, "validation_fraction=1"),
         ({"part": "train", "split": "train[:1]"}, "too few"),
         ({"part": "train", "split_by": "content", "validation_fraction": 0.1}, "of 3 rows none is left"),

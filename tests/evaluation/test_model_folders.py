@@ -111,7 +111,9 @@ def change_config(folder, **changes):
 def test_another_architecture_is_refused(base, base_folder, tmp_path):
     tuned = shutil.copytree(base_folder, tmp_path / "tuned")
     change_config(tuned, num_hidden_layers=3)
-    with pytest.raises(UserError, match=r"tuned has num_hidden_layers=3, --base=.* has num_hidden_layers=2; give the"):
+    with pytest.raises(
+        UserError, match=r"--base=.* has num_hidden_layers=2, --tuned=.*tuned has num_hidden_layers=3; give the"
+    ):
         find_tuned(tuned, base)
     change_config(tuned, num_hidden_layers=2, model_type="qwen2")
     with pytest.raises(UserError, match="has model_type=qwen2"):

@@ -65,8 +65,5 @@ def test_samples_of_another_folder_or_type_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text('{"doc_id": 0, "doc_hash": "a", "score": "1.0"}\n')
     with pytest.raises(UserError, match=r"0\.score: Input should be a valid number"):
         read_samples(tmp_path, replace(TASK, samples="text.jsonl"))
-
-
-def test_samples_without_their_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"forgetting\.hellaswag\.jsonl cannot be read"):
-        read_samples(tmp_path, TASK)
+        read_samples(tmp_path, TASK)  # there is none

@@ -67,8 +67,12 @@ def only(folder, pattern):
 
 
 def test_results_say_what_was_measured(evaluate, base_folder, tuned_folder, tmp_path):
+    evaluate()
+    base_file = only(tmp_path, "out/base-*/forgetting.json")
+    base, written = read_result(base_file), base_file.stat().st_mtime_ns
     printed = evaluate("--tuned", tuned_folder)
-    base = read_result(only(tmp_path, "out/base-*/forgetting.json"))
+    assert f"{base_file} is reused: hellaswag, winogrande" in printed
+    assert base_file.stat().st_mtime_ns == written
     path = only(tmp_path, "out/tuned-*/forgetting.json")
     tuned = read_result(path)
     assert (base.is_base, base.base, base.model) == (True, None, str(base_folder))
@@ -88,14 +92,6 @@ def test_results_say_what_was_measured(evaluate, base_folder, tuned_folder, tmp_
         delta = paired_delta(before, samples)
         row = re.search(rf"^{name} .*\n +tuned .*$", printed, re.MULTILINE)[0]
         assert f"{100 * task.score:.1f}  {100 * delta.mean:+.1f}" in re.sub(" +", "  ", row)
-
-
-def test_base_is_evaluated_once(evaluate, tuned_folder, tmp_path):
-    evaluate()
-    path = only(tmp_path, "out/base-*/forgetting.json")
-    before = path.stat().st_mtime_ns
-    assert f"{path} is reused: hellaswag, winogrande" in evaluate("--tuned", tuned_folder)
-    assert path.stat().st_mtime_ns == before
 
 
 def test_edited_rows_are_evaluated_again(evaluate, data_root, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import defaultdict
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from scipy import stats
 
 from finch.base.errors import UserError
-from finch.evaluation import statistics
 from finch.evaluation.statistics import (
     MCNEMAR,
     SIGN_FLIP,
@@ -63,13 +61,18 @@ def test_interval_covers_as_often_as_it_says():
     assert 0.92 <= covered / trials <= 0.98
 
 
-@pytest.mark.parametrize("change", [0.0, 0.25])
-def test_equal_differences_have_no_interval(change):
-    base = np.arange(20) / 32
+@pytest.mark.parametrize(
+    ("base", "change", "p_value"),
+    [
+        (np.arange(20) / 32, 0.0, 1.0),
+        (np.arange(20) / 32, 0.25, pytest.approx(1e-4, rel=0.01)),
+        (np.zeros(1), 1.0, 1.0),
+    ],
+)
+def test_equal_differences_have_no_interval(base, change, p_value):
     result = paired_delta(samples(base), samples(base + change))
-    assert result.mean == change
+    assert (result.mean, result.p_value) == (change, p_value)
     assert np.isnan([result.standard_error, result.low, result.high]).all()
-    assert result.p_value == (1.0 if change == 0 else pytest.approx(1e-4, rel=0.01))
 
 
 def test_interval_is_ordered_and_finite():
@@ -79,12 +82,6 @@ def test_interval_is_ordered_and_finite():
             continue
         result = paired_delta(samples([0.0] * n), samples(values))
         assert 0 <= result.low <= result.mean <= result.high <= 1
-
-
-def test_one_document_has_no_interval():
-    result = paired_delta(samples([0.0]), samples([1.0]))
-    assert (result.mean, result.p_value) == (1.0, 1.0)
-    assert all(map(math.isnan, (result.standard_error, result.low, result.high)))
 
 
 @pytest.mark.parametrize(("gains", "losses"), [(0, 0), (3, 0), (9, 2), (30, 41), (5, 5)])
@@ -195,11 +192,3 @@ def test_calibration_bins_end_at_round_numbers(tenths):
     confidence = tenths / 10
     pair = [confidence, max(confidence - 0.04, 0.0)]
     assert expected_calibration_error(pair, [1, 0]) == pytest.approx(abs(1 - sum(pair)) / 2)
-
-
-def test_ten_thousand_documents_take_a_second(monkeypatch):
-    scores = np.random.default_rng(2).normal(size=10_000)
-    start = time.process_time()
-    statistics._bootstrap(scores)
-    assert time.process_time() - start < 3  # about 0.7 s on an idle core
-    assert statistics._resampled_means(np.repeat([0.0, 1.0], 5000)).std() == pytest.approx(0.005, rel=0.05)

@@ -128,14 +128,9 @@ def sciknoweval_solutions_dataset(
     )
     if not indices:
         raise UserError(f"dataset.data_files={data_files} has no solution to a question of part={part}; check the file")
-    return tokenized(
-        tokenizer,
-        table.select(indices),
-        RowFormat("prompt_completion", dict(zip(("prompt", "completion"), SOLUTION_FIELDS, strict=True)), reader),
-        train_on_input=False,
-        new_system_prompt=None,
-        packed=packed,
-    )
+    rows_format = RowFormat("prompt_completion", {"prompt": "messages", "completion": "output_text"}, reader)
+    chosen_rows = table.select(indices)
+    return tokenized(tokenizer, chosen_rows, rows_format, train_on_input=False, new_system_prompt=None, packed=packed)
 
 
 def _load(source: str, name: str | None, split: str | None, data_files: str | list[str] | None) -> tuple[Table, str]:

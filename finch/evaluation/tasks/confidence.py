@@ -64,9 +64,8 @@ def stated_confidences(samples: Sequence[Sample]) -> tuple[list[float], list[flo
     """Of the responses that state a letter and a confidence: confidences in [0, 1], and 1 for a right letter, else 0. Samples of other
     tasks have none."""
     stated = [sample for sample in samples if sample.get("confidence") is not None and sample.get("is_parsed")]
-    return [one["confidence"] / 100 for one in stated], [
-        float(one.get("letter") == one.get("answer")) for one in stated
-    ]
+    is_right = [float(one.get("letter") == one.get("answer")) for one in stated]
+    return [one["confidence"] / 100 for one in stated], is_right
 
 
 def others(samples: Sequence[Sample]) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.task import Record, Row, Source, average, by_document, log_likelihoods, table
+from finch.evaluation.tasks.task import Record, Row, Source, average, by_document, chosen, table
 
 ROWS = Source(
     "halueval/qa.jsonl", "pminervini/HaluEval", "data", ("question", "right_answer", "hallucinated_answer"), "qa"
@@ -45,13 +45,8 @@ def _document(row: Row, gold: int, cluster: int, has_chat_template: bool) -> Row
 @by_document
 def samples(record: Record) -> Sample:
     """Both orders of a question are a cluster."""
-    return {
-        "score": float(record["acc"]),
-        "cluster": record["doc"]["cluster"],
-        "answer": record["doc"]["gold"],
-        "lengths": record["doc"]["lengths"],
-        "loglikelihoods": log_likelihoods(record),
-    }
+    document = record["doc"]
+    return {**chosen(record, document["gold"]), "cluster": document["cluster"], "lengths": document["lengths"]}
 
 
 def others(samples: Sequence[Sample]) -> dict[str, float | None]:

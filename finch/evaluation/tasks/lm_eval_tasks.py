@@ -17,6 +17,7 @@ from finch.evaluation.tasks.task import (
     average,
     by_doc_id,
     by_document,
+    chosen,
     log_likelihoods,
     mean,
     plain_or_chat,
@@ -106,13 +107,8 @@ def mmlu_dataset(data_root: str, subject: str, **_: Any) -> dict[str, Any]:
 @by_document
 def hellaswag_samples(record: Record) -> Sample:
     """With the lengths of the endings in characters."""
-    return {
-        "score": float(record["acc_norm"]),
-        "acc": float(record["acc"]),
-        "answer": int(record["target"]),
-        "loglikelihoods": log_likelihoods(record),
-        "lengths": [len(choice) for choice in record["doc"]["choices"]],
-    }
+    lengths = [len(choice) for choice in record["doc"]["choices"]]
+    return {**chosen(record, record["target"], "acc_norm"), "acc": float(record["acc"]), "lengths": lengths}
 
 
 def hellaswag_others(samples: Sequence[Sample]) -> dict[str, float | None]:
@@ -122,11 +118,7 @@ def hellaswag_others(samples: Sequence[Sample]) -> dict[str, float | None]:
 @by_document
 def winogrande_samples(record: Record) -> Sample:
     """lm-eval compares how likely the rest of the sentence is after each option."""
-    return {
-        "score": float(record["acc"]),
-        "answer": int(record["doc"]["answer"]) - 1,
-        "loglikelihoods": log_likelihoods(record),
-    }
+    return chosen(record, int(record["doc"]["answer"]) - 1)
 
 
 def mmlu_samples(records: Records) -> list[Sample]:
@@ -135,10 +127,8 @@ def mmlu_samples(records: Records) -> list[Sample]:
         {
             "doc_id": f"{subject}/{record['doc_id']}",
             "doc_hash": record["doc_hash"],
-            "score": float(record["acc"]),
             "subject": subject,
-            "answer": int(record["doc"]["answer"]),
-            "loglikelihoods": log_likelihoods(record),
+            **chosen(record, record["doc"]["answer"]),
         }
         for subject in SUBJECTS
         for record in by_doc_id(records[f"mmlu_{subject}"]).values()

@@ -192,6 +192,11 @@ def log_likelihoods(record: Record) -> list[float]:
     return [float(response[0]) for response in record["filtered_resps"]]
 
 
+def chosen(record: Record, answer: Any, metric: str = "acc") -> Sample:
+    """What every task has that compares choices by their log-likelihoods; ``answer`` is the right one's number."""
+    return {"score": float(record[metric]), "answer": int(answer), "loglikelihoods": log_likelihoods(record)}
+
+
 def response(record: Record) -> str:
     """The generated text."""
     return str(record["filtered_resps"][0])

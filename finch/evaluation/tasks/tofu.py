@@ -12,6 +12,7 @@ from finch.evaluation.tasks.task import (
     Row,
     Source,
     by_document,
+    chosen,
     log_likelihoods,
     mean,
     plain_or_chat,
@@ -78,13 +79,11 @@ def _document(row: Row, has_chat_template: bool, is_letters: bool) -> Row:
 def samples(record: Record, letters: Record) -> Sample:
     """With the six log-likelihoods of the answers and of the letters."""
     return {
-        "score": float(record["acc_norm"]),
+        **chosen(record, record["doc"]["gold"], "acc_norm"),
         "acc": float(record["acc"]),
         "acc_letters": float(letters["acc"]),
         "question": record["doc"]["question"],
-        "answer": record["doc"]["gold"],
         "lengths": [len(choice) for choice in record["doc"]["choices"]],
-        "loglikelihoods": log_likelihoods(record),
         "letter_loglikelihoods": log_likelihoods(letters),
     }
 

@@ -4,7 +4,6 @@ import pytest
 from helpers import rows as rows_helper
 from helpers.rows import membership
 
-from finch.base.errors import UserError
 from finch.evaluation.datasets.galician_alpaca import galician_alpaca_dataset
 
 ROWS = [
@@ -41,15 +40,3 @@ def test_missing_and_empty_inputs_are_the_same(load):
 def test_rows_equal_those_of_rows_dataset(load, tokenizer, write):
     data, reference = load(*ROWS, part="all"), rows_helper.load(tokenizer, write(*ROWS))
     assert [data[index] for index in range(100)] == [reference[index] for index in range(100)]
-
-
-@pytest.mark.parametrize(
-    ("row", "arguments", "message"),
-    [
-        ({"question": "a", "answer": "b"}, {}, "format=instruction, but the rows look like question/answer"),
-        (ROWS[0], {"part": "dev"}, "part=dev must be all, train, validation or test"),
-    ],
-)
-def test_invalid_arguments_raise(load, row, arguments, message):
-    with pytest.raises(UserError, match=message):
-        load(row, **arguments)

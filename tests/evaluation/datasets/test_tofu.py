@@ -1,7 +1,6 @@
 import pytest
 from helpers.rows import membership
 
-from finch.base.errors import UserError
 from finch.evaluation.datasets.tofu import tofu_dataset
 
 PINNED = {
@@ -17,16 +16,3 @@ def test_tofu_membership_is_pinned(tokenizer, shared_data, split_by, part):
     file = str(shared_data / "tofu" / "full.jsonl")
     questions = tofu_dataset(tokenizer, data_files=file, part=part, split_by=split_by)._data["question"]
     assert (len(questions), membership(questions)) == PINNED[split_by, part]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"part": "test"}, "part=test"),
-        ({"source": "json", "data_files": None}, "needs data_files"),
-        ({"split_by": "hash"}, "split_by=hash must be order or content"),
-    ],
-)
-def test_tofu_invalid_arguments_raise(tokenizer, rows_file, arguments, message):
-    with pytest.raises(UserError, match=message):
-        tofu_dataset(tokenizer, **{"data_files": str(rows_file), **arguments})

@@ -24,10 +24,6 @@ def right_response(document: dict[str, Any]) -> str:
     return f"{document['choices'][document['gold']]}. It is." if "choices" in document else ""
 
 
-def within_95(share: float, chance: float, n: int) -> bool:
-    return abs(share - chance) <= 1.96 * math.sqrt(chance * (1 - chance) / n)
-
-
 @pytest.mark.parametrize(
     ("name", "has_chat_template"), [*((name, True) for name in OWN), ("tofu", False), ("sciknoweval", False)]
 )
@@ -40,27 +36,30 @@ def test_model_with_the_right_answer_scores_one(name: str, has_chat_template: bo
         assert others[metric] == 1, metric
 
 
-def test_sciknoweval_fixed_letter_scores_chance(shared_data: Path) -> None:
-    """The rows' own letters are about uniform; a model that always says C is right in a quarter of them."""
-    samples = evaluate(TASKS["sciknoweval"], KnownAnswerModel(respond=lambda document: "C"), shared_data)
-    assert within_95(score(samples), 1 / 4, len(samples))
-    letters = TASKS["sciknoweval"].others(samples)["acc_letters"]  # equally likely: A
-    assert letters is not None
-    assert within_95(letters, 1 / 4, len(samples))
-
-
-@pytest.mark.parametrize("letter", [1, None])
-def test_halueval_fixed_letter_scores_exactly_half(letter: int | None, shared_data: Path) -> None:
-    samples = evaluate(TASKS["halueval"], KnownAnswerModel(lambda document: letter), shared_data)
-    assert len(samples) == 600
-    assert score(samples) == 1 / 2
+@pytest.mark.parametrize(
+    ("name", "model", "bound"),
+    [
+        (
+            "sciknoweval",
+            KnownAnswerModel(respond=lambda document: "C"),
+            1.96,
+        ),  # the rows' own letters are about uniform
+        ("halueval", KnownAnswerModel(lambda document: 1), 0),
+        ("halueval", KnownAnswerModel(), 0),
+    ],
+)
+def test_fixed_letter_scores_chance(name: str, model: KnownAnswerModel, bound: float, shared_data: Path) -> None:
+    samples, chance = evaluate(TASKS[name], model, shared_data), TASKS[name].chance
+    assert chance is not None
+    assert abs(score(samples) - chance) <= bound * math.sqrt(chance * (1 - chance) / len(samples))
 
 
 def test_confidence_of_a_guess_scores_chance(shared_data: Path) -> None:
     """A guess with its true confidence: (1 - .25)^2 where the first of the shuffled options is right, else .25^2."""
     model = KnownAnswerModel(respond=lambda document: "Answer: A\nConfidence: 25")
     brier = score(evaluate(TASKS["confidence"], model, shared_data))
-    assert within_95((brier - 0.25**2) / (0.75**2 - 0.25**2), 1 / 4, 690)
+    share = (brier - 0.25**2) / (0.75**2 - 0.25**2)
+    assert share == pytest.approx(1 / 4, abs=1.96 * math.sqrt(1 / 4 * 3 / 4 / 690))
     assert TASKS["confidence"].chance == 0.25 * 0.75**2 + 0.75 * 0.25**2
 
 
