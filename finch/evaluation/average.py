@@ -394,9 +394,8 @@ def average(
     tuned = tuned_folder(run)
     for folder in (tuned, Path(cfg.checkpointer.checkpoint_dir)):
         check_export(folder, by_digest=verify)
-    if not trust and not (
-        tuned.is_relative_to(run.resolve()) and all(map(is_own, filter(Path.is_file, tuned.iterdir())))
-    ):
+    is_inside = tuned.is_relative_to(run.resolve()) and all(map(is_own, filter(Path.is_file, tuned.iterdir())))
+    if not trust and not is_inside:
         raise UserError(
             f"{run} links files outside of it, which would go into the average; --trust takes those of a run of your own"
         )

@@ -135,10 +135,7 @@ def count_calls(path: Path, requests: Collection[ChatRequest], what: str, done: 
     """What a start with the log at ``path`` would send, in a sentence: so many different ``what``, some of them ``done`` before."""
     answers, _ = read_log(path)
     limits = [request.token_limit for request in requests if request.key not in answers]
-    return (
-        f"{len(requests):,} different {what}, {len(requests) - len(limits):,} of them {done} before; the other {len(limits):,} take at most "
-        f"{sum(limits):,} tokens; nothing was sent"
-    )
+    return f"{len(requests):,} different {what}, {len(requests) - len(limits):,} of them {done} before; the other {len(limits):,} take at most {sum(limits):,} tokens; nothing was sent"
 
 
 class ChatClient:

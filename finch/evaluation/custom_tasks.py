@@ -70,16 +70,13 @@ def _samples(records: Records, metric: str) -> list[Sample]:
             if document["filter"] == first_filter:
                 number = document["doc_id"]
                 doc_id = f"{task}/{number}" if len(records) > 1 else number
-                samples.append({"doc_id": doc_id, **_sample(document, metric)})
+                score = document.get(metric)
+                if not isinstance(score, int | float):
+                    raise UserError(
+                        f"document {number}: {metric} is no number ({score!r}); such a task cannot be compared"
+                    )
+                # Texts, or log-likelihoods.
+                responses = [each[0] if isinstance(each, tuple | list) else each for each in document["filtered_resps"]]
+                sample = {"doc_id": doc_id, "doc_hash": document["doc_hash"], "score": float(score)}
+                samples.append({**sample, "responses": responses})
     return samples
-
-
-def _sample(document: Any, metric: str) -> Sample:
-    score = document.get(metric)
-    if not isinstance(score, int | float):
-        raise UserError(
-            f"document {document['doc_id']}: {metric} is no number ({score!r}); such a task cannot be compared"
-        )
-    # Texts, or log-likelihoods.
-    responses = [each[0] if isinstance(each, tuple | list) else each for each in document["filtered_resps"]]
-    return {"doc_hash": document["doc_hash"], "score": float(score), "responses": responses}

@@ -14,7 +14,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -292,10 +292,8 @@ class LanguageModel(HFLM):
         num_truncated = 0
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                self._refuse(
-                    self._requests[index],
-                    f"an answer has {len(continuation)} tokens, the model's context {self.max_length}",
-                )
+                reason = f"an answer has {len(continuation)} tokens, the model's context {self.max_length}"
+                self._refuse(self._requests[index], reason)
             num_truncated += len(context) + len(continuation) > self.max_length + 1
         self._warn_of_truncated(num_truncated, len(requests))
 
@@ -320,8 +318,7 @@ class LanguageModel(HFLM):
             room = min(settings["max_gen_toks"], self.max_length // 2)
             if room < settings["max_gen_toks"] and self._ranks.is_rank_zero:
                 logger.warning(
-                    f"{self._name}: answers to {requests[0].task_name} end after {room} tokens in place of "
-                    f"{settings['max_gen_toks']}: the model's context has {self.max_length}"
+                    f"{self._name}: answers to {requests[0].task_name} end after {room} tokens in place of {settings['max_gen_toks']}: the model's context has {self.max_length}"
                 )
             settings["max_gen_toks"] = room
             lengths = {index: len(self.tok_encode(prompts[index])) for index in indices}
@@ -329,7 +326,7 @@ class LanguageModel(HFLM):
             self._warn_of_truncated(sum(length > max_prompt for length in lengths.values()), len(indices))
             rows = [Row([index], min(lengths[index], max_prompt) + room) for index in indices]
             rows.sort(key=lambda row: (-row.length, prompts[row.indices[0]]))
-            limited = {index: _limited(requests[index], prompts[index], settings) for index in indices}
+            limited = {index: replace(requests[index], arguments=(prompts[index], settings)) for index in indices}
             content = {index: request.args for index, request in limited.items()}
             run = partial(self._generate, requests=limited)
             answers |= self._answered(rows, self._limits(self._kept_bytes), content, run)
@@ -427,8 +424,3 @@ def _run_in_memory(run: Callable[[list[Any]], list[Any]], batch: list[Any]) -> l
     torch.cuda.empty_cache()
     half = len(batch) // 2
     return _run_in_memory(run, batch[:half]) + _run_in_memory(run, batch[half:])
-
-
-def _limited(request: Instance, prompt: str, settings: dict[str, Any]) -> Instance:
-    metadata = (request.task_name, request.doc_id, request.repeats)
-    return Instance("generate_until", request.doc, (prompt, settings), request.idx, metadata)

@@ -140,8 +140,7 @@ def shared_tokenizer(base: ModelFolder, tuned: Sequence[ModelFolder]) -> PreTrai
         templates.append(tokenizer.chat_template if template is None else template)
         if templates[-1] != templates[0]:
             raise UserError(
-                f"{folder} was trained with another chat template than {tuned[0]}, and a comparison needs one form of prompts; "
-                "evaluate them by separate commands"
+                f"{folder} was trained with another chat template than {tuned[0]}, and a comparison needs one form of prompts; evaluate them by separate commands"
             )
     if templates and templates[0] != tokenizer.chat_template:
         logger.info(f"{base} and all others get prompts by the chat template of {tuned[0]}, which it was trained with")

@@ -30,6 +30,9 @@ from finch.evaluation.model_folders import ModelFolder, training_questions
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
 from finch.evaluation.tasks.task import Task, average
 
+_PACKAGES = ("lm_eval", "torch", "transformers")
+"""Whose versions may change numbers."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -66,16 +69,10 @@ class Target:
 
 
 class Evaluation:
-    """The pretrained and the tuned models on tasks, whose data ``harness`` has loaded."""
+    """The pretrained and the tuned models, in this order, on tasks, whose data ``harness`` has loaded."""
 
     def __init__(
-        self,
-        base: ModelFolder,
-        tuned: Sequence[ModelFolder],
-        tasks: Sequence[Task],
-        harness: Harness,
-        options: Options,
-        ranks: Parallel,
+        self, folders: Sequence[ModelFolder], tasks: Sequence[Task], harness: Harness, options: Options, ranks: Parallel
     ) -> None:
         self._tasks, self._harness, self._options, self._ranks = tasks, harness, options, ranks
         self.settings: dict[str, str | int | float | bool | None] = {
@@ -85,10 +82,10 @@ class Evaluation:
             "prompt": "chat template" if harness.has_chat_template else "plain prompt",
             "tokenizer": hash_values(hash_vocabulary(harness.tokenizer), harness.tokenizer.chat_template)[:SHORT],
         }
-        hashes = self._of_first(lambda: [hash_weights(folder) for folder in (base, *tuned)])
+        hashes = self._of_first(lambda: [hash_weights(folder) for folder in folders])
         self.targets = [
             Target(folder, weights, self._output(folder, weights))
-            for folder, weights in zip((base, *tuned), hashes, strict=True)
+            for folder, weights in zip(folders, hashes, strict=True)
         ]
 
     @property
@@ -170,20 +167,13 @@ class Evaluation:
         return None if key is None else f"with {key}={one.get(key)} in place of {other.get(key)}"
 
     def _is_done(self, task: Task, target: Target, result: SuiteResult) -> bool:
+        """Whether a result is of the task as it is now, and of its local rows as they are now."""
         done = result.tasks.get(task.name)
-        return (
-            done is not None
-            and answers_definition(done.definition) == task.definition(self._harness.has_chat_template)
-            and (target.output / done.samples).is_file()
-            and not self._has_newer_data(task, target.output / done.samples)
-        )
-
-    def _has_newer_data(self, task: Task, samples: Path) -> bool:
-        """Whether a file of the task's local rows has changed since the samples were written."""
-        root, written = self._options.data_root, samples.stat().st_mtime
-        return root is not None and any(
-            path.stat().st_mtime > written for source in task.sources for path in source.files(root)
-        )
+        if done is None or answers_definition(done.definition) != task.definition(self._harness.has_chat_template):
+            return False
+        samples, root = target.output / done.samples, self._options.data_root
+        rows = [] if root is None else [path for source in task.sources for path in source.files(root)]
+        return samples.is_file() and all(path.stat().st_mtime <= samples.stat().st_mtime for path in rows)
 
     def _evaluate(self, target: Target, tasks: Sequence[Task], progress: EvaluationProgress) -> None:
         from finch.evaluation.language_model import AnswerCache, LanguageModel
@@ -204,10 +194,8 @@ class Evaluation:
             progress.start_task(f"{target.folder.label}: {task.name}")
             definition = task.definition(self._harness.has_chat_template)
             number = f".rank{self._ranks.rank}of{self._ranks.world_size}" if self._ranks.world_size > 1 else ""
-            cache = AnswerCache(
-                target.output / f"{task.suite}.{task.name}.answers{number}.jsonl",
-                hash_values(target.weights, self.settings, definition),
-            )
+            answers = target.output / f"{task.suite}.{task.name}.answers{number}.jsonl"
+            cache = AnswerCache(answers, hash_values(target.weights, self.settings, definition))
             if cache.num_read:
                 logger.info(f"{target.folder.label}: {task.name} continues after {cache.num_read} batches")
             model.use_cache(cache)
@@ -252,7 +240,7 @@ class Evaluation:
             is_base=target.is_base,
             base=base,
             settings=self.settings,
-            versions=_versions(),
+            versions={"finch": finch.__version__, **{name: importlib.metadata.version(name) for name in _PACKAGES}},
             tasks={**({} if earlier is None else earlier.tasks), task.name: result},
         )
         try:
@@ -268,8 +256,3 @@ class Evaluation:
             return own
         name = "base" if folder.option == "--base" else folder.label
         return self._options.out / f"{name}-{hash_values(weights, self.settings)[:SHORT]}"
-
-
-def _versions() -> dict[str, str]:
-    names = {"lm_eval": "lm-eval", "torch": "torch", "transformers": "transformers"}
-    return {"finch": finch.__version__, **{key: importlib.metadata.version(name) for key, name in names.items()}}

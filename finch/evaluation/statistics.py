@@ -85,11 +85,8 @@ def paired_delta(base: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str,
             f"{len(after.keys() - before.keys())} only by the tuned model, {len(before.keys() & after.keys())} by both); evaluate both with the "
             "same data and the same --limit"
         )
-    pairs = [
-        (before[key], after[key])
-        for key in sorted(before)
-        if before[key].get("score") is not None and after[key].get("score") is not None
-    ]
+    pairs = [(before[key], after[key]) for key in sorted(before)]
+    pairs = [pair for pair in pairs if all(sample.get("score") is not None for sample in pair)]
     if not pairs:
         raise UserError("no document has a score from both the base and the tuned model; evaluate both again")
     scores = np.array([(one["score"], other["score"]) for one, other in pairs], dtype=float)

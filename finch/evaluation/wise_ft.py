@@ -16,15 +16,7 @@ from safetensors import SafetensorError
 from finch.base.errors import UserError
 from finch.base.run_files import HF_CONFIG, chosen_model, models_in
 from finch.models.hf_config import check_folder, read_config
-from finch.weights.files import (
-    ADAPTER_CONFIG,
-    SAFETENSORS,
-    SAFETENSORS_INDEX,
-    indexed_shards,
-    new_model_folder,
-    open_safetensors,
-    rewrite,
-)
+from finch.weights import files
 
 _BLENDED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Settings of config.json that change a model and not the shapes of its weights.
@@ -65,13 +57,13 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
     base_name_of = _match(theta_0, theta_ft)
     try:
         with contextlib.ExitStack() as stack:
-            folders = [stack.enter_context(new_model_folder(target)) for target in targets]
+            folders = [stack.enter_context(files.new_model_folder(target)) for target in targets]
             for folder, alpha in zip(folders, alphas, strict=True):
 
                 def average(name: str, weight: torch.Tensor, alpha: float = alpha) -> torch.Tensor:
                     return blend(theta_0.tensor(base_name_of[name]), weight, alpha)
 
-                rewrite(tuned, folder, average)
+                files.rewrite(tuned, folder, average)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{out} cannot be written ({getattr(error, 'strerror', None) or error}); make room or give another place"
@@ -84,13 +76,13 @@ class _Weights:
 
     def __init__(self, option: str, folder: Path) -> None:
         self.label = f"{option}={check_folder(folder, option)}"
-        file_names = indexed_shards(folder) or [SAFETENSORS]
+        file_names = files.indexed_shards(folder) or [files.SAFETENSORS]
         if not (folder / file_names[0]).is_file():
             remedy = "give a Hugging Face folder with safetensors"
-            if (folder / ADAPTER_CONFIG).is_file():
+            if (folder / files.ADAPTER_CONFIG).is_file():
                 remedy = "merge the adapter into its model first"
-            raise UserError(f"{self.label} has neither {SAFETENSORS} nor {SAFETENSORS_INDEX}; {remedy}")
-        self.shards = {name: open_safetensors(folder / name) for name in file_names}
+            raise UserError(f"{self.label} has neither {files.SAFETENSORS} nor {files.SAFETENSORS_INDEX}; {remedy}")
+        self.shards = {name: files.open_safetensors(folder / name) for name in file_names}
         self._shard_of = {name: shard for shard in self.shards.values() for name in shard.keys()}  # noqa: SIM118
         self.names = self._shard_of.keys()
 
@@ -154,8 +146,7 @@ def _match(base: _Weights, tuned: _Weights) -> dict[str, str]:
         dtypes = base.dtype(base_name), tuned.dtype(name)
         if not set(dtypes) <= _BLENDED_DTYPES.keys() and not _equal_bits(base.tensor(base_name), tuned.tensor(name)):
             raise UserError(
-                f"{name} differs between {base.label} ({dtypes[0]}) and {tuned.label} ({dtypes[1]}), and only {', '.join(_BLENDED_DTYPES)} can be "
-                "blended; give folders in these dtypes"
+                f"{name} differs between {base.label} ({dtypes[0]}) and {tuned.label} ({dtypes[1]}), and only {', '.join(_BLENDED_DTYPES)} can be blended; give folders in these dtypes"
             )
     return base_name_of
 

@@ -94,7 +94,7 @@ def main(parsed: argparse.Namespace) -> None:
         harness = Harness(manager, tasks, tokenizer, parsed.limit)
         dtype = resolve_dtype(parsed.dtype, base.path, ranks.device)
         options = Options(parsed.out, parsed.data_root, parsed.limit, dtype, parsed.batch_size, parsed.trust)
-        evaluation = Evaluation(base, tuned, tasks, harness, options, ranks)
+        evaluation = Evaluation([base, *tuned], tasks, harness, options, ranks)
         evaluation.run()
         if ranks.is_rank_zero:
             print(printable(_report(evaluation, tasks)))
@@ -160,17 +160,12 @@ def check_data(tasks: Sequence[Task], data_root: Path | None, include_path: Path
     for task in tasks:
         task.check_data(data_root)
     if any(task.name == "ifeval" for task in tasks):
-        _check_punkt()
+        import nltk
 
-
-def _check_punkt() -> None:
-    """lm-eval would report a download that failed as done, and stop in the middle of IFEval."""
-    import nltk
-
-    try:
-        nltk.data.find("tokenizers/punkt_tab")
-    except LookupError as error:
-        raise UserError(f"ifeval: NLTK's punkt_tab is missing; fetch it: {PUNKT}, or set NLTK_DATA") from error
+        try:  # lm-eval would report a download that failed as done, and stop in the middle of IFEval
+            nltk.data.find("tokenizers/punkt_tab")
+        except LookupError as error:
+            raise UserError(f"ifeval: NLTK's punkt_tab is missing; fetch it: {PUNKT}, or set NLTK_DATA") from error
 
 
 def _report(evaluation: Evaluation, tasks: Sequence[Task]) -> str:

@@ -214,8 +214,7 @@ def _columns(names: list[str], column_map: Mapping[str, str] | None) -> dict[str
     for field, column in columns.items():
         if column not in names and (field in REQUIRED or field in column_map):
             raise UserError(
-                f"dataset: the rows have no field {column!r}, as SciKnowEval's have; they have {', '.join(names)}: name its column, "
-                f"dataset.column_map.{field}=COLUMN"
+                f"dataset: the rows have no field {column!r}, as SciKnowEval's have; they have {', '.join(names)}: name its column, dataset.column_map.{field}=COLUMN"
             )
     return {field: column for field, column in columns.items() if column in names}
 

@@ -12,10 +12,7 @@ from finch.evaluation.tasks.task import Record, Row, average, by_document, mean,
 
 SEED = 0
 LETTERS = "ABCD"
-PROMPT = (
-    "Answer the question with one letter, A, B, C or D, and say how confident you are that it is right, as a number between 0 and 100. Use "
-    "this form:\nAnswer: <letter>\nConfidence: <number>\n\nQuestion: {question}\n{options}"
-)
+PROMPT = "Answer the question with one letter, A, B, C or D, and say how confident you are that it is right, as a number between 0 and 100. Use this form:\nAnswer: <letter>\nConfidence: <number>\n\nQuestion: {question}\n{options}"
 
 
 def dataset(data_root: str | None = None, has_chat_template: bool = False, **_: Any) -> dict[str, Any]:

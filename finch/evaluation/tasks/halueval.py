@@ -8,13 +8,9 @@ from typing import Any
 from finch.evaluation.results import Sample
 from finch.evaluation.tasks.task import Record, Row, Source, average, by_document, chosen, table
 
-ROWS = Source(
-    "halueval/qa.jsonl", "pminervini/HaluEval", "data", ("question", "right_answer", "hallucinated_answer"), "qa"
-)
-PROMPT = (
-    "Question: {question}\nA. {a}\nB. {b}\nOne of these two answers is right, the other one is hallucinated. Which answer is hallucinated? "
-    "Reply with its letter, A or B."
-)
+_FIELDS = ("question", "right_answer", "hallucinated_answer")
+ROWS = Source("halueval/qa.jsonl", "pminervini/HaluEval", "data", _FIELDS, "qa")
+PROMPT = "Question: {question}\nA. {a}\nB. {b}\nOne of these two answers is right, the other one is hallucinated. Which answer is hallucinated? Reply with its letter, A or B."
 LETTERS = ["A", "B"]
 
 

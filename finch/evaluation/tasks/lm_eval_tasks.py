@@ -9,43 +9,19 @@ from typing import Any
 
 from finch.base.errors import UserError
 from finch.evaluation.results import Sample
-from finch.evaluation.tasks.task import (
-    Record,
-    Records,
-    Row,
-    Source,
-    average,
-    by_doc_id,
-    by_document,
-    chosen,
-    log_likelihoods,
-    mean,
-    plain_or_chat,
-    response,
-    table,
-)
+from finch.evaluation.tasks import task
+from finch.evaluation.tasks.task import Record, Records, Row, Source
 
-HELLASWAG = Source(
-    "hellaswag/validation.jsonl", "Rowan/hellaswag", "validation", ("activity_label", "ctx", "endings", "label")
-)
-WINOGRANDE = Source(
-    "winogrande/validation.jsonl",
-    "allenai/winogrande",
-    "validation",
-    ("sentence", "option1", "option2", "answer"),
-    "winogrande_xl",
-)
-_MMLU_FIELDS = ("question", "choices", "answer", "subject")
-MMLU = Source("mmlu/test.jsonl", "cais/mmlu", "test", _MMLU_FIELDS, "all")
-MMLU_DEV = Source("mmlu/dev.jsonl", "cais/mmlu", "dev", _MMLU_FIELDS, "all")
+_HELLASWAG = ("activity_label", "ctx", "endings", "label")
+_WINOGRANDE = ("sentence", "option1", "option2", "answer")
+_TRUTHFULQA = ("question", "mc1_targets", "mc2_targets")
+HELLASWAG = Source("hellaswag/validation.jsonl", "Rowan/hellaswag", "validation", _HELLASWAG)
+WINOGRANDE = Source("winogrande/validation.jsonl", "allenai/winogrande", "validation", _WINOGRANDE, "winogrande_xl")
+_MMLU = ("question", "choices", "answer", "subject")
+MMLU = Source("mmlu/test.jsonl", "cais/mmlu", "test", _MMLU, "all")
+MMLU_DEV = Source("mmlu/dev.jsonl", "cais/mmlu", "dev", _MMLU, "all")
 IFEVAL = Source("ifeval/prompts.jsonl", "google/IFEval", "train", ("key", "prompt", "instruction_id_list", "kwargs"))
-TRUTHFULQA = Source(
-    "truthfulqa/mc_task.jsonl",
-    "truthfulqa/truthful_qa",
-    "validation",
-    ("question", "mc1_targets", "mc2_targets"),
-    "multiple_choice",
-)
+TRUTHFULQA = Source("truthfulqa/mc_task.jsonl", "truthfulqa/truthful_qa", "validation", _TRUTHFULQA, "multiple_choice")
 IFEVAL_SEED = 0
 
 SUBJECTS = (
@@ -73,7 +49,7 @@ def hellaswag_dataset(data_root: str, **_: Any) -> dict[str, Any]:
     lm-eval capitalizes ``ctx_b``, the beginning of the sentence that an ending completes. Rows that have only ``ctx``, the two joined,
     are cut after the last full sentence.
     """
-    return {"validation": table([_split_context(row) for row in HELLASWAG.load(data_root)])}
+    return {"validation": task.table([_split_context(row) for row in HELLASWAG.load(data_root)])}
 
 
 def _split_context(row: Row) -> Row:
@@ -86,7 +62,7 @@ def _split_context(row: Row) -> Row:
 
 def winogrande_dataset(data_root: str, **_: Any) -> dict[str, Any]:
     """Rows with ``sentence``, ``option1``, ``option2`` and ``answer``, as on the hub."""
-    return {"validation": table(WINOGRANDE.load(data_root))}
+    return {"validation": task.table(WINOGRANDE.load(data_root))}
 
 
 def mmlu_dataset(data_root: str, subject: str, **_: Any) -> dict[str, Any]:
@@ -101,24 +77,24 @@ def mmlu_dataset(data_root: str, subject: str, **_: Any) -> dict[str, Any]:
     }
     if not rows["test"]:
         raise UserError(f"mmlu: {data_root}/{MMLU.file} has no rows of the subject {subject}; all 57 are needed")
-    return {split: table(part) for split, part in rows.items()}
+    return {split: task.table(part) for split, part in rows.items()}
 
 
-@by_document
+@task.by_document
 def hellaswag_samples(record: Record) -> Sample:
     """With the lengths of the endings in characters."""
     lengths = [len(choice) for choice in record["doc"]["choices"]]
-    return {**chosen(record, record["target"], "acc_norm"), "acc": float(record["acc"]), "lengths": lengths}
+    return {**task.chosen(record, record["target"], "acc_norm"), "acc": float(record["acc"]), "lengths": lengths}
 
 
 def hellaswag_others(samples: Sequence[Sample]) -> dict[str, float | None]:
-    return {"acc": mean(samples, "acc")}
+    return {"acc": task.mean(samples, "acc")}
 
 
-@by_document
+@task.by_document
 def winogrande_samples(record: Record) -> Sample:
     """lm-eval compares how likely the rest of the sentence is after each option."""
-    return chosen(record, int(record["doc"]["answer"]) - 1)
+    return task.chosen(record, int(record["doc"]["answer"]) - 1)
 
 
 def mmlu_samples(records: Records) -> list[Sample]:
@@ -128,10 +104,10 @@ def mmlu_samples(records: Records) -> list[Sample]:
             "doc_id": f"{subject}/{record['doc_id']}",
             "doc_hash": record["doc_hash"],
             "subject": subject,
-            **chosen(record, record["doc"]["answer"]),
+            **task.chosen(record, record["doc"]["answer"]),
         }
         for subject in SUBJECTS
-        for record in by_doc_id(records[f"mmlu_{subject}"]).values()
+        for record in task.by_doc_id(records[f"mmlu_{subject}"]).values()
     ]
 
 
@@ -140,16 +116,16 @@ def mmlu_others(samples: Sequence[Sample]) -> dict[str, float | None]:
     scores: dict[str, list[float]] = {}
     for sample in sorted(samples, key=lambda sample: sample["subject"]):
         scores.setdefault(sample["subject"], []).append(sample["score"])
-    return {"acc_subjects": average(sum(each) / len(each) for each in scores.values())}
+    return {"acc_subjects": task.average(sum(each) / len(each) for each in scores.values())}
 
 
 def ifeval_dataset(data_root: str, **_: Any) -> dict[str, Any]:
     """Rows with ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``, as on the hub."""
-    return {"train": table(IFEVAL.load(data_root))}
+    return {"train": task.table(IFEVAL.load(data_root))}
 
 
 def ifeval_plain_prompt(document: Row) -> str:
-    return plain_or_chat(document["prompt"], has_chat_template=False)
+    return task.plain_or_chat(document["prompt"], has_chat_template=False)
 
 
 def ifeval_results(document: Row, responses: Sequence[str]) -> dict[str, Any]:
@@ -165,7 +141,7 @@ def ifeval_results(document: Row, responses: Sequence[str]) -> dict[str, Any]:
         random.setstate(state)
 
 
-@by_document
+@task.by_document
 def ifeval_samples(record: Record) -> Sample:
     """With lm-eval's four results, of the prompt and of each of its instructions, and the response."""
     return {
@@ -173,23 +149,23 @@ def ifeval_samples(record: Record) -> Sample:
         "prompt_level_loose_acc": float(record["prompt_level_loose_acc"]),
         "inst_level_strict_acc": [bool(value) for value in record["inst_level_strict_acc"]],
         "inst_level_loose_acc": [bool(value) for value in record["inst_level_loose_acc"]],
-        "response": response(record),
+        "response": task.response(record),
     }
 
 
 def ifeval_others(samples: Sequence[Sample]) -> dict[str, float | None]:
     """The other three accuracies, those of instructions over all of them, and the responses' mean length in words."""
     return {
-        "prompt_level_loose_acc": mean(samples, "prompt_level_loose_acc"),
-        "inst_level_strict_acc": average(value for sample in samples for value in sample["inst_level_strict_acc"]),
-        "inst_level_loose_acc": average(value for sample in samples for value in sample["inst_level_loose_acc"]),
-        "response_words": average(len(sample["response"].split()) for sample in samples),
+        "prompt_level_loose_acc": task.mean(samples, "prompt_level_loose_acc"),
+        "inst_level_strict_acc": task.average(value for sample in samples for value in sample["inst_level_strict_acc"]),
+        "inst_level_loose_acc": task.average(value for sample in samples for value in sample["inst_level_loose_acc"]),
+        "response_words": task.average(len(sample["response"].split()) for sample in samples),
     }
 
 
 def truthfulqa_dataset(data_root: str, **_: Any) -> dict[str, Any]:
     """Rows with ``question``, ``mc1_targets`` and ``mc2_targets``, in the hub's form."""
-    return {"validation": table([truthfulqa_row(row) for row in TRUTHFULQA.load(data_root)])}
+    return {"validation": task.table([truthfulqa_row(row) for row in TRUTHFULQA.load(data_root)])}
 
 
 def truthfulqa_row(row: Row) -> Row:
@@ -203,19 +179,19 @@ def _targets(targets: dict[str, Any]) -> dict[str, Any]:
     return {"choices": list(targets), "labels": list(targets.values())}
 
 
-@by_document
+@task.by_document
 def truthfulqa_samples(mc1: Record, mc2: Record) -> Sample:
     """With the log-likelihoods of the answers of mc2, their labels, and those of mc1, whose first answer is the right one."""
     return {
         "score": float(mc2["acc"]),
         "mc1": float(mc1["acc"]),
         "labels": [int(label) for label in mc2["doc"]["mc2_targets"]["labels"]],
-        "loglikelihoods": log_likelihoods(mc2),
-        "mc1_loglikelihoods": log_likelihoods(mc1),
+        "loglikelihoods": task.log_likelihoods(mc2),
+        "mc1_loglikelihoods": task.log_likelihoods(mc1),
     }
 
 
 def truthfulqa_others(samples: Sequence[Sample]) -> dict[str, float | None]:
     """mc1, and the mc2 of a model that finds all answers equally likely: the share of true ones."""
-    uniform = average(sum(sample["labels"]) / len(sample["labels"]) for sample in samples)
-    return {"mc1": mean(samples, "mc1"), "mc2_uniform": uniform}
+    uniform = task.average(sum(sample["labels"]) / len(sample["labels"]) for sample in samples)
+    return {"mc1": task.mean(samples, "mc1"), "mc2_uniform": uniform}

@@ -20,10 +20,7 @@ _TOFU = Task(
     suite="knowledge",
     role=NEW,
     metric="acc_norm",
-    measure=(
-        "TOFU, which of six answers to the paraphrased question is right: the paraphrased answer and five perturbed ones, shuffled with a seed a "
-        "row, compared by log-likelihood per character"
-    ),
+    measure="TOFU, which of six answers to the paraphrased question is right: the paraphrased answer and five perturbed ones, shuffled with a seed a row, compared by log-likelihood per character",
     lm_eval_names=("finch_tofu", "finch_tofu_letters"),
     sources=(tofu.PERTURBED,),
     read_samples=tofu.samples,
@@ -105,10 +102,7 @@ TASKS: dict[str, Task] = {
         _RELIABILITY(
             name="halueval",
             metric="acc",
-            measure=(
-                "HaluEval QA, question and two answers without the knowledge, which one is hallucinated: log-likelihood of the letter; both "
-                "orders, mean per question"
-            ),
+            measure="HaluEval QA, question and two answers without the knowledge, which one is hallucinated: log-likelihood of the letter; both orders, mean per question",
             lm_eval_names=("finch_halueval",),
             sources=(halueval.ROWS,),
             read_samples=halueval.samples,

@@ -6,26 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from finch.evaluation.results import Sample
+from finch.evaluation.tasks import task
 from finch.evaluation.tasks.parsers import letter_of
-from finch.evaluation.tasks.task import (
-    Record,
-    Row,
-    Source,
-    by_document,
-    log_likelihoods,
-    mean,
-    plain_or_chat,
-    response,
-    table,
-)
+from finch.evaluation.tasks.task import Record, Row, Source
 
-ROWS = Source(
-    "sciknoweval/chemistry_l3.jsonl",
-    "hicai-zju/SciKnowEval",
-    "test",
-    ("question", "choices", "answerKey", "domain", "details"),
-    "v2",
-)
+_FIELDS = ("question", "choices", "answerKey", "domain", "details")
+ROWS = Source("sciknoweval/chemistry_l3.jsonl", "hicai-zju/SciKnowEval", "test", _FIELDS, "v2")
 
 
 def dataset(
@@ -46,7 +32,7 @@ def dataset(
     given = [row for row in ROWS.load(data_root) if row["domain"] == "Chemistry" and row["details"]["level"] == "L3"]
     indices = part_indices([(row["question"], row["choices"]) for row in given], part)
     chosen = [given[index] for index in indices if (given[index]["choices"] or {}).get("label")]
-    return {"test": table([_document(row, has_chat_template) for row in chosen[:rows]])}
+    return {"test": task.table([_document(row, has_chat_template) for row in chosen[:rows]])}
 
 
 def _document(row: Row, has_chat_template: bool) -> Row:
@@ -55,16 +41,16 @@ def _document(row: Row, has_chat_template: bool) -> Row:
     letters = list(choices_of(row))
     return {
         "subtask": row["details"].get("subtask"),
-        "prompt": plain_or_chat(prompt_of(row), has_chat_template),
+        "prompt": task.plain_or_chat(prompt_of(row), has_chat_template),
         "choices": letters,
         "gold": letters.index(row["answerKey"]),
     }
 
 
-@by_document
+@task.by_document
 def samples(record: Record, letters: Record) -> Sample:
     """With the response, and the log-likelihoods of the letters instead of a response."""
-    document, text = record["doc"], response(record)
+    document, text = record["doc"], task.response(record)
     letter = letter_of(text, "".join(document["choices"]))
     answer = document["choices"][document["gold"]]
     return {
@@ -76,9 +62,9 @@ def samples(record: Record, letters: Record) -> Sample:
         "answer": answer,
         "letter": letter,
         "response": text,
-        "letter_loglikelihoods": log_likelihoods(letters),
+        "letter_loglikelihoods": task.log_likelihoods(letters),
     }
 
 
 def others(samples: Sequence[Sample]) -> dict[str, float | None]:
-    return {"parse_rate": mean(samples, "is_parsed"), "acc_letters": mean(samples, "acc_letters")}
+    return {"parse_rate": task.mean(samples, "is_parsed"), "acc_letters": task.mean(samples, "acc_letters")}

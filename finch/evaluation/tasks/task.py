@@ -135,11 +135,8 @@ class Task:
         Args:
             has_chat_template: whether the tokenizer has one.
         """
-        if not self.uses_chat_template:
-            prompt = "no chat template"
-        elif has_chat_template:
-            prompt = "chat template"
-        else:
+        prompt = "chat template" if self.uses_chat_template else "no chat template"
+        if self.uses_chat_template and not has_chat_template:
             prompt = "plain prompt, since the tokenizer has no chat template"
         return f"{self.measure}; {self.shots}-shot; {prompt}"
 
