@@ -198,8 +198,7 @@ def describe(front: Front, chosen: Point, choice: Choice) -> list[str]:
     elif choice.budget is not None:
         how = f"the largest evaluated one that forgets at most {choice.budget:g} nats per token"
     lines = [
-        f"alpha {chosen.alpha:g}, {how}: {front.learned_share(chosen):.0%} of what was learned, "
-        f"{front.forgotten_share(chosen):.0%} of what was forgotten ({chosen.forgotten:.4f} of {front.at(1).forgotten:.4f} nats per token)"
+        f"alpha {chosen.alpha:g}, {how}: {front.learned_share(chosen):.0%} of what was learned, {front.forgotten_share(chosen):.0%} of what was forgotten ({chosen.forgotten:.4f} of {front.at(1).forgotten:.4f} nats per token)"
     ]
     power = exponent(front) if 0.5 in front.points else None
     if chosen.alpha == 1:

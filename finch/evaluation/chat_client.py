@@ -176,18 +176,17 @@ class ChatClient:
 
         with ThreadPool(concurrency) as pool:  # its threads are daemons: an interrupt does not wait for calls
             try:
-                for request in pool.imap_unordered(self._ask, at_hand()):
+                try:
+                    for request in pool.imap_unordered(self._ask, at_hand()):
+                        room.release()
+                        yield request
+                finally:
+                    is_over.set()
                     room.release()
-                    yield request
             except (UserError, GeneratorExit):
-                is_over.set()
-                room.release()
                 pool.close()
                 pool.join()
                 raise
-            finally:
-                is_over.set()
-                room.release()
 
     def _ask(self, request: ChatRequest) -> ChatRequest:
         import openai

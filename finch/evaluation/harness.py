@@ -177,8 +177,8 @@ def _write_variants(folder: Path, tasks: Path, *, is_local: bool, has_chat_templ
     ifeval += _local("ifeval_dataset") if is_local else []
     variants["ifeval"] = ("ifeval/ifeval.yaml", ifeval if has_chat_template else [*ifeval, *_PLAIN_IFEVAL])
     for name, (file, lines) in variants.items():
-        text = "\n".join([f"include: {tasks / file}", f"task: {name}", *lines])
-        (folder / f"{name}.yaml").write_text(text + "\n", encoding="utf-8")
+        text = "\n".join([f"include: {tasks / file}", f"task: {name}", *lines, ""])
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
 def _local(function: str) -> list[str]:

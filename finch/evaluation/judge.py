@@ -16,7 +16,7 @@ from finch.base.errors import UserError
 from finch.base.run_files import EVALUATION
 from finch.evaluation.chat_client import ChatRequest
 from finch.evaluation.results import Sample, SuiteResult, TaskResult, base_path, read_result, read_samples, write_result
-from finch.evaluation.tasks.task import average
+from finch.evaluation.tasks.task import average, scored
 
 SUITE, TASK = "language", "galician_alpaca"
 BASE_SCORE = 0.5
@@ -219,14 +219,8 @@ def write_base_scores(comparison: Comparison, control: Mapping[str, float | None
 
 
 def _write(answers: Answers, samples: Sequence[Sample], definition: str, others: dict[str, float | None]) -> None:
-    scores = [sample["score"] for sample in samples if sample["score"] is not None]
-    task = replace(
-        answers.task,
-        definition=answers_definition(answers.task.definition) + _JUDGED + definition,
-        score=average(scores),
-        n=len(scores),
-        others=others,
-    )
+    definition = answers_definition(answers.task.definition) + _JUDGED + definition
+    task = replace(answers.task, definition=definition, others=others, **scored(samples))
     result = replace(answers.result, tasks={**answers.result.tasks, TASK: task})
     write_result(answers.path.parent, result, {TASK: samples})
 

@@ -184,6 +184,9 @@ class LanguageModel(HFLM):
         batch_size: rows, or ``auto``: as many as limits of tokens and memory allow.
         ranks: the processes that share the documents.
         progress: is given the number of requests.
+
+    Attributes:
+        answer_cache: of the next task's answers.
     """
 
     def __init__(
@@ -209,7 +212,7 @@ class LanguageModel(HFLM):
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._requests: Sequence[Instance] = []
         self._batch: Sequence[Instance] = []
-        self._cache: AnswerCache | None = None
+        self.answer_cache: AnswerCache | None = None
         self._logits_to_keep = 0
         self._can_keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._sizes = model.config.get_text_config()
@@ -217,10 +220,6 @@ class LanguageModel(HFLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """With the spaces that the template puts before an answer: lm-eval gives them to an answer that it scores."""
         return super().apply_chat_template(chat_history, add_generation_prompt) + self._answer_prefix
-
-    def use_cache(self, cache: AnswerCache | None) -> None:
-        """Of the next task's answers."""
-        self._cache = cache
 
     # Between processes, in place of accelerate's.
 
@@ -372,12 +371,12 @@ class LanguageModel(HFLM):
         for batch in form_batches(rows, limits):
             indices = [index for row in batch for index in row.indices]
             name = hash_values([content[index] for index in indices])
-            answers = None if self._cache is None else self._cache.get(name)
+            answers = None if self.answer_cache is None else self.answer_cache.get(name)
             is_free = answers is not None
             if answers is None:
                 answers = _run_in_memory(run, batch)
-                if self._cache is not None:
-                    self._cache.put(name, answers)
+                if self.answer_cache is not None:
+                    self.answer_cache.put(name, answers)
             self._progress.advance(count_requests(self._requests[index] for index in indices), is_free=is_free)
             yield from zip(indices, answers, strict=True)
 

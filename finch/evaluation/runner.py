@@ -28,7 +28,7 @@ from finch.evaluation.judge import answers_definition
 from finch.evaluation.loading import SHORT, hash_values, hash_vocabulary, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder, training_questions
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
-from finch.evaluation.tasks.task import Task, average
+from finch.evaluation.tasks.task import Task, scored
 
 _PACKAGES = ("lm_eval", "torch", "transformers")
 """Whose versions may change numbers."""
@@ -198,7 +198,7 @@ class Evaluation:
             cache = AnswerCache(answers, hash_values(target.weights, self.settings, definition))
             if cache.num_read:
                 logger.info(f"{target.folder.label}: {task.name} continues after {cache.num_read} batches")
-            model.use_cache(cache)
+            model.answer_cache = cache
             with contextlib.closing(cache):
                 records = self._harness.evaluate(model, task)
                 if records is not None:
@@ -218,13 +218,11 @@ class Evaluation:
         return inside(root, *target.output.relative_to(root).parts, is_own=own or self._options.trust)
 
     def _write(self, target: Target, task: Task, definition: str, samples: list[dict[str, Any]]) -> None:
-        scores = [sample["score"] for sample in samples if sample["score"] is not None]
         result = TaskResult(
             role=task.role,
             metric=task.metric,
             definition=definition,
-            score=average(scores),
-            n=len(scores),
+            **scored(samples),
             samples=f"{task.suite}.{task.name}.jsonl",
             chance=task.chance,
             is_higher_better=task.is_higher_better,

@@ -219,15 +219,14 @@ def _percent(fraction: float | None) -> str:
 
 def _launch(number: int) -> None:
     """Starts the same command on several ranks, and ends this process with the exit code of the first one that fails."""
+    from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser
-    from torch.distributed.run import run as run_launcher
 
     from finch.cli.restarts import failed_rank
 
     prepare_launcher(number)
     arguments = ["--standalone", f"--nproc_per_node={number}", "--no_python", *SAFE_PYTHON, "finch.cli", *sys.argv[1:]]
     try:
-        run_launcher(get_args_parser().parse_args(arguments))
+        launcher.run(launcher.get_args_parser().parse_args(arguments))
     except ChildFailedError as error:
         sys.exit(failed_rank(error)[1])

@@ -253,6 +253,5 @@ def _log_targets(table: Table, columns: Mapping[str, str], part: str) -> None:
     plain = [choices for solution, choices in zip(solutions, table[columns["choices"]], strict=True) if not solution]
     num_letters = sum(isinstance(choices, Mapping) and bool(choices.get("label")) for choices in plain)
     logger.info(
-        f"SciKnowEval, {part}: {len(table):,} rows, targets are {len(table) - len(plain):,} solutions and {len(plain):,} plain answers "
-        f"({num_letters:,} letters with their choice, {len(plain) - num_letters:,} texts)"
+        f"SciKnowEval, {part}: {len(table):,} rows, targets are {len(table) - len(plain):,} solutions and {len(plain):,} plain answers ({num_letters:,} letters with their choice, {len(plain) - num_letters:,} texts)"
     )

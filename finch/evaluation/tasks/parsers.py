@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-_MARK = (
-    r"[\s*_`\"'\u201c\u201d\u2018\u2019(\[{<$]*"  # what surrounds a letter: brackets, quotes, Markdown's stars, LaTeX
-)
+# What surrounds a letter: brackets, quotes, Markdown's stars, LaTeX.
+_MARK = r"[\s*_`\"'\u201c\u201d\u2018\u2019(\[{<$]*"
 _LATEX = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{)*"
 _LETTER = rf"{_MARK}{_LATEX}([A-Z])(?![\w\u2019'])(?!-\w)"
 

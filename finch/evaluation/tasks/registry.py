@@ -112,10 +112,7 @@ TASKS: dict[str, Task] = {
         _RELIABILITY(
             name="confidence",
             metric="brier",
-            measure=(
-                "Brier score of verbalised confidence on TruthfulQA: (confidence - right)^2 over parsed responses; the right option and three "
-                "wrong ones of mc1, drawn and shuffled with a seed a row; rows with fewer wrong ones are left out; greedy"
-            ),
+            measure="Brier score of verbalised confidence on TruthfulQA: (confidence - right)^2 over parsed responses; the right option and three wrong ones of mc1, drawn and shuffled with a seed a row; rows with fewer wrong ones are left out; greedy",
             lm_eval_names=("finch_confidence",),
             sources=(lm_eval_tasks.TRUTHFULQA,),
             read_samples=confidence.samples,

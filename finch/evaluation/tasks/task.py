@@ -60,28 +60,25 @@ class Source:
         Raises:
             UserError: the file is missing or not JSON Lines, a row lacks a field, or the hub cannot be reached.
         """
-        if data_root is None:
-            rows, name = self._load_from_hub(), self.hub
-        else:
+        if data_root is not None:
             rows = [dict(row) for file in self.files(Path(data_root)) for row in _read(file, file.stat().st_mtime_ns)]
-            name = str(Path(data_root) / self.file)
+        else:
+            import datasets
+
+            try:
+                rows = datasets.load_dataset(self.hub, self.config, split=self.split).to_list()
+            except Exception as error:
+                reason = " ".join(str(error).split())[:200]
+                raise UserError(
+                    f"{self.hub} cannot be loaded from the hub ({reason}); give --data-root DIR with {self.file}"
+                ) from error
+        name = self.hub if data_root is None else Path(data_root) / self.file
         for number, row in enumerate(rows, start=1):
             if missing := next((field for field in self.fields if field not in row), None):
                 raise UserError(
                     f"{name}: row {number} has no field {missing!r}, only {', '.join(row)}; each row needs {', '.join(self.fields)}"
                 )
         return rows
-
-    def _load_from_hub(self) -> list[Row]:
-        import datasets
-
-        try:
-            return datasets.load_dataset(self.hub, self.config, split=self.split).to_list()
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"{self.hub} cannot be loaded from the hub ({reason}); give --data-root DIR with {self.file}"
-            ) from error
 
 
 @lru_cache(maxsize=8)  # MMLU's subjects share a file
@@ -221,6 +218,12 @@ def by_document(read: Callable[..., Sample]) -> Callable[[Records], list[Sample]
 def mean(samples: Sequence[Sample], key: str) -> float | None:
     """Over the samples that have a value for it; None if none has."""
     return average(sample[key] for sample in samples if sample.get(key) is not None)
+
+
+def scored(samples: Sequence[Sample]) -> dict[str, Any]:
+    """A task result's ``score`` and ``n``."""
+    scores = [sample["score"] for sample in samples if sample["score"] is not None]
+    return {"score": average(scores), "n": len(scores)}
 
 
 def average(values: Iterable[float]) -> float | None:
