@@ -63,9 +63,8 @@ def test_alpha_is_found_in_six_evaluations(choice, alpha, tolerance, tmp_path):
 def test_what_the_numbers_say(tmp_path):
     fair = front(tmp_path / "fair")
     (tmp_path / "fair").mkdir()
-    assert describe(fair, choose(fair, Choice(budget=0.1)), Choice(budget=0.1))[0].startswith("alpha 0.4"), (
-        "the largest evaluated one"
-    )
+    budget = Choice(budget=0.1)
+    assert describe(fair, choose(fair, budget), budget)[0].startswith("alpha 0.4")
     (tmp_path / "high").mkdir()
     high = front(tmp_path / "high", power=0.9)
     assert "the rate was too high, and a lower one forgets less" in describe(high, choose(high, Choice()), Choice())[1]
@@ -86,17 +85,15 @@ def test_points_are_the_runs_own_and_those_of_transformers(run, base_folder, cap
     text = capsys.readouterr().out
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     best = int((run / "best").readlink().name.removeprefix("epoch_"))
-    values = {
-        key: value for line in lines if line["epoch"] == best and "loss" not in line for key, value in line.items()
-    }
+    evaluations = [line for line in lines if line["epoch"] == best and "loss" not in line]
+    values = {key: value for line in evaluations for key, value in line.items()}
     points = {alpha: rest for alpha, *rest in json.loads((run / "average" / "front.json").read_text())["points"]}
     assert list(points) == [0, 0.4, 1]
     assert points[0][1] == 0
     assert points[1] == pytest.approx([values["validation_loss"], values["probe/own/kl"]], rel=1e-5)
     expected = wise_ft(base_folder, run / "best", [0.4], run.parent / "out")[0]
-    assert (run / "average" / "model" / "model.safetensors").read_bytes() == (
-        expected / "model.safetensors"
-    ).read_bytes()
+    files = [folder / "model.safetensors" for folder in (run / "average" / "model", expected)]
+    assert files[0].read_bytes() == files[1].read_bytes()
     cfg = OmegaConf.load(run / "config.yaml")
     rows = list(instantiate(cfg.dataset_validation, instantiate(cfg.tokenizer)))
     rows = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in rows]
@@ -170,9 +167,8 @@ def test_auto_averages_at_the_end_on_the_runs_ranks(tiny, rows_file, tmp_path):
     by_itself = tmp_path / "copy"
     shutil.copytree(run.folder, by_itself, symlinks=True, ignore=shutil.ignore_patterns("average"))
     average(by_itself, Choice())
-    one, other = (
-        json.loads((each / "average" / "front.json").read_text())["points"] for each in (run.folder, by_itself)
-    )
+    fronts = [(each / "average" / "front.json").read_text() for each in (run.folder, by_itself)]
+    one, other = (json.loads(text)["points"] for text in fronts)
     assert one == [pytest.approx(point, rel=1e-5, abs=1e-6) for point in other]
 
 
@@ -182,11 +178,7 @@ def test_auto_averages_at_the_end_on_the_runs_ranks(tiny, rows_file, tmp_path):
         ({}, Choice(alpha=1.5), r"--alpha=1.5 must be in \[0, 1\]"),
         ({}, Choice(keep=math.nan), r"--keep=nan must be in \[0, 1\]"),
         ({}, Choice(budget=0.0), "--budget=0 must be above 0, in nats per token"),
-        (
-            {"dataset": {"_component_": "os.system"}},
-            Choice(),
-            "dataset._component_=os.system is not among the components",
-        ),
+        ({"dataset": {"_component_": "os.system"}}, Choice(), "dataset._component_=os.system is not among the comp"),
         ({"collate_fn": "builtins.print"}, Choice(), "collate_fn=builtins.print is not among the components"),
         ({"hooks": {"mine": {"_component_": "os.system"}}}, Choice(alpha=0.0), None),  # is not used, and not imported
     ],

@@ -13,9 +13,8 @@ class Manager:
     """lm-eval's, with one task."""
 
     def __init__(self, *metrics, kind="multiple_choice", parts=("arc_easy",)):
-        config = SimpleNamespace(
-            metric_list=[{"metric": metric, "higher_is_better": True} for metric in metrics], num_fewshot=5
-        )
+        listed = [{"metric": metric, "higher_is_better": True} for metric in metrics]
+        config = SimpleNamespace(metric_list=listed, num_fewshot=5)
         self._parts = {name: SimpleNamespace(config=config, OUTPUT_TYPE=kind) for name in parts}
         self.task_index = {"arc_easy": None}
 
@@ -24,13 +23,8 @@ class Manager:
 
 
 def record(number, **metrics):
-    return {
-        "doc_id": number,
-        "doc_hash": f"hash {number}",
-        "filter": "none",
-        "filtered_resps": [(-1.5, True)],
-        **metrics,
-    }
+    document = {"doc_id": number, "doc_hash": f"hash {number}", "filter": "none", "filtered_resps": [(-1.5, True)]}
+    return document | metrics
 
 
 def test_headline_is_the_normalized_accuracy():
@@ -38,10 +32,8 @@ def test_headline_is_the_normalized_accuracy():
     assert (task.metric, task.role, task.suite) == ("acc_norm", NEW, "custom")
     assert task.definition(True) == "arc_easy of lm-eval, acc_norm; 5-shot; no chat template"
     samples = task.samples({"arc_easy": [record(1, acc=1, acc_norm=0.0), record(0, acc=0, acc_norm=1.0)]})
-    assert [(sample["doc_id"], sample["score"], sample["responses"]) for sample in samples] == [
-        (0, 1.0, [-1.5]),
-        (1, 0.0, [-1.5]),
-    ]
+    found = [(sample["doc_id"], sample["score"], sample["responses"]) for sample in samples]
+    assert found == [(0, 1.0, [-1.5]), (1, 0.0, [-1.5])]
 
 
 def test_generated_answers_use_the_chat_template():

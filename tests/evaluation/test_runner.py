@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -145,10 +144,8 @@ def test_language_waits_for_a_judge(evaluate, tuned_folder, data_root, tmp_path)
     rows = [{"instruction": f"the {word}", "input": "", "output": "a bird"} for word in WORDS]
     (data_root / "galician_alpaca").mkdir()
     write_lines(data_root / "galician_alpaca" / "rows.jsonl", *rows)
-    evaluate_language = partial(
-        evaluate, "--tuned", tuned_folder, "--limit", 3, suite="language", tasks="galician_alpaca"
-    )
-    printed = evaluate_language()
+    options = {"suite": "language", "tasks": "galician_alpaca"}
+    printed = evaluate("--tuned", tuned_folder, "--limit", 3, **options)
     folder = only(tmp_path, "out/tuned-*")
     task = read_result(folder / "language.json").tasks["galician_alpaca"]
     assert (task.score, task.n) == (None, 0)
@@ -156,7 +153,8 @@ def test_language_waits_for_a_judge(evaluate, tuned_folder, data_root, tmp_path)
     assert f"finch judge {folder}" in printed
     judged = (folder / "language.json").read_text().replace(task.definition, f"{task.definition}; judged: by a model")
     (folder / "language.json").write_text(judged)
-    assert f"{folder / 'language.json'} is reused: galician_alpaca" in evaluate_language()  # the judge's work is kept
+    printed = evaluate("--tuned", tuned_folder, "--limit", 3, **options)
+    assert f"{folder / 'language.json'} is reused: galician_alpaca" in printed  # the judge's work is kept
 
 
 def test_broken_weights_leave_no_score(evaluate, tuned_folder, tmp_path):
