@@ -197,17 +197,14 @@ def describe(front: Front, chosen: Point, choice: Choice) -> list[str]:
         how = f"the smallest evaluated one that keeps {choice.keep:.0%} of what was learned"
     elif choice.budget is not None:
         how = f"the largest evaluated one that forgets at most {choice.budget:g} nats per token"
-    lines = [
-        f"alpha {chosen.alpha:g}, {how}: {front.learned_share(chosen):.0%} of what was learned, {front.forgotten_share(chosen):.0%} of what was forgotten ({chosen.forgotten:.4f} of {front.at(1).forgotten:.4f} nats per token)"
-    ]
+    sentence = f"alpha {chosen.alpha:g}, {how}: {front.learned_share(chosen):.0%} of what was learned, {front.forgotten_share(chosen):.0%} of what was forgotten ({chosen.forgotten:.4f} of {front.at(1).forgotten:.4f} nats per token)"
     power = exponent(front) if 0.5 in front.points else None
     if chosen.alpha == 1:
-        lines.append("alpha 1 is the tuned model itself: no average is better by this choice")
-    elif power is not None and power < _FAIR_EXPONENT:
-        lines.append(
-            f"half of the way forgets {front.forgotten_share(front.at(0.5)):.0%} of the whole: the rate was too high, and a lower one forgets less than any average of this run; try half of it"
-        )
-    return lines
+        return [sentence, "alpha 1 is the tuned model itself: no average is better by this choice"]
+    if power is None or power >= _FAIR_EXPONENT:
+        return [sentence]
+    half = f"half of the way forgets {front.forgotten_share(front.at(0.5)):.0%} of the whole: the rate was too high, and a lower one forgets less than any average of this run; try half of it"
+    return [sentence, half]
 
 
 class Averages:

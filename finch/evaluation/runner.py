@@ -63,10 +63,6 @@ class Target:
     weights: str
     output: Path
 
-    @property
-    def is_base(self) -> bool:
-        return self.folder.option == "--base"
-
 
 class Evaluation:
     """The pretrained and the tuned models, in this order, on tasks, whose data ``harness`` has loaded."""
@@ -230,12 +226,13 @@ class Evaluation:
         )
         path = target.output / f"{task.suite}.json"
         earlier = self._usable(target, task.suite)
-        base = None if target.is_base else os.path.relpath(self.targets[0].output / path.name, target.output)
+        is_base = target.folder.option == "--base"
+        base = None if is_base else os.path.relpath(self.targets[0].output / path.name, target.output)
         suite = SuiteResult(
             suite=task.suite,
             model=str(target.folder.path.resolve()),
             weights=target.weights,
-            is_base=target.is_base,
+            is_base=is_base,
             base=base,
             settings=self.settings,
             versions={"finch": finch.__version__, **{name: importlib.metadata.version(name) for name in _PACKAGES}},
@@ -250,7 +247,5 @@ class Evaluation:
 
     def _output(self, folder: ModelFolder, weights: str) -> Path:
         """The folder of a model's results: another one for other settings, so that a model keeps the results of both."""
-        if (own := folder.results) is not None:
-            return own
         name = "base" if folder.option == "--base" else folder.label
-        return self._options.out / f"{name}-{hash_values(weights, self.settings)[:SHORT]}"
+        return folder.results or self._options.out / f"{name}-{hash_values(weights, self.settings)[:SHORT]}"

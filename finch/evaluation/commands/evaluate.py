@@ -89,8 +89,9 @@ def main(parsed: argparse.Namespace) -> None:
         ranks = join_ranks(parsed.device)
         is_chat = has_chat_template(tokenizer)
         manager = task_manager(parsed.data_root, is_chat, parsed.include_path, others)
-        new = parsed.new_task
-        tasks += [custom_task(name, manager, is_new=name in new, has_chat_template=is_chat) for name in others]
+        tasks += [
+            custom_task(name, manager, is_new=name in parsed.new_task, has_chat_template=is_chat) for name in others
+        ]
         harness = Harness(manager, tasks, tokenizer, parsed.limit)
         dtype = resolve_dtype(parsed.dtype, base.path, ranks.device)
         options = Options(parsed.out, parsed.data_root, parsed.limit, dtype, parsed.batch_size, parsed.trust)
@@ -175,31 +176,28 @@ def _report(evaluation: Evaluation, tasks: Sequence[Task]) -> str:
     models = ["base", *labels([target.folder for target in tuned])]
     parts = []
     for suite in evaluation.suites:
-        results = [
-            (model, target.output, evaluation.result(target, suite))
-            for model, target in zip(models, evaluation.targets, strict=True)
-        ]
+        results = [(target.output, evaluation.result(target, suite)) for target in evaluation.targets]
         of_suite = [task for task in tasks if task.suite == suite]
-        table = _table(results, [task.name for task in of_suite])
+        table = _table(models, results, [task.name for task in of_suite])
         parts.append(f"\n{suite}: {base.output / suite}.json\n{table}")
         judged = [task.name for task in of_suite if task.is_judged]
-        unscored = [str(out) for _, out, each in results[1:] if any(each.tasks[name].score is None for name in judged)]
+        unscored = [str(out) for out, each in results[1:] if any(each.tasks[name].score is None for name in judged)]
         if unscored:
             parts.append(f"not scored yet; compare the answers with a judge: finch judge {' '.join(unscored)}")
     return "\n".join(parts)
 
 
-def _table(results: Sequence[tuple[str, Path, SuiteResult]], tasks: Sequence[str]) -> str:
+def _table(models: Sequence[str], results: Sequence[tuple[Path, SuiteResult]], tasks: Sequence[str]) -> str:
     """One suite's table, scores in percent and deltas in points, then the tasks' definitions; the base's result is the first."""
     from finch.evaluation.statistics import mean_interval, paired_delta
 
-    _, base_folder, base = results[0]
+    base_folder, base = results[0]
     rows = [["task", "metric", "model", "score", "delta", "95% interval", "n", "chance"]]
     for name in tasks:
         before = base.tasks[name]
         samples = read_samples(base_folder, before)
         metric = before.metric if before.is_higher_better else f"{before.metric}, lower is better"
-        for model, folder, result in results:
+        for model, (folder, result) in zip(models, results, strict=True):
             task, is_base = result.tasks[name], result is base
             number, delta, margin = task.n, "", ""
             if before.score is not None and task.score is not None:

@@ -237,9 +237,7 @@ def _rows_of(table: Table, domain: str | None, level: str | None) -> list[int]:
     return indices
 
 
-def _part(
-    table: Table, columns: Mapping[str, str], indices: list[int], part: str, shares: Mapping[str, Any]
-) -> list[int]:
+def _part(table: Table, columns: Mapping[str, str], indices: list[int], part: str, shares: dict[str, Any]) -> list[int]:
     """The numbers of a part's rows, of those in ``indices``; ``shares`` are arguments of :func:`part_indices`."""
     if part == ALL:
         return indices
