@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,10 @@ import numpy as np
 
 from finch.evaluation.results import POINTS
 from finch.evaluation.statistics import confidence_bins
-from finch.study.report.front import Front, Point, TradeOff, on_front, points_by_method, with_base
+from finch.study.report.content import Report
+from finch.study.report.front import Point, TradeOff, on_front, points_by_method, with_base
 from finch.study.report.measures import Estimate
+from finch.study.report.paper import Curve
 from finch.study.report.selection import Measure
 from finch.study.sweep.grid import LR
 from finch.training.style import (
@@ -48,11 +49,20 @@ Answers = tuple[Sequence[float], Sequence[float]]
 _EDGE = {"markeredgecolor": COLOURS["page"], "markeredgewidth": 0.5}  # keeps markers apart that lie on each other
 
 
-def draw_trade_off(
-    trade_off: TradeOff, styles: Mapping[str, Style], folder: Path, new: Measure, old: Measure, old_label: str
-) -> Drawing:
+def _old_label(report: Report) -> str:
+    """Of the axis with the old tasks' change."""
+    old = report.comparison.old
+    kind = f"change of {old[0].name}"
+    if len(old) > 1:
+        are_losses = all(measure.is_probe and measure.metric == "loss" for measure in old)
+        kind = "mean change of the probes' losses" if are_losses else "mean change of old tasks"
+    return f"{kind}, {old[0].change_unit}\n{LESS_FORGOTTEN}"
+
+
+def draw_trade_off(report: Report) -> Drawing:
     """The axis of a loss is inverted, so that up and right are better on every figure."""
-    figure, axes = new_figure(4.2, f"{new.label}\n{MORE_LEARNED}", f"{old_label}\n{LESS_FORGOTTEN}")
+    trade_off, styles, new, old = report.trade_off, report.names.styles, report.new, report.old
+    figure, axes = new_figure(4.2, f"{new.label}\n{MORE_LEARNED}", _old_label(report))
     sign = new.sign, old.sign
     points = trade_off.points
     by_method = points_by_method(trade_off)
@@ -87,7 +97,7 @@ def draw_trade_off(
     if outside:
         those, verb = ("a setting", "it is") if outside == 1 else (f"{outside} settings", "they are")
         caption += f" Outside: {those} that the pretrained model beats on the new task and on the old ones; {verb} in the table."
-    return save(figure, folder, "trade_off", "Learned against forgotten", caption)
+    return save(figure, report.folder, "trade_off", "Learned against forgotten", caption)
 
 
 def _draw_marker(axes: Axes, x: float, y: float, style: Style, **options: Any) -> None:
@@ -149,10 +159,9 @@ def _by_learning_rate(points: list[Point]) -> list[list[Point]]:
     return [list(group) for _, group in groupby(ordered, key=others)]
 
 
-def draw_front(
-    front: Front, styles: Mapping[str, Style], folder: Path, new: Measure, old: Measure, old_label: str
-) -> Drawing:
-    figure, axes = new_figure(3.9, f"at equal {new.label}\n{MORE_LEARNED}", f"{old_label}\n{LESS_FORGOTTEN}")
+def draw_front(report: Report) -> Drawing:
+    front, styles, new, old = report.front, report.names.styles, report.new, report.old
+    figure, axes = new_figure(3.9, f"at equal {new.label}\n{MORE_LEARNED}", _old_label(report))
     methods = [method for method in styles if method in front.methods]
     width = 0.7 / max(1, len(methods))
     size = 5.5 if len(methods) <= MANY_METHODS else 4.5
@@ -183,23 +192,22 @@ def draw_front(
         "Each group compares methods where they have learned equally much. A method that does not reach a score is absent there. "
         "Hollow markers are guesses, on a straight line from the pretrained model: the method has no setting that learned so little."
     )
-    return save(figure, folder, "front", "Forgetting at equal new-task score", caption)
+    return save(figure, report.folder, "front", "Forgetting at equal new-task score", caption)
 
 
 def draw_reliability(
+    report: Report,
     marks: Sequence[tuple[str, float, Estimate]],
     base: Estimate | None,
     levels: Mapping[str, float],
-    styles: Mapping[str, Style],
-    folder: Path,
     measure: Measure,
-    new: Measure | None,
 ) -> Drawing:
     """
     Args:
         marks: (method, new-task score, the measure's score) of each run; without a new task the second is the learning rate.
         levels: horizontal lines by their labels, such as chance, in the scores' unit.
     """
+    new, styles = report.comparison.new, report.names.styles
     is_error = measure.unit == POINTS and not measure.is_higher_better
     y_label = measure.metric + (" x 100" if is_error else f", {measure.score_unit}")
     figure, axes = new_figure(3.6, "learning rate" if new is None else new.label, y_label)
@@ -227,7 +235,7 @@ def draw_reliability(
     name_places(axes, names)
     caption = "A marker per run, with its 95% interval; the band is the pretrained model's."
     caption += "" if measure.is_higher_better else " Lower is better."
-    return save(figure, folder, f"reliability_{measure.name}", f"{measure.name}, {measure.metric}", caption)
+    return save(figure, report.folder, f"reliability_{measure.name}", f"{measure.name}, {measure.metric}", caption)
 
 
 def draw_calibration(answers: Sequence[tuple[Style, Answers]], folder: Path, chosen: str) -> Drawing:
@@ -251,16 +259,6 @@ def draw_calibration(answers: Sequence[tuple[Style, Answers]], folder: Path, cho
     return save(figure, folder, "calibration", "Stated confidence against accuracy", caption)
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A run's, or the paper's: values over steps."""
-
-    method: str
-    steps: Sequence[int]
-    values: Sequence[float]
-    is_paper: bool = False
-
-
 def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
     """At most ``MAX_POINTS`` of the points, evenly spaced, the last one included: a page holds many curves."""
     chosen = sorted({*range(0, len(steps), math.ceil(len(steps) / MAX_POINTS)), len(steps) - 1})
@@ -275,13 +273,12 @@ def running_mean(values: Sequence[float]) -> list[float]:
 
 
 def draw_curves(
+    report: Report,
     curves: Sequence[Curve],
     name: str,
     title: str,
     caption: str,
     label: str,
-    styles: Mapping[str, Style],
-    folder: Path,
     *,
     from_zero: bool = False,
     is_scientific: bool = False,
@@ -289,11 +286,13 @@ def draw_curves(
 ) -> Drawing:
     """
     Args:
-        curves: each of at least one step, with a few markers; their names stand where they end.
+        curves: each of at least one step, with a few markers; their names stand where they end. The paper's are drawn of the report's methods.
         is_inverted: less is better, so that less is up.
     """
     from matplotlib.ticker import MaxNLocator
 
+    styles = report.names.styles
+    curves = [curve for curve in curves if curve.method in styles]
     figure, axes = new_figure(3.0, "step", label)
     for curve in sorted(curves, key=lambda one: one.is_paper):
         style = styles[curve.method]
@@ -320,4 +319,4 @@ def draw_curves(
     axes.yaxis.set_inverted(is_inverted)
     name_ends(axes)
     caption += " Dotted: the paper's Figure 1." if any(curve.is_paper for curve in curves) else ""
-    return save(figure, folder, name, title, caption)
+    return save(figure, report.folder, name, title, caption)

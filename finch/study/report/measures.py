@@ -87,6 +87,10 @@ class Comparison(Selection):
     outcomes: Sequence[Mapping[str, Outcome]]
     bases: Mapping[str, SuiteResult]
 
+    @property
+    def by_run(self) -> list[tuple[Run, Mapping[str, Outcome]]]:
+        return list(zip(self.runs, self.outcomes, strict=True))
+
     def is_complete(self, run: int) -> bool:
         """Whether a run has the new task and every old one: a place in the trade-off."""
         return self.new is not None and bool(self.old) and not self.missing_measures(run)

@@ -16,13 +16,13 @@ from finch import __version__
 from finch.base import files
 from finch.base.errors import UserError
 from finch.base.log import printable
-from finch.study.report.front import compare_fronts, group_settings, trade_off
+from finch.study.report.content import Report
 from finch.study.report.measures import compare
 from finch.study.report.runs import read_runs, sort_runs
-from finch.study.report.sections import Report, make_sections
+from finch.study.report.sections import make_sections
 from finch.study.report.summary import facts, join, left_out, notes, summarize
-from finch.study.report.tables import make_names, summary_csv
-from finch.training.style import COLOURS, method_styles
+from finch.study.report.tables import summary_csv
+from finch.training.style import COLOURS
 
 FIGURES = "figures"
 """Folder of the figures, next to report.md."""
@@ -62,21 +62,16 @@ def write_report(
         figures.mkdir(parents=True, exist_ok=True)
         if not os.access(figures, os.W_OK):
             raise PermissionError(None, "permission denied")
-        settings = group_settings(comparison)
-        names = make_names(settings, method_styles(run.method for run in runs))
-        points = trade_off(comparison, settings)
-        new = comparison.new
-        # The common scores are in steps of the last decimal that is shown.
-        resolution = 10.0 ** -(new.places if new is not None else 1)
-        front = compare_fronts(points, resolution=resolution, order=list(names.styles))
-        methods = join(names.labels) if len(names.labels) <= 4 else f"{len(names.labels)} methods"
+        report = Report.of(comparison, figures)
+        labels = report.names.labels
+        methods = join(labels) if len(labels) <= 4 else f"{len(labels)} methods"
         page = {
-            "title": f"Learned and forgotten: {methods}" + ("" if new is None else f" on {new.name}"),
+            "title": f"Learned and forgotten: {methods}" + (f" on {comparison.new.name}" if comparison.new else ""),
             "facts": facts(comparison, date.today()),
-            "summary": summarize(comparison, points, front, names),
+            "summary": summarize(report),
             "notes": notes(comparison),
-            "sections": make_sections(Report(comparison, settings, points, front, names, figures), options),
-            "left_out": left_out(comparison, settings, names),
+            "sections": make_sections(report, options),
+            "left_out": left_out(report),
             "footer": f"Written by finch report {__version__}. Figures: {FIGURES}/*.svg and *.png; numbers: summary.csv.",
         }
         texts = {"summary.csv": summary_csv(comparison)} | {name: _render(name, page) for name in ("report.md", PAGE)}

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from finch.base import run_files
 from finch.evaluation.tasks.registry import SUITES
-from finch.study.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, Setting, TradeOff, choose_by
+from finch.study.report.content import Names, Report
+from finch.study.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, choose_by
 from finch.study.report.measures import Comparison
 from finch.study.report.runs import base_builder
 from finch.study.report.selection import Measure
-from finch.study.report.tables import FEW_DOCUMENTS, Names, equal_score, estimate, number
+from finch.study.report.tables import FEW_DOCUMENTS, equal_score, estimate, number
 from finch.study.sweep.grid import EVALUATED, FINISHED, SMALL_LR
 
 Paragraph = tuple[str, Sequence[str]]
@@ -41,15 +42,16 @@ DEFINITIONS = (
 )
 
 
-def summarize(comparison: Comparison, trade_off: TradeOff, front: Front, names: Names) -> list[Paragraph]:
+def summarize(report: Report) -> list[Paragraph]:
     """What each method has learned and forgotten, and how it compares with the reference at an equal new-task score."""
+    comparison, trade_off, front, names = report.comparison, report.trade_off, report.front, report.names
     num_seeds = len({run.seed for run in comparison.runs if run.seed is not None})
     seeds = f", {num_seeds} seeds" if num_seeds > 1 else ", one seed" if num_seeds else ""
     runs = f"{len(comparison.runs)} runs" if len(comparison.runs) > 1 else "One run"
     opening = f"{runs} of {join(names.labels)}{seeds}."
-    new, old = comparison.new, comparison.old
-    if new is None or not old or not trade_off.points:
+    if not trade_off.points:
         return [(f"{opening} {_what_is_missing(comparison)}", [])]
+    new, old = report.new, comparison.old
     if trade_off.base is not None:
         score = number(new.sign * trade_off.base.new.value, new.places)
         opening += f" Before tuning the model has {score}{_unit(new)} on {new.name} ({new.metric})."
@@ -57,9 +59,7 @@ def summarize(comparison: Comparison, trade_off: TradeOff, front: Front, names: 
     if len(front.methods) < 2:
         scores, chosen_by = choose_by(comparison, trade_off)
         best = max(trade_off.points, key=lambda point: scores[point.setting])
-        return [
-            (f"{opening} Its setting with the best {chosen_by}, and {forgotten}:", [_learned(best, new, old, names)])
-        ]
+        return [(f"{opening} Its setting with the best {chosen_by}, and {forgotten}:", [_learned(best, report)])]
     text = f"{forgotten[0].upper()}{forgotten[1:]}, of each method and {names.styles[front.reference].label} where both have learned equally much"
     text += " (95% intervals, each for one comparison):" if trade_off.has_intervals else ":"
     items = [_pair_text(names.styles[one].label, pair, new, old[0]) for one, pair in front.pairs.items()]
@@ -84,10 +84,12 @@ def _what_is_missing(comparison: Comparison) -> str:
     return "No run has both the new task and all old tasks yet, so there is no trade-off."
 
 
-def _learned(point: Point, new: Measure, old: Sequence[Measure], names: Names) -> str:
+def _learned(point: Point, report: Report) -> str:
+    new, old, names = report.new, report.old, [one.name for one in report.comparison.old]
     learned = estimate(point.new.times(new.sign), new.places, unit=_unit(new))
-    change = estimate(point.old.times(old[0].sign), old[0].places, sign=True, unit=f" {old[0].change_unit}")
-    text = f"{names.setting(point.setting)}: {learned} on {new.name}; {'old tasks' if len(old) > 1 else old[0].name} {change}"
+    change = estimate(point.old.times(old.sign), old.places, sign=True, unit=f" {old.change_unit}")
+    of = "old tasks" if len(names) > 1 else names[0]
+    text = f"{report.names.of(point.setting)}: {learned} on {new.name}; {of} {change}"
     is_unclear = point.old.ends and point.old.ends[0] <= 0 <= point.old.ends[1]
     return f"{text}, not distinguishable from 0" if is_unclear else text
 
@@ -101,18 +103,19 @@ def _conclusion(front: Front, new: Measure, names: Names) -> str:
             verdict = "once"
         labels.setdefault(verdict, []).append(names.styles[method].label)
     reference = names.styles[front.reference].label
-    parts = []
-    for word in ("less", "more"):
-        if those := labels.get(word):
-            parts.append(f"{join(those)} {'forget' if len(those) > 1 else 'forgets'} {word} than {reference}")
-    if those := labels.get("alike"):
-        parts.append(f"of {join(those)} no difference from {reference} can be shown")
-    if those := labels.get("unknown"):
-        parts.append(f"of {join(those)} nothing is concluded, since there are no intervals")
-    if those := labels.get("once"):
-        parts.append(f"of {join(those)} nothing is concluded from one score, add learning rates")
-    if those := labels.get("apart"):
-        parts.append(f"{join(those)} and {reference} were measured at no common score")
+    texts: dict[str, Callable[[str, str], str]] = {
+        "less": lambda those, forget: f"{those} {forget} less than {reference}",
+        "more": lambda those, forget: f"{those} {forget} more than {reference}",
+        "alike": lambda those, _: f"of {those} no difference from {reference} can be shown",
+        "unknown": lambda those, _: f"of {those} nothing is concluded, since there are no intervals",
+        "once": lambda those, _: f"of {those} nothing is concluded from one score, add learning rates",
+        "apart": lambda those, _: f"{those} and {reference} were measured at no common score",
+    }
+    parts = [
+        text(join(labels[verdict]), "forget" if len(labels[verdict]) > 1 else "forgets")
+        for verdict, text in texts.items()
+        if verdict in labels
+    ]
     return f"At an equal score on {new.name}: {'; '.join(parts)}."
 
 
@@ -137,72 +140,7 @@ def _pair_text(label: str, pair: Pair, new: Measure, old: Measure) -> str:
     return f"{label} forgets {text(pair.mean)}, from {equal_score(pair.scores[0], new)} to {end} on average{rates}; {at_end}."
 
 
-def notes(comparison: Comparison) -> list[str]:
-    """What a reader has to know before comparing numbers."""
-    runs = comparison.runs
-    found = []
-    if comparison.old and comparison.other_old:
-        found.append(_which_old_tasks(comparison))
-    unfinished = [
-        run
-        for run in runs
-        if run.config.get("epochs")
-        and run.metrics
-        and run.finished_epochs < run.config["epochs"]
-        and run.status not in (FINISHED, EVALUATED)
-    ]
-    if unfinished:
-        found.append(
-            f"{len(unfinished)} of {len(runs)} runs have not ended their last epoch; their numbers are the current ones."
-        )
-    if any(run.method == SMALL_LR for run in runs) and any(not measure.is_probe for measure in comparison.old):
-        found.append(
-            "small_lr's learning rate was chosen on half of the old tasks' documents, which are among those reported here; finch select-lr shows the other "
-            "half alone."
-        )
-    for measure in (*comparison.old, *comparison.other_old):
-        if measure.is_at_chance:
-            place = "" if measure in comparison.old else ", and it is not in the mean"
-            found.append(
-                f"{measure.name}: the pretrained model is not above chance ({number(measure.scale * (measure.chance or 0), measure.places)}%), so it can forget nothing there{place}."
-            )
-    few = {
-        name: one.n
-        for outcomes in comparison.outcomes
-        for name, one in outcomes.items()
-        if one.n and one.n < FEW_DOCUMENTS
-    }
-    if few:
-        counts = join([f"{name} ({n})" for name, n in few.items()])
-        found.append(f"Caution: fewer than {FEW_DOCUMENTS} documents, so rough intervals: {counts}.")
-    probes = [measure.name for measure in (comparison.new, *comparison.old) if measure is not None and measure.is_probe]
-    if probes:
-        found.append(
-            f"{join(probes)}: probes take the place of evaluations: small sets of rows that the runs measured while they trained. They have no intervals over "
-            "documents. Their numbers are those at the best epoch, else the last."
-        )
-    precisions = sorted({str(run.config["dtype"]) for run in runs if run.config.get("dtype")})
-    if len(precisions) > 1:
-        found.append(
-            f"The runs were trained in different precisions ({join(precisions)}): rounding in bf16 acts like a smaller learning rate, so compare them at equal "
-            "new-task scores, not at equal rates."
-        )
-    results = [result for run in runs for result in run.results.values()]
-    versions: dict[str, set[str]] = {}
-    for package, version in (item for result in results for item in result.versions.items()):
-        versions.setdefault(package, set()).add(version)
-    mixed = [f"{package} {join(sorted(those))}" for package, those in versions.items() if len(those) > 1]
-    if mixed:
-        found.append(f"The evaluations were made with different versions: {'; '.join(mixed)}.")
-    limits = {result.settings.get("limit") for result in results} - {None}
-    if limits:
-        found.append(
-            f"Evaluations are limited to {join(sorted(map(str, limits)))} documents per task: numbers of full tasks differ."
-        )
-    return found
-
-
-def _which_old_tasks(comparison: Comparison) -> str:
+def _old_tasks_note(comparison: Comparison) -> Iterator[str]:
     def by_unit(measures: Sequence[Measure]) -> str:
         names: dict[str, list[str]] = {}
         for measure in measures:
@@ -211,32 +149,116 @@ def _which_old_tasks(comparison: Comparison) -> str:
 
     old, others = comparison.old, comparison.other_old
     has_no_common_unit = {one.unit for one in old}.isdisjoint(one.unit for one in others if not one.is_at_chance)
-    return (
-        f"The trade-off's old {'tasks are' if len(old) > 1 else 'task is'} {by_unit(old)}. Only in the tables of changes: {by_unit(others)}"
-        + (", since a mean of points and nats says nothing" if has_no_common_unit else "")
-        + ". The option --old-tasks chooses others."
-    )
+    if old and others:
+        yield (
+            f"The trade-off's old {'tasks are' if len(old) > 1 else 'task is'} {by_unit(old)}. Only in the tables of changes: {by_unit(others)}"
+            + (", since a mean of points and nats says nothing" if has_no_common_unit else "")
+            + ". The option --old-tasks chooses others."
+        )
 
 
-def left_out(comparison: Comparison, settings: Sequence[Setting], names: Names) -> list[str]:
+def _unfinished_note(comparison: Comparison) -> Iterator[str]:
+    going = [run for run in comparison.runs if run.metrics and run.status not in (FINISHED, EVALUATED)]
+    number_left = sum(run.finished_epochs < (run.config.get("epochs") or 0) for run in going)
+    if number_left:
+        yield f"{number_left} of {len(comparison.runs)} runs have not ended their last epoch; their numbers are the current ones."
+
+
+def _small_lr_note(comparison: Comparison) -> Iterator[str]:
+    is_there = any(run.method == SMALL_LR for run in comparison.runs)
+    if is_there and any(not measure.is_probe for measure in comparison.old):
+        yield (
+            "small_lr's learning rate was chosen on half of the old tasks' documents, which are among those reported here; finch select-lr shows the other "
+            "half alone."
+        )
+
+
+def _chance_notes(comparison: Comparison) -> Iterator[str]:
+    for measure in (*comparison.old, *comparison.other_old):
+        if measure.is_at_chance:
+            place = "" if measure in comparison.old else ", and it is not in the mean"
+            chance = number(measure.scale * (measure.chance or 0), measure.places)
+            yield f"{measure.name}: the pretrained model is not above chance ({chance}%), so it can forget nothing there{place}."
+
+
+def _few_documents_note(comparison: Comparison) -> Iterator[str]:
+    few = {
+        name: one.n
+        for outcomes in comparison.outcomes
+        for name, one in outcomes.items()
+        if one.n and one.n < FEW_DOCUMENTS
+    }
+    if few:
+        counts = join([f"{name} ({n})" for name, n in few.items()])
+        yield f"Caution: fewer than {FEW_DOCUMENTS} documents, so rough intervals: {counts}."
+
+
+def _probes_note(comparison: Comparison) -> Iterator[str]:
+    probes = [measure.name for measure in (comparison.new, *comparison.old) if measure is not None and measure.is_probe]
+    if probes:
+        yield (
+            f"{join(probes)}: probes take the place of evaluations: small sets of rows that the runs measured while they trained. They have no intervals over "
+            "documents. Their numbers are those at the best epoch, else the last."
+        )
+
+
+def _precisions_note(comparison: Comparison) -> Iterator[str]:
+    precisions = sorted({str(run.config["dtype"]) for run in comparison.runs if run.config.get("dtype")})
+    if len(precisions) > 1:
+        yield (
+            f"The runs were trained in different precisions ({join(precisions)}): rounding in bf16 acts like a smaller learning rate, so compare them at equal "
+            "new-task scores, not at equal rates."
+        )
+
+
+def _evaluations_notes(comparison: Comparison) -> Iterator[str]:
+    results = [result for run in comparison.runs for result in run.results.values()]
+    versions: dict[str, set[str]] = {}
+    for package, version in (item for result in results for item in result.versions.items()):
+        versions.setdefault(package, set()).add(version)
+    mixed = [f"{package} {join(sorted(those))}" for package, those in versions.items() if len(those) > 1]
+    if mixed:
+        yield f"The evaluations were made with different versions: {'; '.join(mixed)}."
+    limits = {result.settings.get("limit") for result in results} - {None}
+    if limits:
+        yield f"Evaluations are limited to {join(sorted(map(str, limits)))} documents per task: numbers of full tasks differ."
+
+
+_NOTES = (
+    _old_tasks_note,
+    _unfinished_note,
+    _small_lr_note,
+    _chance_notes,
+    _few_documents_note,
+    _probes_note,
+    _precisions_note,
+    _evaluations_notes,
+)
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What a reader has to know before comparing numbers."""
+    return [note for notes_of in _NOTES for note in notes_of(comparison)]
+
+
+def left_out(report: Report) -> list[str]:
     """Runs without steps, and runs that have no place in the trade-off, by what they lack."""
-    runs = comparison.runs
+    comparison, runs = report.comparison, report.comparison.runs
     waiting = sum(not run.metrics and not run.results for run in runs)
     found = [f"{waiting} of {len(runs)} runs {'have' if waiting > 1 else 'has'} no steps yet."] if waiting else []
     if comparison.new is None or not comparison.old:
         return found
     absent: dict[tuple[str, ...], Counter[str]] = {}
-    for setting in settings:
+    for setting in report.settings:
         for run in setting.runs:
             missing = tuple(measure.name for measure in comparison.missing_measures(run))
-            if missing:
-                absent.setdefault(missing, Counter())[names.setting(setting)] += 1
+            absent.setdefault(missing, Counter())[report.names.of(setting)] += 1
+    absent.pop((), None)
     for missing, counts in absent.items():
         those = "; ".join(name + (f" ({count} seeds)" if count > 1 else "") for name, count in counts.items())
-        total = sum(counts.values())
-        verbs = ("lack", "are") if total > 1 else ("lacks", "is")
+        lack, are = ("lack", "are") if counts.total() > 1 else ("lacks", "is")
         found.append(
-            f"{total} of {len(comparison.runs)} runs {verbs[0]} {join(missing)} and {verbs[1]} absent from the trade-off: {those}."
+            f"{counts.total()} of {len(runs)} runs {lack} {join(missing)} and {are} absent from the trade-off: {those}."
         )
     return found
 
@@ -279,34 +301,43 @@ def _training_rows(config: Mapping[str, Any]) -> str:
         return f"{sum(bool(line.strip()) for line in lines):,} of {path.name}"
 
 
-def provenance(comparison: Comparison) -> Mapping[str, Sequence[str]]:
+def provenance(comparison: Comparison) -> dict[str, Sequence[str]]:
     """Lists by title: definitions, evaluations with their settings and versions, training data, and how numbers are computed."""
-    runs, measures = comparison.runs, comparison.measures
-    evaluations = []
-    for suite, result in sorted({suite: one for run in reversed(runs) for suite, one in run.results.items()}.items()):
-        base = comparison.bases.get(suite)
-        settings = ", ".join(f"{key}={value}" for key, value in result.settings.items())
-        versions = ", ".join(f"{package} {version}" for package, version in result.versions.items())
-        weights = "" if base is None else f"; pretrained weights {base.weights[:12]} ({base.model})"
-        evaluations.append(f"{suite}: {settings}; {versions}{weights}")
-    steps = sorted({one.step for outcomes in comparison.outcomes for one in outcomes.values() if one.step is not None})
-    if steps:
-        plural = "s" if len(steps) > 1 else ""
-        evaluations.append(f"Probes: evaluated while training; numbers of step{plural} {', '.join(map(str, steps))}.")
-    data: dict[str, None] = {}  # each data set once
-    for dataset in (run.config.get("dataset") for run in runs):
-        if isinstance(dataset, dict):
-            hidden = ("_component_", "column_map")
-            shown = [f"{key}={value}" for key, value in dataset.items() if key not in hidden and value is not None]
-            data[", ".join(shown) or str(dataset.get("_component_"))] = None
+    measures = comparison.measures
     divergences = ", ".join(measure.name for measure in measures if measure.metric == "kl")
     explained = f"{divergences}: how far the model's next-token probabilities have moved from the pretrained model's: 0 before tuning, never less. A small p says only that they have moved."
     return {
         "Tasks and their definitions": [f"{one.name} ({one.role}, {one.metric}): {one.definition}" for one in measures],
-        "Evaluations": evaluations,
-        "Training data": list(data),
+        "Evaluations": [*_evaluations(comparison), *_probe_steps(comparison)],
+        "Training data": list(dict.fromkeys(_training_data(comparison))),
         "How numbers are computed": [*DEFINITIONS, *([explained] if divergences else [])],
     }
+
+
+def _evaluations(comparison: Comparison) -> Iterator[str]:
+    """Of each suite, the first run's."""
+    results = {suite: one for run in reversed(comparison.runs) for suite, one in run.results.items()}
+    for suite, result in sorted(results.items()):
+        base = comparison.bases.get(suite)
+        settings = ", ".join(f"{key}={value}" for key, value in result.settings.items())
+        versions = ", ".join(f"{package} {version}" for package, version in result.versions.items())
+        weights = "" if base is None else f"; pretrained weights {base.weights[:12]} ({base.model})"
+        yield f"{suite}: {settings}; {versions}{weights}"
+
+
+def _probe_steps(comparison: Comparison) -> Iterator[str]:
+    steps = sorted({one.step for outcomes in comparison.outcomes for one in outcomes.values() if one.step is not None})
+    if steps:
+        plural = "s" if len(steps) > 1 else ""
+        yield f"Probes: evaluated while training; numbers of step{plural} {', '.join(map(str, steps))}."
+
+
+def _training_data(comparison: Comparison) -> Iterator[str]:
+    for dataset in (run.config.get("dataset") for run in comparison.runs):
+        if isinstance(dataset, dict):
+            hidden = ("_component_", "column_map")
+            shown = [f"{key}={value}" for key, value in dataset.items() if key not in hidden and value is not None]
+            yield ", ".join(shown) or str(dataset.get("_component_"))
 
 
 def commands(comparison: Comparison, options: Sequence[str]) -> list[str]:

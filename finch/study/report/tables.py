@@ -1,4 +1,4 @@
-"""The report's tables, as rows of text, and summary.csv: how numbers are written, and what settings and runs are called."""
+"""The report's tables, as rows of text, and summary.csv: how numbers are written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from finch.base.log import printable
 from finch.evaluation.results import OLD, POINTS, Sample
 from finch.evaluation.statistics import Z, expected_calibration_error, half_width
 from finch.evaluation.tasks.confidence import stated_confidences
-from finch.study.report.front import FOLDER, Front, Setting, TradeOff, on_front, points_by_method
+from finch.study.report.content import Report
+from finch.study.report.front import TradeOff, on_front, points_by_method
 from finch.study.report.measures import Comparison, Estimate, Outcome
 from finch.study.report.paper import METRICS
 from finch.study.report.runs import BATCH_SIZE, Run
 from finch.study.report.selection import Measure
-from finch.study.sweep.grid import LR
-from finch.training.style import Style
 
 MINUS, NONE = "\N{MINUS SIGN}", "\N{EN DASH}"
 SIGNIFICANT = 0.05
@@ -34,59 +33,30 @@ CSV_COLUMNS = (
     *("p_value", "p_holm", "test", "step", "unit"),
 )
 
+Row = dict[str, str]
+"""A table's row by its columns."""
+
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text.
+    """Rows of text, all of the same columns.
 
     Attributes:
-        text_columns: positions of columns that are words; the others are numbers, aligned to the right.
-        is_long: folded on the page.
+        text_columns: columns that are words; the others, but for the first one, are numbers, aligned to the right.
     """
 
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Row]
     note: str = ""
-    text_columns: Sequence[int] = (0,)
-    is_long: bool = False
+    text_columns: Sequence[str] = ()
 
-
-@dataclass(frozen=True)
-class Names:
-    """The names of settings and runs: the method, the learning rate, and the values that differ between them."""
-
-    styles: Mapping[str, Style]
-    varying: Sequence[str]
+    def is_text(self, column: str) -> bool:
+        return column in (next(iter(self.rows[0])), *self.text_columns)
 
     @property
-    def labels(self) -> list[str]:
-        """The methods'."""
-        return [style.label for style in self.styles.values()]
-
-    def setting(self, setting: Setting) -> str:
-        return ", ".join([self.styles[setting.method].label, *self._values(setting.values)])
-
-    def run(self, run: Run) -> str:
-        return ", ".join([self.styles[run.method].label, *self._values(run.values)])
-
-    def _values(self, values: Mapping[str, object]) -> list[str]:
-        texts = []
-        for key in (LR, *self.varying):
-            value = values.get(key)
-            if value is None:
-                continue
-            if key == LR and isinstance(value, (int, float)):
-                texts.append(f"lr {rate(float(value))}")
-            else:
-                texts.append(str(value) if key == FOLDER else f"{key.rpartition('.')[2].replace('_', ' ')} {value}")
-        return texts
-
-
-def make_names(settings: Sequence[Setting], styles: Mapping[str, Style]) -> Names:
-    keys = {key: None for setting in settings for key in setting.values if key != LR}
-    values = {key: {str(one.values[key]) for one in settings if key in one.values} for key in keys}
-    return Names(styles, [key for key in keys if len(values[key]) > 1 or key == FOLDER])
+    def is_long(self) -> bool:
+        """Whether it is folded on the page."""
+        return "run" in self.rows[0] and len(self.rows) > LONG
 
 
 def number(value: float | None, places: int, *, sign: bool = False) -> str:
@@ -101,18 +71,6 @@ def estimate(one: Estimate, places: int, *, sign: bool = False, unit: str = "") 
     """``-3.1 [-4.0, -2.2]``, with the unit after the number; without brackets where there is no interval."""
     text = number(one.value, places, sign=sign) + unit
     return f"{text} [{', '.join(number(end, places, sign=sign) for end in one.ends)}]" if one.ends else text
-
-
-def p_value(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def rate(value: float) -> str:
-    """A learning rate: ``2e-5``."""
-    mantissa, _, exponent = f"{value:.3e}".partition("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def equal_score(value: float, measure: Measure) -> str:
@@ -142,14 +100,18 @@ def _text(value: object) -> str:
     return NONE if value is None else str(value)
 
 
+def _p_value(value: float | None) -> str:
+    return "<0.001" if value is not None and value < 0.001 else number(value, 3)
+
+
 def _shown(one: Estimate | None, measure: Measure, *, sign: bool = False) -> str:
     """An outcome's estimate in the unit that is shown."""
     return NONE if one is None else estimate(one.times(measure.scale), measure.places, sign=sign)
 
 
-def _turned(one: Estimate, measure: Measure, *, sign: bool = False) -> str:
+def _turned(one: Estimate | None, measure: Measure, *, sign: bool = True) -> str:
     """An estimate of the trade-off, where more is better, in the measure's own direction."""
-    return estimate(one.times(measure.sign), measure.places, sign=sign)
+    return NONE if one is None else estimate(one.times(measure.sign), measure.places, sign=sign)
 
 
 def _change_cell(one: Outcome | None) -> str:
@@ -159,8 +121,12 @@ def _change_cell(one: Outcome | None) -> str:
     return _shown(one.delta, one.measure, sign=True) + star
 
 
-def _mean_title(comparison: Comparison) -> list[str]:
-    """Of the column with the mean over the trade-off's old tasks, where there are several."""
+def _change_title(measure: Measure) -> str:
+    return f"{measure.title}, {measure.change_unit}"
+
+
+def _mean_titles(comparison: Comparison) -> list[str]:
+    """The column with the mean over the trade-off's old tasks, where there are several."""
     names = ", ".join(one.name for one in comparison.old) if comparison.other_old else "old tasks"
     return [f"mean of {names}"] if len(comparison.old) > 1 else []
 
@@ -169,35 +135,34 @@ def _intervals_text(trade_off: TradeOff) -> str:
     return f", [95% intervals over {trade_off.drawn}]" if trade_off.has_intervals else ""
 
 
-def settings_table(trade_off: TradeOff, names: Names, new: Measure, old: Sequence[Measure]) -> Table:
+def _run_cells(report: Report, run: Run) -> Row:
+    return {"run": report.names.of(run), "seed": _text(run.seed)}
+
+
+def settings_table(report: Report) -> Table:
     """Each setting's place in the trade-off: mean over seeds, interval, range, and whether no other setting beats it."""
+    trade_off, new, old = report.trade_off, report.new, report.old
     front = on_front(trade_off.points)
+    score, change = f"{new.name}, {new.score_unit}", f"old tasks, {old.change_unit}"
     rows = [
-        [
-            names.setting(point.setting),
-            _turned(point.new, new),
-            _turned(point.old, old[0], sign=True),
-            "yes" if point in front else "",
-            str(len(point.runs)),
-            _range([new.sign * one for one, _ in point.runs], new.places),
-            _range([old[0].sign * other for _, other in point.runs], old[0].places, sign=True),
-        ]
+        {
+            "setting": report.names.of(point.setting),
+            score: _turned(point.new, new, sign=False),
+            change: _turned(point.old, old),
+            "not dominated": "yes" if point in front else "",
+            "seeds": str(len(point.runs)),
+            f"{new.name}: range": _range([new.sign * one for one, _ in point.runs], new.places),
+            "old tasks: range": _range([old.sign * other for _, other in point.runs], old.places, sign=True),
+        }
         for point in trade_off.points
     ]
     if trade_off.base is not None:
-        rows.append(["pretrained", _turned(trade_off.base.new, new), number(0, old[0].places), "", "", "", ""])
-    return Table(
-        "Settings",
-        [
-            *("setting", f"{new.name}, {new.score_unit}", f"old tasks, {old[0].change_unit}", "not dominated"),
-            *("seeds", f"{new.name}: range", "old tasks: range"),
-        ],
-        rows,
-        f"Means over seeds{_intervals_text(trade_off)}. Old tasks: "
-        + ("unweighted mean of the changes of " if len(old) > 1 else "the change of ")
-        + ", ".join(one.name for one in old)
-        + ".",
-    )
+        cells = {score: _turned(trade_off.base.new, new, sign=False), change: number(0, old.places)}
+        rows.append(dict.fromkeys(rows[0], "") | {"setting": "pretrained"} | cells)
+    names = [one.name for one in report.comparison.old]
+    of = "unweighted mean of the changes of" if len(names) > 1 else "the change of"
+    note = f"Means over seeds{_intervals_text(trade_off)}. Old tasks: {of} {', '.join(names)}."
+    return Table("Settings", rows, note)
 
 
 def _range(values: Sequence[float], places: int, *, sign: bool = False) -> str:
@@ -206,34 +171,34 @@ def _range(values: Sequence[float], places: int, *, sign: bool = False) -> str:
     return f"{number(min(values), places, sign=sign)} to {number(max(values), places, sign=sign)}"
 
 
-def front_tables(front: Front, names: Names, trade_off: TradeOff, new: Measure, old: Measure) -> list[Table]:
+def front_tables(report: Report) -> list[Table]:
     """Each method's change of the old tasks at each common score, and its difference from the reference's, of two methods or more."""
+    front, trade_off, new, old = report.front, report.trade_off, report.new, report.old
+    titles = [f"at {equal_score(score, new)}" for score in front.scores]
     points = points_by_method(trade_off)
     changes, differences = [], []
     for method, values in front.methods.items():
-        label = names.styles[method].label
+        label = {"method": report.names.styles[method].label}
         cells = [
             f"reaches {equal_score(front.highest[method], new)}"
             if value.change is None
-            else _turned(value.change, old, sign=True) + (" †" if value.is_extrapolated else "")
+            else _turned(value.change, old) + (" †" if value.is_extrapolated else "")
             for value in values
         ]
         num_runs = sum(len(point.runs) for point in points[method])
-        changes.append([label, *cells, str(len(points[method])), str(num_runs)])
+        counts = {"settings": str(len(points[method])), "runs": str(num_runs)}
+        changes.append(label | dict(zip(titles, cells, strict=True)) | counts)
         if method != front.reference:
-            cells = [NONE if one.difference is None else _turned(one.difference, old, sign=True) for one in values]
-            differences.append([label, *cells])
-    columns = ["method", *(f"at {equal_score(score, new)}" for score in front.scores)]
+            cells = [_turned(value.difference, old) for value in values]
+            differences.append(label | dict(zip(titles, cells, strict=True)))
     change = Table(
         f"Change of the old tasks, {old.change_unit}, at equal {new.name}",
-        [*columns, "settings", "runs"],
         changes,
         (f"[95% intervals of a bootstrap over {trade_off.drawn}.] " if trade_off.has_intervals else "")
         + "† is a guess, on a straight line from the pretrained model: the method has no setting that learned so little.",
     )
     difference = Table(
-        f"Difference from {names.styles[front.reference].label}, {old.change_unit}",
-        columns,
+        f"Difference from {report.names.styles[front.reference].label}, {old.change_unit}",
         differences,
         f"{'Above' if old.sign > 0 else 'Below'} 0: forgets less. Both methods are compared on the same documents and seeds. An interval that "
         "includes 0 shows no difference.",
@@ -241,135 +206,123 @@ def front_tables(front: Front, names: Names, trade_off: TradeOff, new: Measure, 
     return [change, difference] if differences else [change]
 
 
-def old_tasks_table(trade_off: TradeOff, names: Names, comparison: Comparison) -> Table:
+def old_tasks_table(report: Report) -> Table:
     """Each setting's change on each old task, mean over seeds; on those outside the trade-off where all its runs have one."""
-    old, others, points = comparison.old, comparison.other_old, trade_off.points
-    columns = [*old, *(one for one in others if all(one.name in point.tasks for point in points))]
+    comparison, points = report.comparison, report.trade_off.points
+    others = [one for one in comparison.other_old if all(one.name in point.tasks for point in points)]
     rows = []
     for point in points:
-        cells = [_turned(point.tasks[measure.name], measure, sign=True) for measure in columns]
-        if len(old) > 1:
-            cells.append(_turned(point.old, old[0], sign=True))
-        rows.append([names.setting(point.setting), *cells])
-    titles = [f"{one.title}, {one.change_unit}" for one in columns]
-    return Table(
-        "Old tasks by setting",
-        ["setting", *titles, *_mean_title(comparison)],
-        rows,
-        f"Tuned minus pretrained, means over seeds{_intervals_text(trade_off)}.",
-    )
+        row = {"setting": report.names.of(point.setting)}
+        row |= {_change_title(one): _turned(point.tasks[one.name], one) for one in (*comparison.old, *others)}
+        rows.append(row | {title: _turned(point.old, report.old) for title in _mean_titles(comparison)})
+    note = f"Tuned minus pretrained, means over seeds{_intervals_text(report.trade_off)}."
+    return Table("Old tasks by setting", rows, note)
 
 
-def changes_table(comparison: Comparison, names: Names) -> Table:
+def changes_table(report: Report) -> Table:
     """Each run's change on each task, and the mean over the old tasks."""
+    comparison = report.comparison
     measures = [measure for measure in comparison.measures if measure not in comparison.reliability]
     rows = []
-    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
-        if not any(measure.name in outcomes for measure in measures):
-            continue
-        cells = [_change_cell(outcomes.get(measure.name)) for measure in measures]
-        if len(comparison.old) > 1:
-            cells.append(_shown(average(comparison, outcomes), comparison.old[0], sign=True))
-        rows.append([names.run(run), _text(run.seed), *cells])
-    titles = [f"{one.title}, {one.change_unit}" for one in measures]
+    for run, outcomes in comparison.by_run:
+        if any(measure.name in outcomes for measure in measures):
+            row = _run_cells(report, run)
+            row |= {_change_title(one): _change_cell(outcomes.get(one.name)) for one in measures}
+            mean = average(comparison, outcomes)
+            rows.append(row | {title: _shown(mean, report.old, sign=True) for title in _mean_titles(comparison)})
     return Table(
         "Changes by run",
-        ["run", "seed", *titles, *_mean_title(comparison)],
         rows,
         "Tuned minus pretrained on the same documents, [95% intervals]. * differs from 0: p < 0.05, Holm's correction for the number of the run's tasks.",
-        is_long=len(rows) > LONG,
     )
 
 
-def tests_table(comparison: Comparison, names: Names) -> Table:
+def tests_table(report: Report) -> Table:
     """Every change with its standard error and p values."""
     rows = []
-    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
-        for measure in comparison.measures:
+    for run, outcomes in report.comparison.by_run:
+        for measure in report.comparison.measures:
             one = outcomes.get(measure.name)
             if one is None or one.delta is None:
                 continue
-            error = one.delta.standard_error
-            rows.append(
-                [
-                    names.run(run),
-                    _text(run.seed),
-                    measure.name,
-                    _shown(one.base, measure),
-                    _shown(one.score, measure),
-                    _shown(one.delta, measure, sign=True),
-                    number(None if error is None else measure.scale * error, measure.places + 1),
-                    p_value(one.p_value),
-                    p_value(one.p_holm),
-                    _text(one.test),
-                ]
-            )
+            error = one.delta.times(measure.scale).standard_error
+            cells = {
+                "task": measure.name,
+                "pretrained": _shown(one.base, measure),
+                "tuned": _shown(one.score, measure),
+                "change": _shown(one.delta, measure, sign=True),
+                "SE": number(error, measure.places + 1),
+                "p": _p_value(one.p_value),
+                "p, Holm": _p_value(one.p_holm),
+                "test": _text(one.test),
+            }
+            rows.append(_run_cells(report, run) | cells)
     return Table(
         "Every change, with its tests",
-        ["run", "seed", "task", "pretrained", "tuned", "change", "SE", "p", "p, Holm", "test"],
         rows,
         "Scores in percent, changes in points. Losses and divergences are in nats per token, the natural logarithm's unit: a token of probability one half has a loss of "
         "0.69 nats. They, and Brier's error, are better when lower.",
-        text_columns=(0, 2, 9),
-        is_long=len(rows) > LONG,
+        text_columns=("task", "test"),
     )
 
 
-def tasks_table(comparison: Comparison) -> Table:
+def tasks_table(report: Report) -> Table:
     """What each task can resolve: documents, half-width, chance, and the pretrained model's score."""
     rows = []
-    for measure in comparison.measures:
-        found = [one[measure.name] for one in comparison.outcomes if measure.name in one]
+    for measure in report.comparison.measures:
+        found = [one[measure.name] for one in report.comparison.outcomes if measure.name in one]
         if not found:
             continue
         one = max(found, key=lambda outcome: outcome.n or 0)
         base = next((outcome.base for outcome in found if outcome.base is not None), None)
         width = None if one.n_clusters is None or measure.unit != POINTS else 100 * half_width(0.5, one.n_clusters)
         rows.append(
-            [
-                measure.title,
-                measure.role,
-                measure.metric,
-                measure.source,
-                NONE if one.n is None else f"{one.n:,}" + (" (few)" if one.n < FEW_DOCUMENTS else ""),
-                NONE if width is None else f"±{width:.1f}",
-                NONE if measure.chance is None else number(100 * measure.chance, 1),
-                _shown(base, measure),
-            ]
+            {
+                "task": measure.title,
+                "role": measure.role,
+                "metric": measure.metric,
+                "from": measure.source,
+                "documents": NONE if one.n is None else f"{one.n:,}" + (" (few)" if one.n < FEW_DOCUMENTS else ""),
+                "half-width": NONE if width is None else f"±{width:.1f}",
+                "chance": NONE if measure.chance is None else number(100 * measure.chance, 1),
+                "pretrained": _shown(base, measure),
+            }
         )
     return Table(
         "Tasks",
-        ["task", "role", "metric", "from", "documents", "half-width", "chance", "pretrained"],
         rows,
         "How far chance may move a score of 50% either way, in points (half of its 95% interval; losses have none). Between models that answered different "
         "documents a smaller difference means nothing. (few): under 100, so intervals are rough. (at chance): the pretrained model's interval is not above "
         "chance, so there is nothing to forget.",
-        text_columns=(0, 1, 2, 3),
+        text_columns=("role", "metric", "from"),
     )
 
 
-def reliability_table(comparison: Comparison, names: Names) -> Table:
+def reliability_table(report: Report) -> Table:
     """Each run's scores on the reliability tasks, with the calibration error (ECE) of stated confidences."""
-    measures = comparison.reliability
-    has_confidences = any(
-        stated_confidences(one.samples)[0] for outcomes in comparison.outcomes for one in outcomes.values()
-    )
-    bases = {one.measure.name: one.base for outcomes in comparison.outcomes for one in outcomes.values() if one.base}
+    comparison, measures = report.comparison, report.comparison.reliability
+    titles = {
+        one.name: f"{one.name}, {one.metric}{'' if one.is_higher_better else ' (lower is better)'}" for one in measures
+    }
+    every = [one for outcomes in comparison.outcomes for one in outcomes.values()]
     found = [[outcomes[one.name] for one in measures if one.name in outcomes] for outcomes in comparison.outcomes]
-    base_error = _calibration_cell(one.base_samples for those in found for one in those)
-    rows = [["pretrained", "", *(_shown(bases.get(one.name), one) for one in measures), base_error]]
-    for run, outcomes, those in zip(comparison.runs, comparison.outcomes, found, strict=True):
+    bases = {one.measure.name: one.base for one in every if one.base}
+    rows = [
+        {"run": "pretrained", "seed": "", **{titles[one.name]: _shown(bases.get(one.name), one) for one in measures}}
+    ]
+    errors = [_calibration_cell(one.base_samples for those in found for one in those)]
+    for (run, outcomes), those in zip(comparison.by_run, found, strict=True):
         if those:
-            cells = [_score_and_change(outcomes.get(one.name)) for one in measures]
-            rows.append([names.run(run), _text(run.seed), *cells, _calibration_cell(one.samples for one in those)])
-    titles = [f"{one.name}, {one.metric}{'' if one.is_higher_better else ' (lower is better)'}" for one in measures]
+            cells = {title: _score_and_change(outcomes.get(name)) for name, title in titles.items()}
+            rows.append(_run_cells(report, run) | cells)
+            errors.append(_calibration_cell(one.samples for one in those))
+    if any(stated_confidences(one.samples)[0] for one in every):
+        rows = [row | {"ECE": error} for row, error in zip(rows, errors, strict=True)]
     return Table(
         "Reliability",
-        ["run", "seed", *titles, *(["ECE"] if has_confidences else [])],
-        rows if has_confidences else [row[:-1] for row in rows],
+        rows,
         "Score in percent, then its change in points; Brier's error and the expected calibration error (ECE, ten bins) x 100, over answers with a stated "
         "confidence. * as above.",
-        is_long=len(rows) > LONG,
     )
 
 
@@ -386,77 +339,69 @@ def _calibration_cell(samples: Iterable[Sequence[Sample]]) -> str:
     return next((number(100 * one, 1) for one in errors if one is not None), NONE)
 
 
-def runs_table(comparison: Comparison, names: Names) -> Table:
+def runs_table(report: Report) -> Table:
     """Where each run stands."""
     rows = []
-    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
+    for run, outcomes in report.comparison.by_run:
         steps, epochs = run.steps, run.config.get("epochs")
         probes = [one.step for one in outcomes.values() if one.step is not None]
-        rows.append(
-            [
-                names.run(run),
-                _text(run.seed),
-                _text(run.values.get(BATCH_SIZE)),
-                str(steps[-1]["step"]) if steps else NONE,
-                NONE if epochs is None else f"{run.finished_epochs} of {epochs}",
-                NONE if run.best_epoch is None else str(run.best_epoch + 1),
-                str(probes[0]) if probes else NONE,
-                ", ".join(sorted(run.results)) or "none",
-                run.status or NONE,
-                str(run.folder),
-            ]
-        )
-    return Table(
-        "Runs",
-        ["run", "seed", "batch", "steps", "epochs", "best epoch", "probes at step", "evaluated", "status", "folder"],
-        rows,
-        text_columns=(0, 7, 8, 9),
-        is_long=len(rows) > LONG,
-    )
+        cells = {
+            "batch": _text(run.values.get(BATCH_SIZE)),
+            "steps": str(steps[-1]["step"]) if steps else NONE,
+            "epochs": NONE if epochs is None else f"{run.finished_epochs} of {epochs}",
+            "best epoch": NONE if run.best_epoch is None else str(run.best_epoch + 1),
+            "probes at step": str(probes[0]) if probes else NONE,
+            "evaluated": ", ".join(sorted(run.results)) or "none",
+            "status": run.status or NONE,
+            "folder": str(run.folder),
+        }
+        rows.append(_run_cells(report, run) | cells)
+    return Table("Runs", rows, text_columns=("evaluated", "status", "folder"))
 
 
-def paper_table(
-    comparison: Comparison, trade_off: TradeOff, names: Names, paper: Mapping[str, Mapping[str, float]]
-) -> Table:
+def paper_table(report: Report, paper: Mapping[str, Mapping[str, float]]) -> Table:
     """The paper's numbers above those of each setting of the same method. All tasks are evaluated ones in points.
 
     Args:
         paper: method to metric to value.
     """
-    new = comparison.new
+    comparison, base, names = report.comparison, report.trade_off.base, report.names
     reliability = [
         one for one in comparison.reliability if any(METRICS.get(one.name, one.name) in row for row in paper.values())
     ]
     at_chance = [one for one in comparison.other_old if one.is_at_chance]
     columns = [*comparison.old, *at_chance, *reliability]
-    titles = [METRICS.get(one.name, one.name) for one in columns]
+    metrics = [METRICS.get(one.name, one.name) for one in columns]
+    rows: list[Row] = []
+
+    def add(setting: str, place: str, score: float | None, changes: Iterable[float | None]) -> None:
+        cells = [setting, place, number(score, 1), *(number(one, 1, sign=True) for one in changes)]
+        titles = ("setting", "from", f"{comparison.new.name if comparison.new else 'new task'}, %", *metrics)
+        rows.append(dict(zip((*titles, "mean of old tasks"), cells, strict=True)))
+
     labels = {run.label for run in comparison.runs}
-    points = points_by_method(trade_off)
-    rows = []
+    points = points_by_method(report.trade_off)
     for method in ["base", *names.styles]:
         if method in paper and method not in labels:
-            values = [paper[method].get(key) for key in ("task", *titles, "avg_delta")]
             label = "pretrained" if method == "base" else names.styles[method].label
-            rows.append([label, "paper", *(number(one, 1, sign=index > 0) for index, one in enumerate(values))])
-        if method == "base" and trade_off.base is not None:
-            zeros = [number(0, 1)] * (len(columns) + 1)
-            rows.append(["pretrained", "here", number(trade_off.base.new.value, 1), *zeros])
+            values = paper[method]
+            add(label, "paper", values.get("task"), [values.get(key) for key in (*metrics, "avg_delta")])
+        if method == "base" and base is not None:
+            add("pretrained", "here", base.new.value, [0.0] * (len(columns) + 1))
         for point in points.get(method, []):
             members = [comparison.outcomes[run] for run in point.setting.runs if comparison.is_complete(run)]
-            cells = []
+            changes: list[float | None] = []
             for measure in columns:
                 deltas = [one.delta.value for run in members if (one := run.get(measure.name)) and one.delta]
-                cells.append(number(100 * statistics.fmean(deltas), 1, sign=True) if deltas else NONE)
-            place = number(point.new.value, 1), *cells, number(point.old.value, 1, sign=True)
-            rows.append([names.setting(point.setting), "here", *place])
+                changes.append(100 * statistics.fmean(deltas) if deltas else None)
+            add(names.of(point.setting), "here", point.new.value, [*changes, point.old.value])
     without = f" The mean measured here is without {', '.join(one.name for one in at_chance)}, at chance."
     return Table(
         "The paper's numbers and those measured here",
-        ["setting", "from", f"{new.name if new else 'new task'}, %", *titles, "mean of old tasks"],
         rows,
         "New-task score in percent, changes in points. The paper's are of its tables, each method at its own learning rate."
         + (without if at_chance else ""),
-        text_columns=(0, 1),
+        text_columns=("from",),
     )
 
 
@@ -465,7 +410,7 @@ def summary_csv(comparison: Comparison) -> str:
     stream = io.StringIO()
     writer = csv.DictWriter(stream, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for run, outcomes in zip(comparison.runs, comparison.outcomes, strict=True):
+    for run, outcomes in comparison.by_run:
         start = {
             "run": run.folder,
             "method": run.method,

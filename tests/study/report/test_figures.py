@@ -1,12 +1,14 @@
 """The trade-off's figure: what it shows when some settings are far worse than the pretrained model."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="the report extra is not installed")
 
+from finch.study.report.content import Names, Report
 from finch.study.report.figures import draw_trade_off
 from finch.study.report.front import Point, Setting, TradeOff
 from finch.study.report.measures import Estimate
@@ -24,8 +26,8 @@ def draw(folder, places):
         for rate, (new, old) in enumerate(places)
     ]
     base = Point(Setting("pretrained", {}, []), Estimate(-2.9), Estimate(0.0), zeros, zeros)
-    trade_off = TradeOff(points, base, False)
-    return draw_trade_off(trade_off, STYLES, folder, NEW, OLD, "kl")
+    comparison, names = SimpleNamespace(new=NEW, old=[OLD]), Names(STYLES, [])
+    return draw_trade_off(Report(comparison, [], TradeOff(points, base, False), None, names, folder))
 
 
 @pytest.mark.parametrize(

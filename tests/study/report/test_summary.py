@@ -10,11 +10,12 @@ from helpers.evaluated_runs import add_losses, make_sweep
 pytest.importorskip("matplotlib", reason="the report extra is not installed")
 from scipy.stats import binomtest
 
+from finch.study.report.content import Names
 from finch.study.report.front import Front, compare_pair, seed_points
 from finch.study.report.report import write_report
 from finch.study.report.selection import Measure
 from finch.study.report.summary import _conclusion, _pair_text
-from finch.study.report.tables import NONE, Names
+from finch.study.report.tables import NONE
 from finch.training.style import method_styles
 
 

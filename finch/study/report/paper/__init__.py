@@ -7,13 +7,13 @@ percent, changes in points.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from finch.models.hf_config import read_settings
-from finch.study.report.figures import Curve
 from finch.study.report.runs import Run, base_builder
 
 TASKS = ("knowledge", "science", "language")
@@ -30,6 +30,16 @@ _SIZES = {  # model_type, hidden_size, num_hidden_layers, vocab_size
     ("qwen3", 2560, 36, 151936): "qwen3_4b",
     ("llama", 4096, 32, 128256): "llama3_8b",
 }
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run's, or the paper's: values over steps."""
+
+    method: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    is_paper: bool = False
 
 
 def paper_results(task: str | None, model: str | None) -> dict[str, dict[str, float]]:
