@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ def paired_delta(base: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str,
     Raises:
         UserError: the models were evaluated on different documents, or no document has two scores.
     """
-    before, after = _by_document(base, "base"), _by_document(tuned, "tuned")
+    before, after = _by_document(base, "the base model"), _by_document(tuned, "the tuned model")
     if before.keys() != after.keys():
         raise UserError(
             f"the base and the tuned model were evaluated on different documents ({len(before.keys() - after.keys())} only by the base, "
@@ -116,6 +116,51 @@ def mean_interval(samples: Sequence[Mapping[str, Any]], *, is_share: bool = True
         interval = binomtest(int(scores.sum()), len(scores)).proportion_ci(CONFIDENCE, method="wilson")
         low, high = float(interval.low), float(interval.high)
     return Mean(float(means.mean()), standard_error, low, high, len(scores), len(means))
+
+
+def score_table(columns: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str]) -> tuple[Array, list[list[int]]]:
+    """[documents, columns] the scores of several models, NaN where there is none, and the positions of each cluster's documents.
+
+    Args:
+        columns: each model's samples of one task.
+        names: the models'.
+
+    Raises:
+        UserError: two were evaluated on different documents.
+    """
+    found = [_by_document(samples, name) for samples, name in zip(columns, names, strict=True)]
+    for documents, name in zip(found, names, strict=True):
+        if documents.keys() != found[0].keys():
+            raise UserError(
+                f"{names[0]} and {name} were evaluated on different documents; evaluate both with the same data and --limit"
+            )
+    keys = sorted(found[0])
+    scores = np.array([[documents[key].get("score") for documents in found] for key in keys], dtype=float)
+    return scores, _clusters([found[0][key] for key in keys])
+
+
+def resample(scores: Array, clusters: Sequence[Sequence[int]], number: int, *, seed: int) -> tuple[Array, Array]:
+    """Means over clusters, [columns], and those of ``number`` draws of clusters with replacement, [draws, columns], the same ones for all columns.
+
+    Args:
+        scores: [documents, columns], NaN where there is none.
+        clusters: positions of their documents.
+    """
+    table = np.array([mean_of_known(scores[members], axis=0) for members in clusters])
+    values, is_known, n = mean_of_known(table, axis=0), ~np.isnan(table), len(table)
+    table = np.where(is_known, table, 0.0)
+    draws = []
+    for rows in _drawn_rows(np.random.default_rng(seed), n, number):
+        counts = np.apply_along_axis(np.bincount, 1, rows, minlength=n).astype(float)
+        draws.append(counts @ table / np.maximum(counts @ is_known, 1))
+    return values, np.concatenate(draws)
+
+
+def mean_of_known(table: Array, axis: int) -> Array:
+    """Of what is not NaN; NaN: nothing is. (numpy's nanmean warns of that.)"""
+    is_known = ~np.isnan(table)
+    count = is_known.sum(axis)
+    return np.where(count > 0, np.where(is_known, table, 0.0).sum(axis) / np.maximum(count, 1), math.nan)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -159,18 +204,22 @@ def _by_document(samples: Sequence[Mapping[str, Any]], model: str) -> dict[tuple
     documents = {(sample["doc_id"], sample["doc_hash"]): sample for sample in samples}
     if len(documents) != len(samples):
         raise UserError(
-            f"the samples of the {model} model have {len(samples) - len(documents)} documents twice; evaluate it again"
+            f"the samples of {model} have {len(samples) - len(documents)} documents twice; evaluate it again"
         )
     return documents
 
 
-def _cluster_means(values: Array, samples: Sequence[Mapping[str, Any]]) -> Array:
-    """One value per cluster; a document without a cluster is a separate one."""
-    clusters: defaultdict[Any, list[float]] = defaultdict(list)
-    for number, (value, sample) in enumerate(zip(values.tolist(), samples, strict=True)):
+def _clusters(samples: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The positions of each cluster's documents; a document without a cluster is a separate one."""
+    clusters: defaultdict[Any, list[int]] = defaultdict(list)
+    for number, sample in enumerate(samples):
         cluster = sample.get("cluster")
-        clusters[("document", number) if cluster is None else ("cluster", cluster)].append(value)
-    return np.array([math.fsum(members) / len(members) for members in clusters.values()])
+        clusters[("document", number) if cluster is None else ("cluster", cluster)].append(number)
+    return list(clusters.values())
+
+
+def _cluster_means(values: Array, samples: Sequence[Mapping[str, Any]]) -> Array:
+    return np.array([math.fsum(values[members]) / len(members) for members in _clusters(samples)])
 
 
 def _bootstrap(values: Array) -> tuple[float, float, float]:
@@ -199,12 +248,14 @@ def _resampled_means(values: Array) -> Array:
     distinct, counts = np.unique(values, return_counts=True)
     if len(distinct) * 20 <= n:  # how often each value is drawn: the same distribution, much faster
         return rng.multinomial(n, counts / n, size=RESAMPLES) @ distinct / n
-    means = np.empty(RESAMPLES)
-    rows = max(1, _CHUNK // n)
-    for start in range(0, RESAMPLES, rows):
-        part = means[start : start + rows]
-        part[:] = values[rng.integers(0, n, size=(len(part), n))].mean(1)
-    return means
+    return np.concatenate([values[rows].mean(1) for rows in _drawn_rows(rng, n, RESAMPLES)])
+
+
+def _drawn_rows(rng: np.random.Generator, n: int, number: int) -> Iterator[NDArray[np.int64]]:
+    """[draws, n] positions, drawn with replacement: ``number`` draws, some at a time."""
+    step = max(1, _CHUNK // n)
+    for start in range(0, number, step):
+        yield rng.integers(0, n, size=(min(step, number - start), n))
 
 
 def _mcnemar(differences: Array) -> float:

@@ -14,7 +14,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from finch.base import run_files
@@ -23,6 +25,7 @@ from finch.base.extras import require_extras
 from finch.base.files import atomic_file, existing_part, gigabytes, make_folder, write_text
 from finch.base.log import logger
 from finch.cli.early_checks import build_model, config_checks, machine_checks, only_errors_logged, read_job
+from finch.cli.run import number_of_ranks
 from finch.cli.slurm import (
     SCRIPT,
     JobOptions,
@@ -78,9 +81,8 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     require_extras("finch sweep", "torchtune")
     options, words = split_options(rest)
     if options and not args.slurm:
-        hint = did_you_mean(
-            options[0], ["--nproc_per_node", *(f"--{name.replace('_', '-')}" for name in vars(args))], cutoff=0.8
-        )
+        known = ["--nproc_per_node", *(f"--{name.replace('_', '-')}" for name in vars(args))]
+        hint = did_you_mean(options[0], known, cutoff=0.8)
         raise UsageError(f"{options[0]} is not an option of finch sweep{hint or ';'} options of sbatch need --slurm")
     if not words:
         raise UsageError(f"GRID is missing: {USAGE}")
@@ -121,15 +123,13 @@ def _check_evaluation(evaluation: Evaluation) -> None:
     if evaluation.base is not None:
         find_base(Path(evaluation.base))
     tasks, others = select_tasks(evaluation.suites, evaluation.tasks, "suites=", "tasks=")
-    data_root, include_path = (
-        None if path is None else Path(path) for path in (evaluation.data_root, evaluation.include_path)
-    )
-    check_data(tasks, data_root, include_path)
+    folders = [None if path is None else Path(path) for path in (evaluation.data_root, evaluation.include_path)]
+    check_data(tasks, *folders)
     if others:
         from finch.evaluation.harness import quiet_harness, task_manager
 
         with quiet_harness():
-            manager = task_manager(data_root, has_chat_template=False, include_path=include_path, others=others)
+            manager = task_manager(folders[0], has_chat_template=False, include_path=folders[1], others=others)
             for name in others:
                 check_name(name, manager)
 
@@ -148,12 +148,12 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
     print(f"{len(jobs)} cells in {grid.out}, {args.jobs or 1} at a time", flush=True)
     failures = local.run()
     if failures:
-        alike: dict[str, list[str]] = {}
+        alike = defaultdict(list)
         for name, reason in failures.items():
-            alike.setdefault(reason.replace(name, ""), []).append(name)
-        for names in alike.values():
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            print(f"finch: error: {names[0]}{others}: {failures[names[0]]}", file=sys.stderr)
+            alike[reason.replace(name, "")].append(name)
+        for first, *others in alike.values():
+            more = f" and {len(others)} more" if others else ""
+            print(f"finch: error: {first}{more}: {failures[first]}", file=sys.stderr)
         print(f"{len(failures)} of {len(jobs)} cells failed; the same command tries them again", flush=True)
         sys.exit(1)
     print(f"all {len(jobs)} cells are done", flush=True)
@@ -203,12 +203,8 @@ def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:
     """Options of `finch run`, and the number of ranks that they start."""
     if args.nproc_per_node is None:
         return [], 1
-    from torch.distributed.run import determine_local_world_size
-
-    try:
-        return ["--nproc_per_node", args.nproc_per_node], determine_local_world_size(args.nproc_per_node)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"--nproc_per_node {args.nproc_per_node}: {error}; give a number, or gpu") from error
+    given = argparse.Namespace(nnodes="1", nproc_per_node=args.nproc_per_node)
+    return ["--nproc_per_node", args.nproc_per_node], number_of_ranks(given)[1]
 
 
 def compose(
@@ -228,7 +224,10 @@ def compose(
     with only_errors_logged():
         for cell in cells:
             try:
-                jobs[cell.folder] = _compose(grid, cell, jobs, launcher, is_here, num_ranks)
+                if cell.kind == RUN:
+                    jobs[cell.folder] = _compose(grid, cell, launcher, is_here, num_ranks)
+                else:  # made of a run of the grid
+                    jobs[cell.folder] = replace(jobs[cell.dependencies[0]], cell=cell)
             except UserError as error:
                 raise UserError(f"cell {cell.name}: {error}") from error
     names = [job.cell.name for job in jobs.values() if not job.has_validation]
@@ -240,17 +239,7 @@ def compose(
     return list(jobs.values())
 
 
-def _compose(
-    grid: Grid,
-    cell: Cell,
-    jobs: Mapping[Path, Job],
-    launcher: Sequence[str],
-    is_here: bool,
-    num_ranks: int | None,
-) -> Job:
-    if cell.kind != RUN:  # it is made of a run of the grid
-        source = jobs[cell.dependencies[0]]
-        return Job(grid, cell, source.recipe, source.cfg)
+def _compose(grid: Grid, cell: Cell, launcher: Sequence[str], is_here: bool, num_ranks: int | None) -> Job:
     recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
     if grid.recipe is not None and recipe != grid.recipe:
         raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")
@@ -290,23 +279,23 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
         raise UserError(
             "overwrite=True: a job that is requeued would start from scratch again; remove the cells' folders, or give another --out"
         )
-    run_script, run_text = read_script(SCRIPT)
-    sweep_script, sweep_text = read_script(SWEEP_SCRIPT)
-    job_options = complete_options(options, f"{run_text}\n{sweep_text}")
+    scripts = [read_script(name) for name in (SCRIPT, SWEEP_SCRIPT)]
+    job_options = complete_options(options, "\n".join(text for _, text in scripts))
     jobs = compose(grid, cells_of(grid), is_here=False, num_ranks=job_options.num_ranks)
-    left = [job for job in jobs if not args.skip_training and job.cell.kind == RUN and not job.is_trained()]
-    submission = _Submission(grid, job_options, (run_script, sweep_script), is_dry_run=args.dry_run)
+    submission = _Submission(grid, job_options, [path for path, _ in scripts], is_dry_run=args.dry_run)
     queued = submission.queued()
+    left = {
+        job.cell.folder: job
+        for job in jobs
+        if not args.skip_training and job.cell.kind == RUN and not job.is_trained() and job.cell.name not in queued
+    }
+    first = [job for job in left.values() if job.cell.source not in left]
+    second = [job for job in left.values() if job.cell.source in left]
     earlier = sorted(set(queued.values()))
-    left = [job for job in left if job.cell.name not in queued]
-    left_folders = {job.cell.folder for job in left}
-    first = [job for job in left if job.cell.source not in left_folders]
-    second = [job for job in left if job.cell.source in left_folders]
     trained_earlier = sorted({job for name, job in queued.items() if name != _EVALUATION})
     ids: list[str] = []
-    for group in (first, second):
-        if group:
-            ids.append(submission.submit_array(group, args.jobs, after=[*trained_earlier, *ids]))
+    for group in filter(None, (first, second)):
+        ids.append(submission.submit_array(group, args.jobs, after=[*trained_earlier, *ids]))
     has_models = grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs)
     if has_models and (ids or _EVALUATION not in queued):  # one that is queued does not wait for these cells
         ids.append(submission.submit_evaluation(words, after=[*earlier, *ids]))
@@ -324,7 +313,7 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
 class _Submission:
     """OUT/slurm: the scripts as they were when the jobs were submitted, the files of cells, and the jobs' output."""
 
-    def __init__(self, grid: Grid, options: JobOptions, scripts: tuple[Path, Path], *, is_dry_run: bool) -> None:
+    def __init__(self, grid: Grid, options: JobOptions, scripts: Sequence[Path], *, is_dry_run: bool) -> None:
         self._grid, self._options, self._is_dry_run = grid, options, is_dry_run
         self.folder = grid.out / "slurm"
         files_of_cells = (self.folder / f"cells_{number}" for number in itertools.count())

@@ -17,10 +17,10 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from finch.base.errors import UserError
-from finch.evaluation.results import POINTS, Sample
+from finch.evaluation.results import POINTS
+from finch.evaluation.statistics import Array, mean_of_known, resample, score_table
 from finch.evaluation.tasks.registry import VALIDATION
 from finch.study.report.measures import Comparison, Estimate
 from finch.study.report.selection import Measure
@@ -36,11 +36,8 @@ NUM_READINGS = 101
 """Scores at which two methods' fronts are read for their mean ratio."""
 _MAX_WITHOUT_RATIO = 0.01
 """Share of the draws that may have no quotient: where a method has forgotten nothing there is none."""
-_CHUNK = 200  # draws at a time
 _ROUNDING = 1e-6  # a score of 40.0 is 400 steps of 0.1, not 401
 _TIE = 9  # decimals: accuracies are often equal, and means of equal ones differ in their last bits
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,50 +211,13 @@ def _values_and_draws(
         return values, np.tile(values, (RESAMPLES, 1))
     samples = [*(one.samples for one in outcomes), outcomes[0].base_samples or outcomes[0].samples]
     names = [*(str(comparison.runs[number].folder) for number in numbers), "the base"]
-    scores, clusters = _documents(measure, samples, names)
-    values, draws = _resample(measure, scores[:, :-1] - scores[:, -1:] if is_change else scores, clusters)
+    try:
+        scores, clusters = score_table(samples, names)
+    except UserError as error:
+        raise UserError(f"{measure.name}: {error}") from error
+    table = scores[:, :-1] - scores[:, -1:] if is_change else scores
+    values, draws = resample(table, clusters, RESAMPLES, seed=zlib.crc32(measure.name.encode()))
     return factor * values, factor * draws
-
-
-def _documents(
-    measure: Measure, columns: Sequence[Sequence[Sample]], names: Sequence[str]
-) -> tuple[Array, list[Hashable]]:
-    """[documents, columns] the scores, NaN where there is none, and each document's cluster; without one it is a cluster itself."""
-    found = [{(sample["doc_id"], sample["doc_hash"]): sample for sample in samples} for samples in columns]
-    for documents, name in zip(found, names, strict=True):
-        if documents.keys() != found[0].keys():
-            raise UserError(
-                f"{measure.name}: {names[0]} and {name} were evaluated on different documents; evaluate both with the same data and --limit"
-            )
-    keys = sorted(found[0])
-    scores = np.array([[documents[key].get("score") for documents in found] for key in keys], dtype=float)
-    clusters = [found[0][key].get("cluster") for key in keys]
-    return scores, [key if cluster is None else cluster for key, cluster in zip(keys, clusters, strict=True)]
-
-
-def _resample(measure: Measure, scores: Array, clusters: Sequence[Hashable]) -> tuple[Array, Array]:
-    """Means over clusters, [columns], and of each draw of clusters, [draws, columns]."""
-    groups: dict[Hashable, list[int]] = {}
-    for number, cluster in enumerate(clusters):
-        groups.setdefault(cluster, []).append(number)
-    table = np.array([_mean_of_known(scores[numbers], axis=0) for numbers in groups.values()])
-    values = _mean_of_known(table, axis=0)
-    is_known = ~np.isnan(table)
-    table = np.where(is_known, table, 0.0)
-    rng = np.random.default_rng(zlib.crc32(measure.name.encode()))
-    n, draws = len(table), []
-    for _ in range(RESAMPLES // _CHUNK):
-        chosen = rng.integers(n, size=(_CHUNK, n)) + n * np.arange(_CHUNK)[:, None]
-        counts = np.bincount(chosen.ravel(), minlength=_CHUNK * n).reshape(_CHUNK, n).astype(float)
-        draws.append(counts @ table / np.maximum(counts @ is_known, 1))
-    return values, np.concatenate(draws)
-
-
-def _mean_of_known(table: Array, axis: int) -> Array:
-    """Of what is not NaN; NaN: nothing is. (numpy's nanmean warns of that.)"""
-    is_known = ~np.isnan(table)
-    count = is_known.sum(axis)
-    return np.where(count > 0, np.where(is_known, table, 0.0).sum(axis) / np.maximum(count, 1), math.nan)
 
 
 def choose_by(comparison: Comparison, trade_off: TradeOff) -> tuple[dict[Setting, float], str]:
@@ -433,30 +393,29 @@ def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[st
         resolution: of the scores, 0.1 for percent.
         order: methods, the reference first.
     """
-    found = points_by_method(trade_off)
+    found, base, has_intervals = points_by_method(trade_off), trade_off.base, trade_off.has_intervals
     groups = {method: found[method] for method in order if method in found}
-    scores = common_scores(groups, resolution, trade_off.base)
+    scores = common_scores(groups, resolution, base)
     highest = {method: _highest(points) for method, points in groups.items()}
-    every = {method: with_base(points, trade_off.base) for method, points in groups.items()}
-    values = {method: _values(points, scores) for method, points in every.items()}
-    draws = {method: front_draws(points, scores) for method, points in every.items()}
-    reference, has_intervals = next(iter(groups), ""), trade_off.has_intervals
+    lines = {method: _read(with_base(points, base), scores) for method, points in groups.items()}
+    reference = next(iter(groups), "")
     methods: dict[str, list[FrontValue]] = {}
     for method, points in groups.items():
-        start = _measured_from(points, trade_off.base)
+        start = _measured_from(points, base)
         methods[method] = []
         for number, score in enumerate(scores):
             change = difference = None
-            value, spread = float(values[method][number]), draws[method][:, number]
+            (value, draws), (other, other_draws) = (
+                (float(values[number]), drawn[:, number]) for values, drawn in (lines[method], lines[reference])
+            )
             if score <= highest[method]:
-                change = _estimate(value, spread, has_intervals)
+                change = _estimate(value, draws, has_intervals)
                 if method != reference and score <= highest[reference]:
-                    other, other_spread = float(values[reference][number]), draws[reference][:, number]
-                    difference = _estimate(value - other, spread - other_spread, has_intervals)
+                    difference = _estimate(value - other, draws - other_draws, has_intervals)
             is_extrapolated = start is not None and score < start - resolution
             methods[method].append(FrontValue(change, is_extrapolated, difference))
     pairs = {
-        method: compare_pair(points, groups[reference], trade_off.base, has_intervals=has_intervals)
+        method: compare_pair(points, groups[reference], base, has_intervals=has_intervals)
         for method, points in groups.items()
         if method != reference
     }
@@ -484,20 +443,16 @@ def compare_pair(
     found = _common_range(one, other, base)
     low, high = found or (math.inf, min(_highest(one), _highest(other)))
     scores = np.linspace(low, high, num_scores) if low < high else np.array([high])
-    both = [with_base(group, base) for group in (one, other)]
-    forgotten, drawn = [-_values(points, scores) for points in both], [-front_draws(points, scores) for points in both]
-    mean, draws = _reading(forgotten, drawn, has_intervals)
-    lowest, highest = (
-        _reading([values[[at]] for values in forgotten], [values[:, [at]] for values in drawn], has_intervals)[0]
-        for at in (0, -1)
-    )
+    lines = [_read(with_base(group, base), scores) for group in (one, other)]
+    mean, draws = _reading(lines, slice(None), has_intervals)
+    lowest, highest = (_reading(lines, [at], has_intervals)[0] for at in (0, -1))
     without = []
     for left_out in (*one, *other) if found is not None else ():
         fewer, others = ([point for point in group if point is not left_out] for group in (one, other))
         ends = _common_range(fewer, others, base) if fewer and others else None
         if ends is not None:
-            values = [-_values(with_base(group, base), np.linspace(*ends, num_scores)) for group in (fewer, others)]
-            without.append(_reading(values, [each[None] for each in values], False)[0])
+            values = [_values(with_base(group, base), np.linspace(*ends, num_scores)) for group in (fewer, others)]
+            without.append(_reading([(each, each[None]) for each in values], slice(None), False)[0])
     return Pair(scores, found is None, mean, lowest, highest, without, draws)
 
 
@@ -532,13 +487,14 @@ def _measured_from(points: Sequence[Point], base: Point | None) -> float | None:
     return front[1].new.value if len(front) > 1 else None
 
 
-def _reading(forgotten: Sequence[Array], drawn: Sequence[Array], has_intervals: bool) -> tuple[Reading, Array]:
-    """Means over the scores, and the mean log of the ratio in each draw; of both methods [scores] and [draws, scores]."""
-    differences = _mean_of_known(drawn[0] - drawn[1], axis=1)
+def _reading(lines: Sequence[tuple[Array, Array]], at: slice | list[int], has_intervals: bool) -> tuple[Reading, Array]:
+    """Means over the scores ``at`` these positions, and the mean log of the ratio in each draw; of both methods' changes, see ``_read``."""
+    forgotten, drawn = [-values[at] for values, _ in lines], [-draws[:, at] for _, draws in lines]
+    differences = mean_of_known(drawn[0] - drawn[1], axis=1)
     difference = _estimate(float((forgotten[0] - forgotten[1]).mean()), differences, has_intervals)
     # A score that neither pays for says nothing and is left out: NaN.
     with np.errstate(divide="ignore", invalid="ignore"):
-        draws = _mean_of_known(np.log(drawn[0].clip(0)) - np.log(drawn[1].clip(0)), axis=1)
+        draws = mean_of_known(np.log(drawn[0].clip(0)) - np.log(drawn[1].clip(0)), axis=1)
     is_infinite = np.isinf(draws)
     draws[is_infinite] = math.nan
     if min(forgotten[0].min(), forgotten[1].min()) <= 0 or is_infinite.mean() > _MAX_WITHOUT_RATIO:
@@ -562,11 +518,14 @@ def _values(points: Sequence[Point], scores: Sequence[float] | Array) -> Array:
     return interpolate([one.new.value for one in points], [one.old.value for one in points], scores)
 
 
-def front_draws(points: Sequence[Point], scores: Sequence[float] | Array) -> Array:
-    """[draws, scores]: the change at each score on the front of each draw of the bootstrap; NaN beyond it."""
-    new = np.stack([point.new_draws for point in points], axis=1).tolist()
-    old = np.stack([point.old_draws for point in points], axis=1).tolist()
-    return np.array([interpolate(one, other, scores) for one, other in zip(new, old, strict=True)])
+def _read(points: Sequence[Point], scores: Sequence[float] | Array) -> tuple[Array, Array]:
+    """[scores] and [draws, scores]: the change at each score on the front, and on that of each draw of the bootstrap; NaN beyond it."""
+    new, old = (
+        np.stack(draws, axis=1).tolist()
+        for draws in zip(*((one.new_draws, one.old_draws) for one in points), strict=True)
+    )
+    draws = np.array([interpolate(one, other, scores) for one, other in zip(new, old, strict=True)])
+    return _values(points, scores), draws
 
 
 def _estimate(value: float, draws: Array, has_intervals: bool) -> Estimate:

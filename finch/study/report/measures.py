@@ -17,9 +17,33 @@ from finch.evaluation.statistics import Mean, holm, mean_interval, paired_delta
 from finch.study.report.runs import Run, base_builder, check_equal
 from finch.study.report.selection import Measure, Selection, select_measures
 
-BaseSamples = dict[tuple[Path, str], tuple[list[Sample], Mean]]
-"""What was read of the pretrained model so far, by folder and task: all runs share it."""
 _KEPT = ("doc_id", "doc_hash", "score", "cluster", "confidence", "is_parsed", "letter", "answer")
+
+
+@dataclass(frozen=True)
+class _Bases:
+    """The pretrained model's results by suite; ``read``: what was read of its samples so far, by folder and task: all runs share it.
+
+    Attributes:
+        folder: where its results are, or the folder that it is in, if they have been moved.
+    """
+
+    folder: Path | None
+    results: dict[str, SuiteResult] = field(default_factory=dict)
+    read: dict[tuple[Path, str], tuple[list[Sample], Mean]] = field(default_factory=dict)
+
+    def file(self, run: Run, suite: str) -> Path:
+        """The JSON that a run's was compared with."""
+        path = base_path(run.result_path(suite), run.results[suite])
+        assert path is not None
+        if self.folder is not None:
+            candidates = [self.folder / path.name, self.folder / path.parent.name / path.name]
+            path = next((one for one in candidates if one.exists()), path)
+        if not path.exists():
+            raise UserError(
+                f"{path} does not exist: the pretrained model's results that {run.folder} was compared with; give their folder by --base"
+            )
+        return path
 
 
 @dataclass(frozen=True)
@@ -130,13 +154,12 @@ def compare(
     )
     bases = _read_bases(runs, base)
     chosen = select_measures(runs, new_task=new_task, old_tasks=old_tasks)
-    samples: BaseSamples = {}
-    outcomes = [_outcomes_of_run(run, chosen.measures, bases, base, samples) for run in runs]
+    outcomes = [_outcomes_of_run(run, chosen.measures, bases) for run in runs]
     old, others = ([_with_chance(one, outcomes) for one in those] for those in (chosen.old, chosen.other_old))
     if old_tasks is None and not all(one.is_at_chance for one in old):
         others = [*(one for one in old if one.is_at_chance), *others]
         old = [one for one in old if not one.is_at_chance]
-    return Comparison(chosen.new, old, others, chosen.reliability, runs, outcomes, bases)
+    return Comparison(chosen.new, old, others, chosen.reliability, runs, outcomes, bases.results)
 
 
 def _with_chance(measure: Measure, outcomes: Sequence[Mapping[str, Outcome]]) -> Measure:
@@ -147,21 +170,9 @@ def _with_chance(measure: Measure, outcomes: Sequence[Mapping[str, Outcome]]) ->
     return replace(measure, is_at_chance=base.low <= measure.chance)
 
 
-def _outcomes_of_run(
-    run: Run,
-    measures: Sequence[Measure],
-    bases: Mapping[str, SuiteResult],
-    folder: Path | None,
-    base_samples: BaseSamples,
-) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
-    for measure in measures:
-        if measure.is_probe:
-            outcome = _probe_outcome(run, measure)
-        else:
-            outcome = _task_outcome(run, measure, bases, folder, base_samples)
-        if outcome is not None:
-            found[measure.name] = outcome
+def _outcomes_of_run(run: Run, measures: Sequence[Measure], bases: _Bases) -> dict[str, Outcome]:
+    every = (_probe_outcome(run, one) if one.is_probe else _task_outcome(run, one, bases) for one in measures)
+    found = {outcome.measure.name: outcome for outcome in every if outcome is not None}
     tested = {name: outcome.p_value for name, outcome in found.items() if outcome.p_value is not None}
     for name, p_value in zip(tested, holm(list(tested.values())), strict=True):
         found[name] = replace(found[name], p_holm=p_value)
@@ -183,9 +194,7 @@ def _probe_outcome(run: Run, measure: Measure) -> Outcome | None:
     return Outcome(measure, Estimate(value), Estimate(before), Estimate(value - before), step=step)
 
 
-def _task_outcome(
-    run: Run, measure: Measure, bases: Mapping[str, SuiteResult], folder: Path | None, cache: BaseSamples
-) -> Outcome | None:
+def _task_outcome(run: Run, measure: Measure, bases: _Bases) -> Outcome | None:
     suite = next((name for name in (measure.source, *run.results) if measure.name in _tasks(run.results, name)), None)
     if suite is None or run.results[suite].tasks[measure.name].score is None:
         return None
@@ -194,24 +203,18 @@ def _task_outcome(
     outcome = Outcome(
         measure, _estimate(mean), n=mean.n, n_clusters=mean.n_clusters, samples=samples, others=task.others
     )
-    if run.results[suite].base is None or measure.name not in _tasks(bases, suite):
+    if run.results[suite].base is None or measure.name not in _tasks(bases.results, suite):
         return outcome
-    key = (_base_file(run, suite, folder).parent, measure.name)
-    if key not in cache:
-        cache[key] = _read_scores(key[0], bases[suite].tasks[measure.name], measure)
-    base, before = cache[key]
+    key = (bases.file(run, suite).parent, measure.name)
+    if key not in bases.read:
+        bases.read[key] = _read_scores(key[0], bases.results[suite].tasks[measure.name], measure)
+    base, before = bases.read[key]
     try:
         delta = paired_delta(base, samples)
     except UserError as error:
         raise UserError(f"{run.folder}, {measure.name}: {error}") from error
-    return replace(
-        outcome,
-        base=_estimate(before),
-        delta=_estimate(delta),
-        p_value=delta.p_value,
-        test=delta.test,
-        base_samples=base,
-    )
+    outcome = replace(outcome, base=_estimate(before), base_samples=base, delta=_estimate(delta))
+    return replace(outcome, p_value=delta.p_value, test=delta.test)
 
 
 def _estimate(one: Mean) -> Estimate:
@@ -230,9 +233,8 @@ def _read_scores(folder: Path, task: TaskResult, measure: Measure) -> tuple[list
     return samples, mean_interval(samples, is_share=measure.unit == POINTS)
 
 
-def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResult]:
-    """The pretrained model's results by suite."""
-    bases: dict[str, SuiteResult] = {}
+def _read_bases(runs: Sequence[Run], folder: Path | None) -> _Bases:
+    bases = _Bases(folder)
     first: dict[str, tuple[Run, SuiteResult]] = {}
     weights: dict[str, Run] = {}
     for run in runs:
@@ -241,7 +243,7 @@ def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResu
             _check_settings(suite, run.folder, result, other_run.folder, other)
             if result.base is None:
                 continue
-            path = _base_file(run, suite, folder)
+            path = bases.file(run, suite)
             found = read_result(path)
             _check_settings(suite, run.folder, result, path.parent, found)
             weights.setdefault(found.weights, run)
@@ -250,22 +252,8 @@ def _read_bases(runs: Sequence[Run], folder: Path | None) -> dict[str, SuiteResu
                 "base: {run} and {other_run} were compared with different pretrained weights ({one:.12} and {other:.12}); "
                 "report on runs of one pretrained model at a time",
             )
-            bases[suite] = found
+            bases.results[suite] = found
     return bases
-
-
-def _base_file(run: Run, suite: str, folder: Path | None) -> Path:
-    """The pretrained model's JSON that a run's was compared with; ``folder``, or the folder in it, where it has been moved."""
-    path = base_path(run.result_path(suite), run.results[suite])
-    assert path is not None
-    if folder is not None:
-        candidates = [folder / path.name, folder / path.parent.name / path.name]
-        path = next((one for one in candidates if one.exists()), path)
-    if not path.exists():
-        raise UserError(
-            f"{path} does not exist: the pretrained model's results that {run.folder} was compared with; give their folder by --base"
-        )
-    return path
 
 
 def _check_settings(suite: str, name: Path, result: SuiteResult, other_name: Path, other_result: SuiteResult) -> None:

@@ -166,9 +166,9 @@ def read_run(folder: Path) -> Run:
     Raises:
         UserError: one of its files is broken.
     """
-    config = _read_config(folder / run_files.CONFIG)
-    cell = _read_cell(folder / run_files.CELL)
-    values = {**dict(_values_of_config(config)), **(cell.get("values") or {})}
+    config = _read(folder / run_files.CONFIG, _Config)
+    cell = _read(folder / run_files.CELL, _Cell)
+    values = {**_values_of_config(config), **(cell.get("values") or {})}
     values[METHOD] = str(values.get(METHOD, folder.name))
     try:
         read_as(_Values, json.dumps(values))
@@ -217,43 +217,32 @@ def _builder(config: Mapping[str, Any]) -> str:
     return str(component_of(config.get("model")) or "").rpartition(".")[2]
 
 
-def _values_of_config(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+def _values_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not config:
-        return
-    yield METHOD, method_of_config(config)
-    optimizer = config.get("optimizer")
-    if isinstance(optimizer, Mapping) and optimizer.get("lr") is not None:
-        yield LR, optimizer["lr"]
-    if config.get("batch_size") is not None:
-        yield BATCH_SIZE, config["batch_size"] * (config.get("gradient_accumulation_steps") or 1)
-    if config.get("seed") is not None:
-        yield SEED, config["seed"]
+        return {}
+    lr, batch_size = (config.get("optimizer") or {}).get("lr"), config.get("batch_size")
+    num_batches = config.get("gradient_accumulation_steps") or 1
+    rows = None if batch_size is None else batch_size * num_batches
+    values = {METHOD: method_of_config(config), LR: lr, BATCH_SIZE: rows, SEED: config.get("seed")}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (run_files.CONFIG, run_files.METRICS, run_files.CELL))
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    config = read_data(path)
-    try:
-        read_as(_Config, json.dumps(config))
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read ({error}); restore it, or leave the run out") from error
-    return config
-
-
-def _read_cell(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: type) -> dict[str, Any]:
+    """A mapping whose values are of the types that ``kind`` has; empty where there is no such file."""
     if not path.exists():
         return {}
     try:
-        text = read_bytes(path).decode()
-        read_as(_Cell, text)
-    except (OSError, ValueError) as error:
+        content = read_data(path) if path.name == run_files.CONFIG else json.loads(read_bytes(path))
+        read_as(kind, json.dumps(content))
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore it, or leave the run out") from error
-    return json.loads(text)
+    return content
 
 
 def _best_epoch(folder: Path) -> int | None:

@@ -119,10 +119,8 @@ def select_measures(
     new_name = new_task if new_task in named_probes else _find_new_task(runs, new_task, named_probes)
     evaluated = _evaluated(runs, new_name)
     known = {**named_probes, **evaluated}
-    if new_name is not None and new_name in known:
-        new: Measure | None = replace(known[new_name], role=NEW)
-    else:
-        new = next((one for one in probes if one.role == NEW), None)
+    marked = next((one for one in probes if one.role == NEW), None)
+    new = replace(known[new_name], role=NEW) if new_name is not None and new_name in known else marked
     every_old = [one for one in evaluated.values() if one.role == OLD]
     every_old = every_old or [one for one in probes if one.role == OLD and (new is None or one.key != new.key)]
     reliability = [one for one in evaluated.values() if one.role == RELIABILITY]
@@ -132,12 +130,8 @@ def select_measures(
     else:
         old = _named_old(old_tasks, known, new)
     keys = {(one.name, one.key) for one in old}
-    return Selection(
-        new,
-        old,
-        [one for one in every_old if (one.name, one.key) not in keys],
-        [one for one in reliability if (one.name, one.key) not in keys],
-    )
+    others = ([one for one in those if (one.name, one.key) not in keys] for those in (every_old, reliability))
+    return Selection(new, old, *others)
 
 
 def _named_old(names: Sequence[str], known: Mapping[str, Measure], new: Measure | None) -> list[Measure]:
@@ -181,11 +175,9 @@ def _probes(runs: Sequence[Run]) -> tuple[list[Measure], dict[str, Measure]]:
     marked = {name for run in runs for name in task_probes(run)}
     probes = []
     for name, those in metrics.items():
-        role = NEW if name in marked else OLD
-        if role == NEW and "accuracy" in those:
-            probes.append(_probe(name, name, "accuracy", role))
-        elif "loss" in those:
-            probes.append(_probe(name, name, "loss", role))
+        metric = "accuracy" if name in marked and "accuracy" in those else "loss"
+        if metric in those:
+            probes.append(_probe(name, name, metric, NEW if name in marked else OLD))
     tasks = {name for run in runs for result in run.results.values() for name in result.tasks}
     named = {one.name: one for one in probes if one.name not in tasks}
     keys = {one.key: one for one in named.values()}
@@ -219,12 +211,12 @@ def _find_new_task(runs: Sequence[Run], new_task: str | None, probes: Iterable[s
     ]
     if new_task is not None:
         evaluated = {name for _, _, name, _ in tasks}
-        if new_task not in evaluated:
-            raise UserError(
-                f"--new-task={new_task} was not evaluated; evaluated are {', '.join(sorted(evaluated)) or 'no tasks'}"
-                + (f", probes are {', '.join(sorted(probes))}" if probes else "")
-            )
-        return new_task
+        if new_task in evaluated:
+            return new_task
+        raise UserError(
+            f"--new-task={new_task} was not evaluated; evaluated are {', '.join(sorted(evaluated)) or 'no tasks'}"
+            + (f", probes are {', '.join(sorted(probes))}" if probes else "")
+        )
     grids = {run.task: run for run in runs if run.task is not None}
     check_equal(
         grids,
@@ -276,5 +268,4 @@ def _check_training_data(runs: Sequence[Run]) -> None:
 
 def task_probes(run: Run) -> list[str]:
     """The run's probes that are marked ``task: True``."""
-    probes = run.config.get("probes")
-    return [name for name, block in probes.items() if (block or {}).get("task")] if isinstance(probes, Mapping) else []
+    return [name for name, block in (run.config.get("probes") or {}).items() if (block or {}).get("task")]

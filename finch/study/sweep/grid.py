@@ -278,51 +278,53 @@ def read_grid(name: str, overrides: Sequence[str] = (), out: str | None = None) 
     Raises:
         UserError: the file cannot be read, has an unknown key, or a value of the wrong kind.
     """
-    from finch.config.schema import RECIPES  # here, since reports import this module and need no schema
-
     path = find_grid(name)
     content = _load(path)
-    _check_keys(content, KEYS, f"{path}: ")
-    for key in ("config", "out", "grid"):
-        if not content.get(key):
-            raise UserError(f"{path}: {key} is missing; a grid has config, out and grid")
-    recipe = content.get("recipe")
-    if recipe is not None and recipe not in RECIPES:
-        raise UserError(
-            f"{path}: recipe={recipe} is not known{did_you_mean(str(recipe), RECIPES) or '; known are ' + ', '.join(RECIPES)}; without the key the "
-            "model decides"
-        )
-    blocks = content["grid"] if isinstance(content["grid"], list) else [content["grid"]]
-    mappings = tuple(_mapping(block, path) for block in blocks)
-    _check_labels(mappings, path)
-    run_overrides = [word for word in overrides if not word.startswith("evaluate.")]
-    for word in run_overrides:
+    try:
+        grid = _as_grid(content, path, overrides, out)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    for word in overrides:
         key = word.removeprefix("~").partition("=")[0]
         if key in KEYS:
             raise UserError(
                 f"{word}: {key} is a key of the grid, not of its runs; change it in {path}, or give --out DIR for out"
             )
-        if any(key in mapping for mapping in mappings):
+        if any(key in mapping for mapping in grid.mappings):
             raise UserError(f"{word}: the grid has values of {key}; change them in {path}")
         if key in ("output_dir", "resume_from_checkpoint"):
             raise UserError(f"{word}: {_OWN_KEYS[key]}; leave it out")
-    if (keep := content.get("keep", "all")) not in KEEP:
-        raise UserError(f"{path}: keep={keep} is not known; give {', '.join(KEEP)}")
-    fixed = content.get("overrides") or {}
+    return grid
+
+
+def _as_grid(content: Values, path: Path, words: Sequence[str], out: str | None) -> Grid:
+    from finch.config.schema import RECIPES  # here, since reports import this module and need no schema
+
+    _check_keys(content, KEYS)
+    for key in ("config", "out", "grid"):
+        if not content.get(key):
+            raise UserError(f"{key} is missing; a grid has config, out and grid")
+    recipe, keep, fixed = content.get("recipe"), content.get("keep", "all"), content.get("overrides") or {}
+    if recipe is not None and recipe not in RECIPES:
+        known = did_you_mean(str(recipe), RECIPES) or f"; known are {', '.join(RECIPES)}"
+        raise UserError(f"recipe={recipe} is not known{known}; without the key the model decides")
+    if keep not in KEEP:
+        raise UserError(f"keep={keep} is not known; give {', '.join(KEEP)}")
     if not isinstance(fixed, dict):
-        raise UserError(f"{path}: overrides must be a mapping of key to value")
-    for key in fixed:
-        if key in _OWN_KEYS:
-            raise UserError(f"{path}: overrides.{key}: {_OWN_KEYS[key]}; leave it out")
-    evaluation = _evaluation(content.get("evaluate"), overrides, path)
+        raise UserError("overrides must be a mapping of key to value")
+    _check_own_keys(fixed, "overrides")
+    mappings = tuple(map(_mapping, content["grid"] if isinstance(content["grid"], list) else [content["grid"]]))
+    _check_labels(mappings)
+    changes = [word.removeprefix("evaluate.") for word in words if word.startswith("evaluate.")]
+    evaluation = _evaluation(content.get("evaluate"), changes)
     if keep == "last" and evaluation is not None and evaluation.select_by is not None:
-        raise UserError(f"{path}: keep=last removes the epochs that evaluate.select_by chooses from; give best or all")
+        raise UserError("keep=last removes the epochs that evaluate.select_by chooses from; give best or all")
     return Grid(
         path=path,
         recipe=recipe,
         config=str(content["config"]),
         out=Path(os.path.abspath(out or content["out"])),
-        overrides=(*override_words(fixed), *run_overrides),
+        overrides=(*override_words(fixed), *(word for word in words if not word.startswith("evaluate."))),
         mappings=mappings,
         evaluation=evaluation,
         keep=keep,
@@ -359,7 +361,13 @@ def cells_of(grid: Grid) -> list[Cell]:
             needed = _sft_cells(values, all_values)
             kind = SMALL_LR if needed else RUN
         cells.append(Cell(values, folder, kind, tuple(folders[all_values.index(each)] for each in needed)))
-    return _dependencies_first(cells)
+    dependencies = {cell.folder: cell.dependencies for cell in cells}
+
+    def depth(folder: Path) -> int:
+        return max((1 + depth(each) for each in dependencies[folder]), default=0)
+
+    # No circle: a replayed cell replays none, small_lr needs plain runs, and WiSE-FT a cell with one method less.
+    return sorted(cells, key=lambda cell: depth(cell.folder))
 
 
 def _is_variant(values: Mapping[str, Any], other: Mapping[str, Any], *, but: Sequence[str]) -> bool:
@@ -428,21 +436,6 @@ def _sft_cells(values: Values, cells: Sequence[Values]) -> list[Values]:
     ]
 
 
-def _dependencies_first(cells: Sequence[Cell]) -> list[Cell]:
-    ordered: list[Cell] = []
-    left = list(cells)
-    while left:
-        placed = {cell.folder for cell in ordered}
-        ready = [cell for cell in left if placed.issuperset(cell.dependencies)]
-        if not ready:
-            raise UserError(
-                f"{left[0].name} waits for {left[0].dependencies[0].name}, which waits for it; change the grid"
-            )
-        ordered += ready
-        left = [cell for cell in left if cell not in ready]
-    return ordered
-
-
 def _load(path: Path) -> Values:
     from omegaconf import OmegaConf
 
@@ -450,98 +443,103 @@ def _load(path: Path) -> Values:
     return {str(key): value for key, value in content.items()}
 
 
-def _check_keys(content: Mapping[str, Any], known: Sequence[str], prefix: str) -> None:
+def _check_keys(content: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> None:
     for key in content:
         if key not in known:
             suggestion = did_you_mean(key, known) or f"; known are {', '.join(known)}"
             raise UserError(f"{prefix}{key} is not a key of a grid{suggestion}")
 
 
-def _mapping(block: Any, path: Path) -> dict[str, list[Any]]:
+def _check_own_keys(content: Mapping[str, Any], block: str) -> None:
+    for key in content:
+        if key in _OWN_KEYS:
+            raise UserError(f"{block}.{key}: {_OWN_KEYS[key]}; leave it out")
+
+
+def _mapping(block: Any) -> dict[str, list[Any]]:
     if not isinstance(block, dict) or not block:
-        raise UserError(f"{path}: grid must be a mapping of key to a list of values, or a list of such mappings")
+        raise UserError("grid must be a mapping of key to a list of values, or a list of such mappings")
     mapping = {str(key): values for key, values in block.items()}
     if LABEL in mapping:
-        mapping[LABEL] = [_label(mapping[LABEL], path)]
+        mapping[LABEL] = [_label(mapping[LABEL])]
+    _check_own_keys(mapping, "grid")
     for key, values in mapping.items():
-        if key in _OWN_KEYS:
-            raise UserError(f"{path}: grid.{key}: {_OWN_KEYS[key]}; leave it out")
         if not isinstance(values, list) or not values:
-            raise UserError(f"{path}: grid.{key}={values} must be a list of values, such as [{values}]")
+            raise UserError(f"grid.{key}={values} must be a list of values, such as [{values}]")
     methods = [split_name(str(method)) for method in mapping.get(METHOD, [])]
     if ALPHA in mapping and not (methods and all(WISE_FT in names for names in methods)):
-        raise UserError(f"{path}: grid.{ALPHA} is WiSE-FT's; give it a separate mapping with method: [wise_ft]")
+        raise UserError(f"grid.{ALPHA} is WiSE-FT's; give it a separate mapping with method: [wise_ft]")
     for alpha in mapping.get(ALPHA, []):
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
-            raise UserError(f"{path}: grid.{ALPHA}={alpha} must be a number in [0, 1]: the tuned model's share")
+            raise UserError(f"grid.{ALPHA}={alpha} must be a number in [0, 1]: the tuned model's share")
     return mapping
 
 
-def _label(label: Any, path: Path) -> str:
+def _label(label: Any) -> str:
     if not isinstance(label, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", label):
         raise UserError(
-            f"{path}: grid.{LABEL}={label} must be one name of letters, digits, _, - and ., which begins with a letter, such as constant"
+            f"grid.{LABEL}={label} must be one name of letters, digits, _, - and ., which begins with a letter, such as constant"
         )
     if label.lower() in _RESERVED_LABELS:
-        raise UserError(f"{path}: grid.{LABEL}={label} has another meaning in reports; give another name")
+        raise UserError(f"grid.{LABEL}={label} has another meaning in reports; give another name")
     return label
 
 
-def _check_labels(mappings: Sequence[Mapping[str, Sequence[Any]]], path: Path) -> None:
+def _check_labels(mappings: Sequence[Mapping[str, Sequence[Any]]]) -> None:
     """A label has one method: its cells are one front of a report."""
     methods: dict[str, set[str]] = {}
     for mapping in mappings:
         for label in mapping.get(LABEL, ()):
-            methods.setdefault(label, set()).update(str(one) for one in mapping.get(METHOD, [None]))
-    for label, names in methods.items():
-        if len(names) > 1:
-            raise UserError(
-                f"{path}: grid.{LABEL}={label} has several methods ({', '.join(sorted(names))}); give each its mapping and its label"
-            )
+            names = methods.setdefault(label, set())
+            names.update(str(one) for one in mapping.get(METHOD, [None]))
+            if len(names) > 1:
+                several = ", ".join(sorted(names))
+                raise UserError(
+                    f"grid.{LABEL}={label} has several methods ({several}); give each its mapping and its label"
+                )
 
 
-def _evaluation(block: Any, overrides: Sequence[str], path: Path) -> Evaluation | None:
+def _evaluation(block: Any, changes: Sequence[str]) -> Evaluation | None:
+    """
+    Args:
+        changes: ``KEY=value`` of the command line.
+    """
     from omegaconf import OmegaConf
 
-    changes = [word.removeprefix("evaluate.") for word in overrides if word.startswith("evaluate.")]
     if block is None and not changes:
         return None
     if block is not None and not isinstance(block, dict):
-        raise UserError(f"{path}: evaluate must be a mapping, such as {{suites: [forgetting]}}")
-    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(changes))
+        raise UserError("evaluate must be a mapping, such as {suites: [forgetting]}")
+    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(changes)))
     content = {**(block or {}), **given}
-    _check_keys(content, [field.name for field in fields(Evaluation)], f"{path}: evaluate.")
+    _check_keys(content, [field.name for field in fields(Evaluation)], "evaluate.")
     for key in ("suites", "tasks"):
         names = content.get(key) or ()
         content[key] = tuple(names.split(",") if isinstance(names, str) else map(str, names))
     if not content["suites"] and not content["tasks"]:
-        raise UserError(f"{path}: evaluate needs suites or tasks, such as suites: [forgetting]")
-    try:
-        select_tasks(content["suites"], content["tasks"], "evaluate.suites=", "evaluate.tasks=")
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError("evaluate needs suites or tasks, such as suites: [forgetting]")
+    select_tasks(content["suites"], content["tasks"], "evaluate.suites=", "evaluate.tasks=")
     limit = content.get("limit")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise UserError(f"{path}: evaluate.limit={limit} must be a number of documents of at least 1")
+        raise UserError(f"evaluate.limit={limit} must be a number of documents of at least 1")
     for key in ("base", "data_root", "include_path", "new_task", "select_by"):
         if content.get(key) is not None:
             content[key] = str(content[key])
-    evaluation = Evaluation(**content)
-    return evaluation if evaluation.select_by is None else _with_validation(evaluation, evaluation.select_by, path)
+    return _with_validation(Evaluation(**content))
 
 
-def _with_validation(evaluation: Evaluation, suite: str, path: Path) -> Evaluation:
+def _with_validation(evaluation: Evaluation) -> Evaluation:
     """The same, with ``select_by`` among its suites or tasks."""
+    suite, suites, tasks = evaluation.select_by, evaluation.suites, evaluation.tasks
+    if suite is None:
+        return evaluation
     expected = f"{evaluation.task}{VALIDATION}"
     if suite != expected or suite not in SUITES:
         known = [name for name in SUITES if name.endswith(VALIDATION)]
         remedy = (
             f"give {expected}" if expected in known else f"leave it out: only {', '.join(known)} can choose an epoch"
         )
-        raise UserError(
-            f"{path}: evaluate.select_by={suite} has no validation rows of the task {evaluation.task}; {remedy}"
-        )
-    suites, tasks = evaluation.suites, evaluation.tasks
+        raise UserError(f"evaluate.select_by={suite} has no validation rows of the task {evaluation.task}; {remedy}")
     return replace(
         evaluation,
         suites=tuple(dict.fromkeys((*suites, suite))) if suites else (),

@@ -37,25 +37,12 @@ if TYPE_CHECKING:
 FINCH = (sys.executable, "-P", "-m", "finch.cli")
 _LINKED = (run_files.CONFIG, run_files.METRICS, run_files.BEST, run_files.EVALUATION)
 # Keys that do not change what a run computes, or that a finished run may have had otherwise.
-_IGNORED = frozenset(
-    [
-        "output_dir",
-        "resume_from_checkpoint",
-        "overwrite",
-        "epochs",
-        "checkpoint",
-        "checkpointer",
-        "save_last_epoch_only",
-        "metric_logger",
-        "log_every_n_steps",
-        "log_level",
-        "log_peak_memory_stats",
-        "profiler",
-        "num_workers",
-        "distributed_timeout",
-        "device",
-    ]
-)
+_IGNORED = {
+    *("output_dir", "resume_from_checkpoint", "overwrite", "checkpoint", "checkpointer"),
+    *("epochs", "save_last_epoch_only"),
+    *("metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats", "profiler"),
+    *("num_workers", "distributed_timeout", "device"),
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +59,12 @@ class Job:
     recipe: str
     cfg: DictConfig
     launcher: Sequence[str] = ()
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The grid's, where it has one."""
+        assert self.grid.evaluation is not None
+        return self.grid.evaluation
 
     @property
     def pretrained(self) -> str:
@@ -114,8 +107,7 @@ class Job:
 
         best = max(self._epochs(), key=score)
         _link(run / run_files.BEST, Path(best.name))
-        assert self.grid.evaluation is not None
-        if suite in missing_results(run, self.grid.evaluation):
+        if suite in missing_results(run, self.evaluation):
             own, path = _result_path(run, suite), _result_path(run, suite, best.name)
             result = read_result(path)
             base = None if result.base is None else os.path.relpath(path.parent / result.base, own.parent)
@@ -124,30 +116,29 @@ class Job:
 
     def _epochs(self) -> list[Path]:
         """The models of the epochs that are there, the first epoch's first; a complete model rather than its adapter."""
-        return list(
-            {number: path for (number, _), path in sorted(run_files.epoch_folders(self.cell.folder).items())}.values()
-        )
+        folders = sorted(run_files.epoch_folders(self.cell.folder).items())
+        return list({number: path for (number, _), path in folders}.values())
 
     def _is_scored(self, epoch: Path) -> bool:
-        evaluation, suite = self.grid.evaluation, self.select_by
-        assert evaluation is not None
-        assert suite is not None
+        suite = str(self.select_by)
         path = _result_path(self.cell.folder, suite, epoch.name)
-        return _is_result(path, set(SUITES[suite]), evaluation.limit, _written(epoch))
+        return _is_result(path, set(SUITES[suite]), self.evaluation.limit, _written(epoch))
 
     def is_trained(self) -> bool:
         run = self.cell.folder
         if self.cell.kind == SMALL_LR:
             return (run / run_files.BEST).exists()
         if self.cell.kind == WISE_FT:
-            return (run / run_files.BEST).exists() and not self._is_older_than_source()
+            own = run / f"alpha_{self.alpha:g}"
+            is_older = own.exists() and _chosen_at(self.cell.dependencies[0]) > own.stat().st_mtime
+            return (run / run_files.BEST).exists() and not is_older
         return is_trained(run, self.cfg)
 
     def run_command(self) -> list[str]:
         """Trains the cell, or makes WiSE-FT's model."""
         if self.cell.kind == WISE_FT:
-            assert self.cell.source is not None
-            tuned = run_files.chosen_model(self.cell.source) or self.cell.source / run_files.BEST
+            [source] = self.cell.dependencies
+            tuned = run_files.chosen_model(source) or source / run_files.BEST
             options = ["--base", self.pretrained, "--tuned", str(tuned), "--alpha", f"{self.alpha:g}"]
             return [*FINCH, "wise-ft", *options, "--out", str(self.cell.folder)]
         return [*FINCH, "run", *self.launcher, *run_words(self.grid, self.cell)]
@@ -160,34 +151,28 @@ class Job:
         commands = []
         if not self.is_selected():
             epochs = self._epochs() or [run / f"epoch_{number}" for number in range(self.cfg.epochs)]
-            commands.append([*self._evaluate(epochs), *_options(suite=self.select_by)])
+            commands.append(self._evaluate(epochs, suite=self.select_by))
         if missing_results(run, evaluation):
-            names = {"suite": ",".join(evaluation.suites), "tasks": ",".join(evaluation.tasks)}
-            options = _options(**{name: value for name, value in names.items() if value})
-            options += _options(include_path=evaluation.include_path, new_task=evaluation.new_task)
-            commands.append([*self._evaluate([run]), *options])
+            names = {"suite": ",".join(evaluation.suites) or None, "tasks": ",".join(evaluation.tasks) or None}
+            own = {"include_path": evaluation.include_path, "new_task": evaluation.new_task}
+            commands.append(self._evaluate([run], **names, **own))
         return commands
 
-    def _evaluate(self, models: Sequence[Path]) -> list[str]:
-        evaluation = self.grid.evaluation
-        assert evaluation is not None
+    def _evaluate(self, models: Sequence[Path], **options: str | None) -> list[str]:
+        """With an option, such as ``--data-root DATA``, of each value that is set."""
+        evaluation = self.evaluation
+        every = {"data_root": evaluation.data_root, "limit": evaluation.limit, **options}
+        given = {f"--{name.replace('_', '-')}": str(value) for name, value in every.items() if value is not None}
         command = [*FINCH, "evaluate", "--base", evaluation.base or self.pretrained, "--tuned", *map(str, models)]
-        return [
-            *command,
-            "--out",
-            str(self.grid.out),
-            "--trust",
-            *_options(data_root=evaluation.data_root, limit=evaluation.limit),
-        ]
+        return [*command, "--out", str(self.grid.out), "--trust", *(word for pair in given.items() for word in pair)]
 
     def end_evaluation(self, *, of_epochs: bool = False) -> None:
         """Marks the results as new: `finch evaluate` leaves a result as it is where the model's weights are those that it was made with."""
-        evaluation, run = self.grid.evaluation, self.cell.folder
-        assert evaluation is not None
+        run = self.cell.folder
         if of_epochs:
             paths = [_result_path(run, str(self.select_by), epoch.name) for epoch in self._epochs()]
         else:
-            paths = [_result_path(run, suite) for suite in evaluation.results()]
+            paths = [_result_path(run, suite) for suite in self.evaluation.results()]
         for path in paths:
             if path.exists():
                 path.touch()
@@ -224,11 +209,6 @@ class Job:
             assert target is not None
             _link(self.cell.folder / name, Path("..") / source.name / target.name)
 
-    def _is_older_than_source(self) -> bool:
-        assert self.cell.source is not None
-        own = self.cell.folder / f"alpha_{self.alpha:g}"
-        return own.exists() and _chosen_at(self.cell.source) > own.stat().st_mtime
-
 
 def run_words(grid: Grid, cell: Cell) -> list[str]:
     """``--config NAME_OR_PATH`` and the overrides of a cell's run."""
@@ -257,12 +237,8 @@ def is_trained(run: Path, cfg: DictConfig) -> bool:
 
 def missing_results(run: Path, evaluation: Evaluation) -> list[str]:
     """The suites whose results are absent, lack a task, are older than the run's model, or are of another limit."""
-    written = _chosen_at(run)
-    return [
-        suite
-        for suite, tasks in evaluation.results().items()
-        if not _is_result(_result_path(run, suite), tasks, evaluation.limit, written)
-    ]
+    written, results = _chosen_at(run), evaluation.results()
+    return [one for one in results if not _is_result(_result_path(run, one), results[one], evaluation.limit, written)]
 
 
 def slurm_error(run: Path) -> str:
@@ -352,12 +328,6 @@ def _is_result(path: Path, tasks: set[str], limit: int | None, written: float) -
         return is_complete and path.stat().st_mtime >= written
     except (OSError, ValueError, KeyError, AttributeError):
         return False
-
-
-def _options(**values: str | int | None) -> list[str]:
-    """``--data-root DATA`` of each value that is set."""
-    given = {name: str(value) for name, value in values.items() if value is not None}
-    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def _link(link: Path, target: Path) -> None:

@@ -28,6 +28,7 @@ _PROGRESS = re.compile(r"(\w+ [\d,]+ of [\d,]+)\b.*?(\d+:\d\d:\d\d) left")
 _TAIL_BYTES = 20_000
 _SCORING, _EVALUATING = "scoring", "evaluating"
 """Of the epochs, which chooses the cell's model; of the model."""
+_IDLE = (WAITING, FINISHED, EVALUATED)
 
 
 class _Stopped(BaseException):
@@ -128,10 +129,8 @@ class LocalSweep:
         return bool(self._running()) or any(state.status == WAITING for state in self._states.values())
 
     def _has_room_for_epochs(self) -> bool:
-        held = [
-            state for state in self._states.values() if state.status not in (WAITING, FAILED) and not state.has_model
-        ]
-        return len(held) < self._num_parallel
+        states = self._states.values()
+        return sum(one.status not in (WAITING, FAILED) and not one.has_model for one in states) < self._num_parallel
 
     def _running(self) -> list[_Running]:
         return [state.running for state in self._states.values() if state.running is not None]
@@ -241,9 +240,8 @@ class LocalSweep:
         job.select_epoch()
         state.has_model, state.commands = job.is_selected(), job.evaluate_commands()
         is_evaluated = job.grid.evaluation is not None and not state.commands
-        self._base_results |= {
-            kind for kind, is_there in ((_SCORING, state.has_model), (_EVALUATING, is_evaluated)) if is_there
-        }
+        self._base_results |= {_SCORING} if state.has_model else set()
+        self._base_results |= {_EVALUATING} if is_evaluated else set()
         state.status, state.reason = EVALUATED if is_evaluated else FINISHED, ""
         state.write(state.status, source=_linked_source(job))
         job.remove_surplus()
@@ -258,15 +256,11 @@ class LocalSweep:
         if now - self._shown_at < _PROGRESS_S and self._running():
             return
         self._shown_at = now
-        progress = {
-            folder.name: _progress_of(state.job.cell.log, state.running.start)
-            for folder, state in self._states.items()
-            if state.running is not None
-        }
-        texts = {
-            folder.name: f"{state.status}: {state.reason}" if state.reason else state.status
-            for folder, state in self._states.items()
-        }
+        texts, progress = {}, {}
+        for folder, state in self._states.items():
+            texts[folder.name] = f"{state.status}: {state.reason}" if state.reason else state.status
+            if state.running is not None:
+                progress[folder.name] = _progress_of(state.job.cell.log, state.running.start)
         self._display.update(texts, progress)
 
     def _stop(self, number: int) -> None:
@@ -275,15 +269,9 @@ class LocalSweep:
         runs = "the running cell saves its" if len(processes) == 1 else f"{len(processes)} running cells save their"
         print(f"\nstopping: {runs} state; once more to kill", flush=True)
         try:
-            for process in processes:
-                _signal_group(process, number)
-            for process in processes:
-                process.wait()
+            _end_groups(processes, number)
         except _Stopped:
-            for process in processes:
-                _signal_group(process, signal.SIGKILL)
-            for process in processes:
-                process.wait()
+            _end_groups(processes, signal.SIGKILL)
         for state in self._states.values():
             if state.running is not None:
                 state.write(FINISHED if state.job.is_trained() else WAITING)
@@ -297,9 +285,12 @@ def _linked_source(job: Job) -> Path | None:
     return job.cell.folder.parent / (job.cell.folder / "best").readlink().parts[1]
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, number)
+def _end_groups(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+    for process in processes:
+        process.wait()
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
@@ -333,9 +324,7 @@ class _Display:
         self._shown = states
         if time.monotonic() - self._last_time >= _LINE_INTERVAL_S:
             self._last_time = time.monotonic()
-            done = sum(
-                not state.startswith(("waiting", "running", "scoring", "evaluating")) for state in states.values()
-            )
+            done = sum(not state.startswith((WAITING, RUNNING, _SCORING, _EVALUATING)) for state in states.values())
             running = ", ".join(f"{name} {text}" for name, text in progress.items() if text)
             print(f"{done} of {len(states)} cells done{'; ' if running else ''}{running}", flush=True)
 
@@ -343,14 +332,11 @@ class _Display:
         size = shutil.get_terminal_size()
         names = list(texts)
         if len(names) > size.lines - 3:  # those that have work left or have failed
-            names = [name for name in names if not texts[name].startswith(("waiting", "finished", "evaluated"))]
+            names = [name for name in names if not texts[name].startswith(_IDLE)]
             names = names[: max(size.lines - 3, 1)]
         lines = [f"{name:<{width}}  {texts[name]}"[: size.columns - 1] for name in names]
         if len(names) < len(texts):
-            counts = {
-                word: sum(text.startswith(word) for text in texts.values())
-                for word in ("waiting", "finished", "evaluated")
-            }
+            counts = {word: sum(text.startswith(word) for text in texts.values()) for word in _IDLE}
             lines.append(", ".join(f"{number} {word}" for word, number in counts.items() if number))
         up = f"\x1b[{self._num_lines}A" if self._num_lines else ""
         print(up + "".join(f"\x1b[2K{line}\n" for line in lines) + "\x1b[J", end="", flush=True)

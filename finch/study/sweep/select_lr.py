@@ -6,7 +6,7 @@ import hashlib
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,25 +65,25 @@ def forgetting_of(runs: Sequence[Path]) -> tuple[Forgetting, Forgetting]:
     """
     tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        for task, lost in _lost_points(run).items():
-            for document, points in lost:
-                tasks[task][document].append(points)
-    halves: tuple[list[list[float]], list[list[float]]] = ([], [])
+        for task, document, points in _lost_points(run):
+            tasks[task][document].append(points)
+    choosing, reported = [], []
     for task, documents in tasks.items():
-        for half in halves:
-            half.append([])
+        halves: tuple[list[float], list[float]] = ([], [])
         for document, points_of_runs in documents.items():
-            halves[_is_reported(task, document)][-1].append(statistics.fmean(points_of_runs))
-        if min(len(half[-1]) for half in halves) < 2:
+            halves[_is_reported(task, document)].append(statistics.fmean(points_of_runs))
+        if min(map(len, halves)) < 2:
             raise UserError(
                 f"{runs[0]}: {task} has {len(documents)} documents, too few for two halves; evaluate more: evaluate.limit"
             )
-    return _mean(halves[0]), _mean(halves[1])
+        choosing.append(halves[False])
+        reported.append(halves[True])
+    return _mean(choosing), _mean(reported)
 
 
-def _lost_points(run: Path) -> dict[str, list[tuple[str, float]]]:
-    """Of each old task, for each document its key, which those of one cluster share, and what it lost."""
-    found: dict[str, list[tuple[str, float]]] = {}
+def _lost_points(run: Path) -> Iterator[tuple[str, str, float]]:
+    """Old task, key of a document, which those of one cluster share, and what it lost."""
+    is_evaluated = False
     folder = run / run_files.EVALUATION
     for suite, tuned in read_results(folder).items():
         old = {name: task for name, task in tuned.tasks.items() if task.role == OLD and task.unit == POINTS}
@@ -94,21 +94,18 @@ def _lost_points(run: Path) -> dict[str, list[tuple[str, float]]]:
                 raise UserError(
                     f"{run}: {name} has no score of the pretrained model; evaluate again with finch evaluate"
                 )
-            before = {_key(sample): sample for sample in read_samples(path.parent, base.tasks[name])}
+            before = {_key(sample): sample["score"] for sample in read_samples(path.parent, base.tasks[name])}
             sign = 100 if task.is_higher_better else -100
-            found[name] = [
-                (
-                    _key(sample) if sample.get("cluster") is None else f"cluster {sample['cluster']}",
-                    sign * (before[_key(sample)]["score"] - sample["score"]),
-                )
-                for sample in read_samples(folder, task)
-                if sample["score"] is not None and before.get(_key(sample), {}).get("score") is not None
-            ]
-    if not found:
+            for sample in read_samples(folder, task):
+                score = before.get(_key(sample))
+                if sample["score"] is not None and score is not None:
+                    document = _key(sample) if sample.get("cluster") is None else f"cluster {sample['cluster']}"
+                    yield name, document, sign * (score - sample["score"])
+            is_evaluated = True
+    if not is_evaluated:
         raise UserError(
             f"{run} has no results on tasks that measure forgetting; evaluate it: finch evaluate --suite forgetting"
         )
-    return found
 
 
 def _key(sample: Sample) -> str:

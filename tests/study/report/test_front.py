@@ -64,9 +64,8 @@ def test_bootstrap_equals_a_plain_one(sweep):
     for estimate, draws in ((point.new, new), (point.old, old)):
         expected = 100 * np.array(draws)
         assert estimate.standard_error == pytest.approx(expected.std(), rel=0.08)
-        assert (estimate.low, estimate.high) == pytest.approx(
-            np.quantile(expected, (0.025, 0.975)), abs=0.2 * expected.std()
-        )
+        ends = np.quantile(expected, (0.025, 0.975))
+        assert estimate.ends == pytest.approx(ends, abs=0.2 * expected.std())
     pretrained = mean_interval(comparison.outcomes[0]["tofu"].base_samples)
     assert points.base.new.standard_error == pytest.approx(100 * pretrained.standard_error, rel=0.08)
     assert points.base.old.value == 0
@@ -77,8 +76,6 @@ def test_losses_of_probes_are_turned_so_that_more_is_better(tmp_path):
     [point] = points.points
     assert point.old.value == pytest.approx(-comparison.outcomes[0]["stories"].delta.value)
     assert point.new.value == pytest.approx(100 * comparison.outcomes[0]["facts"].score.value)
-    assert point.old.low is None
-    assert not points.has_intervals
 
 
 def test_runs_that_lack_a_task_are_left_out(tmp_path):
@@ -123,9 +120,8 @@ def test_non_dominated():
 def test_interpolate_between_neighbours():
     new, old = [40.0, 60.0, 80.0, 70.0], [-2.0, -4.0, -12.0, -20.0]
     found = interpolate(new, old, [50.0, 65.0, 40.0, 30.0, 80.0])
-    assert found == pytest.approx(
-        [-3.0, -6.0, -2.0, -2.0, -12.0]
-    )  # 65 is a quarter of the way from 60 to 80: 70 is dominated
+    # 65 is a quarter of the way from 60 to 80: 70 is dominated.
+    assert found == pytest.approx([-3.0, -6.0, -2.0, -2.0, -12.0])
     assert np.isnan(interpolate(new, old, [80.1])).all()
 
 

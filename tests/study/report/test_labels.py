@@ -43,17 +43,6 @@ def test_labels_are_methods_after_the_known_ones(labelled):
     assert (list(front.methods), front.reference) == (METHODS, "sft")
 
 
-def test_labels_have_rows_and_curves_in_the_report(labelled, tmp_path):
-    write_report([labelled], tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    assert all(f"| {name}" in text for name in ("SFT, lr 3e-5", "Cap, lr 3e-5", "constant, lr 1e-4"))
-    assert ",Cap," in (tmp_path / "summary.csv").read_text()
-    for name in ("trade_off", "front", "learning_rate"):
-        svg = (tmp_path / "figures" / f"{name}.svg").read_text()
-        assert "constant" in svg
-        assert "Cap" in svg
-
-
 def test_paper_has_no_numbers_for_a_label(tmp_path):
     """Also where it is the name of a known method."""
     make_base(tmp_path / "base", n=20)

@@ -39,13 +39,10 @@ def nats(sweep):
 def test_report_in_nats(nats):
     text = (nats / "report.md").read_text()
     assert (
-        "The change of own_answers_kl, of each method and SFT where both have learned equally much (95% intervals"
-        in text
+        "The change of own_answers_kl, of each method and SFT where both have learned equally much (95% inter" in text
     )
     [line] = [line for line in text.splitlines() if line.startswith("- FINCH forgets ")]
-    assert (
-        re.search(r"forgets at [\d.]+%, the highest score that both reach, \d\.\d\d \[", line) or " on average" in line
-    )
+    assert re.search(r"forgets at [\d.]+%, the highest score that both reach, \d\.\d\d \[| on average", line)
     assert len(re.findall(r"At an equal score on tofu: [^.]*\.", text)) == 1
     assert "change of own_answers_kl, nats per token" in (nats / "figures" / "trade_off.svg").read_text()
     assert "--old-tasks own_answers_kl" in text
@@ -131,15 +128,12 @@ def test_tasks_at_chance_are_marked_and_stay_out_of_the_mean(sweep):
     base = json.loads(next(sweep.glob("base*/forgetting.json")).read_text())["tasks"]["winogrande"]
     interval = binomtest(round(20 * base["score"]), 20).proportion_ci(method="wilson")
     assert interval.low <= base["chance"] < base["score"]
-    assert (
-        "winogrande: the pretrained model is not above chance (25.0%), so it can forget nothing there, and it is not in the mean."
-        in text
-    )
-    assert "| winogrande (at chance) | old |" in text
-    assert (
-        "Caution: fewer than 100 documents, so rough intervals: own_answers (30), own_answers_kl (30), tofu (20), "
-        in text
-    )
+    for words in (
+        "winogrande: the pretrained model is not above chance (25.0%), so it can forget nothing there, and it is not in the mean.",
+        "| winogrande (at chance) | old |",
+        "Caution: fewer than 100 documents, so rough intervals: own_answers (30), own_answers_kl (30), tofu (20), ",
+    ):
+        assert words in text
     write_report([sweep], sweep / "named", new_task="tofu", old_tasks=["winogrande"])
     named = (sweep / "named" / "report.md").read_text()
     assert "so it can forget nothing there." in named

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.runs import is_running, wait_until
 
 from finch.study.sweep import local
 from finch.study.sweep.grid import Cell
@@ -70,15 +70,9 @@ def sweep(tmp_path, monkeypatch):
             monkeypatch.setattr(SmallJob, name, value)
         evaluation = SimpleNamespace(select_by=None) if SmallJob.is_evaluated_too else None
         grid = SimpleNamespace(task=None, evaluation=evaluation, overwrites=False, keep="all")
-        jobs = [
-            SmallJob(
-                grid,
-                Cell({"name": name}, tmp_path / name, dependencies=(tmp_path / source,) if source else ()),
-                "",
-                CFG,
-            )
-            for name, source in cells.items()
-        ]
+        sources = {name: (tmp_path / source,) if source else () for name, source in cells.items()}
+        cells = [Cell({"name": name}, tmp_path / name, dependencies=needed) for name, needed in sources.items()]
+        jobs = [SmallJob(grid, cell, "", CFG) for cell in cells]
         (tmp_path / "events").write_text("")
         failures = LocalSweep(jobs, num_parallel=num_parallel).run()
         return failures, (tmp_path / "events").read_text().splitlines()
@@ -138,13 +132,6 @@ def test_interrupt_lets_the_runs_save_and_the_next_call_continues(sweep, tmp_pat
     assert sweep({"a": None, "b": None, "c": None}, seconds=0)[0] == {}
 
 
-def is_running(process):
-    try:
-        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return False
-
-
 HOLDER = """\
 import pathlib, sys, time
 from finch.training.run import RunLock
@@ -185,8 +172,7 @@ def test_cells_end_with_a_killed_sweep(sweep, tmp_path):
     cell = int((tmp_path / "a" / "pid").read_text())
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
-    while is_running(cell):
-        time.sleep(0.05)
+    wait_until(lambda: not is_running(cell))
     assert sweep({"a": None}, seconds=0)[0] == {}
 
 

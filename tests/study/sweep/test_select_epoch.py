@@ -118,13 +118,10 @@ def write_tofu(folder, number=120):
         {key: " ".join(rng.choices(WORDS, k=4)) for key in ("question", "answer", "paraphrased_question")}
         for _ in range(number)
     ]
+    wrong = [[" ".join(rng.choices(WORDS, k=3)) for _ in "12345"] for _ in rows]
     perturbed = [
-        row
-        | {
-            "paraphrased_answer": row["answer"],
-            "perturbed_answer": [" ".join(rng.choices(WORDS, k=3)) for _ in "12345"],
-        }
-        for row in rows
+        {**row, "paraphrased_answer": row["answer"], "perturbed_answer": answers}
+        for row, answers in zip(rows, wrong, strict=True)
     ]
     (folder / "tofu").mkdir(parents=True)
     write_lines(folder / "tofu" / "full.jsonl", *rows)
@@ -147,13 +144,6 @@ def check(folder, programs):
     path = run / "evaluation" / f"{SUITE}.json"
     assert base_path(path, read_result(path)) == folder / "out" / "base" / path.name
     assert read_result(path).weights == (folder / "out" / "wise_ft" / "best" / "model").read_text() == "epoch_1"
-
-
-def test_best_epoch_by_validation_score_is_kept_and_used(programs, tmp_path):
-    assert sweep(tmp_path, keep="best") == {}
-    check(tmp_path, programs)
-    assert sweep(tmp_path, keep="best") == {}
-    check(tmp_path, programs)
 
 
 def test_sweep_continues_after_a_kill_at_any_change_of_a_file(programs, tmp_path, monkeypatch):
@@ -187,10 +177,10 @@ def test_sweep_continues_after_a_kill_at_any_change_of_a_file(programs, tmp_path
                 sweep(folder, keep="best")
             except Killed:
                 left = None
+        assert sweep(folder, keep="best") == {}  # after no kill it finds everything done
+        check(folder, programs)
         if left is not None:
             break
-        assert sweep(folder, keep="best") == {}
-        check(folder, programs)
     assert 20 < number < 99
 
 

@@ -71,8 +71,7 @@ def _curve(file: str, method: str, column: str, scale: float = 1.0) -> Curve:
 
 def paper_model(run: Run) -> str | None:
     """A key of ``MODELS`` where a run's model has the sizes of one: by the config.json of its pretrained weights, else by its builder."""
-    checkpointer = run.config.get("checkpointer")
-    folder = checkpointer.get("checkpoint_dir") if isinstance(checkpointer, Mapping) else None
+    folder = (run.config.get("checkpointer") or {}).get("checkpoint_dir")
     if folder is not None:
         try:
             return _by_sizes(read_settings(Path(str(folder)) / "config.json"))
