@@ -122,9 +122,9 @@ def _leave_out(axes: Axes, trade_off: TradeOff, sign: tuple[int, int]) -> int:
     limits = [(low - 0.05 * (high - low), high + 0.05 * (high - low)) for low, high in (new[0], old[0])]
     axes.set_xlim(*limits[0])
     axes.set_ylim(*limits[1])
-    return sum(
-        any(not low <= at <= high for at, (low, high) in zip(_place(one, sign), limits, strict=True)) for one in points
-    )
+    (left, right), (bottom, top) = limits
+    places = [_place(one, sign) for one in points]
+    return sum(not (left <= x <= right and bottom <= y <= top) for x, y in places)
 
 
 def _extent(estimates: Sequence[Estimate], sign: int) -> tuple[float, float]:
@@ -133,13 +133,12 @@ def _extent(estimates: Sequence[Estimate], sign: int) -> tuple[float, float]:
     return min(ends), max(ends)
 
 
-def _draw_point(
-    axes: Axes, point: Point, sign: tuple[int, int], style: Style, size: float = 6, alpha: float = 0.7
-) -> None:
+def _draw_point(axes: Axes, point: Point, sign: tuple[int, int], style: Style, size: float = 6, **bars: Any) -> None:
     x, y = _place(point, sign)
+    bars = {"color": style.hex, "linewidth": 1.0, "alpha": 0.7, "zorder": 3, **bars}
     if ends := point.new.ends:
-        axes.plot([sign[0] * end for end in ends], [y, y], color=style.hex, linewidth=1.0, alpha=alpha, zorder=3)
-    _draw_bar(axes, x, point.old, sign[1], color=style.hex, linewidth=1.0, alpha=alpha, zorder=3)
+        axes.plot([sign[0] * end for end in ends], [y, y], **bars)
+    _draw_bar(axes, x, point.old, sign[1], **bars)
     _draw_marker(axes, x, y, style, markersize=size, **_EDGE, zorder=4)
 
 
@@ -300,12 +299,8 @@ def draw_curves(
         every = max(1, len(steps) // NUM_MARKERS)
         # Side by side where curves meet.
         first = list(styles).index(curve.method) * every // len(styles) if every > 1 else 0
-        look: dict[str, Any] = {
-            "label": style.label,
-            "linewidth": 1.5,
-            "marker": style.marker,
-            "markevery": (first, every),
-        }
+        marks = {"marker": style.marker, "markevery": (first, every)}
+        look: dict[str, Any] = {"label": style.label, "linewidth": 1.5, **marks}
         if curve.is_paper:
             look = {"label": f"{style.label}, paper", "linewidth": 0.9, "linestyle": ":"}
         axes.plot(steps, values, color=style.hex, markersize=4, alpha=0.8, **look)

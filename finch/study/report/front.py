@@ -37,6 +37,8 @@ NUM_READINGS = 101
 _MAX_WITHOUT_RATIO = 0.01
 """Share of the draws that may have no quotient: where a method has forgotten nothing there is none."""
 _ROUNDING = 1e-6  # a score of 40.0 is 400 steps of 0.1, not 401
+Limits = tuple[float, float]
+_NO_LIMITS: Limits = (-math.inf, math.inf)
 _TIE = 9  # decimals: accuracies are often equal, and means of equal ones differ in their last bits
 
 
@@ -106,20 +108,15 @@ def group_settings(comparison: Comparison) -> list[Setting]:
         if len({run.seed for run in runs}) == len(runs):
             settings.append(Setting(runs[0].method, values, numbers))
         else:
-            settings += [
-                Setting(run.method, {**values, FOLDER: run.folder.name}, [number])
-                for number, run in zip(numbers, runs, strict=True)
-            ]
+            for number, run in zip(numbers, runs, strict=True):
+                settings.append(Setting(run.method, {**values, FOLDER: run.folder.name}, [number]))
     return settings
 
 
 def _without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Also without the seed of the run that a cell of a sweep replays."""
-    return {
-        key: _without_seed(value) if isinstance(value, Mapping) else value
-        for key, value in values.items()
-        if key != SEED
-    }
+    kept = {key: value for key, value in values.items() if key != SEED}
+    return {key: _without_seed(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def trade_off(comparison: Comparison, settings: Sequence[Setting]) -> TradeOff:
@@ -172,20 +169,15 @@ def _correct_bootstrap_variance(weights: Array) -> Array:
     return weights if k == 1 else 1 / k + math.sqrt(k / (k - 1)) * (weights - 1 / k)
 
 
-def _share_limits(measure: Measure, values: Array) -> tuple[float, float]:
+def _share_limits(measure: Measure, values: Array) -> Limits:
     """0 and 1 in the measure's unit and sign, where its scores are no losses and all between them."""
     low, high = sorted((0.0, measure.scale * measure.sign))
     is_share = measure.unit == POINTS and low <= np.nanmin(values) and np.nanmax(values) <= high
-    return (low, high) if is_share else (-math.inf, math.inf)
+    return (low, high) if is_share else _NO_LIMITS
 
 
 def _mean_over_seeds(
-    values: Array,
-    draws: Array,
-    columns: list[int],
-    weights: Array,
-    is_probe: bool,
-    limits: tuple[float, float] = (-math.inf, math.inf),
+    values: Array, draws: Array, columns: list[int], weights: Array, is_probe: bool, limits: Limits = _NO_LIMITS
 ) -> tuple[Estimate, Array]:
     """A setting's mean and its draws: values [runs], draws [draws, runs], weights [draws, columns] of the setting's runs."""
     drawn = (weights * draws[:, columns]).sum(axis=1).clip(*limits)
@@ -509,9 +501,8 @@ def with_base(points: Sequence[Point], base: Point | None) -> list[Point]:
 
 def on_front(points: Sequence[Point]) -> list[Point]:
     """The points that no other one beats, by rising score."""
-    return [
-        points[index] for index in non_dominated([one.new.value for one in points], [one.old.value for one in points])
-    ]
+    kept = non_dominated([one.new.value for one in points], [one.old.value for one in points])
+    return [points[index] for index in kept]
 
 
 def _values(points: Sequence[Point], scores: Sequence[float] | Array) -> Array:

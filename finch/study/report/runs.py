@@ -191,15 +191,14 @@ def read_run(folder: Path) -> Run:
 
 def method_of_config(config: Mapping[str, Any]) -> str:
     """The name of the method whose blocks a config has, such as ``finch+talr``; ``sft`` without any of another method."""
+
+    def has(key: str, block: Any) -> bool:
+        return config.get(key) is not None and component_of(config[key]) == component_of(block)
+
     names = []
     for name, method in METHODS.items():
-        blocks = {key: block for key, block in method.blocks.items() if key != "model"}
-        if name == "sft" or not blocks:
-            continue
-        if all(
-            config.get(key) is not None and component_of(config[key]) == component_of(block)
-            for key, block in blocks.items()
-        ):
+        blocks = [item for item in method.blocks.items() if item[0] != "model"]
+        if name != "sft" and blocks and all(has(*item) for item in blocks):
             names.append(name)
     if "asft" in names:  # has the blocks of both
         names = [name for name in names if name not in ("dft", "kl")]

@@ -124,10 +124,8 @@ def cell_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     specially. A label replaces the method. Of a key only the last part is written, unless two cells would then have the same name.
     """
     short = [_name(values, is_full=False) for values in cells]
-    names = [
-        name if short.count(name) == 1 else _name(values, is_full=True)
-        for name, values in zip(short, cells, strict=True)
-    ]
+    both = zip(short, cells, strict=True)
+    names = [name if short.count(name) == 1 else _name(values, is_full=True) for name, values in both]
     for index, name in enumerate(names):  # values that differ only in what a name leaves out
         if name in names[:index]:
             names[index] = f"{name}_{names[:index].count(name) + 1}"
@@ -148,10 +146,8 @@ def _as_text(value: Any) -> str:
     """``2e-5`` of 2e-05, ``finch-seed1`` of {cell: {method: finch, seed: 1}}."""
     if isinstance(value, Mapping):
         inner = value.get("cell", value)
-        return "-".join(
-            _as_text(each) if key in (LABEL, METHOD) else f"{_as_text(key)}{_as_text(each)}"
-            for key, each in inner.items()
-        )
+        own = (LABEL, METHOD)
+        return "-".join(f"{'' if key in own else _as_text(key)}{_as_text(each)}" for key, each in inner.items())
     if isinstance(value, float):
         return re.sub(r"e([+-])0+", r"e\1", f"{value:g}").replace("e+", "e")
     if isinstance(value, int):
