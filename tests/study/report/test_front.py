@@ -76,6 +76,7 @@ def test_losses_of_probes_are_turned_so_that_more_is_better(tmp_path):
     [point] = points.points
     assert point.old.value == pytest.approx(-comparison.outcomes[0]["stories"].delta.value)
     assert point.new.value == pytest.approx(100 * comparison.outcomes[0]["facts"].score.value)
+    assert point.old.low is None
 
 
 def test_runs_that_lack_a_task_are_left_out(tmp_path):
