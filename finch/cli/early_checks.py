@@ -21,7 +21,10 @@ Check = Callable[[], Any]
 
 
 def read_job(
-    config: str, overrides: Sequence[str], on_error: Callable[[UserError], None] | None = None
+    config: str,
+    overrides: Sequence[str],
+    on_error: Callable[[UserError], None] | None = None,
+    ranks: int | None = None,
 ) -> tuple[str, DictConfig]:
     """The recipe for a config's model, and the checked config.
 
@@ -29,15 +32,15 @@ def read_job(
         config: a path or the name of a config of finch.
         overrides: ``key=value`` and ``~key``.
         on_error: called with each wrong key, value or component; None raises the first one.
+        ranks: that it is for, on all nodes; None: those that torchrun has started.
 
     Raises:
         UserError: see :func:`finch.config.parser.read`.
     """
-    from finch.config.parser import read, recipe_for
-    from finch.config.schema import RECIPES
+    from finch.config.parser import read, recipe_of
 
-    recipe = recipe_for(config, list(overrides))
-    return recipe, read(["--config", config, *overrides], RECIPES[recipe], on_error)
+    cfg = read(["--config", config, *overrides], None, on_error, ranks)
+    return recipe_of(cfg), cfg
 
 
 @contextlib.contextmanager

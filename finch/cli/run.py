@@ -1,11 +1,12 @@
 """`finch run`: a recipe, chosen by the config's model, in this process or on several ranks started with torchrun's launcher.
 
-With several ranks the config is checked once, before any of them is started. A mistake is one line, without the launcher's summary.
+The config is read once: ranks that are started load what was read. A mistake is one line, without the launcher's summary.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import itertools
@@ -14,19 +15,14 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finch.base import run_files
 from finch.base.errors import ERROR_FILE, UsageError, UserError
-from finch.cli.early_checks import (
-    build_model,
-    config_checks,
-    machine_checks,
-    only_errors_logged,
-    read_job,
-)
+from finch.base.log import logger
+from finch.cli.early_checks import build_model, config_checks, machine_checks, only_errors_logged, read_job
 from finch.config.instantiate import find_config
 from finch.distributed.processes import share_cores
 
@@ -64,16 +60,37 @@ def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
     config, overrides, options = parse_arguments(arguments, USAGE)
     nodes, local_ranks = number_of_ranks(options)
     changed = {name for name, value in vars(options).items() if value != _launcher_parser().get_default(name)}
+    ranks = nodes * local_ranks
     # Any other option of torchrun needs its launcher, also for one rank.
-    if nodes * local_ranks == 1 and changed <= {"nproc_per_node"}:
-        _run_in_process(config, overrides)
-        return
-    with only_errors_logged():
+    if ranks == 1 and changed <= {"nproc_per_node"}:
         recipe, cfg = read_job(config, overrides)
-        for check in (*config_checks(cfg, nodes * local_ranks), *machine_checks(recipe, cfg, nodes * local_ranks)):
-            check()
-        build_model(recipe, cfg)
-    sys.exit(_launch(recipe, cfg, ["--config", config, *overrides], options, local_ranks))
+        importlib.import_module(recipe).recipe_main(cfg)  # with this process's signals and exit code
+        return
+    with _logged_at_the_end():
+        recipe, cfg = read_job(config, overrides, ranks=ranks)
+        with only_errors_logged():  # the ranks log it again
+            for check in (*config_checks(cfg, ranks), *machine_checks(recipe, cfg, ranks)):
+                check()
+            build_model(recipe, cfg)
+    sys.exit(_launch(recipe, cfg, options, local_ranks))
+
+
+@contextlib.contextmanager
+def _logged_at_the_end() -> Iterator[None]:
+    """Keeps what is logged until the block has ended; after a mistake its line is the only one."""
+    records: list[logging.LogRecord] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return False
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+    for record in records:
+        logger.handle(record)
 
 
 def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str], argparse.Namespace]:
@@ -155,30 +172,20 @@ def _launcher_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_in_process(config: str, overrides: Sequence[str]) -> None:
-    """Runs the recipe in this process; its signals and its exit code are this process's."""
-    from finch.config.parser import recipe_for
-
-    with only_errors_logged():
-        recipe = recipe_for(config, list(overrides))
-    sys.argv = [recipe, "--config", config, *overrides]
-    importlib.import_module(recipe).recipe_main()
-
-
-def _launch(
-    recipe: str, cfg: DictConfig, arguments: Sequence[str], options: argparse.Namespace, local_ranks: int
-) -> int:
-    """Starts the ranks and returns the exit code of the first one that fails. A rank reports a user's mistake itself, in FINCH_ERROR_FILE too."""
+def _launch(recipe: str, cfg: DictConfig, options: argparse.Namespace, local_ranks: int) -> int:
+    """Starts the ranks, which load ``cfg``, and returns the exit code of the first one that fails. A rank reports a user's mistake itself, in
+    FINCH_ERROR_FILE too."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api as launcher
     from torch.distributed.run import run as run_launcher
 
     from finch.cli.restarts import FinchAgent, failed_rank
+    from finch.config.parser import save_for_ranks
 
     # The program is the interpreter, since torchrun's own call of Python has no -P.
     options.module, options.no_python, options.run_path = False, True, False
-    options.training_script, options.training_script_args = SAFE_PYTHON[0], [*SAFE_PYTHON[1:], recipe, *arguments]
+    options.training_script = SAFE_PYTHON[0]
     # A free port; torchrun's default one is taken where another run has started on this machine.
     if not options.rdzv_endpoint and options.nnodes in ("1", "1:1"):
         options.standalone = True
@@ -189,6 +196,8 @@ def _launch(
     if options.max_restarts:  # in torchrun's store ranks find addresses of those before: pytorch issue 135712
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory(prefix="finch_run_") as folder:
+        file = save_for_ranks(cfg, Path(folder))
+        options.training_script_args = [*SAFE_PYTHON[1:], recipe, "--config", str(file)]
         error_file = Path(os.environ.setdefault(ERROR_FILE, f"{folder}/error"))
         # torchrun has no option for its agent's class.
         launcher.LocalElasticAgent = functools.partial(FinchAgent, run=Path(cfg.output_dir), error_file=error_file)  # type: ignore[assignment, misc]

@@ -32,37 +32,46 @@ from finch.config.instantiate import (
 )
 from finch.config.key_search import recipe_help
 from finch.config.resolved import format_override
-from finch.config.schema import FullFinetuneKeys, Keys, keys
+from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, referred_keys
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
+AUTO_KEYS = {"model_dir", "data_files", "source"}
+"""What the function under a config's key ``auto`` reads; other keys may refer to them."""
 
 
-def parse(model: type[Keys]) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
-    """Decorates a recipe's main function: it gets the checked config. ``--help`` prints what the command line accepts."""
+def parse(model: type[Keys]) -> Callable[[Callable[[DictConfig], Any]], Callable[..., None]]:
+    """Decorates a recipe's main function: it gets the config that it is called with, or else reads the command line. ``--help`` prints what that
+    accepts."""
 
-    def decorate(main: Callable[[DictConfig], Any]) -> Callable[[], None]:
+    def decorate(main: Callable[[DictConfig], Any]) -> Callable[..., None]:
         @report_user_errors
         @functools.wraps(main)
-        def wrapper() -> None:
-            if {"-h", "--help"} & set(sys.argv[1:]):
+        def wrapper(cfg: DictConfig | None = None) -> None:
+            if cfg is None and {"-h", "--help"} & set(sys.argv[1:]):
                 if os.environ.get("RANK", "0") == "0":
                     print(recipe_help(Path(sys.argv[0]).stem, model))
                 return
-            main(read(sys.argv[1:], model))
+            main(read(sys.argv[1:], model) if cfg is None else cfg)
 
         return wrapper
 
     return decorate
 
 
-def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError], None] | None = None) -> DictConfig:
+def read(
+    arguments: list[str],
+    model: type[Keys] | None = None,
+    on_error: Callable[[UserError], None] | None = None,
+    ranks: int | None = None,
+) -> DictConfig:
     """A checked config, defaults filled in, from a recipe's command line.
 
     Args:
         arguments: without the program's name.
-        model: the recipe's keys.
+        model: the recipe's keys; None: those of the recipe that trains the config's model.
         on_error: see ``check``.
+        ranks: that the config is for, on all nodes; None: those that torchrun has started.
 
     Raises:
         UserError: see ``find_config``, ``merge`` and ``check``; also a broken file or override.
@@ -79,17 +88,20 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     overrides = readable(overrides)
     file_cfg = load_config(path)
     file_blocks: Any = _text_keys(OmegaConf.to_container(file_cfg))
-    user_keys = set(map(str, file_cfg)) if "auto" in file_cfg else referred_keys(file_cfg)
+    user_keys = referred_keys(file_cfg) | (AUTO_KEYS if "auto" in file_cfg else set())
     errors: list[UserError] = []
     for reads_rows in (False, True) if "auto" in file_cfg else (True,):  # a wrong key is named before rows are read
         if not errors:
-            cfg, names, chosen = _completed(path, file_blocks, overrides, reads_rows)
+            with named_errors(path):
+                blocks, chosen = complete(file_blocks, overrides, reads_rows=reads_rows, ranks=ranks)
+                cfg, names = merge(blocks, overrides)
+                OmegaConf.to_container(cfg, resolve=True)
             if "lora" in names and model is FullFinetuneKeys:
                 command = shlex.join(["finch", "run", "--config", parsed.config, *map(format_override, overrides)])
                 raise UserError(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
-            check(cfg, model, user_keys=user_keys, on_error=errors.append)
+            check(cfg, model or RECIPES[recipe_of(cfg)], user_keys=user_keys, on_error=errors.append)
     for error in errors:
         if on_error is None:
             raise error
@@ -100,14 +112,12 @@ def read(arguments: list[str], model: type[Keys], on_error: Callable[[UserError]
     return cfg
 
 
-def _completed(
-    path: Path, file_blocks: dict[str, Any], overrides: list[str], reads_rows: bool
-) -> tuple[DictConfig, list[str], list[str]]:
-    with named_errors(path):
-        blocks, chosen = complete(file_blocks, overrides, reads_rows=reads_rows)
-        cfg, names = merge(blocks, overrides)
-        OmegaConf.to_container(cfg, resolve=True)
-        return cfg, names, chosen
+def save_for_ranks(cfg: DictConfig, folder: Path) -> Path:
+    """Writes a config that was read, secrets and references included, for processes that :func:`read` it again; returns the file."""
+    known = {*keys(RECIPES[recipe_of(cfg)]), *referred_keys(cfg)}
+    # The others are the user's own, which nothing refers to any more: in a file such a key is unknown.
+    OmegaConf.save(OmegaConf.masked_copy(cfg, [key for key in cfg if key in known]), folder / "config.yaml")
+    return folder / "config.yaml"
 
 
 @contextlib.contextmanager
@@ -138,43 +148,24 @@ def _text_keys(value: Any) -> Any:
     return [_text_keys(part) for part in value] if isinstance(value, list) else value
 
 
-def recipe_for(name: str, overrides: list[str]) -> str:
-    """The recipe that trains a config's model.
-
-    Raises:
-        UserError: the config does not exist; errors inside it are left to ``read``.
-    """
-    path = find_config(name)
-    find_users_components()
-    with contextlib.suppress(Exception):  # `read` reports it
-        cfg = load_config(path)
-        file_blocks: Any = _text_keys(OmegaConf.to_container(cfg))
-        overrides = readable(overrides)
-        cfg, _ = merge(complete(file_blocks, overrides, reads_rows=False)[0], overrides)
-        return recipe_of(cfg)
-    return recipe_of({})
-
-
 def recipe_of(cfg: Mapping[Any, Any]) -> str:
     """The name of the recipe that trains a config's model, by the name of the model's builder."""
     builder = str(component_of(cfg.get("model"))).rpartition(".")[2]
     return "finch_lora_finetune" if builder.startswith("lora_") else "finch_full_finetune"
 
 
-def complete(
-    file_blocks: dict[str, Any], overrides: list[str], *, reads_rows: bool = True
-) -> tuple[dict[str, Any], list[str]]:
+def complete(file_blocks: dict[str, Any], overrides: list[str], **options: Any) -> tuple[dict[str, Any], list[str]]:
     """The file's keys and those that the function under its key ``auto`` adds, and lines about what it chose.
 
-    The function is named, not imported: it looks at models and data, which are above this package. Without ``reads_rows`` it leaves open
-    what only the rows tell.
+    The function is named, not imported: it looks at models and data, which are above this package. ``options`` are its: without ``reads_rows``
+    it leaves open what only the rows tell; ``ranks``: as for :func:`read`.
 
     Raises:
         UserError: the function's, or there is no such function.
     """
     blocks = dict(file_blocks)
     name = blocks.pop("auto", None)
-    return (blocks, []) if name is None else locate(str(name), "auto")(blocks, overrides, reads_rows=reads_rows)
+    return (blocks, []) if name is None else locate(str(name), "auto")(blocks, overrides, **options)
 
 
 def readable(overrides: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from finch.distributed import parallel
 from finch.models.families import model_block
 from finch.models.hf_config import check_folder
 from finch.objectives import IGNORE_INDEX
-from finch.plan.auto.trial import choose
+from finch.plan.auto.trial import Trial
 from finch.weights.files import read_shapes
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -58,7 +58,9 @@ _NUM_MEASURED = 256
 Blocks = dict[str, Any]
 
 
-def complete(file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = True) -> tuple[Blocks, list[str]]:
+def complete(
+    file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = True, ranks: int | None = None
+) -> tuple[Blocks, list[str]]:
     """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers.
 
     It runs before the command line is merged, so that each key of these blocks can be overridden there. A block is left out
@@ -68,6 +70,7 @@ def complete(file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = Tr
         file_blocks: the file's top-level keys. A key that has a value stays as it is.
         overrides: the command line's ``key=value``.
         reads_rows: False leaves their format, and what depends on their number, open.
+        ranks: on all nodes; None: those that torchrun has started.
 
     Returns:
         The complete file, and lines that say what was chosen.
@@ -75,7 +78,7 @@ def complete(file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = Tr
     Raises:
         UserError: model_dir or data_files is missing or cannot be used.
     """
-    given = _user_values(file_blocks, overrides)
+    given, ranks = _user_values(file_blocks, overrides), ranks or parallel.launched_ranks()
     chosen: Blocks = {}
     messages = []
     folder = check_folder(
@@ -107,7 +110,7 @@ def complete(file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = Tr
         data, num_rows, message = _data(given, reads_rows)
         chosen.update(data)
         messages.append(message)
-    device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows)
+    device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows, ranks)
     chosen.update(device)
     chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
@@ -129,7 +132,7 @@ def complete(file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = Tr
         and device["dtype"] != "fp32"
         and not any(given.get(key) is not None for key in _BATCH_KEYS)
     ):
-        batch, message = _fitting_batch(blocks, overrides, num_rows)
+        batch, message = _fitting_batch(blocks, overrides, num_rows, ranks)
         blocks.update(batch)
         messages.append(message)
     keys = ("dtype", "batch_size", "gradient_accumulation_steps", "output_dir")
@@ -182,13 +185,12 @@ def _num_parameters(folder: Path) -> int:
     return sum(math.prod(shape) for file in files for _, shape in read_shapes(file))
 
 
-def _device_keys(device: str, num_parameters: int, num_rows: int | None) -> dict[str, Any]:
+def _device_keys(device: str, num_parameters: int, num_rows: int | None, ranks: int) -> Blocks:
     """Batch, dtype and activation checkpointing; bf16_mixed on a GPU with room for fp32 weights, gradients and moments, else bf16."""
     local = parallel.local_device(device)
-    ranks = parallel.launched_ranks()
     global_batch = min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH)
     micro_batch = max(1, min(_MICRO_BATCH, global_batch // ranks))
-    keys: dict[str, Any] = {
+    keys: Blocks = {
         "batch_size": micro_batch,
         "gradient_accumulation_steps": max(1, global_batch // (micro_batch * ranks)),
     }
@@ -199,9 +201,8 @@ def _device_keys(device: str, num_parameters: int, num_rows: int | None) -> dict
     return {**keys, "dtype": "bf16_mixed" if is_roomy else "bf16", "enable_activation_checkpointing": True}
 
 
-def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None) -> tuple[Blocks, str]:
+def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None, ranks: int) -> tuple[Blocks, str]:
     """The batch keys for a GPU, the fastest of those that fit, and a line about them."""
-    ranks = parallel.launched_ranks()
     rows = max(1, min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH) // ranks)
     candidates = []  # all rows of a step at once; four at once with their activations computed twice; one at once
     for micro_batch, is_recomputed in ((rows, False), (min(_MICRO_BATCH, rows), True), (1, True)):
@@ -212,7 +213,7 @@ def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None) -
         # A step's memory does not depend on the rate, nor does the answer that is kept.
         rest["optimizer"] = {**rest["optimizer"], "lr": LR}
     memory = torch.cuda.get_device_properties(parallel.local_device(str(blocks.get("device", "auto")))).total_memory
-    return choose(rest, overrides, candidates, ranks=ranks, memory=memory, rows=_long_row(merge(blocks, overrides)[0]))
+    return Trial(rest, overrides, ranks, memory, _long_row(merge(blocks, overrides)[0])).choose(candidates)
 
 
 def _long_row(cfg: DictConfig) -> tuple[int, int]:

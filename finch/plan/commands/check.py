@@ -125,7 +125,7 @@ class Report:
 
     def _read_config(self) -> tuple[str, DictConfig]:
         errors: list[UserError] = []
-        recipe, cfg = read_job(self._config, self._overrides, errors.append)
+        recipe, cfg = read_job(self._config, self._overrides, errors.append, self._ranks)
         self._print(f"{self._config}: {recipe} on {self._ranks} rank{'s' if self._ranks > 1 else ''}")
         for key in ("lr_scheduler", "loss", "regularizer", "kl_penalty", "optimizer"):
             if cfg.get(key) is not None and not errors:

@@ -90,7 +90,7 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> bool:
 
     rows = _rows(options)
 
-    recipe, cfg = read_job(options.config, overrides)
+    recipe, cfg = read_job(options.config, overrides, ranks=options.gpus)
     check(cfg, torch.device("cuda"), options.gpus)
     step = estimate_step(recipe, cfg, ranks=options.gpus, rows=rows)
     _print_model(options, cfg, step, rows)

@@ -3,13 +3,13 @@
 import json
 import re
 import shutil
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from helpers.models import save
+from helpers.ranks import on_ranks
 from helpers.runs import finch, run_here
 from helpers.tokenizers import write_qwen3_tokenizer
 from omegaconf import OmegaConf
@@ -23,6 +23,7 @@ from finch.config.schema import FullFinetuneKeys
 from finch.distributed import parallel
 from finch.plan.auto import trial
 from finch.plan.auto.config import learning_rate
+from finch.plan.estimate import fake_step
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +91,31 @@ def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch, 
 
 
 def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch):
+    """Those that are to be started, or that are."""
+    given = ["--config", "auto", f"model_dir={folder}", f"data_files={rows_file}", "device=cpu"]
     for ranks, batch in ((2, (4, 2)), (8, (2, 1)), (16, (1, 1))):
-        for name, value in (("LOCAL_RANK", 0), ("RANK", 0), ("WORLD_SIZE", ranks)):
-            monkeypatch.setenv(name, str(value))
-        cfg = auto(f"model_dir={folder}", f"data_files={rows_file}", "device=cpu")
-        assert (cfg.batch_size, cfg.gradient_accumulation_steps) == batch
+        with monkeypatch.context() as patch:
+            planned = read(given, ranks=ranks)
+            for name, value in (("LOCAL_RANK", 0), ("RANK", 0), ("WORLD_SIZE", ranks)):
+                patch.setenv(name, str(value))
+            for cfg in (planned, read(given)):
+                assert (cfg.batch_size, cfg.gradient_accumulation_steps) == batch
+
+
+def test_auto_config_refuses_a_misspelt_key_of_the_file(folder, rows_file, tmp_path):
+    config = yaml.safe_load(find_config("auto").read_text())
+    config |= {"model_dir": str(folder), "data_files": str(rows_file)}
+    file = tmp_path / "own.yaml"
+    for wrong, message in (
+        ({"epoch": 2}, "unknown key epoch=2, did you mean epochs?"),
+        ({"_rows": 3}, "unknown key _rows=3"),
+    ):
+        file.write_text(yaml.safe_dump({**config, **wrong}))
+        with pytest.raises(UserError, match=re.escape(message)):
+            read(["--config", str(file)], FullFinetuneKeys)
+    # What auto reads is no mistake where nothing else refers to it.
+    file.write_text(yaml.safe_dump({**config, "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"}}))
+    assert read(["--config", str(file)], FullFinetuneKeys).data_files == str(rows_file)
 
 
 @pytest.fixture
@@ -119,45 +140,68 @@ def on_gpu(folder, rows_file, tmp_path, monkeypatch):
 
 
 def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog):
-    """By the real estimate. Another rank waits for the answer, which a later start finds; a sweep's rates do not ask again."""
+    """By the real estimate, which a later start finds; a sweep's rates do not ask again."""
     monkeypatch.setattr(trial, "LIMIT_S", 600.0)  # of a busy machine
     assert on_gpu(10**9) == (16, 1, False, False)
     assert re.search(r"rows of \d+ tokens take [\d.]+ [kM]B of 0.9 GB by `finch estimate`", caplog.text)
-    monkeypatch.setattr(subprocess, "run", None)
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not torch.distributed.is_initialized()
+    monkeypatch.setattr(fake_step, "estimate_step", None)
     assert on_gpu(10**9, "optimizer.lr=1e-4", "seed=7") == (16, 1, False, False)
-    monkeypatch.setattr(trial, "_WAIT_S", 0.0)
-    with pytest.raises(UserError, match=r"local rank 0 has not chosen one within 0 s .* give batch_size=N"):
-        on_gpu(10**9, "model.num_layers=3")
     assert on_gpu(10**9, "batch_size=2")[0] == 2  # nothing is to be chosen
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected", "message"),
+    ("answers", "expected", "message"),
     [
-        ([1, 0], (4, 4, True, True), "take 2.00 GB of 0.9 GB"),
-        ([1, 1, 1], (1, 16, True, True), "too much; batch_size=1"),
-        ([1, "late"], (1, 16, True, True), "the estimate was not done in 30 s"),
-        ([None], (1, 16, True, True), "no estimate (finch: error: wrong)"),
+        ([2e9, 5e8], (4, 4, True, True), "take 500.00 MB of 0.9 GB"),
+        ([2e9, 2e9, 2e9], (1, 16, True, True), "take 2.00 GB of 0.9 GB by `finch estimate`: too much; batch_size=1"),
+        ([2e9, "late"], (1, 16, True, True), "the estimate was not done in 30 s"),
+        ([UserError("it needs values")], (1, 16, True, True), "no estimate (it needs values)"),
+        ([RuntimeError(".numpy() is not supported")], (1, 16, True, True), "no estimate (.numpy() is not supported)"),
     ],
 )
-def test_auto_config_tries_three_batches(codes, expected, message, on_gpu, monkeypatch, caplog):
-    answers, elsewhere = iter(codes), subprocess.run
+def test_auto_config_tries_three_batches(answers, expected, message, on_gpu, monkeypatch, caplog):
+    asked = []
 
-    def run(command, *, timeout=None, **options):
-        if timeout is None:  # a library asks what machine this is
-            return elsewhere(command, **options)
-        assert 0 < timeout <= 30
-        code = next(answers)
-        if code == "late":
-            raise subprocess.TimeoutExpired(command, timeout)
-        known = "" if code is None else "                peak                          2.00 GB\n"
-        return subprocess.CompletedProcess(command, code, known, "finch: error: wrong\n")
+    def estimate_step(recipe, cfg, *, ranks, rows):
+        answer = answers[len(asked)]
+        asked.append((recipe, ranks, cfg.batch_size))
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(device_peak=answer)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    clock = SimpleNamespace(monotonic=lambda: 31.0 if answers[len(asked) :] == ["late"] else 0.0)
+    monkeypatch.setattr(trial, "time", clock)
+    monkeypatch.setattr(fake_step, "estimate_step", estimate_step)
     assert on_gpu(10**9) == expected
     assert message in caplog.text
-    assert next(answers, None) is None
+    number = len(answers) - (answers[-1] == "late")
+    assert asked == [("finch_full_finetune", 1, batch_size) for batch_size in (16, 4, 1)[:number]]
+
+
+def test_auto_config_ranks_take_the_batch_of_the_first(folder, rows_file, tmp_path):
+    """As `tune run` starts them: there they have no process group yet."""
+    code = f"""
+        from types import SimpleNamespace
+        from finch.config.parser import read
+        from finch.config.schema import FullFinetuneKeys
+        from finch.distributed import parallel
+        from finch.plan.estimate import fake_step
+        os.environ["XDG_CACHE_HOME"] = str(folder / os.environ["RANK"])
+        asked = []
+        def estimate_step(recipe, cfg, *, ranks, rows):
+            asked.append(ranks)
+            return SimpleNamespace(device_peak=10**9 if len(asked) == 1 else 10**8)
+        fake_step.estimate_step = estimate_step
+        parallel.local_device = lambda _: torch.device("cuda")
+        torch.cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=10**9)
+        given = ["--config", "auto", "model_dir={folder}", "data_files={rows_file}"]
+        cfg = read(given, FullFinetuneKeys)
+        parallel.start(device, shard=False)
+        tell([asked, cfg.batch_size, cfg.enable_activation_checkpointing])
+        parallel.stop()
+    """
+    assert on_ranks(2, code, tmp_path) == [[[2, 2], 4, True], [[], 4, True]]
 
 
 def test_auto_config_overrides_reach_every_block(folder, rows_file):
