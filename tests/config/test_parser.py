@@ -6,9 +6,10 @@ import sys
 import pytest
 import yaml
 from helpers.runs import MINIMAL
+from omegaconf import OmegaConf
 
 from finch.base.errors import UserError
-from finch.config.parser import merge, parse, read, readable
+from finch.config.parser import merge, parse, read, readable, save_for_ranks
 from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
 
 FINCH = {"_component_": "finch.FinchLR", "eta_max": 1.0}
@@ -31,6 +32,24 @@ def test_read_overrides_the_file_from_the_command_line(file):
     cfg = read(["--config", path, "epochs=5", "optimizer.lr=3e-4", "loss=torch.nn.CrossEntropyLoss"], FullFinetuneKeys)
     assert (cfg.epochs, cfg.optimizer.lr, cfg.lr_scheduler) == (5, 3e-4, FINCH)
     assert cfg.loss == {"_component_": "torch.nn.CrossEntropyLoss"}
+
+
+def test_what_ranks_load_is_what_was_read(file, tmp_path):
+    """Also references, a text that looks like one, secrets, a method's blocks; without keys that nothing refers to any more."""
+    logger = {
+        "_component_": "torchtune.training.metric_logging.WandBLogger",
+        "log_dir": "${home}/logs",
+        "key": "s3cret",
+    }
+    rows = {**MINIMAL["dataset"], "source": "${rows}", "column_map": {"input": r"\${x}"}}
+    path = file(home="/data", rows="/rows.jsonl", metric_logger=logger, dataset=rows)
+    cfg = read(["--config", path, "method=lora+finch", "dataset.source=json", "lr_scheduler.ema=0.5"])
+    (tmp_path / "ranks").mkdir()
+    again = read(["--config", str(save_for_ranks(cfg, tmp_path / "ranks"))])
+    expected = OmegaConf.to_container(cfg, resolve=True)
+    assert expected.pop("rows") == "/rows.jsonl"
+    assert OmegaConf.to_container(again, resolve=True) == expected
+    assert (again.dataset.column_map.input, again.metric_logger.key) == ("${x}", "s3cret")
 
 
 @pytest.mark.parametrize("override", ["~lr_scheduler", "lr_scheduler=null"])

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finch.base.errors import UsageError, UserError, one_line
+from finch.base.errors import UserError, one_line
 from finch.base.files import existing_part, gigabytes
+from finch.cli.arguments import Parser
 from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
@@ -49,12 +50,9 @@ def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return
-    parser = argparse.ArgumentParser(prog="finch check", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = Parser(prog="finch check", add_help=False, allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=0)
-    try:
-        parsed, words = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UsageError(f"{error}; write a number, such as --rows 3") from error
+    parsed, words = parser.parse_known_args(arguments)
     config, overrides, options = parse_arguments(words, USAGE)
     nodes, local_ranks = number_of_ranks(options)
     report = Report(config, overrides, nodes * local_ranks, parsed.rows)
@@ -103,10 +101,8 @@ class Report:
         for error in errors.values():
             self._problem(error)
         if tokenizer is not None and not errors:
-            samples, stats = self._section("dataset", lambda: self._check_rows(cfg, "dataset", tokenizer)) or (
-                None,
-                None,
-            )
+            found = self._section("dataset", lambda: self._check_rows(cfg, "dataset", tokenizer))
+            samples, stats = found or (None, None)
             if samples is not None and cfg.self_replay is not None:
                 self._section("self_replay", lambda: self._check_replayed(cfg, samples, tokenizer, model))
             for key, node in validation_sets(cfg.dataset_validation).values():
@@ -181,8 +177,9 @@ class Report:
             self._mixture = mix(cfg, samples, cfg.seed or 0)
         stats = collect_stats(samples, 0, 1, limit, keep_bad_rows=True)
         node: Any = cfg[key]
+        packs = f" in {len(samples):,} packs" if samples.packed else ""
         kind = f"format {node['format']}, " if isinstance(node, Mapping) and node.get("format") else ""
-        self._print(f"{samples.source}: {kind}{stats.num_rows + stats.num_bad:,} rows{_packs(samples)}")
+        self._print(f"{samples.source}: {kind}{stats.num_rows + stats.num_bad:,} rows{packs}")
         if stats.num_rows:
             self._print(
                 f"tokens a row: {stats.min_length} to {stats.max_length}, median {stats.median_length}; "
@@ -366,10 +363,6 @@ def _rates(cfg: DictConfig, key: str) -> str:
         return f", lr {format_value(cfg.optimizer.get('lr'))}"
     cap = cfg[key].get("eta_max")
     return "" if cap is None else f", eta_max {format_value(cap)}"
-
-
-def _packs(samples: Any) -> str:
-    return f" in {len(samples):,} packs" if samples.packed else ""
 
 
 def _share(part: int, total: int) -> str:

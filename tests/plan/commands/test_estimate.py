@@ -1,5 +1,6 @@
 """`finch estimate` on a small model whose files do not exist."""
 
+import json
 import re
 
 import pytest
@@ -39,6 +40,26 @@ def test_estimate_reports_memory_collectives_and_time(estimate):
         r"bound +(products|network): a step takes at least [\d.]+ s, and [\d.]+ s if nothing overlaps", out
     )
     assert "fits          into 1 GB" in out
+
+
+def test_estimate_as_json_is_what_the_text_shows(estimate):
+    given = ("--gpus", "2", "--gpu-memory", "0.0001", "--seq", "20", "--launch-us", "2")
+    (code, text, _), (json_code, out, _) = estimate(*given), estimate(*given, "--json")
+    assert (code, json_code) == (1, 1)
+    found = json.loads(out)
+    assert (found["parameters"], found["shards"], found["row"], found["fits"]) == (
+        19616,
+        2,
+        {"seq": 20, "targets": 8},
+        False,
+    )
+    sizes = dict(re.findall(r"^ +([a-z ]+?) +([\d.]+) kB$", text, re.MULTILINE))
+    for part, size in {**found["memory"], "peak": found["device_peak"]}.items():
+        assert size < found["peak"] / 10_000 or float(sizes[part]) == round(size / 1000, 1)
+    assert f"{sum(found['launches'].values()):,} operators launched" in text
+    assert found["seconds"] == {"launches": pytest.approx(sum(found["launches"].values()) * 2e-6)}
+    assert sum(each["sent_bytes"] for each in found["collectives"]) == found["sent_bytes"] > 0
+    assert all(change in text for change in found["saves_memory"])
 
 
 def test_estimate_names_what_saves_memory(estimate):
