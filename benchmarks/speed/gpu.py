@@ -37,6 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.tiny_job import ROOT, environment
 from finch.base.dtensor import to_local
+from finch.config.parser import read
 from finch.data.dataset import row_lengths
 from finch.distributed.precision import Precision, precision_of
 from finch.models.qwen3 import SIZE_0_6B, SIZE_1_7B, qwen3
@@ -55,7 +56,6 @@ from finch.plan.gpu_check.models import (
     dataset_of,
     qwen3_model,
     random_rows,
-    read_config,
     step_config,
     write_config,
     write_tokenizer,
@@ -193,7 +193,7 @@ def _measure(
     running = Ranks("contender", f"{__name__}:contend", arguments, folder)
     estimate = None
     if contender.program == "finch" and "compile" not in contender.changes:
-        estimate = estimate_step("finch_full_finetune", read_config(file), ranks=1, rows=Rows(mean, TARGETS))
+        estimate = estimate_step("finch_full_finetune", read(["--config", file]), ranks=1, rows=Rows(mean, TARGETS))
     if not running.wait(check.end):
         raise TimeoutError("it was not done before the phase's deadline")
     if any(running.codes):
@@ -303,7 +303,7 @@ class OnRandomWeights(FinchFullFinetune):
 
 
 def _finch(file: str) -> None:
-    cfg = read_config(file)
+    cfg = read(["--config", file])
     recipe = OnRandomWeights(cfg)
     recipe.setup(cfg)
     recipe.train()

@@ -126,12 +126,8 @@ def complete(
             f"optimizer.lr={rate:g}, for {num_parameters / 1e6:,.1f} M parameters{'' if steps is None else f' and about {steps:,} steps'}; "
             "double it if the validation loss still gains (docs/choose.md)"
         )
-    if (
-        reads_rows
-        and "dtype" in device
-        and device["dtype"] != "fp32"
-        and not any(given.get(key) is not None for key in _BATCH_KEYS)
-    ):
+    is_batch_open = all(given.get(key) is None for key in _BATCH_KEYS)
+    if reads_rows and is_batch_open and device["dtype"] != "fp32":
         batch, message = _fitting_batch(blocks, overrides, num_rows, ranks)
         blocks.update(batch)
         messages.append(message)
@@ -253,19 +249,16 @@ def _data(given: DictConfig, reads_rows: bool) -> tuple[Blocks, int | None, str]
                 message += f" (not used: {', '.join(rows.unused_columns)})"
     if num_rows is not None and num_rows < MIN_ROWS_TO_SPLIT:
         return {"dataset": block}, num_rows, f"{message}, too few to hold out some for validation"
-    fraction = VALIDATION_FRACTION
+    fraction, left, share = VALIDATION_FRACTION, None, f"{VALIDATION_FRACTION:.0%}"
     if num_rows is not None:
         fraction = float(f"{min(fraction, MAX_VALIDATION_ROWS / num_rows):.3g}")
-    held_out = None if num_rows is None else max(1, round(fraction * num_rows))
+        held_out = max(1, round(fraction * num_rows))
+        left, share = num_rows - held_out, f"{held_out:,}"
     block |= {"part": "train", "validation_fraction": fraction, "split_seed": 0}
     keys = {**block, **(given.get("dataset") or {})}  # the command line's reach both parts
     validation = {key: f"${{dataset.{key}}}" for key in keys if key not in ("_component_", "part")}
-    blocks: Blocks = {
-        "dataset": block,
-        "dataset_validation": {"_component_": block["_component_"], **validation, "part": "validation"},
-    }
-    share = f"{fraction:.0%}" if held_out is None else f"{held_out:,}"
-    left = None if num_rows is None or held_out is None else num_rows - held_out
+    held_out_block = {"_component_": _ROWS, **validation, "part": "validation"}
+    blocks = {"dataset": block, "dataset_validation": held_out_block}
     return blocks, left, f"{message}, {share} held out for validation"
 
 

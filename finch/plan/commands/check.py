@@ -169,13 +169,13 @@ class Report:
         from finch.data import stats as statistics
         from finch.data.dataset import load_dataset
         from finch.data.mixture import mix
-        from finch.data.stats import NUM_SHOWN, collect_stats, empty_texts, name_rows
+        from finch.data.stats import name_rows
 
         limit = getattr(tokenizer, "max_seq_len", None)
         samples = load_dataset(cfg, key, tokenizer)
         if key == "dataset":
             self._mixture = mix(cfg, samples, cfg.seed or 0)
-        stats = collect_stats(samples, 0, 1, limit, keep_bad_rows=True)
+        stats = statistics.collect_stats(samples, 0, 1, limit, keep_bad_rows=True)
         node: Any = cfg[key]
         packs = f" in {len(samples):,} packs" if samples.packed else ""
         kind = f"format {node['format']}, " if isinstance(node, Mapping) and node.get("format") else ""
@@ -194,8 +194,8 @@ class Report:
         if stats.num_without_targets:
             rows = name_rows(stats.without_targets, stats.num_without_targets)
             self._print(f"{stats.num_without_targets:,} samples without target tokens, which teach nothing ({rows})")
-        if empty := empty_texts(samples):
-            rows = name_rows(empty[:NUM_SHOWN], len(empty))
+        if empty := statistics.empty_texts(samples):
+            rows = name_rows(empty[: statistics.NUM_SHOWN], len(empty))
             self._print(
                 f"{len(empty):,} rows with an empty text, which the model learns to answer or to write ({rows})"
             )

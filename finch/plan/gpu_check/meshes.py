@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from finch.config.parser import read
 from finch.distributed import parallel
-from finch.plan.gpu_check.models import BATCH, TINY, random_rows, read_config, step_config, write_base, write_config
+from finch.plan.gpu_check.models import BATCH, TINY, random_rows, step_config, write_base, write_config
 from finch.plan.gpu_check.objectives import GRADIENT_LIMIT, LOSS_LIMIT, SGD
 from finch.plan.gpu_check.processes import Ranks, free_port
 from finch.plan.gpu_check.report import Check
@@ -73,7 +74,7 @@ def steps_on_rank(folders: dict[str, int]) -> None:
     """On each rank: the steps of each mesh in turn, by its folder and a port; rank 0 writes what it has seen."""
     for folder, port in folders.items():
         os.environ["MASTER_PORT"] = str(port)
-        seen = _take_steps(read_config(f"{folder}/config.yaml"))
+        seen = _take_steps(read(["--config", f"{folder}/config.yaml"]))
         if parallel.launched_rank() == 0:
             torch.save(seen, Path(folder) / "seen.pt")
 
@@ -88,13 +89,8 @@ def _take_steps(cfg: Any) -> dict[str, Any]:
 def _kill_a_rank(check: Check, ranks: int) -> None:
     """The launcher must end the others soon, and the run go on from its last asynchronous save, here on one rank."""
     write_base(check.folder, _MODEL)
-    arguments = [
-        "run",
-        "--nproc_per_node",
-        str(ranks),
-        "--config",
-        job(check, "killed", ranks=ranks, **kill_hook(rank=1)),
-    ]
+    config = job(check, "killed", ranks=ranks, **kill_hook(rank=1))
+    arguments = ["run", "--nproc_per_node", str(ranks), "--config", config]
     launcher = Ranks("launcher", "finch.cli.main:main", {"arguments": arguments}, check.folder)
     train(job(check, "straight"))
     has_failed = launcher.wait(check.end) and launcher.codes != [0]

@@ -18,7 +18,6 @@ from torchtune.datasets import PackedDataset
 
 from finch.config.instantiate import build, find_config, load_config
 from finch.config.parser import read
-from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
 from finch.config.torchtune_names import labels_come_shifted
 from finch.models.families import SIZES
 from finch.models.qwen3 import SIZE_0_6B, SIZE_4B, qwen3_tune_to_hf
@@ -135,15 +134,9 @@ def write_config(folder: Path, model: Model, name: str = "config", **changes: An
     return str(file)
 
 
-def read_config(file: str) -> Any:
-    """The config in a file, checked, with the defaults of the recipe for its model."""
-    written: Any = OmegaConf.load(file)
-    return read(["--config", file], LoraFinetuneKeys if "lora_rank" in written.model else FullFinetuneKeys)
-
-
 def step_config(folder: Path, model: Model, **changes: Any) -> Any:
-    """A config of one step, read."""
-    return read_config(write_config(folder, model, **changes))
+    """A config of one step, checked, with the defaults of the recipe for its model."""
+    return read(["--config", write_config(folder, model, **changes)])
 
 
 def write_base(folder: Path, model: Model) -> None:

@@ -13,15 +13,8 @@ import torch
 from finch_full_finetune import FinchFullFinetune
 
 from finch.base import run_files
-from finch.plan.gpu_check.models import (
-    TINY,
-    initial_weights,
-    random_rows,
-    read_config,
-    step_config,
-    write_base,
-    write_config,
-)
+from finch.config.parser import read
+from finch.plan.gpu_check.models import TINY, initial_weights, random_rows, step_config, write_base, write_config
 from finch.plan.gpu_check.plain_model import plain_logits, plain_step
 from finch.plan.gpu_check.processes import Ranks
 from finch.plan.gpu_check.report import Check
@@ -59,7 +52,7 @@ def run(check: Check) -> None:
 
 def train(config: str) -> None:
     """The recipe in this process."""
-    run_recipe(FinchFullFinetune, read_config(config))
+    run_recipe(FinchFullFinetune, read(["--config", config]))
 
 
 def job(check: Check, name: str, *, ranks: int = 1, **changes: Any) -> str:
